@@ -1,0 +1,173 @@
+"""The settings of a scheduler, checked against each other before anything is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
+
+from aprilsched.core.policies.over_provision import FixedRatio
+from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
+from aprilsched.core.policies.staleness import StalenessGate, StalenessRule
+from aprilsched.core.policies.stop import StopAt, StopUnit
+from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.core.rules import Pace, RewardScope, Rules
+from aprilsched.errors import ConfigError
+from aprilsched.types import SamplingParams
+
+__all__ = ["SchedulerConfig"]
+
+RefillRule: TypeAlias = Literal["wave", "pool"]
+
+_ENGINE_STRIKES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """How rollouts are scheduled.
+
+    Raises:
+        ConfigError: if a value is out of its range or two values contradict each other.
+    """
+
+    batch_groups: int = 32
+    """Groups (prompts) in a batch."""
+    group_size: int = 8
+    """Rollouts of one prompt."""
+    over_provision: float = 1.5
+    """Ratio of groups kept open to groups in a batch; 1 waits for every last response."""
+    refill: RefillRule = "wave"
+    """"wave": once at the begin of each batch (APRIL); "pool": a constant number in flight."""
+    refill_groups: int = 4
+    """Groups that a pool starts together; one by one costs a third of the throughput."""
+    stop: StopUnit = "groups"
+    """What fills a batch: batch_groups groups, or whole groups that hold at least
+    batch_samples rollouts or batch_tokens response tokens."""
+    batch_samples: int | None = None
+    batch_tokens: int | None = None
+    straggler: StragglerRule = "retract"
+    """What happens to those still running: "retract" (paused, KV recomputed), "in_place"
+    (paused, KV kept: later tokens attend to stale keys), "abort" (called back, sent again),
+    "run" (they run to their end; nothing is ever of two versions)."""
+    pace: Pace = "synchronous"
+    """"synchronous" pauses the engines from a full batch until the next one is asked for;
+    "asynchronous" generates on while the trainer trains and pauses only to refit."""
+    max_staleness: int | None = None
+    """Bound on consuming version minus sampling version of a delivered token that counts."""
+    staleness_rule: StalenessRule = "mask"
+    """What happens to what would pass the bound: "mask", "evict", or "finish" first."""
+    max_attempts: int = 3
+    """How often a request is tried before its rollout goes to the ledger as failed."""
+    max_in_flight: int | None = None
+    """Requests with the engines at the same time; None leaves queueing to the engines."""
+    ready_batches: int = 2
+    """Asynchronous pace: complete batches held for a slow trainer before launching stops."""
+    allow_inexact_versions: bool = False
+    """Accept "retract" and "in_place" on servers that cannot tell the version of each token."""
+    dispatch_rate: int = 2_000
+    """Requests sent per second, at most."""
+    control_timeout_s: float = 120.0
+    """For each pause, flush and continue call of an engine."""
+    refit_timeout_s: float = 1800.0
+    """For bringing one version into all engines."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """For prompts that bring none of their own."""
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_choices()
+        self._check_combinations()
+
+    def rules(self, *, reward_scope: RewardScope, accepts: bool, episodes: bool) -> Rules:
+        """The same for the core, with what is known of the caller's functions."""
+        return Rules(
+            batch_groups=self.batch_groups,
+            group_size=self.group_size,
+            over_provision=FixedRatio(ratio=self.over_provision),
+            refill=self._refill(),
+            stop=StopAt(unit=self.stop, amount=self._amount()),
+            straggler=self.straggler,
+            pace=self.pace,
+            staleness=StalenessGate(bound=self.max_staleness, rule=self.staleness_rule),
+            sampling=self.sampling,
+            max_attempts=self.max_attempts,
+            max_in_flight=self.max_in_flight,
+            ready_batches=self.ready_batches,
+            engine_strikes=_ENGINE_STRIKES,
+            reward_scope=reward_scope,
+            accepts=accepts,
+            episodes=episodes,
+        )
+
+    def _refill(self) -> Refill:
+        return Wave() if self.refill == "wave" else ConstantPool(together=self.refill_groups)
+
+    def _amount(self) -> int:
+        if self.stop == "samples":
+            return self.batch_samples or self.batch_groups * self.group_size
+        if self.stop == "tokens":
+            return self.batch_tokens or 0
+        return self.batch_groups
+
+    def _check_ranges(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; give {least} or more.")
+        if not isinstance(self.over_provision, (int, float)):
+            raise ConfigError(
+                f"over_provision is {self.over_provision!r}; give a number such as 1.5 "
+                "(choosing it automatically is not available yet)."
+            )
+        if not 1 <= self.over_provision <= 64:
+            raise ConfigError(
+                f"over_provision is {self.over_provision}; give a ratio from 1 (wait for all) "
+                "to 64."
+            )
+
+    def _check_choices(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
+
+    def _check_combinations(self) -> None:
+        if self.stop == "tokens" and self.batch_tokens is None:
+            raise ConfigError('stop="tokens" needs batch_tokens; set it to the tokens of a batch.')
+        for unit in ("samples", "tokens"):
+            if self.stop != unit and getattr(self, f"batch_{unit}") is not None:
+                raise ConfigError(f'batch_{unit} is set but stop is "{self.stop}"; set stop too.')
+        needed = self.batch_groups * self.group_size
+        if self.max_in_flight is not None and self.max_in_flight < needed:
+            raise ConfigError(
+                f"max_in_flight ({self.max_in_flight}) can never fill a batch of "
+                f"{self.batch_groups} groups of {self.group_size}; raise it to {needed} or more, "
+                "or lower batch_groups."
+            )
+        if self.staleness_rule != "mask" and self.max_staleness is None:
+            raise ConfigError(
+                f'staleness_rule="{self.staleness_rule}" needs a bound; set max_staleness.'
+            )
+
+
+_LEAST: dict[str, float] = {
+    "batch_groups": 1,
+    "group_size": 1,
+    "refill_groups": 1,
+    "batch_samples": 1,
+    "batch_tokens": 1,
+    "max_staleness": 0,
+    "max_attempts": 1,
+    "max_in_flight": 1,
+    "ready_batches": 1,
+    "dispatch_rate": 1,
+    "control_timeout_s": 0.001,
+    "refit_timeout_s": 0.001,
+}
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "refill": get_args(RefillRule),
+    "stop": get_args(StopUnit),
+    "straggler": get_args(StragglerRule),
+    "pace": get_args(Pace),
+    "staleness_rule": get_args(StalenessRule),
+}

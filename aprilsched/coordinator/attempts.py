@@ -1,0 +1,166 @@
+"""Attempts at requests: paced sending, streaming, calling back.
+
+Invariants: an attempt ends in exactly one event (Finished, Interrupted or Failed) unless it was
+cancelled; nothing is sent to an engine that is not running (a request sent during a pause is held
+silently and cannot be aborted, hazard 4); an abort is repeated until its stream has ended, since
+one that overtakes its own request is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+
+from aprilsched.coordinator.tasks import Tasks
+from aprilsched.coordinator.throttle import LoopThrottler
+from aprilsched.core.commands import Abort, Send
+from aprilsched.core.events import Event, Failed, Finished, Interrupted, Progress
+from aprilsched.engines.base import Engine, GenerationRequest
+from aprilsched.errors import EngineError, EngineRejected
+
+__all__ = ["Attempts"]
+
+_ABORT_AGAIN_S = 0.25
+_CLIENT_ERRORS = frozenset(range(400, 500)) - {408, 425, 429}
+
+Key = tuple[int, int]
+
+
+class Attempts:
+    """All attempts of a run."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        engines: Mapping[str, Engine],
+        feed: Callable[[Event], None],
+        may_send: Callable[[str], bool],
+        rate: int,
+    ) -> None:
+        self._run_id = run_id
+        self._engines = engines
+        self._feed = feed
+        self._may_send = may_send
+        self._throttle = LoopThrottler(rate_limit=rate)
+        self._outbox: deque[Send] = deque()
+        self._waiting = asyncio.Event()
+        self._open: dict[Key, Send] = {}
+        self._tasks: Tasks | None = None
+
+    def start(self, tasks: Tasks) -> None:
+        self._tasks = tasks
+        tasks.start("dispatcher", self._dispatch())
+
+    # --- commands ------------------------------------------------------------------------------
+
+    def send(self, command: Send) -> None:
+        self._outbox.append(command)
+        self._waiting.set()
+
+    def abort(self, command: Abort) -> None:
+        key = (command.request_id, command.attempt)
+        for waiting in self._outbox:
+            if (waiting.request_id, waiting.attempt) == key:
+                self._outbox.remove(waiting)
+                self._feed(Interrupted(request_id=key[0], attempt=key[1]))
+                return
+        if key in self._open and self._tasks is not None:
+            self._tasks.start(("abort", key), self._call_back(self._open[key]))
+
+    def abandon(self, engine: str) -> None:
+        """The engine is lost: leave its streams; each tells the engine to abort as it goes."""
+        kept = [send for send in self._outbox if send.engine != engine]
+        self._outbox = deque(kept)
+        if self._tasks is not None:
+            keys = [key for key, send in self._open.items() if send.engine == engine]
+            self._tasks.cancel([("attempt", key) for key in keys])
+            self._tasks.cancel([("abort", key) for key in keys])
+
+    def stop_sending(self) -> None:
+        self._outbox.clear()
+
+    def open_ids(self, engine: str) -> list[str]:
+        """Request ids that are with an engine."""
+        return [self._name(send) for send in self._open.values() if send.engine == engine]
+
+    # --- work ----------------------------------------------------------------------------------
+
+    async def _dispatch(self) -> None:
+        while True:
+            await self._waiting.wait()
+            self._waiting.clear()
+            while self._outbox:
+                await self._throttle.acquire()
+                if self._outbox:
+                    self._dispatch_one(self._outbox.popleft())
+
+    def _dispatch_one(self, send: Send) -> None:
+        key = (send.request_id, send.attempt)
+        if not self._may_send(send.engine):
+            self._feed(Interrupted(request_id=send.request_id, attempt=send.attempt))
+        elif self._tasks is not None:
+            self._open[key] = send
+            self._tasks.start(("attempt", key), self._run(key, send))
+
+    async def _run(self, key: Key, send: Send) -> None:
+        try:
+            ending = await self._stream(send)
+        finally:
+            del self._open[key]
+        self._feed(ending)
+
+    async def _stream(self, send: Send) -> Event:
+        """Stream an attempt; the event that ends it."""
+        request_id, attempt = send.request_id, send.attempt
+        request = GenerationRequest(
+            request_id=self._name(send),
+            input_ids=send.input_ids,
+            sampling=send.sampling,
+            affinity=send.group_id,
+        )
+        try:
+            async with aclosing(self._engines[send.engine].generate(request)) as chunks:
+                async for chunk in chunks:
+                    if len(chunk.token_ids):
+                        self._feed(
+                            Progress(
+                                request_id=request_id,
+                                attempt=attempt,
+                                token_ids=chunk.token_ids,
+                                logprobs=chunk.logprobs,
+                            )
+                        )
+                    if chunk.finish == "abort":
+                        return Interrupted(
+                            request_id=request_id, attempt=attempt, spans=chunk.spans
+                        )
+                    if chunk.finish is not None:
+                        return Finished(
+                            request_id=request_id,
+                            attempt=attempt,
+                            reason=chunk.finish,
+                            spans=chunk.spans,
+                        )
+        except EngineError as error:
+            final = isinstance(error, EngineRejected) and error.status in _CLIENT_ERRORS
+            return Failed(request_id=request_id, attempt=attempt, cause=str(error), final=final)
+        cause = f"{send.engine}: the stream ended before the response did"
+        return Failed(request_id=request_id, attempt=attempt, cause=cause)
+
+    async def _call_back(self, send: Send) -> None:
+        key = (send.request_id, send.attempt)
+        engine, name = self._engines[send.engine], self._name(send)
+        while key in self._open:
+            try:
+                await engine.abort(name)
+            except EngineError:
+                # The stream itself reports what is wrong with the engine.
+                pass
+            await asyncio.sleep(_ABORT_AGAIN_S)
+
+    def _name(self, send: Send) -> str:
+        # One length for all: SGLang aborts every request whose id starts with the given one.
+        return f"{self._run_id}-{send.request_id:010d}-{send.attempt:04d}"

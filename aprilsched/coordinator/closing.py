@@ -1,0 +1,50 @@
+"""Leaving the engines as they were: nothing of ours decoding, nothing paused, within a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from aprilsched.coordinator.attempts import Attempts
+from aprilsched.core.control import Mode
+from aprilsched.core.state import SchedulerState
+from aprilsched.engines.base import Engine
+from aprilsched.errors import EngineError
+
+__all__ = ["release"]
+
+log = logging.getLogger("aprilsched")
+
+_BOUND_S = 0.8
+"""Ctrl-C promises to end within a second."""
+
+
+async def release(
+    attempts: Attempts, engines: Mapping[str, Engine], state: SchedulerState
+) -> None:
+    """Abort what is open on every engine and let it go on, all engines at the same time."""
+    attempts.stop_sending()
+    try:
+        async with asyncio.timeout(_BOUND_S):
+            await asyncio.gather(*(_release(attempts, e, state) for e in engines.values()))
+    except TimeoutError:
+        names = ", ".join(engines)
+        log.warning("%s: not everything could be aborted within %g s", names, _BOUND_S)
+
+
+async def _release(attempts: Attempts, engine: Engine, state: SchedulerState) -> None:
+    control = state.control.engines.get(engine.name)
+    try:
+        await _abort_open(attempts, engine)
+        if control is None or control.mode is not Mode.RUNNING:
+            await engine.resume()
+            # An abort is lost on requests that an in-place pause or a hold kept back (hazards
+            # 4 and 5): after the continue it counts.
+            await _abort_open(attempts, engine)
+    except EngineError as error:
+        log.warning("could not be released: %s", error)
+
+
+async def _abort_open(attempts: Attempts, engine: Engine) -> None:
+    await asyncio.gather(*(engine.abort(name) for name in attempts.open_ids(engine.name)))

@@ -1,0 +1,59 @@
+"""The heart of the shell: events go into the core one at a time, commands go to who does them.
+
+Everything runs on one event loop, so the core needs no lock; an event that comes up while another
+is handled waits its turn in the inbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aprilsched.core.commands import Command
+from aprilsched.core.events import Event
+from aprilsched.core.scheduler import Scheduler
+from aprilsched.telemetry.base import Listener
+
+__all__ = ["EventLoop", "Perform"]
+
+Perform = Callable[[Any], None]
+"""Starts what a command asks for; returns at once."""
+
+
+class EventLoop:
+    """Feeds the core, tells the listeners, carries commands out."""
+
+    def __init__(self, core: Scheduler, listeners: Sequence[Listener]) -> None:
+        self.core = core
+        self.performers: dict[type[Command], Perform] = {}
+        self._listeners = tuple(listeners)
+        self._inbox: deque[Event] = deque()
+        self._busy = False
+
+    def feed(self, event: Event) -> None:
+        """Something happened. Handled now, or right after the event in work.
+
+        Raises:
+            InvariantViolation: if it cannot have happened; a bug.
+        """
+        self._inbox.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._inbox:
+                self._handle(self._inbox.popleft())
+        finally:
+            self._busy = False
+
+    def _handle(self, event: Event) -> None:
+        now = asyncio.get_running_loop().time()
+        commands = self.core.handle(event, now)
+        for listener in self._listeners:
+            listener.on_event(event, now)
+        for command in commands:
+            for listener in self._listeners:
+                listener.on_command(command, now)
+            self.performers[type(command)](command)

@@ -1,0 +1,87 @@
+"""What the trainer waits for: its next batch, an update, evaluations.
+
+A batch that arrives for a waiter who has just given up is kept for the next one, so cancelling a
+wait loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from aprilsched.core.commands import Deliver, DeliverEvaluation, FinishUpdate
+from aprilsched.types import Batch
+
+__all__ = ["Waits"]
+
+
+class Waits:
+    """Futures of the trainer's open calls."""
+
+    def __init__(self) -> None:
+        self.kept: Batch | None = None
+        self._batch: asyncio.Future[Batch | None] | None = None
+        self._update: asyncio.Future[FinishUpdate] | None = None
+        self._evaluations: dict[int, asyncio.Future[Batch]] = {}
+        self._failure: BaseException | None = None
+
+    # --- waiting -------------------------------------------------------------------------------
+
+    @property
+    def batch_wanted(self) -> bool:
+        return self._batch is not None and not self._batch.done()
+
+    def for_batch(self) -> asyncio.Future[Batch | None]:
+        self._batch = self._future()
+        return self._batch
+
+    def for_update(self) -> asyncio.Future[FinishUpdate]:
+        self._update = self._future()
+        return self._update
+
+    def for_evaluation(self, evaluation_id: int) -> asyncio.Future[Batch]:
+        future: asyncio.Future[Batch] = self._future()
+        self._evaluations[evaluation_id] = future
+        return future
+
+    @property
+    def update(self) -> asyncio.Future[FinishUpdate] | None:
+        """The update under way, whoever still waits for it."""
+        return self._update
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # --- commands ------------------------------------------------------------------------------
+
+    def deliver(self, command: Deliver) -> None:
+        if self._batch is not None and not self._batch.done():
+            self._batch.set_result(command.batch)
+        else:
+            self.kept = command.batch
+
+    def end(self, _: object) -> None:
+        if self._batch is not None and not self._batch.done():
+            self._batch.set_result(None)
+
+    def finish_update(self, command: FinishUpdate) -> None:
+        if self._update is not None and not self._update.done():
+            self._update.set_result(command)
+
+    def deliver_evaluation(self, command: DeliverEvaluation) -> None:
+        future = self._evaluations.pop(command.evaluation_id, None)
+        if future is not None and not future.done():
+            future.set_result(command.batch)
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing will come any more: everyone who waits, now or later, gets `error`."""
+        self._failure = self._failure or error
+        for future in (self._batch, self._update, *self._evaluations.values()):
+            if future is not None and not future.done():
+                future.set_exception(error)
+                # A waiter that was cancelled meanwhile will never look at it.
+                future.exception()
+
+    def _future(self) -> asyncio.Future:  # pyright: ignore
+        self.raise_failure()
+        return asyncio.get_running_loop().create_future()

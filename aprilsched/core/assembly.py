@@ -1,0 +1,53 @@
+"""From records to the frozen data that users get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aprilsched.core.records import GroupRecord, RolloutRecord
+from aprilsched.types import Batch, Group, Rollout
+
+__all__ = ["batch_of", "group_of", "rollout_of"]
+
+
+def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> Rollout:
+    """The rollout as it is now; tokens older than `oldest_unmasked` are masked out."""
+    versions = record.log.versions()
+    mask = record.log.sampled()
+    if oldest_unmasked is not None:
+        mask &= versions >= oldest_unmasked
+    return Rollout(
+        rollout_id=record.rollout_id,
+        group_id=record.group.group_id,
+        index=record.index,
+        prompt_ids=record.prompt_ids,
+        token_ids=record.log.token_ids,
+        logprobs=record.log.logprobs(),
+        versions=versions,
+        loss_mask=mask,
+        segments=record.log.segments(),
+        versions_exact=record.log.exact,
+        finish_reason=record.finish_reason,
+        reward=record.reward,
+        turns=record.turns,
+    )
+
+
+def group_of(record: GroupRecord, *, oldest_unmasked: int | None = None) -> Group:
+    """A whole group, its members in the order of their index."""
+    return Group(
+        group_id=record.group_id,
+        prompt=record.prompt,
+        rollouts=tuple(rollout_of(m, oldest_unmasked=oldest_unmasked) for m in record.members),
+    )
+
+
+def batch_of(
+    records: Sequence[GroupRecord], *, index: int, version: int, oldest_unmasked: int | None = None
+) -> Batch:
+    """A batch of whole groups, consumed at `version`."""
+    return Batch(
+        index=index,
+        version=version,
+        groups=tuple(group_of(record, oldest_unmasked=oldest_unmasked) for record in records),
+    )

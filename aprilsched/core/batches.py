@@ -1,0 +1,110 @@
+"""When a batch is full, and when it is handed over.
+
+*Full* looks at what is generated, so a slow reward never delays the stop of a batch; *handed
+over* is what is also scored and accepted.
+"""
+
+from __future__ import annotations
+
+from aprilsched.core.assembly import batch_of
+from aprilsched.core.commands import Deliver, DeliverEvaluation, EndOfPrompts
+from aprilsched.core.events import BatchRequested, BatchWithdrawn
+from aprilsched.core.records import GroupRecord
+from aprilsched.core.state import SchedulerState
+from aprilsched.types import NO_VERSION
+
+__all__ = [
+    "deliver",
+    "deliver_evaluations",
+    "full",
+    "on_batch_requested",
+    "on_batch_withdrawn",
+]
+
+
+def on_batch_requested(state: SchedulerState, _: BatchRequested) -> None:
+    state.wanted = True
+    if not state.asynchronous:
+        state.wave_due = True
+
+
+def on_batch_withdrawn(state: SchedulerState, _: BatchWithdrawn) -> None:
+    state.wanted = False
+
+
+def full(state: SchedulerState) -> bool:
+    """Is enough generated for the batch in work? Rewards may still be outstanding."""
+    if state.rules.stop.take(state.book.ready) is None:
+        return False
+    return not any(_due(state, g) and not g.complete for g in state.book.training_groups())
+
+
+def deliver_evaluations(state: SchedulerState) -> None:
+    """Hand over every evaluation that has ended."""
+    for evaluation_id in list(state.evaluations):
+        _deliver_evaluation(state, evaluation_id)
+
+
+def deliver(state: SchedulerState) -> None:
+    """Hand over the batch if it is wanted and there."""
+    if not state.wanted or state.update is not None:
+        return
+    # What is due first; within both kinds in the order of completion.
+    ready = sorted(state.book.ready, key=lambda group: not _due(state, group))
+    accepted = [group for group in ready if group.accepted]
+    count = state.rules.stop.take(accepted)
+    if count is None:
+        if not _drained(state):
+            return
+        count = len(accepted)
+    elif any(_due(state, g) and not g.accepted for g in state.book.training_groups()):
+        return
+    state.wanted = False
+    if count == 0:
+        state.commands.append(EndOfPrompts())
+    else:
+        _deliver_batch(state, accepted[:count])
+
+
+def _deliver_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
+    version = state.tracker.trainer
+    counters = state.book.counters
+    batch = batch_of(
+        groups,
+        index=counters.batches,
+        version=version,
+        oldest_unmasked=state.rules.staleness.oldest_unmasked(version),
+    )
+    for group in groups:
+        state.book.deliver(group)
+    counters.batches += 1
+    counters.tokens_masked += sum(
+        int((rollout.versions[~rollout.loss_mask] != NO_VERSION).sum())
+        for rollout in batch.rollouts
+    )
+    state.delivered_since_update += len(groups)
+    state.wave_due = state.wave_due or state.asynchronous
+    state.commands.append(Deliver(batch=batch))
+
+
+def _deliver_evaluation(state: SchedulerState, evaluation_id: int) -> None:
+    groups = [group for group in state.evaluations[evaluation_id] if group.dropped is None]
+    if not all(group.accepted for group in groups):
+        return
+    del state.evaluations[evaluation_id]
+    batch = batch_of(groups, index=evaluation_id, version=state.tracker.trainer)
+    for group in groups:
+        state.book.deliver(group)
+    state.commands.append(DeliverEvaluation(evaluation_id=evaluation_id, batch=batch))
+
+
+def _due(state: SchedulerState, group: GroupRecord) -> bool:
+    gate = state.rules.staleness
+    return gate.rule == "finish" and gate.due(group.oldest_version, state.tracker.trainer)
+
+
+def _drained(state: SchedulerState) -> bool:
+    """The prompts have ended and every group that is left has its verdict."""
+    if not state.exhausted or state.stock or state.fetching:
+        return False
+    return all(group.accepted for group in state.book.training_groups())

@@ -1,0 +1,206 @@
+"""The book of everything in flight: groups, their rollouts, their requests, the queue.
+
+Every rollout is in exactly one group here, or delivered, or in the ledger. The book makes the
+moves; it decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from aprilsched.core.counters import Counters
+from aprilsched.core.ledger import Entry, Ledger, Reason
+from aprilsched.core.lifecycle import Move, State
+from aprilsched.core.records import GroupRecord, RequestRecord, RolloutRecord
+from aprilsched.types import NO_VERSION, Int32Array, Prompt, SamplingParams, VersionSpan
+
+__all__ = ["Book"]
+
+
+class Book:
+    """Records by id, and what is counted about them."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, GroupRecord] = {}
+        self.rollouts: dict[int, RolloutRecord] = {}
+        self.requests: dict[int, RequestRecord] = {}
+        """Current requests, and those of dropped rollouts until their attempt comes back."""
+        self.queue: dict[int, RequestRecord] = {}
+        self.ready: list[GroupRecord] = []
+        """Complete training groups, in the order of their completion."""
+        self.open: Counter[str] = Counter()
+        """Open attempts by engine."""
+        self.ledger = Ledger()
+        self.counters = Counters()
+        self._ids = 0
+
+    # --- opening ---------------------------------------------------------------------------
+
+    def add_group(
+        self,
+        prompt: Prompt,
+        samplings: tuple[SamplingParams, ...],
+        *,
+        evaluation_id: int | None,
+        episodes: bool,
+    ) -> GroupRecord:
+        """Launch a group: one rollout for each of `samplings`."""
+        group = GroupRecord(
+            group_id=self._next_id(), prompt=prompt, evaluation_id=evaluation_id
+        )
+        self.groups[group.group_id] = group
+        for index, sampling in enumerate(samplings):
+            rollout = RolloutRecord(
+                rollout_id=self._next_id(),
+                index=index,
+                group=group,
+                sampling=sampling,
+                state=State.THINKING,
+                prompt_ids=prompt.input_ids,
+            )
+            group.members.append(rollout)
+            self.rollouts[rollout.rollout_id] = rollout
+            if not episodes:
+                self.add_request(rollout, prompt.input_ids, sampling)
+        group.unfinished = group.unscored = len(samplings)
+        self.counters.launched += len(samplings)
+        return group
+
+    def add_request(
+        self, rollout: RolloutRecord, input_ids: Int32Array, sampling: SamplingParams
+    ) -> None:
+        """A rollout's next turn: `input_ids` is its whole context."""
+        known = len(rollout.prompt_ids) + len(rollout.log)
+        if rollout.turns == 0:
+            rollout.prompt_ids = input_ids
+        elif len(input_ids) > known:
+            rollout.log.append_environment(input_ids[known:])
+        request = RequestRecord(
+            request_id=self._next_id(),
+            rollout=rollout,
+            sampling=sampling,
+            output_start=len(rollout.log),
+        )
+        rollout.request = request
+        self.requests[request.request_id] = request
+        rollout.move(Move.NEXT_TURN)
+        self.queue[request.request_id] = request
+
+    def _next_id(self) -> int:
+        self._ids += 1
+        return self._ids
+
+    # --- attempts --------------------------------------------------------------------------
+
+    def open_attempt(self, request: RequestRecord, engine: str) -> None:
+        """The request is sent to `engine`."""
+        del self.queue[request.request_id]
+        rollout = request.rollout
+        rollout.move(Move.SEND)
+        rollout.group.engine = engine
+        known = len(rollout.log)
+        request.prefill_due = len(rollout.prompt_ids) + known if request.attempt else 0
+        request.attempt += 1
+        request.attempt_start = known
+        request.engine = engine
+        request.open = True
+        request.crossed = request.aborting = False
+        self.open[engine] += 1
+
+    def attempt(self, request_id: int, attempt: int) -> RequestRecord | None:
+        """The request, if this attempt of it is still open; late news of others is void."""
+        request = self.requests.get(request_id)
+        if request is None or not request.open or request.attempt != attempt:
+            return None
+        return request
+
+    def close_attempt(
+        self, request: RequestRecord, spans: tuple[VersionSpan, ...] | None
+    ) -> None:
+        """The attempt came back; `spans` is what the engine says of its tokens' versions."""
+        request.open = False
+        self.open[request.engine] -= 1
+        log = request.rollout.log
+        if spans:
+            log.assign(request.attempt_start, spans, engine=request.engine)
+        elif request.crossed and len(log) > request.attempt_start:
+            log.exact = False
+
+    def requeue(self, request: RequestRecord) -> None:
+        """The rest of a request waits to be sent, with all tokens known."""
+        request.rollout.move(Move.INTERRUPT)
+        self.queue[request.request_id] = request
+
+    def forget(self, request: RequestRecord) -> None:
+        self.requests.pop(request.request_id, None)
+
+    def open_requests(self, engine: str | None = None) -> Iterator[RequestRecord]:
+        """Requests with an open attempt (on `engine`), those of dropped rollouts included."""
+        return (
+            request
+            for request in list(self.requests.values())
+            if request.open and (engine is None or request.engine == engine)
+        )
+
+    # --- leaving ---------------------------------------------------------------------------
+
+    def deliver(self, group: GroupRecord) -> None:
+        """The group leaves the book with a batch."""
+        for member in group.members:
+            member.move(Move.DELIVER)
+            self.counters.delivered += 1
+            self.counters.tokens_delivered += _sampled_tokens(member)
+        self._remove(group)
+
+    def drop(
+        self, group: GroupRecord, reason: Reason, cause: str, *, culprit: int | None, now: float
+    ) -> None:
+        """The group goes to the ledger; with a culprit, the others are its siblings."""
+        group.dropped = reason
+        for member in group.members:
+            member.move(Move.DROP)
+            is_sibling = culprit is not None and member.rollout_id != culprit
+            tokens = _sampled_tokens(member)
+            self.counters.tokens_discarded += tokens
+            self.ledger.add(
+                Entry(
+                    rollout_id=member.rollout_id,
+                    group_id=group.group_id,
+                    reason=Reason.SIBLING_FAILED if is_sibling else reason,
+                    cause=cause,
+                    tokens=tokens,
+                    at=now,
+                )
+            )
+        self._remove(group)
+
+    def _remove(self, group: GroupRecord) -> None:
+        del self.groups[group.group_id]
+        if group in self.ready:
+            self.ready.remove(group)
+        for member in group.members:
+            del self.rollouts[member.rollout_id]
+            request = member.request
+            if request is not None:
+                self.queue.pop(request.request_id, None)
+                if not request.open:
+                    self.forget(request)
+
+    # --- looking ---------------------------------------------------------------------------
+
+    def training_groups(self) -> Iterator[GroupRecord]:
+        return (group for group in self.groups.values() if group.evaluation_id is None)
+
+    @property
+    def open_attempts(self) -> int:
+        """Attempts with engines, those of dropped rollouts and of evaluations included."""
+        return sum(self.open.values())
+
+
+def _sampled_tokens(rollout: RolloutRecord) -> int:
+    return sum(
+        segment.end - segment.start
+        for segment in rollout.log.segments()
+        if segment.version != NO_VERSION
+    )

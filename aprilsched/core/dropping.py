@@ -1,0 +1,40 @@
+"""Taking a group out of flight and into the ledger."""
+
+from __future__ import annotations
+
+from aprilsched.core.commands import Abort, CancelWork
+from aprilsched.core.ledger import Reason
+from aprilsched.core.records import GroupRecord, RequestRecord
+from aprilsched.core.state import SchedulerState
+
+__all__ = ["abort", "drop"]
+
+
+def abort(state: SchedulerState, request: RequestRecord) -> None:
+    """Call an open attempt back, once."""
+    if not request.aborting:
+        request.aborting = True
+        state.commands.append(
+            Abort(engine=request.engine, request_id=request.request_id, attempt=request.attempt)
+        )
+
+
+def drop(
+    state: SchedulerState,
+    group: GroupRecord,
+    reason: Reason,
+    cause: str,
+    *,
+    culprit: int | None = None,
+) -> None:
+    """Drop a whole group; `culprit` is the rollout whose failure took its siblings along."""
+    for member in group.members:
+        if member.request is not None and member.request.open:
+            abort(state, member.request)
+    state.book.drop(group, reason, cause, culprit=culprit, now=state.now)
+    state.commands.append(
+        CancelWork(
+            group_id=group.group_id,
+            rollout_ids=tuple(member.rollout_id for member in group.members),
+        )
+    )

@@ -1,0 +1,271 @@
+"""What happened. The shell turns every answer, error and call of the trainer into one of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from aprilsched.types import (
+    FinishReason,
+    Float32Array,
+    Int32Array,
+    Prompt,
+    SamplingParams,
+    VersionSpan,
+)
+
+__all__ = [
+    "BatchRequested",
+    "BatchWithdrawn",
+    "Continued",
+    "ControlCall",
+    "ControlFailed",
+    "EngineInfo",
+    "EngineLost",
+    "EpisodeFailed",
+    "EpisodeFinished",
+    "EvaluationRequested",
+    "Event",
+    "Failed",
+    "Finished",
+    "Flushed",
+    "GroupRewarded",
+    "Interrupted",
+    "Judged",
+    "Opened",
+    "Paused",
+    "Progress",
+    "PromptsArrived",
+    "Refitted",
+    "RewardFailed",
+    "Rewarded",
+    "TurnRequested",
+    "UpdateRequested",
+]
+
+ControlCall: TypeAlias = Literal["pause", "flush", "refit", "continue"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineInfo:
+    """What the core knows of an engine when it joins."""
+
+    name: str
+    version: int
+
+
+# --- the trainer -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """The fleet is up, all engines with the same policy version."""
+
+    engines: tuple[EngineInfo, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRequested:
+    """The trainer wants its next batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchWithdrawn:
+    """The trainer no longer waits for it (its call was cancelled); nothing is lost."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationRequested:
+    """Run these prompts to their end, neither over-provisioned nor carried."""
+
+    evaluation_id: int
+    prompts: tuple[Prompt, ...]
+    group_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateRequested:
+    """The trainer has a new policy version; bring it into the engines."""
+
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptsArrived:
+    """Answer to FetchPrompts. `last` says that the source has ended."""
+
+    prompts: tuple[Prompt, ...]
+    last: bool = False
+
+
+# --- requests --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Progress:
+    """New tokens of an attempt: int32 [n] and float32 [n]."""
+
+    request_id: int
+    attempt: int
+    token_ids: Int32Array
+    logprobs: Float32Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """An attempt ran to its end. `spans` covers the attempt's own output."""
+
+    request_id: int
+    attempt: int
+    reason: FinishReason
+    spans: tuple[VersionSpan, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interrupted:
+    """An attempt came back before its end, aborted or never sent; its tokens are known."""
+
+    request_id: int
+    attempt: int
+    spans: tuple[VersionSpan, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """An attempt failed. `final`: repeating it cannot help (the request itself is refused)."""
+
+    request_id: int
+    attempt: int
+    cause: str
+    final: bool = False
+
+
+# --- episodes and rewards --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TurnRequested:
+    """An episode asks for tokens. `input_ids` int32 [n] is the whole context."""
+
+    rollout_id: int
+    input_ids: Int32Array
+    sampling: SamplingParams | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeFinished:
+    """An episode returned, with its reward if it computed one."""
+
+    rollout_id: int
+    reward: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeFailed:
+    """An episode raised."""
+
+    rollout_id: int
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewarded:
+    """The reward of one rollout."""
+
+    rollout_id: int
+    reward: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRewarded:
+    """The rewards of a whole group, in the order of its members."""
+
+    group_id: int
+    rewards: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardFailed:
+    """The reward or the accept function raised for this group."""
+
+    group_id: int
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """The answer of the user's accept function."""
+
+    group_id: int
+    accepted: bool
+
+
+# --- engine control --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paused:
+    engine: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flushed:
+    engine: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refitted:
+    """`version` is what the engine itself says it has after the refit, successful or not."""
+
+    engine: str
+    version: int
+    cause: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Continued:
+    engine: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlFailed:
+    """A control call failed or timed out, so the engine's state is unknown."""
+
+    engine: str
+    call: ControlCall
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineLost:
+    """An engine is gone (unreachable, crashed)."""
+
+    engine: str
+    cause: str
+
+
+Event: TypeAlias = (
+    Opened
+    | BatchRequested
+    | BatchWithdrawn
+    | EvaluationRequested
+    | UpdateRequested
+    | PromptsArrived
+    | Progress
+    | Finished
+    | Interrupted
+    | Failed
+    | TurnRequested
+    | EpisodeFinished
+    | EpisodeFailed
+    | Rewarded
+    | GroupRewarded
+    | RewardFailed
+    | Judged
+    | Paused
+    | Flushed
+    | Refitted
+    | Continued
+    | ControlFailed
+    | EngineLost
+)

@@ -1,0 +1,93 @@
+"""What must hold after every event. Cheap enough for every test, too dear for production."""
+
+from __future__ import annotations
+
+from aprilsched.core.control import Mode
+from aprilsched.core.lifecycle import GENERATING, TERMINAL, State
+from aprilsched.core.records import GroupRecord, RolloutRecord
+from aprilsched.core.state import SchedulerState
+from aprilsched.errors import InvariantViolation
+
+__all__ = ["check"]
+
+_OPEN = frozenset({State.RUNNING, State.HELD})
+
+
+def check(state: SchedulerState) -> None:
+    """Raises InvariantViolation naming what does not hold."""
+    _conservation(state)
+    for group in state.book.groups.values():
+        _group(state, group)
+    for rollout in state.book.rollouts.values():
+        _rollout(state, rollout)
+    _attempts(state)
+    _engines(state)
+
+
+def _conservation(state: SchedulerState) -> None:
+    book = state.book
+    known = book.counters.delivered + book.ledger.total + len(book.rollouts)
+    _hold(
+        book.counters.launched == known,
+        f"{book.counters.launched} rollouts launched, but {book.counters.delivered} delivered, "
+        f"{book.ledger.total} in the ledger and {len(book.rollouts)} in flight",
+    )
+
+
+def _group(state: SchedulerState, group: GroupRecord) -> None:
+    name = f"group {group.group_id}"
+    generating = sum(member.state in GENERATING for member in group.members)
+    _hold(group.unfinished == generating, f"{name} counts {group.unfinished} unfinished")
+    unscored = sum(member.state is not State.DONE for member in group.members)
+    _hold(group.unscored == unscored, f"{name} counts {group.unscored} unscored")
+    listed = group in state.book.ready
+    _hold(
+        listed == (group.complete and group.evaluation_id is None),
+        f"{name} is {'' if listed else 'not '}among the ready",
+    )
+    torn = [m for m in group.members if m.state in TERMINAL]
+    _hold(not torn, f"{name} is torn: {len(torn)} of its rollouts have left")
+
+
+def _rollout(state: SchedulerState, rollout: RolloutRecord) -> None:
+    name = f"rollout {rollout.rollout_id}"
+    log, request = rollout.log, rollout.request
+    _hold(log.covered == len(log), f"{name}: versions cover {log.covered} of {len(log)} tokens")
+    if rollout.state in _OPEN:
+        _hold(request is not None and request.open, f"{name} is {rollout.state} with no attempt")
+    elif request is not None:
+        _hold(not request.open, f"{name} is {rollout.state} with an open attempt")
+        queued = request.request_id in state.book.queue
+        _hold(queued == (rollout.state is State.QUEUED), f"{name}: the queue is wrong about it")
+
+
+def _attempts(state: SchedulerState) -> None:
+    counted: dict[str, int] = {}
+    for request in state.book.open_requests():
+        counted[request.engine] = counted.get(request.engine, 0) + 1
+        _hold(
+            request.engine in state.control.engines,
+            f"request {request.request_id} is open on {request.engine}, which is lost",
+        )
+    booked = {engine: count for engine, count in state.book.open.items() if count}
+    _hold(booked == counted, f"open attempts are booked as {booked} and are {counted}")
+
+
+def _engines(state: SchedulerState) -> None:
+    _hold(
+        state.tracker.engines.keys() == state.control.engines.keys(),
+        "the tracker and the fleet control disagree about which engines there are",
+    )
+    for control in state.control.engines.values():
+        version = state.tracker.engines[control.name]
+        _hold(
+            version == state.tracker.trainer,
+            f"{control.name} is in use with version {version}, not {state.tracker.trainer}",
+        )
+        if control.mode is Mode.REFITTING:
+            _hold(state.update is not None, f"{control.name} is refitting without an update")
+
+
+def _hold(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvariantViolation(message)

@@ -1,0 +1,112 @@
+"""When new groups are started: over-provisioning, refill, the staleness gate, back-pressure."""
+
+from __future__ import annotations
+
+from aprilsched.core.batches import full
+from aprilsched.core.commands import FetchPrompts, StartEpisode
+from aprilsched.core.events import EvaluationRequested, PromptsArrived
+from aprilsched.core.policies.refill import PoolView
+from aprilsched.core.records import GroupRecord
+from aprilsched.core.state import SchedulerState
+from aprilsched.types import Prompt, SamplingParams
+
+__all__ = ["launch", "on_evaluation_requested", "on_prompts_arrived"]
+
+
+def on_evaluation_requested(state: SchedulerState, event: EvaluationRequested) -> None:
+    state.evaluations[event.evaluation_id] = [
+        _launch_group(state, prompt, event.group_size, evaluation_id=event.evaluation_id)
+        for prompt in event.prompts
+    ]
+
+
+def on_prompts_arrived(state: SchedulerState, event: PromptsArrived) -> None:
+    state.fetching = False
+    state.stock.extend(event.prompts)
+    state.exhausted = state.exhausted or event.last
+
+
+def launch(state: SchedulerState) -> None:
+    """Start the groups that the refill rule asks for, as far as prompts are there."""
+    if not state.control.engines or not _may_launch(state):
+        return
+    count = _count(state)
+    missing = count - len(state.stock)
+    if missing > 0 and not state.exhausted:
+        # Launched only when all are here: a wave must reach the engines together.
+        if not state.fetching:
+            state.fetching = True
+            state.commands.append(FetchPrompts(count=missing))
+        return
+    for _ in range(min(count, len(state.stock))):
+        prompt = state.stock.popleft()
+        _launch_group(state, prompt, state.rules.group_size, evaluation_id=None)
+
+
+def _may_launch(state: SchedulerState) -> bool:
+    if not state.asynchronous:
+        return state.wanted
+    rules = state.rules
+    return len(state.book.ready) < rules.ready_batches * rules.batch_groups
+
+
+def _count(state: SchedulerState) -> int:
+    rules = state.rules
+    groups = list(state.book.training_groups())
+    count = rules.refill.launches(_pool_view(state, groups))
+    admissible = rules.staleness.admissible(
+        batch_groups=rules.batch_groups,
+        outstanding=len(groups),
+        delivered_since_update=state.delivered_since_update,
+        wanted=state.wanted,
+    )
+    if admissible is not None and count > admissible:
+        # A wave cut short by the gate stays due: the next update admits the rest.
+        return admissible
+    state.wave_due = state.wave_due and count > len(state.stock) and not state.exhausted
+    return count
+
+
+def _pool_view(state: SchedulerState, groups: list[GroupRecord]) -> PoolView:
+    rules = state.rules
+    return PoolView(
+        batch_groups=rules.batch_groups,
+        group_size=rules.group_size,
+        target_groups=rules.over_provision.target_groups(rules.batch_groups),
+        open_groups=sum(not group.complete for group in groups),
+        ready_groups=len(state.book.ready),
+        in_flight=sum(group.unfinished for group in groups),
+        wave_due=state.wave_due,
+        batch_open=not full(state),
+        asynchronous=state.asynchronous,
+    )
+
+
+def _launch_group(
+    state: SchedulerState, prompt: Prompt, size: int, *, evaluation_id: int | None
+) -> GroupRecord:
+    episodes = state.rules.episodes
+    group = state.book.add_group(
+        prompt,
+        _samplings(prompt, state.rules.sampling, size),
+        evaluation_id=evaluation_id,
+        episodes=episodes,
+    )
+    if episodes:
+        state.commands.extend(
+            StartEpisode(
+                rollout_id=member.rollout_id,
+                index=member.index,
+                prompt=prompt,
+                sampling=member.sampling,
+            )
+            for member in group.members
+        )
+    return group
+
+
+def _samplings(prompt: Prompt, default: SamplingParams, size: int) -> tuple[SamplingParams, ...]:
+    sampling = prompt.sampling
+    if isinstance(sampling, tuple):
+        return sampling
+    return (sampling or default,) * size

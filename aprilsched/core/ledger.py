@@ -1,0 +1,65 @@
+"""The ledger of everything deliberately dropped: nothing is lost silently.
+
+Every rollout that is neither delivered nor in flight has an entry here, with its reason, the
+cause behind it and the tokens that go with it. Counts are kept for ever, entries up to a bound.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["Entry", "Ledger", "Reason"]
+
+_KEPT_ENTRIES = 10_000
+
+
+class Reason(StrEnum):
+    """Why a rollout was dropped."""
+
+    REJECTED = "rejected"
+    """The user's accept function refused its group (dynamic sampling)."""
+    FAILED = "failed"
+    """Its request failed too often, or was refused by the engine."""
+    SIBLING_FAILED = "sibling_failed"
+    """Another rollout of its group failed; groups are never torn."""
+    REWARD_FAILED = "reward_failed"
+    EPISODE_FAILED = "episode_failed"
+    STALE = "stale"
+    """Evicted at an update because it would pass the staleness bound. Censors lengths."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One dropped rollout."""
+
+    rollout_id: int
+    group_id: int
+    reason: Reason
+    cause: str
+    tokens: int
+    at: float
+
+
+class Ledger:
+    """Counts by reason, tokens by reason, and the latest entries."""
+
+    def __init__(self) -> None:
+        self.rollouts: Counter[Reason] = Counter()
+        self.tokens: Counter[Reason] = Counter()
+        self.entries: deque[Entry] = deque(maxlen=_KEPT_ENTRIES)
+
+    def add(self, entry: Entry) -> None:
+        self.rollouts[entry.reason] += 1
+        self.tokens[entry.reason] += entry.tokens
+        self.entries.append(entry)
+
+    def late_tokens(self, reason: Reason, tokens: int) -> None:
+        """Tokens that arrived for a rollout after it was dropped."""
+        self.tokens[reason] += tokens
+
+    @property
+    def total(self) -> int:
+        """Rollouts dropped."""
+        return sum(self.rollouts.values())

@@ -1,0 +1,86 @@
+"""The states of a rollout and the table of its legal moves.
+
+The table is the documentation: a move that is not in it raises. "Carried" is no state: a
+rollout is carried when a batch was delivered while it was queued, running or held.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from aprilsched.errors import InvariantViolation
+
+__all__ = ["GENERATING", "MOVES", "TERMINAL", "Move", "State", "after"]
+
+
+class State(StrEnum):
+    """Where a rollout is."""
+
+    QUEUED = "queued"
+    """Its request waits to be sent, for the first time or with the tokens known so far."""
+    RUNNING = "running"
+    """Its request is with an engine."""
+    HELD = "held"
+    """Its request is inside a paused engine; the call is open."""
+    THINKING = "thinking"
+    """Between two requests: the episode's tools and environment are at work."""
+    SCORING = "scoring"
+    """Generated to its end; the reward is being computed."""
+    DONE = "done"
+    """Scored; waits for its siblings or for its batch."""
+    DELIVERED = "delivered"
+    DROPPED = "dropped"
+    """Named in the ledger with its reason."""
+
+
+class Move(StrEnum):
+    """What can happen to a rollout."""
+
+    SEND = "send"
+    HOLD = "hold"
+    CONTINUE = "continue"
+    INTERRUPT = "interrupt"
+    END_TURN = "end_turn"
+    NEXT_TURN = "next_turn"
+    FINISH = "finish"
+    SCORE = "score"
+    DELIVER = "deliver"
+    DROP = "drop"
+
+
+GENERATING = frozenset({State.QUEUED, State.RUNNING, State.HELD, State.THINKING})
+TERMINAL = frozenset({State.DELIVERED, State.DROPPED})
+
+MOVES: dict[tuple[State, Move], State] = {
+    (State.QUEUED, Move.SEND): State.RUNNING,
+    (State.RUNNING, Move.HOLD): State.HELD,
+    (State.HELD, Move.CONTINUE): State.RUNNING,
+    # An interrupted request comes back with what it has: aborted, failed, its engine lost.
+    (State.RUNNING, Move.INTERRUPT): State.QUEUED,
+    (State.HELD, Move.INTERRUPT): State.QUEUED,
+    # The last tokens of a request may still be on their way when the pause is confirmed.
+    (State.RUNNING, Move.END_TURN): State.THINKING,
+    (State.HELD, Move.END_TURN): State.THINKING,
+    (State.THINKING, Move.NEXT_TURN): State.QUEUED,
+    (State.THINKING, Move.FINISH): State.SCORING,
+    (State.SCORING, Move.SCORE): State.DONE,
+    (State.DONE, Move.DELIVER): State.DELIVERED,
+    (State.QUEUED, Move.DROP): State.DROPPED,
+    (State.RUNNING, Move.DROP): State.DROPPED,
+    (State.HELD, Move.DROP): State.DROPPED,
+    (State.THINKING, Move.DROP): State.DROPPED,
+    (State.SCORING, Move.DROP): State.DROPPED,
+    (State.DONE, Move.DROP): State.DROPPED,
+}
+
+
+def after(state: State, move: Move) -> State:
+    """The state that `move` leads to.
+
+    Raises:
+        InvariantViolation: if the table has no such move.
+    """
+    try:
+        return MOVES[state, move]
+    except KeyError:
+        raise InvariantViolation(f"a {state} rollout cannot {move}") from None

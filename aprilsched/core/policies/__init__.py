@@ -1,0 +1,1 @@
+"""The scheduling policies: one small file each, plain functions of what the scheduler sees."""

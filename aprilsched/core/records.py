@@ -1,0 +1,116 @@
+"""The mutable records behind one rollout, its current request and its group.
+
+A request belongs to a rollout and may take several attempts: each time it is sent is one.
+A rollout has at most one open request; a rollout of several turns has one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from aprilsched.core.ledger import Reason
+from aprilsched.core.lifecycle import Move, State, after
+from aprilsched.core.tokens import TokenLog
+from aprilsched.types import FinishReason, Int32Array, Prompt, SamplingParams
+
+__all__ = ["GroupRecord", "RequestRecord", "RolloutRecord"]
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One generation request.
+
+    `output_start` and `attempt_start` are positions in the rollout's token log: where the
+    output of the request, and that of its current attempt, begins.
+    """
+
+    request_id: int
+    rollout: RolloutRecord
+    sampling: SamplingParams
+    output_start: int
+    attempt: int = 0
+    attempt_start: int = 0
+    open: bool = False
+    """An attempt is with an engine and has not come back."""
+    engine: str = ""
+    crossed: bool = False
+    """The engine was refitted during the attempt."""
+    failures: int = 0
+    avoid: str = ""
+    """The engine on which the last attempt failed."""
+    aborting: bool = False
+    prefill_due: int = 0
+    """Context tokens that the engine computes again before the attempt's next chunk."""
+
+    @property
+    def generated(self) -> int:
+        return len(self.rollout.log) - self.output_start
+
+    @property
+    def remaining(self) -> int:
+        return self.sampling.max_new_tokens - self.generated
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RolloutRecord:
+    """One rollout on its way."""
+
+    rollout_id: int
+    index: int
+    group: GroupRecord
+    sampling: SamplingParams
+    state: State
+    prompt_ids: Int32Array
+    log: TokenLog = field(default_factory=TokenLog)
+    request: RequestRecord | None = None
+    turns: int = 0
+    reward: float | None = None
+    finish_reason: FinishReason = "length"
+
+    def move(self, move: Move) -> None:
+        """Make a move of the life-cycle table."""
+        self.state = after(self.state, move)
+
+    def context(self) -> Int32Array:
+        """Prompt and response so far, int32 [P + T], as the engine must see it."""
+        return np.concatenate((self.prompt_ids, self.log.token_ids))
+
+    @property
+    def carried(self) -> bool:
+        """It was sent before, so it goes before those that were not."""
+        return len(self.log) > 0 or (self.request is not None and self.request.attempt > 0)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GroupRecord:
+    """The rollouts of one prompt."""
+
+    group_id: int
+    prompt: Prompt
+    evaluation_id: int | None = None
+    members: list[RolloutRecord] = field(default_factory=list["RolloutRecord"])
+    unfinished: int = 0
+    """Members still generating."""
+    unscored: int = 0
+    accepted: bool | None = None
+    """The verdict; None until it is known."""
+    engine: str = ""
+    """Where the group's prompt prefix is cached."""
+    dropped: Reason | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Every member is generated to its end."""
+        return self.unfinished == 0
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest version among all tokens of the group."""
+        versions = (member.log.oldest_version for member in self.members)
+        return min((v for v in versions if v is not None), default=None)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(member.log) for member in self.members)

@@ -1,0 +1,82 @@
+"""What comes back for a request: tokens, its end, its interruption, its failure.
+
+An attempt that was closed before (its engine was lost) may still be heard of; late news are void,
+so no token is booked twice.
+"""
+
+from __future__ import annotations
+
+from aprilsched.core.dropping import drop
+from aprilsched.core.engines import lose
+from aprilsched.core.events import Failed, Finished, Interrupted, Progress
+from aprilsched.core.ledger import Reason
+from aprilsched.core.state import SchedulerState
+from aprilsched.core.turns import end_turn, take_back
+
+__all__ = ["on_failed", "on_finished", "on_interrupted", "on_progress"]
+
+
+def on_progress(state: SchedulerState, event: Progress) -> None:
+    request = state.book.attempt(event.request_id, event.attempt)
+    if request is None:
+        return
+    counters = state.book.counters
+    tokens = len(event.token_ids)
+    counters.tokens_generated += tokens
+    counters.tokens_reprefilled += request.prefill_due
+    request.prefill_due = 0
+    dropped = request.rollout.group.dropped
+    if dropped is not None:
+        counters.tokens_discarded += tokens
+        state.book.ledger.late_tokens(dropped, tokens)
+        return
+    version = state.tracker.sampling_version(request.engine)
+    request.rollout.log.append(
+        event.token_ids, event.logprobs, version=version, engine=request.engine
+    )
+
+
+def on_finished(state: SchedulerState, event: Finished) -> None:
+    request = state.book.attempt(event.request_id, event.attempt)
+    if request is None:
+        return
+    state.control.engines[request.engine].strikes = 0
+    state.book.close_attempt(request, event.spans)
+    if request.rollout.group.dropped is not None:
+        state.book.forget(request)
+        return
+    request.rollout.finish_reason = event.reason
+    end_turn(state, request)
+
+
+def on_interrupted(state: SchedulerState, event: Interrupted) -> None:
+    request = state.book.attempt(event.request_id, event.attempt)
+    if request is not None:
+        state.book.close_attempt(request, event.spans)
+        take_back(state, request)
+
+
+def on_failed(state: SchedulerState, event: Failed) -> None:
+    request = state.book.attempt(event.request_id, event.attempt)
+    if request is None:
+        return
+    engine, rollout = request.engine, request.rollout
+    state.book.close_attempt(request, None)
+    request.failures += 1
+    request.avoid = engine
+    exhausted = event.final or request.failures >= state.rules.max_attempts
+    if rollout.group.dropped is None and exhausted:
+        drop(state, rollout.group, Reason.FAILED, event.cause, culprit=rollout.rollout_id)
+    else:
+        state.book.counters.retries += rollout.group.dropped is None
+        take_back(state, request)
+    if not event.final:
+        _strike(state, engine, event.cause)
+
+
+def _strike(state: SchedulerState, engine: str, cause: str) -> None:
+    """A dead engine answers fastest, has the least load and so draws every request: stop it."""
+    control = state.control.engines[engine]
+    control.strikes += 1
+    if control.strikes >= state.rules.engine_strikes:
+        lose(state, engine, f"{control.strikes} requests in a row failed: {cause}")

@@ -1,0 +1,44 @@
+"""What a scheduler is told once: sizes, policies, limits. Built by ``SchedulerConfig.rules()``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from aprilsched.core.policies.over_provision import OverProvision
+from aprilsched.core.policies.refill import Refill
+from aprilsched.core.policies.staleness import StalenessGate
+from aprilsched.core.policies.stop import StopAt
+from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.types import SamplingParams
+
+__all__ = ["Pace", "RewardScope", "Rules"]
+
+Pace: TypeAlias = Literal["synchronous", "asynchronous"]
+RewardScope: TypeAlias = Literal["none", "rollout", "group"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """Everything a scheduler decides by."""
+
+    batch_groups: int
+    group_size: int
+    over_provision: OverProvision
+    refill: Refill
+    stop: StopAt
+    straggler: StragglerRule
+    pace: Pace
+    staleness: StalenessGate
+    sampling: SamplingParams
+    max_attempts: int
+    max_in_flight: int | None
+    ready_batches: int
+    """Asynchronous: complete batches held for a slow trainer before launching stops."""
+    engine_strikes: int
+    """Failed attempts in a row, without one that went well, after which an engine is lost."""
+    reward_scope: RewardScope
+    accepts: bool
+    """The user filters groups."""
+    episodes: bool
+    """A coroutine of the user's drives each rollout."""

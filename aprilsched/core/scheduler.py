@@ -1,0 +1,97 @@
+"""The scheduler: ``handle(event, now)`` gives the commands to carry out.
+
+A handler books what happened; then :data:`DECISIONS` look at the whole state in a fixed order.
+Since every decision is made from the state and none from the event, nothing is forgotten when
+two things happen at once.
+
+Invariants (:mod:`aprilsched.core.invariants`): every launched rollout is delivered once, in
+flight, or in the ledger; groups are never torn; token data of a rollout has one length; no
+request is sent to an engine that is paused or has not the trainer's version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from aprilsched.core import (
+    batches,
+    dispatching,
+    engines,
+    events,
+    launching,
+    requests,
+    scoring,
+    turns,
+    updates,
+)
+from aprilsched.core.commands import Command
+from aprilsched.core.invariants import check
+from aprilsched.core.rules import Rules
+from aprilsched.core.state import SchedulerState
+
+__all__ = ["DECISIONS", "HANDLERS", "Scheduler"]
+
+HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
+    events.Opened: engines.on_opened,
+    events.BatchRequested: batches.on_batch_requested,
+    events.BatchWithdrawn: batches.on_batch_withdrawn,
+    events.EvaluationRequested: launching.on_evaluation_requested,
+    events.UpdateRequested: updates.on_update_requested,
+    events.PromptsArrived: launching.on_prompts_arrived,
+    events.Progress: requests.on_progress,
+    events.Finished: requests.on_finished,
+    events.Interrupted: requests.on_interrupted,
+    events.Failed: requests.on_failed,
+    events.TurnRequested: turns.on_turn_requested,
+    events.EpisodeFinished: turns.on_episode_finished,
+    events.EpisodeFailed: turns.on_episode_failed,
+    events.Rewarded: scoring.on_rewarded,
+    events.GroupRewarded: scoring.on_group_rewarded,
+    events.RewardFailed: scoring.on_reward_failed,
+    events.Judged: scoring.on_judged,
+    events.Paused: engines.on_paused,
+    events.Flushed: engines.on_flushed,
+    events.Refitted: updates.on_refitted,
+    events.Continued: engines.on_continued,
+    events.ControlFailed: engines.on_control_failed,
+    events.EngineLost: engines.on_engine_lost,
+}
+
+DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
+    # An evaluation that ends lets an update begin; an update that ends lets a batch go.
+    batches.deliver_evaluations,
+    updates.advance,
+    batches.deliver,
+    launching.launch,
+    dispatching.interrupt,
+    dispatching.steer,
+    dispatching.dispatch,
+)
+
+
+class Scheduler:
+    """Decides everything about rollouts; does nothing itself."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.state = SchedulerState(rules)
+
+    def handle(self, event: events.Event, now: float) -> list[Command]:
+        """Book `event`, which happened at `now` (seconds, any origin), and decide.
+
+        Raises:
+            InvariantViolation: if the event is impossible in this state.
+        """
+        state = self.state
+        state.now = now
+        state.commands = []
+        HANDLERS[type(event)](state, event)
+        if not isinstance(event, events.Progress):
+            # New tokens change no decision; a run has sixteen such events for each rollout.
+            for decide in DECISIONS:
+                decide(state)
+        return state.commands
+
+    def check_invariants(self) -> None:
+        """Raises InvariantViolation if the state is one that must not be."""
+        check(self.state)

@@ -1,0 +1,77 @@
+"""From generated to accepted: rewards of rollouts or groups, and the user's verdict."""
+
+from __future__ import annotations
+
+from aprilsched.core.assembly import group_of, rollout_of
+from aprilsched.core.commands import Judge, Score, ScoreGroup
+from aprilsched.core.dropping import drop
+from aprilsched.core.events import GroupRewarded, Judged, Rewarded, RewardFailed
+from aprilsched.core.ledger import Reason
+from aprilsched.core.lifecycle import Move, State
+from aprilsched.core.records import GroupRecord, RolloutRecord
+from aprilsched.core.state import SchedulerState
+
+__all__ = ["finish", "on_group_rewarded", "on_judged", "on_reward_failed", "on_rewarded"]
+
+
+def finish(state: SchedulerState, rollout: RolloutRecord, reward: float | None) -> None:
+    """A rollout is generated to its end; `reward` is what its episode says, if it says one."""
+    rollout.move(Move.FINISH)
+    group = rollout.group
+    group.unfinished -= 1
+    if group.complete and group.evaluation_id is None:
+        state.book.ready.append(group)
+    scope = state.rules.reward_scope
+    if scope == "none" or reward is not None:
+        _score(state, rollout, reward)
+    elif scope == "rollout":
+        state.commands.append(Score(rollout=rollout_of(rollout), prompt=group.prompt))
+    if scope == "group" and group.complete and group.unscored:
+        state.commands.append(ScoreGroup(group=group_of(group)))
+
+
+def on_rewarded(state: SchedulerState, event: Rewarded) -> None:
+    rollout = state.book.rollouts.get(event.rollout_id)
+    if rollout is not None:
+        _score(state, rollout, event.reward)
+
+
+def on_group_rewarded(state: SchedulerState, event: GroupRewarded) -> None:
+    group = state.book.groups.get(event.group_id)
+    if group is None:
+        return
+    for rollout, reward in zip(group.members, event.rewards, strict=True):
+        if rollout.state is State.SCORING:
+            _score(state, rollout, reward)
+
+
+def on_reward_failed(state: SchedulerState, event: RewardFailed) -> None:
+    group = state.book.groups.get(event.group_id)
+    if group is not None:
+        drop(state, group, Reason.REWARD_FAILED, event.cause)
+
+
+def on_judged(state: SchedulerState, event: Judged) -> None:
+    group = state.book.groups.get(event.group_id)
+    if group is None:
+        return
+    if event.accepted:
+        group.accepted = True
+    else:
+        drop(state, group, Reason.REJECTED, "refused by accept")
+
+
+def _score(state: SchedulerState, rollout: RolloutRecord, reward: float | None) -> None:
+    rollout.reward = reward
+    rollout.move(Move.SCORE)
+    rollout.group.unscored -= 1
+    if not rollout.group.unscored:
+        _settle(state, rollout.group)
+
+
+def _settle(state: SchedulerState, group: GroupRecord) -> None:
+    # An evaluation reports every answer, so accept has no say in it.
+    if state.rules.accepts and group.evaluation_id is None:
+        state.commands.append(Judge(group=group_of(group)))
+    else:
+        group.accepted = True

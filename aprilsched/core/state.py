@@ -1,0 +1,42 @@
+"""Everything a scheduler knows. The other modules of the core are functions on it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from aprilsched.core.book import Book
+from aprilsched.core.commands import Command
+from aprilsched.core.control import FleetControl
+from aprilsched.core.policies.straggler import pause_mode
+from aprilsched.core.records import GroupRecord
+from aprilsched.core.rules import Rules
+from aprilsched.core.update import Update
+from aprilsched.core.versions import PolicyVersionTracker
+from aprilsched.types import Prompt
+
+__all__ = ["SchedulerState"]
+
+
+class SchedulerState:
+    """The state of one scheduler, and the commands that the event in work has given so far."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.book = Book()
+        self.tracker = PolicyVersionTracker()
+        self.control = FleetControl(pause_mode=pause_mode(rules.straggler))
+        self.now = 0.0
+        self.commands: list[Command] = []
+        self.wanted = False
+        """The trainer waits for a batch."""
+        self.wave_due = rules.pace == "asynchronous"
+        self.delivered_since_update = 0
+        self.stock: deque[Prompt] = deque()
+        self.fetching = False
+        self.exhausted = False
+        self.update: Update | None = None
+        self.evaluations: dict[int, list[GroupRecord]] = {}
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.rules.pace == "asynchronous"

@@ -1,0 +1,162 @@
+"""The tokens of one rollout while it is being generated.
+
+Invariant: ids and logprobs have one length, and the runs cover it without gap or overlap.
+A held token costs 8 bytes (int32 id, float32 logprob) plus at most half of that in spare room;
+versions are kept as runs and spread out only when the rollout is delivered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from aprilsched.types import (
+    NO_VERSION,
+    BoolArray,
+    Float32Array,
+    Int32Array,
+    Segment,
+    VersionSpan,
+)
+
+__all__ = ["TokenLog"]
+
+_FIRST_ROOM = 64
+_GROWTH = 1.5
+
+
+@dataclass(slots=True)
+class _Run:
+    end: int
+    version: int
+    engine: str | None
+
+
+class TokenLog:
+    """Growable response tokens with the policy version of each."""
+
+    __slots__ = ("_ids", "_logprobs", "_runs", "_size", "exact")
+
+    def __init__(self) -> None:
+        self._ids: Int32Array = np.empty(0, dtype=np.int32)
+        self._logprobs: Float32Array = np.empty(0, dtype=np.float32)
+        self._size = 0
+        self._runs: list[_Run] = []
+        self.exact = True
+        """False once the version of some token could not be told."""
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """int32 [T], a copy."""
+        return self._ids[: self._size].copy()
+
+    def tail(self, start: int) -> tuple[Int32Array, Float32Array, Int32Array]:
+        """Ids, logprobs and versions from `start` on, copies."""
+        return (
+            self._ids[start : self._size].copy(),
+            self._logprobs[start : self._size].copy(),
+            self.versions()[start:],
+        )
+
+    def append(
+        self, ids: Int32Array, logprobs: Float32Array, *, version: int, engine: str
+    ) -> None:
+        """Tokens sampled by `engine` under `version`, as far as is known now."""
+        self._extend(ids, logprobs)
+        self._mark(version, engine)
+
+    def append_environment(self, ids: Int32Array) -> None:
+        """Tokens that no policy sampled."""
+        self._extend(ids, np.zeros(len(ids), dtype=np.float32))
+        self._mark(NO_VERSION, None)
+
+    def assign(self, start: int, spans: tuple[VersionSpan, ...], *, engine: str) -> None:
+        """Replace what is known of the versions from `start` on by the engine's own report.
+
+        Spans count from `start`. They may reach beyond the tokens that arrived (an abort can
+        cut the tail) and may be of zero length; tokens beyond the last span take its version.
+        """
+        if start >= self._size or not spans:
+            return
+        kept: list[_Run] = []
+        begin = 0
+        for run in self._runs:
+            if begin >= start:
+                break
+            kept.append(_Run(min(run.end, start), run.version, run.engine))
+            begin = run.end
+        self._runs = kept
+        for span in spans:
+            end = min(start + span.end, self._size)
+            if end > self.covered:
+                self._mark_to(end, span.version, engine)
+        if self.covered < self._size:
+            self._mark_to(self._size, spans[-1].version, engine)
+
+    def versions(self) -> Int32Array:
+        """int32 [T]; -1 for tokens of the environment."""
+        out = np.empty(self._size, dtype=np.int32)
+        begin = 0
+        for run in self._runs:
+            out[begin : run.end] = run.version
+            begin = run.end
+        return out
+
+    def logprobs(self) -> Float32Array:
+        """float32 [T], a copy."""
+        return self._logprobs[: self._size].copy()
+
+    def sampled(self) -> BoolArray:
+        """bool [T]; False for tokens of the environment."""
+        return self.versions() != NO_VERSION
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The runs, as users see them."""
+        out: list[Segment] = []
+        begin = 0
+        for run in self._runs:
+            out.append(Segment(start=begin, end=run.end, version=run.version, engine=run.engine))
+            begin = run.end
+        return tuple(out)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest version among the sampled tokens; None if there are none."""
+        versions = [run.version for run in self._runs if run.version != NO_VERSION]
+        return min(versions, default=None)
+
+    @property
+    def covered(self) -> int:
+        """Where the last run ends; equals the length (checked as an invariant)."""
+        return self._runs[-1].end if self._runs else 0
+
+    def _extend(self, ids: Int32Array, logprobs: Float32Array) -> None:
+        size = self._size + len(ids)
+        if size > len(self._ids):
+            room = max(size, int(len(self._ids) * _GROWTH), _FIRST_ROOM)
+            self._ids = _grown(self._ids, room, self._size)
+            self._logprobs = _grown(self._logprobs, room, self._size)
+        self._ids[self._size : size] = ids
+        self._logprobs[self._size : size] = logprobs
+        self._size = size
+
+    def _mark(self, version: int, engine: str | None) -> None:
+        if self._size > self.covered:
+            self._mark_to(self._size, version, engine)
+
+    def _mark_to(self, end: int, version: int, engine: str | None) -> None:
+        last = self._runs[-1] if self._runs else None
+        if last is not None and last.version == version and last.engine == engine:
+            last.end = end
+        else:
+            self._runs.append(_Run(end, version, engine))
+
+
+def _grown(array: np.ndarray, room: int, used: int) -> np.ndarray:
+    grown = np.empty(room, dtype=array.dtype)
+    grown[:used] = array[:used]
+    return grown

@@ -1,0 +1,160 @@
+"""What the coordinator asks of an engine, and nothing else.
+
+An engine is one inference server (or the model of one). The coordinator never assumes what a
+server can do: :class:`Capabilities` is probed when the engine is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+from aprilsched.types import FinishReason, Float32Array, Int32Array, SamplingParams, VersionSpan
+
+__all__ = [
+    "Capabilities",
+    "Chunk",
+    "Engine",
+    "Fleet",
+    "GenerationRequest",
+    "PauseMode",
+    "RefitFromDisk",
+]
+
+PauseMode: TypeAlias = Literal["retract", "in_place"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What one engine can do, as it said itself when it was opened."""
+
+    version_spans: bool
+    """A finished or aborted request reports which version sampled each of its tokens."""
+    flush_while_paused: bool
+    """The KV cache can be flushed between pause(retract) and continue."""
+    max_running_requests: int | None = None
+    kv_tokens: int | None = None
+    server: str = ""
+    """Name and version of the server, for people."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GenerationRequest:
+    """One call for tokens: the whole context so far, and how to go on.
+
+    `request_id` has one fixed length in a run, because SGLang aborts by prefix.
+    `affinity` is equal for requests that share a prompt prefix.
+    """
+
+    request_id: str
+    input_ids: Int32Array
+    sampling: SamplingParams
+    affinity: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Chunk:
+    """New tokens of one request; the last one has `finish`.
+
+    `token_ids` int32 [n] and `logprobs` float32 [n] belong together; n may be 0.
+    `spans`, on the last chunk only, covers the request's whole output; None where the engine
+    cannot tell (``Capabilities.version_spans`` is False).
+    """
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    finish: FinishReason | Literal["abort"] | None = None
+    spans: tuple[VersionSpan, ...] | None = None
+    cached_tokens: int | None = None
+
+
+class Engine(Protocol):
+    """One inference engine. All methods may be called concurrently.
+
+    Errors: :class:`~aprilsched.errors.EngineError` and its children, nothing else.
+    """
+
+    @property
+    def name(self) -> str:
+        """Unique in its fleet; appears in segments, events and errors."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Known after :meth:`open`."""
+        ...
+
+    async def open(self) -> None:
+        """Connect and probe. Refuses a server that does not speak the protocol."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections. Does not touch the server."""
+        ...
+
+    async def version(self) -> int:
+        """The policy version the engine says it has now.
+
+        A label that is not an integer (SGLang's is "default" before the first refit) counts
+        as version 0.
+        """
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """Stream one response to its end, or to its abort.
+
+        The stream stays open through pause and continue, for as long as that takes. Whenever
+        it is left before its last chunk (an error, a cancellation), the engine has been told
+        to abort the request, so that nothing decodes unseen.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End one request: its stream gives what is there, with ``finish="abort"``.
+
+        Unknown ids are ignored. A request that the engine has not yet registered survives an
+        abort, so the caller repeats it until the stream has ended.
+        """
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding; streams stay open. Pausing twice is harmless."""
+        ...
+
+    async def flush(self) -> None:
+        """Forget all cached KV, so that no token attends to keys of older weights.
+
+        Only while paused with "retract", and only where ``flush_while_paused``.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Go on after a pause (SGLang: continue). Harmless when not paused."""
+        ...
+
+
+@runtime_checkable
+class RefitFromDisk(Protocol):
+    """An engine that loads weights from a directory it can read."""
+
+    async def update_from_disk(self, path: Path, version: int) -> None:
+        """Load ``path`` (Hugging Face layout, safetensors) and call it `version`.
+
+        The caller has paused the engine. The KV cache is left alone.
+        """
+        ...
+
+
+class Fleet(Protocol):
+    """A set of engines of one model."""
+
+    @property
+    def engines(self) -> Sequence[Engine]: ...
+
+    async def open(self) -> None:
+        """Open every engine, all or none."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,103 @@
+"""Every exception that aprilsched raises, one type for each boundary.
+
+::
+
+    AprilschedError
+    ├── ConfigError            the caller's settings, prompts or sampling parameters
+    ├── EngineError            one engine: .engine names it
+    │   ├── EngineUnreachable  nothing was sent; the call may be repeated
+    │   ├── EngineProtocolError  the answer is not what the protocol allows
+    │   ├── EngineRejected     the engine answered with an error status
+    │   └── ControlTimeout     a control call did not answer in time
+    ├── RefitError             no engine took the new weights; the old version goes on
+    ├── FleetLost              no engine is left to generate on
+    ├── PromptsExhausted       the prompts have ended and everything was delivered
+    ├── EpisodeError           an episode used its turn in a way that cannot be recorded
+    ├── RunFolderError         a run folder is missing, taken or unreadable
+    ├── SchedulerClosed        the scheduler was used outside of its ``async with`` block
+    └── InvariantViolation     a bug in aprilsched: state that must not be, was
+
+A failed rollout, reward or prompt is no exception: it is an entry of the ledger
+(:mod:`aprilsched.core.ledger`) with its cause.
+"""
+
+__all__ = [
+    "AprilschedError",
+    "ConfigError",
+    "ControlTimeout",
+    "EngineError",
+    "EngineProtocolError",
+    "EngineRejected",
+    "EngineUnreachable",
+    "EpisodeError",
+    "FleetLost",
+    "InvariantViolation",
+    "PromptsExhausted",
+    "RefitError",
+    "RunFolderError",
+    "SchedulerClosed",
+]
+
+
+class AprilschedError(Exception):
+    """Base of all errors raised by this package."""
+
+
+class ConfigError(AprilschedError, ValueError):
+    """A setting, prompt or sampling parameter is wrong; the message says what to change."""
+
+
+class EngineError(AprilschedError):
+    """Something went wrong with one engine."""
+
+    def __init__(self, engine: str, message: str) -> None:
+        super().__init__(f"{engine}: {message}")
+        self.engine = engine
+
+
+class EngineUnreachable(EngineError):
+    """The connection failed before anything was sent, so repeating the call is safe."""
+
+
+class EngineProtocolError(EngineError):
+    """The engine answered with something the protocol does not allow."""
+
+
+class EngineRejected(EngineError):
+    """The engine answered with an HTTP error status."""
+
+    def __init__(self, engine: str, message: str, *, status: int) -> None:
+        super().__init__(engine, message)
+        self.status = status
+
+
+class ControlTimeout(EngineError):
+    """A pause, flush, refit or continue call did not answer within its time."""
+
+
+class RefitError(AprilschedError):
+    """No engine took the new weights; generation goes on under the old version."""
+
+
+class FleetLost(AprilschedError):
+    """Every engine is lost; what was generated is still held by the scheduler."""
+
+
+class PromptsExhausted(AprilschedError):
+    """The prompts have ended and everything was delivered; `async for` just ends."""
+
+
+class EpisodeError(AprilschedError):
+    """An episode asked for something that cannot be recorded as one token sequence."""
+
+
+class RunFolderError(AprilschedError):
+    """A run folder is missing, already taken, or cannot be read."""
+
+
+class SchedulerClosed(AprilschedError, RuntimeError):
+    """The scheduler is not open; use it inside ``async with RolloutScheduler(...)``."""
+
+
+class InvariantViolation(AprilschedError, AssertionError):
+    """An internal invariant does not hold: a bug in aprilsched."""

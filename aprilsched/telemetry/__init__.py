@@ -1,0 +1,1 @@
+"""Listeners: what they see of a run, and never touch."""

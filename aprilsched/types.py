@@ -1,0 +1,245 @@
+"""The data that users and all parts of aprilsched share: frozen, token data in numpy arrays.
+
+A :class:`Prompt` becomes a group of rollouts; a :class:`Rollout` is one sampled response;
+a :class:`Group` holds the rollouts of one prompt; a :class:`Batch` is what a trainer consumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aprilsched.tensors import PackedTensors, PaddedTensors
+
+__all__ = [
+    "NO_VERSION",
+    "Batch",
+    "BoolArray",
+    "FinishReason",
+    "Float32Array",
+    "Group",
+    "Int32Array",
+    "Prompt",
+    "Rollout",
+    "SamplingParams",
+    "Segment",
+    "VersionSpan",
+]
+
+Int32Array: TypeAlias = NDArray[np.int32]
+Float32Array: TypeAlias = NDArray[np.float32]
+BoolArray: TypeAlias = NDArray[np.bool_]
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+NO_VERSION = -1
+"""Policy version of tokens that no policy sampled (those an environment added)."""
+
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one response is sampled, in SGLang's names.
+
+    ``extra`` is passed to the engine as it is, so any other parameter of the server can be
+    used. :func:`aprilsched.sampling.sampling_params` builds this from a mapping in the names
+    of other libraries (``max_tokens``, ``stop``, ``seed``).
+    """
+
+    max_new_tokens: int = 1024
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    sampling_seed: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(
+                f"max_new_tokens is {self.max_new_tokens}; a response needs at least 1 token."
+            )
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ConfigError(
+                f"min_new_tokens is {self.min_new_tokens}; give a number from 0 to "
+                f"max_new_tokens ({self.max_new_tokens})."
+            )
+        if self.temperature < 0:
+            raise ConfigError(f"temperature is {self.temperature}; give 0 (greedy) or more.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; give a number above 0 and at most 1.")
+
+    def after(self, generated: int) -> SamplingParams:
+        """The parameters that finish a response of which `generated` tokens are known."""
+        return replace(
+            self,
+            max_new_tokens=self.max_new_tokens - generated,
+            min_new_tokens=max(0, self.min_new_tokens - generated),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prompt:
+    """What a group of rollouts answers.
+
+    Args:
+        input_ids: token ids, one dimension, at least one token; any integer sequence.
+        sampling: parameters for all rollouts of the group, or one for each of them;
+            the scheduler's own default where it is None.
+        key: the user's name for the prompt (a dataset index, say), carried unchanged.
+        metadata: anything a reward or an episode needs; never sent to an engine.
+
+    Raises:
+        ConfigError: if `input_ids` is empty, not one-dimensional or holds negative ids.
+    """
+
+    input_ids: Int32Array
+    sampling: SamplingParams | tuple[SamplingParams, ...] | None = None
+    key: str | int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "input_ids", token_array(self.input_ids, "input_ids"))
+        if isinstance(self.sampling, list):
+            object.__setattr__(self, "sampling", tuple(self.sampling))
+
+
+def token_array(ids: Sequence[int] | Int32Array, what: str) -> Int32Array:
+    """Token ids as a read-only int32 array.
+
+    Raises:
+        ConfigError: if `ids` is empty, not one-dimensional, not integer or negative.
+    """
+    array = np.asarray(ids)
+    if array.ndim != 1 or array.size == 0:
+        raise ConfigError(f"{what} has shape {array.shape}; give at least one token id in a row.")
+    if array.dtype.kind not in "iu":
+        raise ConfigError(f"{what} holds {array.dtype} values; give integer token ids.")
+    if array.min() < 0 or array.max() > np.iinfo(np.int32).max:
+        raise ConfigError(f"{what} holds ids outside of 0 to 2**31 - 1; give valid token ids.")
+    frozen = array.astype(np.int32)
+    frozen.flags.writeable = False
+    return frozen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VersionSpan:
+    """Tokens ``start`` to ``end`` (exclusive) of one request's output are of ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """A run of response tokens, ``start`` to ``end``, of one policy version on one engine.
+
+    Tokens that an environment added are a segment of their own with ``version`` -1 and
+    ``engine`` None.
+    """
+
+    start: int
+    end: int
+    version: int
+    engine: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rollout:
+    """One sampled response. All token arrays have the length of the response, T.
+
+    Attributes:
+        prompt_ids: int32 [P], the context of the first token.
+        token_ids: int32 [T], the response, tokens of the environment included.
+        logprobs: float32 [T], natural log-probability under the version that sampled the
+            token; 0 for tokens of the environment.
+        versions: int32 [T], the policy version that sampled the token; -1 for tokens of the
+            environment.
+        loss_mask: bool [T], False for tokens of the environment and for tokens masked
+            because they are staler than the scheduler's bound.
+        segments: the same as `versions`, as runs, with the engine that decoded them.
+        versions_exact: False where the server could not tell the version of every token.
+        reward: the score, or None without a reward function.
+    """
+
+    rollout_id: int
+    group_id: int
+    index: int
+    prompt_ids: Int32Array
+    token_ids: Int32Array
+    logprobs: Float32Array
+    versions: Int32Array
+    loss_mask: BoolArray
+    segments: tuple[Segment, ...]
+    versions_exact: bool
+    finish_reason: FinishReason
+    reward: float | None = None
+    turns: int = 1
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version among the sampled tokens; None if none was sampled."""
+        sampled = self.versions[self.versions != NO_VERSION]
+        return int(sampled.min()) if sampled.size else None
+
+    def staleness(self, version: int) -> int:
+        """Versions between the oldest token and `version`, the one that consumes it."""
+        oldest = self.oldest_version
+        return 0 if oldest is None else version - oldest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Group:
+    """The rollouts of one prompt, in the order of their `index`. Never torn."""
+
+    group_id: int
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Batch:
+    """What the trainer consumes: whole groups, and the version it consumes them at."""
+
+    index: int
+    version: int
+    groups: tuple[Group, ...]
+
+    @property
+    def rollouts(self) -> Iterator[Rollout]:
+        """Every rollout, group by group."""
+        return (rollout for group in self.groups for rollout in group.rollouts)
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens in the batch."""
+        return sum(len(rollout) for rollout in self.rollouts)
+
+    def to_torch(self, *, packed: bool = False, pad_id: int = 0) -> PaddedTensors | PackedTensors:
+        """The batch as torch tensors (needs the extra ``torch``).
+
+        Padded (the default): [rollouts, longest] with prompt and response in one row, padded
+        on the right with `pad_id`. Packed: one row, with ``cu_seqlens`` int32 [rollouts + 1],
+        as variable-length attention takes it. See :mod:`aprilsched.tensors` for the fields.
+
+        Raises:
+            ConfigError: if torch is not installed.
+        """
+        from aprilsched.tensors import pack, pad
+
+        return pack(self) if packed else pad(self, pad_id=pad_id)

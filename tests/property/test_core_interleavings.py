@@ -1,0 +1,213 @@
+"""Random interleavings of everything that can happen, with the invariants after every event.
+
+The machine knows only what the shell knows: which attempts, control calls and callbacks are open.
+At the end it drains, and the conservation law must hold without any tolerance.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from tests.support.driver import Driver
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.core import events as ev
+from aprilsched.types import VersionSpan
+
+pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
+
+
+class Interleavings(RuleBasedStateMachine):
+    driver: Driver
+
+    @initialize(
+        straggler=st.sampled_from(["retract", "in_place", "abort", "run"]),
+        pace=st.sampled_from(["synchronous", "asynchronous"]),
+        refill=st.sampled_from(["wave", "pool"]),
+        rule_=st.sampled_from(["mask", "evict", "finish"]),
+        bound=st.sampled_from([None, 0, 1, 3]),
+        ratio=st.sampled_from([1.0, 1.5, 2.5]),
+        scope=st.sampled_from(["none", "rollout", "group"]),
+        accepts=st.booleans(),
+        supply=st.sampled_from([3, 17, 10_000]),
+    )
+    def begin(
+        self, straggler, pace, refill, rule_, bound, ratio, scope, accepts, supply
+    ):
+        config = SchedulerConfig(
+            batch_groups=2,
+            group_size=2,
+            over_provision=ratio,
+            straggler=straggler,
+            pace=pace,
+            refill=refill,
+            refill_groups=2,
+            max_staleness=bound,
+            staleness_rule="mask" if bound is None else rule_,
+            max_attempts=2,
+        )
+        self.driver = Driver(
+            config, reward_scope=scope, accepts=accepts, supply=supply, engines=("a", "b", "c")
+        )
+        self.updating = False
+
+    # --- the trainer ---------------------------------------------------------------------------
+
+    @rule()
+    def request_batch(self):
+        if not self.driver.state.wanted:
+            self.driver.feed(ev.BatchRequested())
+
+    @rule()
+    def withdraw(self):
+        self.driver.feed(ev.BatchWithdrawn())
+
+    @rule()
+    def update(self):
+        if self.driver.state.update is None:
+            self.driver.feed(ev.UpdateRequested(version=self.driver.state.tracker.trainer + 1))
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def _pick(self, choice: int):
+        keys = self.driver.keys()
+        return keys[choice % len(keys)]
+
+    @precondition(lambda self: self.driver.sends)
+    @rule(choice=st.integers(0, 99), count=st.integers(0, 4))
+    def progress(self, choice, count):
+        self.driver.progress(self._pick(choice), count)
+
+    @precondition(lambda self: self.driver.sends)
+    @rule(choice=st.integers(0, 99), count=st.integers(0, 4), told=st.booleans())
+    def finish(self, choice, count, told):
+        key = self._pick(choice)
+        version = self.driver.state.tracker.trainer
+        spans = (VersionSpan(version=version, start=0, end=count),) if told else None
+        self.driver.finish(key, count, spans=spans)
+
+    @precondition(lambda self: self.driver.aborts)
+    @rule(choice=st.integers(0, 99))
+    def abort_answered(self, choice):
+        keys = list(self.driver.aborts)
+        self.driver.interrupt(keys[choice % len(keys)])
+
+    @precondition(lambda self: self.driver.sends)
+    @rule(choice=st.integers(0, 99), final=st.booleans())
+    def fail(self, choice, final):
+        self.driver.fail(self._pick(choice), final=final)
+
+    # --- engines -------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.driver.controls)
+    @rule()
+    def control_answered(self):
+        self.driver.answer_control()
+
+    @precondition(lambda self: self.driver.refits)
+    @rule(fails=st.booleans())
+    def refit_answered(self, fails):
+        old = self.driver.state.tracker.trainer
+        first = self.driver.refits[0].engines[0]
+        self.driver.answer_refit(**({first: (old, "broken")} if fails else {}))
+
+    @precondition(lambda self: len(self.driver.state.control.engines) > 1)
+    @rule(choice=st.integers(0, 99))
+    def lose(self, choice):
+        engines = list(self.driver.state.control.engines)
+        self.driver.feed(ev.EngineLost(engine=engines[choice % len(engines)], cause="gone"))
+
+    # --- callbacks -----------------------------------------------------------------------------
+
+    @precondition(lambda self: self.driver.scores)
+    @rule(fails=st.booleans())
+    def scored(self, fails):
+        rollout = self.driver.scores.pop(0).rollout
+        if fails:
+            self.driver.feed(ev.RewardFailed(group_id=rollout.group_id, cause="bad"))
+        else:
+            self.driver.feed(ev.Rewarded(rollout_id=rollout.rollout_id, reward=1.0))
+
+    @precondition(lambda self: self.driver.group_scores)
+    @rule()
+    def group_scored(self):
+        group = self.driver.group_scores.pop(0).group
+        rewards = (0.0,) * len(group.rollouts)
+        self.driver.feed(ev.GroupRewarded(group_id=group.group_id, rewards=rewards))
+
+    @precondition(lambda self: self.driver.verdicts)
+    @rule(accepted=st.booleans())
+    def judged(self, accepted):
+        group = self.driver.verdicts.pop(0).group
+        self.driver.feed(ev.Judged(group_id=group.group_id, accepted=accepted))
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def teardown(self):
+        if not hasattr(self, "driver"):
+            return
+        driver = self.driver
+        driver.supply = driver.given
+        for _ in range(600):
+            if driver.ended or not driver.state.control.engines:
+                break
+            self._serve_one()
+        if not driver.state.control.engines:
+            assert driver.lost[-1].last, "nobody was told that the fleet is lost"
+            return
+        assert driver.ended, "the run does not come to its end: something waits for ever"
+        self._check_conservation()
+
+    def _serve_one(self) -> None:
+        driver = self.driver
+        if driver.controls:
+            driver.answer_control()
+        elif driver.refits:
+            driver.answer_refit()
+        elif driver.aborts:
+            driver.interrupt(next(iter(driver.aborts)))
+        elif driver.sends:
+            driver.finish(driver.keys()[0], 1)
+        elif driver.scores:
+            rollout = driver.scores.pop(0).rollout
+            driver.feed(ev.Rewarded(rollout_id=rollout.rollout_id, reward=0.0))
+        elif driver.group_scores:
+            self.group_scored()
+        elif driver.verdicts:
+            group = driver.verdicts.pop(0).group
+            driver.feed(ev.Judged(group_id=group.group_id, accepted=True))
+        elif not driver.state.wanted:
+            driver.feed(ev.BatchRequested())
+        else:
+            driver.feed(ev.PromptsArrived(prompts=(), last=True))
+
+    def _check_conservation(self) -> None:
+        book = self.driver.state.book
+        delivered = [r.rollout_id for b in self.driver.batches for r in b.rollouts]
+        dropped = [entry.rollout_id for entry in book.ledger.entries]
+        assert len(set(delivered)) == len(delivered), "delivered twice"
+        assert not set(delivered) & set(dropped)
+        assert book.counters.launched == len(delivered) + len(dropped)
+        assert not book.rollouts
+        for batch in self.driver.batches:
+            for group in batch.groups:
+                assert len(group.rollouts) == 2, "a torn group"
+            for rollout in batch.rollouts:
+                lengths = {
+                    len(rollout.token_ids),
+                    len(rollout.logprobs),
+                    len(rollout.versions),
+                    len(rollout.loss_mask),
+                }
+                assert len(lengths) == 1
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(
+    max_examples=30,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

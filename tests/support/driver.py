@@ -1,0 +1,222 @@
+"""Drives the core without a loop: keeps the open commands, and answers them as told.
+
+The tests feed an event and look at the commands; the driver only remembers what is open, so that
+an answer needs no ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.core.rules import RewardScope
+from aprilsched.core.scheduler import Scheduler
+from aprilsched.types import Batch, Prompt, SamplingParams, VersionSpan
+
+Key = tuple[int, int]
+
+
+def prompts(count: int, *, start: int = 0) -> tuple[Prompt, ...]:
+    """Prompts that differ from each other."""
+    return tuple(Prompt(input_ids=np.array([start + i, 7], dtype=np.int32)) for i in range(count))
+
+
+def tokens(count: int, first: int = 100) -> np.ndarray:
+    return np.arange(first, first + count, dtype=np.int32)
+
+
+@dataclass
+class Driver:
+    """A scheduler and everything it waits for."""
+
+    config: SchedulerConfig
+    reward_scope: RewardScope = "none"
+    accepts: bool = False
+    episodes: bool = False
+    engines: tuple[str, ...] = ("a", "b")
+    supply: int = 10_000
+    version: int = 0
+    now: float = 0.0
+    sends: dict[Key, do.Send] = field(default_factory=dict)
+    aborts: dict[Key, do.Abort] = field(default_factory=dict)
+    controls: list[do.Pause | do.Flush | do.Continue] = field(default_factory=list)
+    refits: list[do.Refit] = field(default_factory=list)
+    scores: list[do.Score] = field(default_factory=list)
+    group_scores: list[do.ScoreGroup] = field(default_factory=list)
+    verdicts: list[do.Judge] = field(default_factory=list)
+    episodes_started: list[do.StartEpisode] = field(default_factory=list)
+    resolved: list[do.ResolveTurn] = field(default_factory=list)
+    cancelled: list[do.CancelWork] = field(default_factory=list)
+    fetches: list[do.FetchPrompts] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    evaluations: dict[int, Batch] = field(default_factory=dict)
+    updates: list[do.FinishUpdate] = field(default_factory=list)
+    lost: list[do.LoseEngine] = field(default_factory=list)
+    ended: bool = False
+    auto_prompts: bool = True
+    given: int = 0
+    sent: list[do.Send] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rules = self.config.rules(
+            reward_scope=self.reward_scope, accepts=self.accepts, episodes=self.episodes
+        )
+        self.core = Scheduler(rules)
+        infos = tuple(ev.EngineInfo(name=name, version=self.version) for name in self.engines)
+        self.feed(ev.Opened(engines=infos))
+
+    @property
+    def state(self):
+        return self.core.state
+
+    def feed(self, event: ev.Event) -> list[do.Command]:
+        """Handle one event, check the invariants, remember what was commanded."""
+        self.now += 0.001
+        commands = self.core.handle(event, self.now)
+        self.core.check_invariants()
+        for command in commands:
+            self._note(command)
+        while self.auto_prompts and self.fetches:
+            self.give_prompts()
+        return commands
+
+    def _note(self, command: do.Command) -> None:
+        match command:
+            case do.Send():
+                key = (command.request_id, command.attempt)
+                assert self.core.state.control.runs(command.engine)
+                self.sends[key] = command
+                self.sent.append(command)
+            case do.Abort():
+                self.aborts[command.request_id, command.attempt] = command
+            case do.Pause() | do.Flush() | do.Continue():
+                self.controls.append(command)
+            case do.Refit():
+                self.refits.append(command)
+            case do.Score():
+                self.scores.append(command)
+            case do.ScoreGroup():
+                self.group_scores.append(command)
+            case do.Judge():
+                self.verdicts.append(command)
+            case do.StartEpisode():
+                self.episodes_started.append(command)
+            case do.ResolveTurn():
+                self.resolved.append(command)
+            case do.CancelWork():
+                self.cancelled.append(command)
+            case do.FetchPrompts():
+                self.fetches.append(command)
+            case do.Deliver():
+                self.batches.append(command.batch)
+            case do.DeliverEvaluation():
+                self.evaluations[command.evaluation_id] = command.batch
+            case do.FinishUpdate():
+                self.updates.append(command)
+            case do.LoseEngine():
+                self.lost.append(command)
+                for key in [k for k, s in self.sends.items() if s.engine == command.engine]:
+                    del self.sends[key]
+                    self.aborts.pop(key, None)
+                self.controls = [c for c in self.controls if c.engine != command.engine]
+            case do.EndOfPrompts():
+                self.ended = True
+
+    # --- answers -------------------------------------------------------------------------------
+
+    def give_prompts(self) -> None:
+        count = min(self.fetches.pop(0).count, self.supply - self.given)
+        given = prompts(count, start=self.given)
+        self.given += count
+        self.feed(ev.PromptsArrived(prompts=given, last=self.given >= self.supply))
+
+    def progress(self, key: Key, count: int, *, first: int = 100) -> None:
+        self.feed(
+            ev.Progress(
+                request_id=key[0],
+                attempt=key[1],
+                token_ids=tokens(count, first),
+                logprobs=np.full(count, -1.0, dtype=np.float32),
+            )
+        )
+
+    def finish(
+        self, key: Key, count: int = 3, *, spans: tuple[VersionSpan, ...] | None = None
+    ) -> None:
+        """`count` tokens arrive and the attempt ends."""
+        if count:
+            self.progress(key, count)
+        del self.sends[key]
+        self.aborts.pop(key, None)
+        self.feed(ev.Finished(request_id=key[0], attempt=key[1], reason="stop", spans=spans))
+
+    def interrupt(self, key: Key, *, spans: tuple[VersionSpan, ...] | None = None) -> None:
+        del self.sends[key]
+        self.aborts.pop(key, None)
+        self.feed(ev.Interrupted(request_id=key[0], attempt=key[1], spans=spans))
+
+    def fail(self, key: Key, cause: str = "broken", *, final: bool = False) -> None:
+        del self.sends[key]
+        self.aborts.pop(key, None)
+        self.feed(ev.Failed(request_id=key[0], attempt=key[1], cause=cause, final=final))
+
+    def answer_control(self) -> do.Pause | do.Flush | do.Continue:
+        """The oldest open control call succeeds."""
+        command = self.controls.pop(0)
+        match command:
+            case do.Pause():
+                self.feed(ev.Paused(engine=command.engine))
+            case do.Flush():
+                self.feed(ev.Flushed(engine=command.engine))
+            case do.Continue():
+                self.feed(ev.Continued(engine=command.engine))
+        return command
+
+    def answer_refit(self, **failures: tuple[int, str]) -> None:
+        """Every engine of the oldest refit takes the version, but for those in `failures`."""
+        refit = self.refits.pop(0)
+        for name in refit.engines:
+            version, cause = failures.get(name, (refit.version, ""))
+            self.feed(ev.Refitted(engine=name, version=version, cause=cause))
+
+    def settle(self) -> None:
+        """Answer control calls, aborts and refits until there are none."""
+        while self.controls or self.aborts or self.refits:
+            if self.controls:
+                self.answer_control()
+            elif self.aborts:
+                self.interrupt(next(iter(self.aborts)))
+            else:
+                self.answer_refit()
+
+    def request_batch(self) -> None:
+        self.feed(ev.BatchRequested())
+        self.settle()
+
+    def update(self) -> None:
+        self.feed(ev.UpdateRequested(version=self.state.tracker.trainer + 1))
+        self.settle()
+
+    # --- looking -------------------------------------------------------------------------------
+
+    def keys(self, group_id: int | None = None) -> list[Key]:
+        """Open attempts (of one group), oldest first."""
+        return [
+            key for key, send in self.sends.items() if group_id in (None, send.group_id)
+        ]
+
+    def group_ids(self) -> list[int]:
+        """Groups with open attempts, oldest first."""
+        return sorted({send.group_id for send in self.sends.values()})
+
+    def finish_group(self, group_id: int, count: int = 3) -> None:
+        for key in self.keys(group_id):
+            self.finish(key, count)
+
+
+def sampling(max_new_tokens: int = 64) -> SamplingParams:
+    return SamplingParams(max_new_tokens=max_new_tokens)

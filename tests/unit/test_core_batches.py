@@ -1,0 +1,186 @@
+"""Batches: over-provisioning, refill, stop rules, surplus, the end of the prompts."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support.driver import Driver, prompts
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.core import events as ev
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {"batch_groups": 4, "group_size": 2, "over_provision": 2.0}
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_nothing_is_launched_before_a_batch_is_asked_for():
+    driver = Driver(config())
+    assert not driver.sends
+    driver.request_batch()
+    assert len(driver.sends) == 8 * 2
+
+
+def test_asynchronous_pace_launches_at_once():
+    assert len(Driver(config(pace="asynchronous")).sends) == 16
+
+
+def test_a_batch_is_delivered_when_enough_groups_are_complete_and_groups_are_whole():
+    driver = Driver(config())
+    driver.request_batch()
+    ids = driver.group_ids()
+    for group_id in ids[:4]:
+        assert not driver.batches
+        driver.finish_group(group_id)
+    (batch,) = driver.batches
+    assert [group.group_id for group in batch.groups] == ids[:4]
+    assert all(len(group.rollouts) == 2 for group in batch.groups)
+    assert driver.state.book.counters.delivered == 8
+
+
+def test_the_second_wave_counts_the_carried_groups():
+    driver = Driver(config())
+    driver.request_batch()
+    for group_id in driver.group_ids()[:4]:
+        driver.finish_group(group_id)
+    driver.settle()
+    driver.request_batch()
+    # Four stragglers are carried, so a wave of eight starts four.
+    assert driver.state.book.counters.launched == (8 + 4) * 2
+
+
+def test_surplus_groups_open_the_next_batch():
+    driver = Driver(config(over_provision=1.5))
+    driver.request_batch()
+    ids = driver.group_ids()
+    for group_id in ids[:3]:
+        driver.finish_group(group_id)
+    for group_id in ids[3:5]:
+        driver.finish(driver.keys(group_id)[0])
+    for group_id in (ids[3], ids[4]):
+        if driver.keys(group_id):
+            driver.finish(driver.keys(group_id)[0])
+    assert [g.group_id for g in driver.batches[0].groups] == ids[:4]
+    assert driver.state.book.ready[0].group_id == ids[4]
+    driver.request_batch()
+    for group_id in [g for g in driver.group_ids() if g != ids[4]][:3]:
+        driver.finish_group(group_id)
+    assert driver.batches[1].groups[0].group_id == ids[4]
+
+
+def test_a_pool_is_refilled_by_whole_groups_together():
+    driver = Driver(config(refill="pool", over_provision=1.0, refill_groups=2))
+    driver.request_batch()
+    ids = driver.group_ids()
+    assert driver.state.book.counters.launched == 8
+    driver.finish_group(ids[0])
+    assert driver.state.book.counters.launched == 8
+    driver.finish_group(ids[1])
+    assert driver.state.book.counters.launched == 12
+
+
+def test_a_rejected_group_is_replaced_without_a_full_wave():
+    driver = Driver(config(over_provision=1.0), accepts=True)
+    driver.request_batch()
+    for group_id in driver.group_ids():
+        driver.finish_group(group_id)
+    for verdict in list(driver.verdicts)[:3]:
+        driver.feed(ev.Judged(group_id=verdict.group.group_id, accepted=True))
+    driver.feed(ev.Judged(group_id=driver.verdicts[3].group.group_id, accepted=False))
+    driver.settle()
+    assert not driver.batches
+    assert len(driver.group_ids()) == 1
+    assert driver.state.book.ledger.rollouts == {"rejected": 2}
+    driver.verdicts.clear()
+    driver.finish_group(driver.group_ids()[0])
+    driver.feed(ev.Judged(group_id=driver.verdicts[0].group.group_id, accepted=True))
+    assert len(driver.batches[0].groups) == 4
+
+
+@pytest.mark.parametrize(("unit", "amount", "groups"), [("samples", 5, 3), ("tokens", 11, 2)])
+def test_stop_by_samples_and_by_tokens_delivers_whole_groups(unit: str, amount: int, groups: int):
+    driver = Driver(config(stop=unit, **{f"batch_{unit}": amount}))
+    driver.request_batch()
+    for group_id in driver.group_ids()[:groups]:
+        assert not driver.batches
+        driver.finish_group(group_id, count=3)
+    assert len(driver.batches[0].groups) == groups
+
+
+def test_stop_by_tokens_launches_more_when_everything_is_in_and_it_is_not_enough():
+    driver = Driver(config(stop="tokens", batch_tokens=100, over_provision=1.0))
+    driver.request_batch()
+    for group_id in driver.group_ids():
+        driver.finish_group(group_id, count=1)
+    assert driver.sends
+    assert not driver.batches
+
+
+def test_a_slow_reward_does_not_delay_the_stop():
+    driver = Driver(config(), reward_scope="rollout")
+    driver.request_batch()
+    for group_id in driver.group_ids()[:4]:
+        driver.finish_group(group_id)
+    assert not driver.batches
+    assert {c.engine for c in driver.controls} == {"a", "b"}, "both engines are told to pause"
+    for score in driver.scores:
+        driver.feed(ev.Rewarded(rollout_id=score.rollout.rollout_id, reward=1.0))
+    assert [r.reward for r in driver.batches[0].rollouts] == [1.0] * 8
+
+
+def test_group_rewards():
+    driver = Driver(config(), reward_scope="group")
+    driver.request_batch()
+    for group_id in driver.group_ids()[:4]:
+        driver.finish_group(group_id)
+    for score in driver.group_scores:
+        driver.feed(ev.GroupRewarded(group_id=score.group.group_id, rewards=(0.25, 0.75)))
+    assert [r.reward for r in driver.batches[0].groups[0].rollouts] == [0.25, 0.75]
+
+
+def test_a_failed_reward_goes_to_the_ledger_with_its_cause():
+    driver = Driver(config(over_provision=1.0), reward_scope="rollout")
+    driver.request_batch()
+    first = driver.group_ids()[0]
+    driver.finish_group(first)
+    driver.feed(ev.RewardFailed(group_id=first, cause="division by zero"))
+    assert driver.state.book.ledger.rollouts == {"reward_failed": 2}
+    assert driver.state.book.ledger.entries[0].cause == "division by zero"
+
+
+def test_the_end_of_the_prompts_delivers_a_smaller_last_batch_and_then_ends():
+    driver = Driver(config(), supply=5)
+    driver.request_batch()
+    for group_id in driver.group_ids()[:4]:
+        driver.finish_group(group_id)
+    driver.request_batch()
+    driver.finish_group(driver.group_ids()[0])
+    assert [len(batch.groups) for batch in driver.batches] == [4, 1]
+    driver.request_batch()
+    assert driver.ended
+
+
+def test_asynchronous_pace_holds_a_bounded_number_of_ready_batches():
+    driver = Driver(config(pace="asynchronous", refill="pool", refill_groups=1, ready_batches=2))
+    for _ in range(100):
+        if not driver.sends:
+            break
+        driver.finish(driver.keys()[0])
+    assert not driver.sends
+    assert 8 <= len(driver.state.book.ready) <= 8 + 8
+    for _ in range(2):
+        driver.feed(ev.BatchRequested())
+    assert driver.sends
+
+
+def test_an_evaluation_runs_to_its_end_and_is_neither_filtered_nor_carried():
+    driver = Driver(config(), accepts=True)
+    driver.feed(ev.EvaluationRequested(evaluation_id=9, prompts=prompts(3), group_size=2))
+    assert len(driver.sends) == 6
+    driver.feed(ev.UpdateRequested(version=1))
+    assert not driver.controls, "an update waits for the evaluation"
+    while driver.sends:
+        driver.finish(driver.keys()[0])
+    assert len(driver.evaluations[9].groups) == 3
+    driver.settle()
+    assert driver.state.tracker.trainer == 1

@@ -1,0 +1,122 @@
+"""Failures: bounded retries, the ledger, engines that are lost."""
+
+from __future__ import annotations
+
+from tests.support.driver import Driver
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.core import events as ev
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {"batch_groups": 2, "group_size": 2, "over_provision": 1.0}
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_a_failed_attempt_is_sent_again_elsewhere_with_its_tokens():
+    driver = Driver(config())
+    driver.request_batch()
+    key = driver.keys()[0]
+    engine = driver.sends[key].engine
+    driver.progress(key, 5)
+    driver.fail(key)
+    again = driver.sends[key[0], 2]
+    assert again.engine != engine
+    assert len(again.input_ids) == 7
+
+
+def test_after_the_last_attempt_the_whole_group_is_in_the_ledger_and_replaced():
+    driver = Driver(config(max_attempts=2))
+    driver.request_batch()
+    key = driver.keys()[0]
+    group_id = driver.sends[key].group_id
+    driver.fail(key)
+    driver.fail((key[0], 2), cause="HTTP 500")
+    ledger = driver.state.book.ledger
+    assert ledger.rollouts == {"failed": 1, "sibling_failed": 1}
+    assert {entry.cause for entry in ledger.entries} == {"HTTP 500"}
+    driver.settle()
+    assert group_id not in driver.group_ids()
+    assert len(driver.group_ids()) == 2
+
+
+def test_a_refused_request_is_not_tried_again():
+    driver = Driver(config())
+    driver.request_batch()
+    driver.fail(driver.keys()[0], cause="too long", final=True)
+    assert driver.state.book.ledger.rollouts["failed"] == 1
+    assert driver.state.book.counters.retries == 0
+
+
+def test_late_tokens_of_a_dropped_rollout_are_counted_as_discarded():
+    driver = Driver(config())
+    driver.request_batch()
+    key, sibling = driver.keys(driver.group_ids()[0])
+    driver.fail(key, final=True)
+    driver.progress(sibling, 4)
+    assert driver.state.book.counters.tokens_discarded == 4
+    driver.interrupt(sibling)
+    assert driver.state.book.open_attempts == len(driver.sends) == 4, "a new group replaces it"
+
+
+def test_an_engine_that_fails_again_and_again_is_lost_and_draws_no_more_requests():
+    driver = Driver(config(batch_groups=4, max_attempts=9))
+    driver.request_batch()
+    for _ in range(3):
+        key = next(k for k, send in driver.sends.items() if send.engine == "a")
+        driver.fail(key)
+    assert [loss.engine for loss in driver.lost] == ["a"]
+    assert {send.engine for send in driver.sends.values()} == {"b"}
+    assert len(driver.sends) == 8
+
+
+def test_late_news_of_a_lost_engine_are_void():
+    driver = Driver(config())
+    driver.request_batch()
+    key = next(k for k, send in driver.sends.items() if send.engine == "a")
+    driver.feed(ev.EngineLost(engine="a", cause="gone"))
+    before = driver.state.book.counters.tokens_generated
+    driver.progress(key, 10)
+    driver.feed(ev.Finished(request_id=key[0], attempt=key[1], reason="stop"))
+    assert driver.state.book.counters.tokens_generated == before
+
+
+def test_the_last_engine_lost_is_said_to_be_the_last():
+    driver = Driver(config())
+    driver.feed(ev.EngineLost(engine="a", cause="gone"))
+    driver.feed(ev.EngineLost(engine="b", cause="gone"))
+    assert [loss.last for loss in driver.lost] == [False, True]
+
+
+def test_max_in_flight_bounds_what_is_with_the_engines():
+    driver = Driver(config(batch_groups=2, over_provision=4.0, max_in_flight=4))
+    driver.request_batch()
+    assert len(driver.sends) == 4
+    driver.finish(driver.keys()[0])
+    assert len(driver.sends) == 4
+
+
+def test_a_group_keeps_its_prefix_on_one_engine_where_that_does_not_unbalance():
+    driver = Driver(config(batch_groups=8, group_size=4))
+    driver.request_batch()
+    loads = {name: sum(s.engine == name for s in driver.sends.values()) for name in "ab"}
+    assert loads == {"a": 16, "b": 16}
+    spread = [
+        len({s.engine for s in driver.sends.values() if s.group_id == group_id})
+        for group_id in driver.group_ids()
+    ]
+    assert sum(count == 1 for count in spread) >= 6
+
+
+def test_carried_rollouts_are_sent_first():
+    driver = Driver(config(straggler="abort", over_provision=2.0))
+    driver.request_batch()
+    ids = driver.group_ids()
+    for group_id in ids[:2]:
+        driver.finish_group(group_id)
+    driver.settle()
+    driver.sent.clear()
+    driver.request_batch()
+    order = [send.group_id for send in driver.sent]
+    assert order[:4] == [ids[2], ids[2], ids[3], ids[3]]
+    assert all(group_id not in ids for group_id in order[4:])

@@ -1,0 +1,205 @@
+"""Updates: the order of control calls for each straggler rule, versions, failures."""
+
+from __future__ import annotations
+
+from tests.support.driver import Driver
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.types import VersionSpan
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {
+        "batch_groups": 2,
+        "group_size": 2,
+        "over_provision": 2.0,
+        "pace": "asynchronous",
+    }
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def names(commands: list[do.Command]) -> list[str]:
+    return [type(command).__name__ for command in commands]
+
+
+def test_retract_pauses_flushes_refits_and_continues_in_this_order():
+    driver = Driver(config(straggler="retract"), engines=("a",))
+    assert names(driver.feed(ev.UpdateRequested(version=1))) == ["Pause"]
+    assert names(driver.feed(ev.Paused(engine="a"))) == ["Flush"]
+    assert names(driver.feed(ev.Flushed(engine="a"))) == ["Refit"]
+    last = driver.feed(ev.Refitted(engine="a", version=1))
+    assert names(last) == ["FinishUpdate", "Continue"]
+    driver.feed(ev.Continued(engine="a"))
+    assert driver.state.tracker.engines == {"a": 1}
+
+
+def test_in_place_keeps_the_cache():
+    driver = Driver(config(straggler="in_place"), engines=("a",))
+    (pause,) = driver.feed(ev.UpdateRequested(version=1))
+    assert pause == do.Pause(engine="a", mode="in_place")
+    assert names(driver.feed(ev.Paused(engine="a"))) == ["Refit"]
+
+
+def test_a_refit_begins_only_when_every_engine_is_paused_and_flushed():
+    driver = Driver(config())
+    driver.feed(ev.UpdateRequested(version=1))
+    for event in (ev.Paused(engine="a"), ev.Flushed(engine="a"), ev.Paused(engine="b")):
+        assert "Refit" not in names(driver.feed(event))
+    assert names(driver.feed(ev.Flushed(engine="b"))) == ["Refit"]
+
+
+def test_abort_calls_everything_back_before_it_pauses_and_sends_it_again_with_its_tokens():
+    driver = Driver(config(straggler="abort"))
+    keys = driver.keys()
+    for key in keys:
+        driver.progress(key, 5)
+    commands = driver.feed(ev.UpdateRequested(version=1))
+    assert names(commands) == ["Abort"] * len(keys)
+    for key in keys[:-1]:
+        driver.interrupt(key)
+        assert not driver.controls
+    driver.interrupt(keys[-1])
+    assert names(driver.controls) == ["Pause", "Pause"]
+    driver.settle()
+    assert len(driver.sends) == len(keys)
+    again = next(iter(driver.sends.values()))
+    assert len(again.input_ids) == 2 + 5
+    assert again.sampling.max_new_tokens == 1024 - 5
+    assert driver.state.book.counters.tokens_reprefilled == 0, "counted when tokens arrive"
+    driver.progress(next(iter(driver.sends)), 1)
+    assert driver.state.book.counters.tokens_reprefilled == 7
+
+
+def test_run_waits_for_the_stragglers_and_mixes_no_versions():
+    driver = Driver(config(straggler="run"))
+    driver.feed(ev.UpdateRequested(version=1))
+    assert not driver.controls
+    for key in driver.keys():
+        assert not driver.controls
+        driver.finish(key)
+    driver.settle()
+    assert driver.state.tracker.trainer == 1
+
+
+def test_an_abort_that_meets_the_last_token_ends_the_rollout():
+    driver = Driver(config(straggler="abort", batch_groups=1, group_size=1))
+    driver.feed(ev.BatchRequested())
+    (key, *_) = driver.keys()
+    driver.progress(key, 1024)
+    driver.feed(ev.UpdateRequested(version=1))
+    driver.settle()
+    (rollout,) = driver.batches[0].rollouts
+    assert (len(rollout), rollout.finish_reason) == (1024, "length")
+
+
+def test_spans_of_the_engine_replace_what_was_booked_while_streaming():
+    driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0))
+    driver.feed(ev.BatchRequested())
+    (key,) = driver.keys()
+    driver.progress(key, 10)
+    driver.update()
+    spans = (
+        VersionSpan(version=0, start=0, end=14),
+        VersionSpan(version=1, start=14, end=14),
+        VersionSpan(version=1, start=14, end=20),
+    )
+    driver.finish(key, 10, spans=spans)
+    (rollout,) = driver.batches[0].rollouts
+    assert rollout.versions.tolist() == [0] * 14 + [1] * 6
+    assert [(s.start, s.end, s.version) for s in rollout.segments] == [(0, 14, 0), (14, 20, 1)]
+    assert rollout.versions_exact
+
+
+def test_without_spans_a_rollout_that_crossed_a_refit_says_that_it_is_not_exact():
+    driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0))
+    driver.feed(ev.BatchRequested())
+    (key,) = driver.keys()
+    driver.progress(key, 10)
+    driver.update()
+    driver.finish(key, 10)
+    assert [r.versions_exact for r in driver.batches[0].rollouts] == [False]
+
+
+def test_spans_of_a_continuation_are_offset_by_the_tokens_it_began_with():
+    driver = Driver(config(straggler="abort", batch_groups=1, group_size=1, over_provision=1.0))
+    driver.feed(ev.BatchRequested())
+    (key,) = driver.keys()
+    driver.progress(key, 10)
+    driver.feed(ev.UpdateRequested(version=1))
+    driver.interrupt(key, spans=(VersionSpan(version=0, start=0, end=10),))
+    driver.settle()
+    (key,) = driver.keys()
+    driver.finish(key, 4, spans=(VersionSpan(version=1, start=0, end=4),))
+    (rollout,) = driver.batches[0].rollouts
+    assert rollout.versions.tolist() == [0] * 10 + [1] * 4
+    assert rollout.versions_exact
+
+
+def test_a_synchronous_trainer_finds_the_engines_paused_and_gets_them_back_at_its_next_batch():
+    driver = Driver(config(pace="synchronous"))
+    driver.request_batch()
+    for group_id in driver.group_ids()[:2]:
+        driver.finish_group(group_id)
+    driver.settle()
+    assert {c.mode for c in driver.state.control.engines.values()} == {"paused"}
+    driver.update()
+    assert {c.mode for c in driver.state.control.engines.values()} == {"paused"}
+    driver.request_batch()
+    assert {c.mode for c in driver.state.control.engines.values()} == {"running"}
+
+
+def test_a_failed_refit_everywhere_keeps_the_old_version_and_goes_on():
+    driver = Driver(config())
+    driver.feed(ev.UpdateRequested(version=1))
+    while driver.controls:
+        driver.answer_control()
+    driver.answer_refit(a=(0, "no space"), b=(0, "no space"))
+    assert "no space" in driver.updates[0].cause
+    assert driver.state.tracker.trainer == 0
+    assert {type(c) for c in driver.controls} == {do.Continue}
+    driver.settle()
+    driver.update()
+    assert driver.state.tracker.trainer == 1
+
+
+def test_an_engine_that_did_not_take_the_version_is_quarantined_and_its_rollouts_go_on():
+    driver = Driver(config())
+    for key in driver.keys():
+        driver.progress(key, 5)
+    driver.feed(ev.UpdateRequested(version=1))
+    while driver.controls:
+        driver.answer_control()
+    driver.answer_refit(b=(0, "corrupt file"))
+    assert [loss.engine for loss in driver.lost] == ["b"]
+    assert driver.updates[0].failed == (("b", "corrupt file"),)
+    driver.settle()
+    assert {send.engine for send in driver.sends.values()} == {"a"}
+    assert len(driver.sends) == 8
+
+
+def test_an_engine_that_claims_success_with_another_version_is_quarantined():
+    driver = Driver(config())
+    driver.feed(ev.UpdateRequested(version=1))
+    while driver.controls:
+        driver.answer_control()
+    driver.answer_refit(b=(0, ""))
+    assert "says it has version 0" in driver.lost[0].cause
+
+
+def test_a_pause_that_fails_costs_the_engine_and_not_the_update():
+    driver = Driver(config())
+    driver.feed(ev.UpdateRequested(version=1))
+    driver.controls.pop(0)
+    driver.feed(ev.ControlFailed(engine="a", call="pause", cause="timeout"))
+    driver.settle()
+    assert driver.state.tracker.engines == {"b": 1}
+
+
+def test_the_last_engine_lost_during_an_update_ends_it():
+    driver = Driver(config(), engines=("a",))
+    driver.feed(ev.UpdateRequested(version=1))
+    driver.feed(ev.EngineLost(engine="a", cause="gone"))
+    assert driver.lost[0].last
+    assert driver.updates[0].cause == "every engine is lost"
