@@ -1,0 +1,461 @@
+"""The real coordinator on the embedded engine, on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from aprilsched import (
+    Batch,
+    Group,
+    LongTailWorkload,
+    Prompt,
+    Rollout,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+)
+from aprilsched.core.commands import Command
+from aprilsched.core.events import Event
+from aprilsched.engines.base import Engine
+from aprilsched.engines.sim import run_virtual
+from aprilsched.errors import (
+    ConfigError,
+    FleetLost,
+    PromptsExhausted,
+    RefitError,
+    SchedulerClosed,
+)
+
+STRAGGLERS = ["retract", "in_place", "abort", "run"]
+
+
+def workload(count: int | None = None, group_size: int = 4) -> LongTailWorkload:
+    return LongTailWorkload(
+        median=60, sigma=0.9, cap=600, group_size=group_size, count=count, seed=3
+    )
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Checking:
+    """A listener that checks the invariants after every event."""
+
+    def __init__(self) -> None:
+        self.scheduler: RolloutScheduler | None = None
+        self.commands: list[str] = []
+
+    def on_event(self, event: Event, now: float) -> None:
+        if self.scheduler is not None:
+            self.scheduler._loop.core.check_invariants()
+
+    def on_command(self, command: Command, now: float) -> None:
+        self.commands.append(type(command).__name__)
+
+
+def check(batches: Sequence[Batch], scheduler: RolloutScheduler) -> None:
+    """Conservation, whole groups, one length, exact versions."""
+    ids = [rollout.rollout_id for batch in batches for rollout in batch.rollouts]
+    assert len(ids) == len(set(ids))
+    book = scheduler._state.book
+    assert book.counters.launched == len(ids) + len(book.rollouts) + book.ledger.total
+    for batch in batches:
+        for group in batch.groups:
+            assert [r.index for r in group.rollouts] == list(range(len(group.rollouts)))
+        for rollout in batch.rollouts:
+            n = len(rollout.token_ids)
+            assert n == len(rollout.logprobs) == len(rollout.versions) == len(rollout.loss_mask)
+            assert rollout.versions_exact
+            assert [s.start for s in rollout.segments] == [
+                0,
+                *(s.end for s in rollout.segments[:-1]),
+            ]
+
+
+@pytest.mark.parametrize("straggler", STRAGGLERS)
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("refill", ["wave", "pool"])
+def test_every_rule_delivers_whole_groups_with_exact_versions(
+    straggler: str, pace: str, refill: str
+):
+    async def main() -> list[Batch]:
+        listener = Checking()
+        scheduler = RolloutScheduler(
+            SimFleet(2, stream_interval=16),
+            workload(),
+            config=config(straggler=straggler, pace=pace, refill=refill),
+            listeners=[listener],
+        )
+        listener.scheduler = scheduler
+        batches: list[Batch] = []
+        async with scheduler as rollouts:
+            for _ in range(6):
+                batches.append(await rollouts.next_batch())
+                await rollouts.update_weights(SimPublisher())
+            check(batches, scheduler)
+        return batches
+
+    batches = run_virtual(main())
+    assert [batch.version for batch in batches] == list(range(6))
+    spans = {len(set(r.versions.tolist())) for b in batches for r in b.rollouts}
+    assert max(spans) == 1 if straggler == "run" else max(spans) > 1
+
+
+def test_lengths_are_those_of_the_workload_whatever_the_schedule():
+    async def main(straggler: str) -> dict[int, list[int]]:
+        async with RolloutScheduler(
+            SimFleet(2), workload(count=12), config=config(straggler=straggler)
+        ) as rollouts:
+            lengths: dict[int, list[int]] = {}
+            async for batch in rollouts:
+                for group in batch.groups:
+                    lengths[group.group_id] = [len(r) for r in group.rollouts]
+                await rollouts.update_weights(SimPublisher())
+        return lengths
+
+    expected = sorted(
+        tuple(s.max_new_tokens for s in prompt.sampling)  # type: ignore[union-attr]
+        for prompt in workload(count=12)
+    )
+    for straggler in STRAGGLERS:
+        lengths = run_virtual(main(straggler))
+        assert sorted(tuple(v) for v in lengths.values()) == expected
+
+
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
+def test_greedy_tokens_of_interrupted_rollouts_equal_the_uninterrupted(straggler: str):
+    prompts = [
+        Prompt(
+            input_ids=np.array([i + 1, 5, 9], dtype=np.int32),
+            sampling=SamplingParams(max_new_tokens=40 + 60 * i, temperature=0, ignore_eos=True),
+        )
+        for i in range(8)
+    ]
+
+    async def tokens(rule: str, ratio: float) -> dict[int, list[int]]:
+        same = SimPublisher(lambda _: 0)
+        out: dict[int, list[int]] = {}
+        async with RolloutScheduler(
+            SimFleet(2, stream_interval=8),
+            prompts,
+            config=config(batch_groups=2, group_size=1, over_provision=ratio, straggler=rule),
+        ) as rollouts:
+            await rollouts.update_weights(same)
+            async for batch in rollouts:
+                for rollout in batch.rollouts:
+                    out[int(rollout.prompt_ids[0])] = rollout.token_ids.tolist()
+                await rollouts.update_weights(same)
+        return out
+
+    assert run_virtual(tokens(straggler, 3.0)) == run_virtual(tokens("run", 1.0))
+
+
+def test_asynchronous_generation_goes_on_while_the_trainer_trains():
+    async def seconds(pace: str) -> float:
+        loop = asyncio.get_running_loop()
+        async with RolloutScheduler(
+            SimFleet(1), workload(), config=config(pace=pace, refill="pool")
+        ) as rollouts:
+            for _ in range(8):
+                await rollouts.next_batch()
+                await asyncio.sleep(1.0)
+                await rollouts.update_weights(SimPublisher())
+            return loop.time()
+
+    assert run_virtual(seconds("asynchronous")) < run_virtual(seconds("synchronous")) - 1.0
+
+
+def test_a_synchronous_trainer_generates_nothing_while_it_trains():
+    async def main() -> None:
+        fleet = SimFleet(1)
+        async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
+            await rollouts.next_batch()
+            await asyncio.sleep(0.1)
+            before = rollouts._state.book.counters.tokens_generated
+            await asyncio.sleep(60)
+            assert rollouts._state.book.counters.tokens_generated == before
+
+    run_virtual(main())
+
+
+def test_rewards_run_beside_generation_and_are_in_the_batch():
+    async def score(rollout: Rollout, prompt: Prompt) -> float:
+        await asyncio.sleep(0.5)
+        return float(len(rollout))
+
+    async def main() -> None:
+        async with RolloutScheduler(
+            SimFleet(1), workload(), reward=score, config=config()
+        ) as rollouts:
+            batch = await rollouts.next_batch()
+        assert all(r.reward == len(r) for r in batch.rollouts)
+
+    run_virtual(main())
+
+
+def test_plain_functions_group_rewards_and_accept():
+    """Plain functions run in threads, so this one runs in (scaled) wall time."""
+
+    def score(group: Group) -> list[float]:
+        return [float(i) for i in range(len(group.rollouts))]
+
+    def liked(prompt: Prompt) -> bool:
+        return int(prompt.input_ids.sum()) % 3 != 0
+
+    async def main() -> None:
+        async with RolloutScheduler(
+            SimFleet(1, time_scale=0.01),
+            workload(),
+            reward=score,
+            reward_scope="group",
+            accept=lambda group: liked(group.prompt),
+            config=config(),
+        ) as rollouts:
+            for _ in range(4):
+                batch = await rollouts.next_batch()
+                assert all(liked(group.prompt) for group in batch.groups)
+                assert [r.reward for r in batch.groups[0].rollouts] == [0.0, 1.0, 2.0, 3.0]
+            assert rollouts._state.book.ledger.rollouts["rejected"] > 0
+
+    asyncio.run(main())
+
+
+def test_a_reward_that_raises_costs_its_group_and_says_why():
+    calls = 0
+
+    async def score(rollout: Rollout, prompt: Prompt) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ZeroDivisionError("no words")
+        return 0.0
+
+    async def main() -> None:
+        async with RolloutScheduler(
+            SimFleet(1), workload(), reward=score, config=config()
+        ) as rollouts:
+            await rollouts.next_batch()
+            ledger = rollouts._state.book.ledger
+            assert ledger.rollouts == {"reward_failed": 4}
+            assert "no words" in ledger.entries[0].cause
+
+    run_virtual(main())
+
+
+def test_the_reward_of_a_dropped_rollout_is_cancelled():
+    cancelled: list[int] = []
+
+    async def score(rollout: Rollout, prompt: Prompt) -> float:
+        if rollout.index == 0:
+            await asyncio.sleep(1e5)
+            raise ValueError("first")
+        try:
+            await asyncio.sleep(1e6)
+        except asyncio.CancelledError:
+            cancelled.append(rollout.rollout_id)
+            raise
+        return 0.0
+
+    async def main() -> None:
+        async with RolloutScheduler(
+            SimFleet(1), workload(count=1), reward=score, config=config()
+        ) as rollouts:
+            with pytest.raises(PromptsExhausted):
+                await rollouts.next_batch()
+            assert rollouts._state.book.ledger.total == 4
+
+    run_virtual(main())
+    assert cancelled, "siblings that were scoring when the first one failed"
+
+
+def test_a_cancelled_wait_loses_nothing():
+    async def main() -> None:
+        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+            batches: list[Batch] = []
+            while len(batches) < 4:
+                try:
+                    async with asyncio.timeout(0.5):
+                        batches.append(await rollouts.next_batch())
+                except TimeoutError:
+                    pass
+            check(batches, rollouts)
+            assert [batch.index for batch in batches] == [0, 1, 2, 3]
+
+    run_virtual(main())
+
+
+def test_an_evaluation_between_batches():
+    async def main() -> None:
+        async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
+            await rollouts.next_batch()
+            prompts = list(workload(count=5))
+            result = await rollouts.evaluate(prompts, group_size=4)
+            assert [g.prompt for g in result.groups] == prompts
+            assert len({int(r.versions[0]) for r in result.rollouts}) == 1
+            await rollouts.update_weights(SimPublisher())
+            await rollouts.next_batch()
+
+    run_virtual(main())
+
+
+def test_a_cancelled_update_runs_to_its_end_and_the_engines_go_on():
+    async def main() -> None:
+        async with RolloutScheduler(
+            SimFleet(1, refit_seconds=5.0), workload(), config=config(pace="asynchronous")
+        ) as rollouts:
+            await rollouts.next_batch()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await rollouts.update_weights(SimPublisher())
+            await rollouts.next_batch()
+            report = await rollouts.update_weights(SimPublisher())
+            assert report.version == 2
+            await rollouts.next_batch()
+
+    run_virtual(main())
+
+
+class Broken:
+    """A publisher that raises, as a trainer's own code may."""
+
+    async def prepare(self, version: int) -> None: ...
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        raise OSError("no space left on device")
+
+
+def test_a_publisher_that_raises_leaves_the_fleet_generating_under_the_old_version():
+    async def main() -> None:
+        async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
+            await rollouts.next_batch()
+            with pytest.raises(RefitError, match="no space left"):
+                await rollouts.update_weights(Broken())
+            assert rollouts.version == 0
+            await rollouts.next_batch()
+            await rollouts.update_weights(SimPublisher())
+            assert rollouts.version == 1
+
+    run_virtual(main())
+
+
+class Hanging(Broken):
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        await asyncio.sleep(1e9)
+        return {}
+
+
+def test_a_publisher_that_hangs_is_given_up_at_its_deadline():
+    async def main() -> None:
+        async with RolloutScheduler(
+            SimFleet(1), workload(), config=config(refit_timeout_s=30)
+        ) as rollouts:
+            await rollouts.next_batch()
+            with pytest.raises(RefitError, match="did not finish within 30 s"):
+                await rollouts.update_weights(Hanging())
+            await rollouts.next_batch()
+
+    run_virtual(main())
+
+
+def test_closing_from_any_state_leaves_no_engine_paused_and_nothing_decoding():
+    async def main(seconds: float, straggler: str) -> None:
+        fleet = SimFleet(2, refit_seconds=0.3)
+        scheduler = RolloutScheduler(
+            fleet, workload(), config=config(straggler=straggler, pace="asynchronous")
+        )
+
+        async def train() -> None:
+            async with scheduler as rollouts:
+                async for _ in rollouts:
+                    await rollouts.update_weights(SimPublisher())
+
+        task = asyncio.create_task(train())
+        await asyncio.sleep(seconds)
+        started = asyncio.get_running_loop().time()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert asyncio.get_running_loop().time() - started <= 1.0
+        for engine in fleet.engines:
+            assert engine.batcher.paused is None
+            assert engine.batcher.running + engine.batcher.waiting == 0
+        assert not [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+
+    for straggler in STRAGGLERS:
+        for seconds in np.linspace(0.0, 9.0, 13):
+            run_virtual(main(float(seconds), straggler))
+
+
+def test_used_outside_of_its_block():
+    async def main() -> None:
+        scheduler = RolloutScheduler(SimFleet(1), workload(), config=config())
+        with pytest.raises(SchedulerClosed):
+            await scheduler.next_batch()
+        async with scheduler:
+            pass
+        with pytest.raises(SchedulerClosed):
+            await scheduler.next_batch()
+        with pytest.raises(SchedulerClosed):
+            async with scheduler:
+                pass
+
+    run_virtual(main())
+
+
+def test_prompts_that_are_none_end_the_run_with_the_reason():
+    async def main() -> None:
+        async with RolloutScheduler(
+            SimFleet(1),
+            [np.array([1, 2, 3])],  # type: ignore[list-item]
+            config=config(),
+        ) as rollouts:
+            with pytest.raises(ConfigError, match="wrap token ids in Prompt"):
+                await rollouts.next_batch()
+            with pytest.raises(ConfigError):
+                await rollouts.next_batch()
+
+    run_virtual(main())
+
+
+def test_the_loss_of_the_last_engine_is_raised():
+    async def main() -> None:
+        from aprilsched.core.events import EngineLost
+
+        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+            waiting = asyncio.create_task(rollouts.next_batch())
+            await asyncio.sleep(0.1)
+            rollouts._feed(EngineLost(engine="sim-0", cause="burnt"))
+            with pytest.raises(FleetLost, match="burnt"):
+                await waiting
+
+    run_virtual(main())
+
+
+def test_the_same_seed_gives_the_same_run():
+    async def main() -> list[tuple[int, list[int], list[int]]]:
+        async with RolloutScheduler(
+            SimFleet(2), workload(), config=config(), run_id="r"
+        ) as rollouts:
+            out: list[tuple[int, list[int], list[int]]] = []
+            for _ in range(4):
+                batch = await rollouts.next_batch()
+                out += [
+                    (r.rollout_id, r.token_ids.tolist(), r.versions.tolist())
+                    for r in batch.rollouts
+                ]
+                await rollouts.update_weights(SimPublisher())
+        return out
+
+    assert run_virtual(main()) == run_virtual(main())
