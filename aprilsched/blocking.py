@@ -16,6 +16,7 @@ from typing import Any, Literal, Self, TypeVar
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import Accept, Episode, GroupReward, RefitReport, Reward
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
+from aprilsched.core.state import SchedulerState
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import PromptsExhausted, SchedulerClosed
 from aprilsched.telemetry.base import Listener
@@ -94,6 +95,11 @@ class RolloutScheduler:
     def version(self) -> int:
         """The trainer's policy version, which every engine in use has."""
         return self._rollouts.version
+
+    @property
+    def state(self) -> SchedulerState:
+        """What the scheduler knows, to look at while no call is open."""
+        return self._rollouts.state
 
     def __iter__(self) -> Iterator[Batch]:
         while True:

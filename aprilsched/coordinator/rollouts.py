@@ -103,7 +103,7 @@ class RolloutScheduler:
             run_id=run_id or uuid.uuid4().hex[:12],
             engines=self._engines,
             feed=self._feed,
-            may_send=self._state.control.runs,
+            may_send=self.state.control.runs,
             rate=self.config.dispatch_rate,
         )
         self._controls = EngineControls(
@@ -163,7 +163,7 @@ class RolloutScheduler:
                 self._feed(opened)
                 ready.set_result(None)
                 await self._stopping.wait()
-                await release(self._attempts, self._engines, self._state)
+                await release(self._attempts, self._engines, self.state)
                 released = True
                 tasks.cancel_all()
         except BaseExceptionGroup as errors:
@@ -173,7 +173,7 @@ class RolloutScheduler:
             self._waits.fail(error)
         finally:
             if not released:
-                await release(self._attempts, self._engines, self._state)
+                await release(self._attempts, self._engines, self.state)
             closed = SchedulerClosed("the scheduler was closed while it was waited for.")
             self._waits.fail(closed)
             if not ready.done():
@@ -210,7 +210,8 @@ class RolloutScheduler:
         self._loop.feed(event)
 
     @property
-    def _state(self) -> SchedulerState:
+    def state(self) -> SchedulerState:
+        """What the scheduler knows, to look at (telemetry, tests); only the core changes it."""
         return self._loop.core.state
 
     def _lose_engine(self, command: do.LoseEngine) -> None:
@@ -232,7 +233,7 @@ class RolloutScheduler:
     @property
     def version(self) -> int:
         """The trainer's policy version, which every engine in use has."""
-        return self._state.tracker.trainer
+        return self.state.tracker.trainer
 
     def __aiter__(self) -> Self:
         return self

@@ -65,7 +65,7 @@ def check(batches: Sequence[Batch], scheduler: RolloutScheduler) -> None:
     """Conservation, whole groups, one length, exact versions."""
     ids = [rollout.rollout_id for batch in batches for rollout in batch.rollouts]
     assert len(ids) == len(set(ids))
-    book = scheduler._state.book
+    book = scheduler.state.book
     assert book.counters.launched == len(ids) + len(book.rollouts) + book.ledger.total
     for batch in batches:
         for group in batch.groups:
@@ -179,9 +179,9 @@ def test_a_synchronous_trainer_generates_nothing_while_it_trains():
         async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
             await rollouts.next_batch()
             await asyncio.sleep(0.1)
-            before = rollouts._state.book.counters.tokens_generated
+            before = rollouts.state.book.counters.tokens_generated
             await asyncio.sleep(60)
-            assert rollouts._state.book.counters.tokens_generated == before
+            assert rollouts.state.book.counters.tokens_generated == before
 
     run_virtual(main())
 
@@ -201,7 +201,7 @@ def test_rewards_run_beside_generation_and_are_in_the_batch():
     run_virtual(main())
 
 
-def test_plain_functions_group_rewards_and_accept():
+async def test_plain_functions_group_rewards_and_accept():
     """Plain functions run in threads, so this one runs in (scaled) wall time."""
 
     def score(group: Group) -> list[float]:
@@ -210,22 +210,19 @@ def test_plain_functions_group_rewards_and_accept():
     def liked(prompt: Prompt) -> bool:
         return int(prompt.input_ids.sum()) % 3 != 0
 
-    async def main() -> None:
-        async with RolloutScheduler(
-            SimFleet(1, time_scale=0.01),
-            workload(),
-            reward=score,
-            reward_scope="group",
-            accept=lambda group: liked(group.prompt),
-            config=config(),
-        ) as rollouts:
-            for _ in range(4):
-                batch = await rollouts.next_batch()
-                assert all(liked(group.prompt) for group in batch.groups)
-                assert [r.reward for r in batch.groups[0].rollouts] == [0.0, 1.0, 2.0, 3.0]
-            assert rollouts._state.book.ledger.rollouts["rejected"] > 0
-
-    asyncio.run(main())
+    async with RolloutScheduler(
+        SimFleet(1, time_scale=0.01),
+        workload(),
+        reward=score,
+        reward_scope="group",
+        accept=lambda group: liked(group.prompt),
+        config=config(),
+    ) as rollouts:
+        for _ in range(4):
+            batch = await rollouts.next_batch()
+            assert all(liked(group.prompt) for group in batch.groups)
+            assert [r.reward for r in batch.groups[0].rollouts] == [0.0, 1.0, 2.0, 3.0]
+        assert rollouts.state.book.ledger.rollouts["rejected"] > 0
 
 
 def test_a_reward_that_raises_costs_its_group_and_says_why():
@@ -243,7 +240,7 @@ def test_a_reward_that_raises_costs_its_group_and_says_why():
             SimFleet(1), workload(), reward=score, config=config()
         ) as rollouts:
             await rollouts.next_batch()
-            ledger = rollouts._state.book.ledger
+            ledger = rollouts.state.book.ledger
             assert ledger.rollouts == {"reward_failed": 4}
             assert "no words" in ledger.entries[0].cause
 
@@ -270,7 +267,7 @@ def test_the_reward_of_a_dropped_rollout_is_cancelled():
         ) as rollouts:
             with pytest.raises(PromptsExhausted):
                 await rollouts.next_batch()
-            assert rollouts._state.book.ledger.total == 4
+            assert rollouts.state.book.ledger.total == 4
 
     run_virtual(main())
     assert cancelled, "siblings that were scoring when the first one failed"
@@ -369,9 +366,15 @@ def test_a_publisher_that_hangs_is_given_up_at_its_deadline():
     run_virtual(main())
 
 
+class LastingFleet(SimFleet):
+    """Engines that live on when the scheduler leaves, as servers do."""
+
+    async def close(self) -> None: ...
+
+
 def test_closing_from_any_state_leaves_no_engine_paused_and_nothing_decoding():
     async def main(seconds: float, straggler: str) -> None:
-        fleet = SimFleet(2, refit_seconds=0.3)
+        fleet = LastingFleet(2, refit_seconds=0.3)
         scheduler = RolloutScheduler(
             fleet, workload(), config=config(straggler=straggler, pace="asynchronous")
         )
@@ -388,9 +391,11 @@ def test_closing_from_any_state_leaves_no_engine_paused_and_nothing_decoding():
         with pytest.raises(asyncio.CancelledError):
             await task
         assert asyncio.get_running_loop().time() - started <= 1.0
+        await asyncio.sleep(0.1)
         for engine in fleet.engines:
             assert engine.batcher.paused is None
             assert engine.batcher.running + engine.batcher.waiting == 0
+            await engine.close()
         assert not [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
 
     for straggler in STRAGGLERS:

@@ -84,7 +84,7 @@ def test_a_rewritten_context_is_refused_in_one_sentence():
         ) as rollouts:
             async for _ in rollouts:
                 raise AssertionError("nothing can be delivered")
-            (first, *_) = rollouts._state.book.ledger.entries
+            (first, *_) = rollouts.state.book.ledger.entries
             assert "append to them" in first.cause
 
     run_virtual(main())

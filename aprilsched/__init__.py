@@ -1,0 +1,45 @@
+"""aprilsched: keeps LLM rollout engines full while a trainer trains.
+
+Over-provisions rollouts, hands a batch over when enough have finished, pauses the stragglers,
+lets a new policy version into the engines, and goes on with the partial outputs, knowing for
+every token which version sampled it. The method is APRIL (arXiv 2509.18521).
+"""
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.coordinator import (
+    RefitReport,
+    RolloutScheduler,
+    Turn,
+    TurnOutput,
+)
+from aprilsched.engines.fleet import SGLangFleet
+from aprilsched.engines.sim import SimFleet, SimPublisher
+from aprilsched.errors import AprilschedError
+from aprilsched.sampling import sampling_params
+from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment
+from aprilsched.weights.disk import DiskPublisher
+from aprilsched.workload import LongTailWorkload
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AprilschedError",
+    "Batch",
+    "DiskPublisher",
+    "Group",
+    "LongTailWorkload",
+    "Prompt",
+    "RefitReport",
+    "Rollout",
+    "RolloutScheduler",
+    "SGLangFleet",
+    "SamplingParams",
+    "SchedulerConfig",
+    "Segment",
+    "SimFleet",
+    "SimPublisher",
+    "Turn",
+    "TurnOutput",
+    "__version__",
+    "sampling_params",
+]

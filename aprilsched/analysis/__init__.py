@@ -1,0 +1,1 @@
+"""Reading run folders: figures, histories, pictures. Files only; no engine, no scheduler."""

@@ -1,0 +1,73 @@
+"""What pictures draw, as numbers: who was in flight when, which version sampled what when."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.analysis.run import Attempt, Delivery, Run
+
+__all__ = ["Bar", "Piece", "bars", "in_flight", "lengths_of", "window_end"]
+
+Piece: TypeAlias = tuple[float, float, int]
+"""Start, end, policy version."""
+Bar: TypeAlias = list[Piece]
+
+
+def window_end(run: Run, batches: int) -> float:
+    """When the first `batches` batches were over."""
+    shown = run.deliveries[:batches]
+    return shown[-1].time if shown else run.end
+
+
+def in_flight(run: Run, end: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Times up to `end`, and the responses being generated from each of them on."""
+    changes: dict[float, int] = {0.0: 0}
+    for attempt in run.attempts:
+        changes[attempt.start] = changes.get(attempt.start, 0) + 1
+        changes[attempt.end] = changes.get(attempt.end, 0) - 1
+    times = np.array(sorted(changes), dtype=np.float64)
+    counts = np.cumsum([changes[time] for time in times.tolist()]).astype(np.int64)
+    kept = times <= end
+    return np.append(times[kept], end), np.append(counts[kept], counts[kept][-1])
+
+
+def bars(run: Run, end: float, *, at_most: int) -> list[Bar]:
+    """The rollouts launched before `end`, in order of launch, evenly thinned to `at_most`."""
+    by_rollout: dict[int, list[Attempt]] = {}
+    for attempt in sorted(run.attempts, key=lambda attempt: (attempt.start, attempt.rollout_id)):
+        if attempt.start < end:
+            by_rollout.setdefault(attempt.rollout_id, []).append(attempt)
+    rollouts = list(by_rollout.values())
+    count = min(at_most, len(rollouts))
+    chosen = [rollouts[i * len(rollouts) // count] for i in range(count)]
+    times = [update.time for update in run.updates]
+    versions = [run.updates[0].version - 1 if run.updates else 0]
+    versions += [update.version for update in run.updates]
+    return [
+        [piece for attempt in attempts for piece in _pieces(attempt, times, versions, end)]
+        for attempts in chosen
+    ]
+
+
+def lengths_of(deliveries: Sequence[Delivery]) -> NDArray[np.int64]:
+    """The lengths of all responses in these batches."""
+    return np.array([r.tokens for d in deliveries for r in d.rollouts], dtype=np.int64)
+
+
+def _pieces(
+    attempt: Attempt, times: Sequence[float], versions: Sequence[int], end: float
+) -> list[Piece]:
+    """An attempt, cut where a new version came in: what follows is sampled by that one."""
+    stop = min(attempt.end, end)
+    first, last = bisect_right(times, attempt.start), bisect_right(times, stop)
+    cuts = [attempt.start, *times[first:last], stop]
+    return [
+        (cuts[i], cuts[i + 1], versions[first + i])
+        for i in range(len(cuts) - 1)
+        if cuts[i + 1] > cuts[i]
+    ]

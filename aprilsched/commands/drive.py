@@ -1,0 +1,110 @@
+"""Drives a run from its setup to its run folder: the part that ``run`` and ``simulate`` share.
+
+Invariant: once the run folder is there, summary.json gets into it, however the run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from aprilsched.commands.config_file import as_toml
+from aprilsched.commands.setup import Setup, run_on_clock
+from aprilsched.coordinator import RolloutScheduler
+from aprilsched.errors import AprilschedError, PromptsExhausted
+from aprilsched.telemetry.event_log import EventLog
+from aprilsched.telemetry.figures import RunSummary
+from aprilsched.telemetry.progress import Progress
+from aprilsched.telemetry.run_folder import RunFolder
+from aprilsched.telemetry.summary import Remainder, Summary
+
+__all__ = ["Run"]
+
+
+class Run:
+    """One run, begun and ended by :meth:`execute`.
+
+    Args:
+        setup: its parts.
+        folder: where its files go; made when the engines are open.
+        progress: shows it; None is quiet.
+    """
+
+    def __init__(self, setup: Setup, folder: RunFolder, progress: Progress | None) -> None:
+        self._setup = setup
+        self._folder = folder
+        self._progress = progress
+        self._log = EventLog(folder.events)
+        self._summary = Summary(
+            trainer_waits=setup.config.pace == "synchronous",
+            bound=setup.bound,
+            workload_mean=setup.workload_mean,
+            burn_in=setup.settings.burn_in,
+        )
+        self._scheduler: RolloutScheduler | None = None
+
+    def execute(self) -> RunSummary:
+        """Run to the end, or to Ctrl-C; the summary, which is in the folder too.
+
+        Raises:
+            AprilschedError: if the run could not begin or go on.
+        """
+        interrupted, failure = False, None
+        try:
+            if self._progress is None:
+                run_on_clock(self._setup, self._drive)
+            else:
+                with self._progress:
+                    run_on_clock(self._setup, self._drive)
+        except KeyboardInterrupt:
+            interrupted = True
+            if not self._folder.created:
+                raise
+        except AprilschedError as error:
+            failure = error
+        if failure is not None and not self._folder.created:
+            raise failure
+        summary = self._finish(interrupted, failure)
+        if failure is not None:
+            raise failure
+        return summary
+
+    async def _drive(self) -> None:
+        setup, settings = self._setup, self._setup.settings
+        listeners = [self._log, self._summary]
+        self._scheduler = RolloutScheduler(
+            setup.fleet,
+            setup.prompts,
+            config=setup.config,
+            listeners=listeners if self._progress is None else [*listeners, self._progress],
+            run_id=setup.run_id,
+        )
+        async with self._scheduler as rollouts:
+            self._folder.create(as_toml(settings))
+            self._log.start()
+            for done in range(1, settings.batches + 1):
+                try:
+                    await rollouts.next_batch()
+                except PromptsExhausted:
+                    return
+                if settings.train_seconds:
+                    await asyncio.sleep(settings.train_seconds)
+                if setup.publisher is not None and done % settings.update_every == 0:
+                    await rollouts.update_weights(setup.publisher)
+
+    def _finish(self, interrupted: bool, failure: AprilschedError | None) -> RunSummary:
+        self._log.close()
+        summary = self._summary.result(
+            self._remainder(),
+            clock=self._setup.clock,
+            interrupted=interrupted,
+            error=None if failure is None else str(failure),
+            event_log_error=self._log.error,
+        )
+        self._folder.write_summary(summary)
+        return summary
+
+    def _remainder(self) -> Remainder:
+        if self._scheduler is None:
+            raise AssertionError("the folder is made by the scheduler's own block")
+        book = self._scheduler.state.book
+        return Remainder(in_flight=list(book.rollouts), counters=book.counters, ledger=book.ledger)

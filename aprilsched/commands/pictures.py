@@ -1,0 +1,26 @@
+"""The pictures that a command leaves in its folders; without matplotlib it says so and goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from aprilsched.analysis.run import read_run
+
+__all__ = ["draw_comparison"]
+
+
+def draw_comparison(root: Path, policies: Sequence[str], messages: Console) -> None:
+    """comparison.png in `root`, and timeline.png and lengths.png in the folder of each policy."""
+    try:
+        from aprilsched.analysis import plots
+    except ImportError:
+        messages.print("No pictures: matplotlib is missing (pip install 'aprilsched[plots]').")
+        return
+    runs = {name: read_run(root / name) for name in policies}
+    plots.save(plots.comparison(runs), root / "comparison.png")
+    for name, run in runs.items():
+        plots.save(plots.timeline(run, title=name), root / name / "timeline.png")
+        plots.save(plots.lengths(run, title=name), root / name / "lengths.png")

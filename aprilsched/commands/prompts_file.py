@@ -1,0 +1,129 @@
+"""Prompts from a JSONL file, every line checked before anything is launched.
+
+A line is an object with ``input_ids`` (or ``text``, which needs a tokenizer), and perhaps ``key``
+and ``sampling``, in the names that :func:`aprilsched.sampling.sampling_params` knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from aprilsched.errors import ConfigError
+from aprilsched.sampling import sampling_params
+from aprilsched.types import Prompt
+
+__all__ = ["read_prompts"]
+
+_KEYS = ("input_ids", "text", "key", "sampling")
+
+
+class _Encoding(Protocol):
+    @property
+    def ids(self) -> Sequence[int]: ...
+
+
+class _FastTokenizer(Protocol):
+    """What is used of tokenizers.Tokenizer."""
+
+    def encode(self, sequence: str, *, add_special_tokens: bool = ...) -> _Encoding: ...
+
+
+class _Tokenizer:
+    """A tokenizers.Tokenizer in the shape that :mod:`aprilsched.sampling` wants."""
+
+    def __init__(self, inner: _FastTokenizer) -> None:
+        self._inner = inner
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def read_prompts(path: Path, *, tokenizer: Path | None = None) -> list[Prompt]:
+    """The prompts of the file at `path`; empty lines are passed over.
+
+    Raises:
+        ConfigError: if the file cannot be read or a line cannot be used, naming file and line.
+    """
+    known = None if tokenizer is None else _load(tokenizer)
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"The prompts file {path} cannot be read: {error.strerror}.") from error
+    prompts = [
+        _prompt(line, known, f"{path}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise ConfigError(f"The prompts file {path} has no prompts; give at least one line.")
+    return prompts
+
+
+def _prompt(line: bytes, tokenizer: _Tokenizer | None, where: str) -> Prompt:
+    try:
+        content = msgspec.json.decode(line)
+        if not isinstance(content, dict):
+            raise ConfigError('this is no object; write {"input_ids": [...]}.')
+        fields = cast("dict[str, Any]", content)
+        _check_keys(fields)
+        sampling = fields.get("sampling")
+        return Prompt(
+            input_ids=_input_ids(fields, tokenizer),
+            key=_key(fields.get("key")),
+            sampling=None if sampling is None else sampling_params(sampling, tokenizer=tokenizer),
+        )
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: this is no JSON ({error}).") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _check_keys(content: Mapping[str, Any]) -> None:
+    for key in content:
+        if key not in _KEYS:
+            near = get_close_matches(key, _KEYS, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"{key} is no key of a prompt; the nearest known one is {near}.")
+    if ("input_ids" in content) == ("text" in content):
+        raise ConfigError("give either input_ids or text.")
+
+
+def _input_ids(content: Mapping[str, Any], tokenizer: _Tokenizer | None) -> Any:
+    if "input_ids" in content:
+        ids = content["input_ids"]
+        if not isinstance(ids, list) or not all(type(i) is int for i in cast("list[Any]", ids)):
+            raise ConfigError("input_ids is no list of whole numbers; give token ids.")
+        return cast("list[int]", ids)
+    text = content["text"]
+    if tokenizer is None:
+        raise ConfigError("the prompt is text; name the model's tokenizer folder (--tokenizer).")
+    if not isinstance(text, str):
+        raise ConfigError("text is no string; give the prompt as it is.")
+    return tokenizer.encode(text)
+
+
+def _key(key: Any) -> str | int | None:
+    if key is None or (isinstance(key, str | int) and not isinstance(key, bool)):
+        return key
+    raise ConfigError("key is neither a string nor a whole number; give one of them.")
+
+
+def _load(folder: Path) -> _Tokenizer:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ConfigError(
+            "Prompts that are text need the package tokenizers; install it, or give input_ids."
+        ) from None
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"There is no {file}; name the folder with the model's tokenizer.json.")
+    try:
+        return _Tokenizer(Tokenizer.from_file(str(file)))
+    except Exception as error:
+        # The package raises plain Exception for whatever it cannot read.
+        raise ConfigError(f"{file} is no tokenizer: {error}.") from error

@@ -1,0 +1,104 @@
+"""``aprilsched run``: drive batches from prompts, without a trainer, into a run folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import tomli_w
+import tyro
+from rich.console import Console
+
+from aprilsched.commands.config_file import as_toml, read_settings
+from aprilsched.commands.drive import Run
+from aprilsched.commands.settings import RunSettings
+from aprilsched.commands.setup import Setup, prepare
+from aprilsched.commands.tables import run_table
+from aprilsched.errors import ConfigError
+from aprilsched.telemetry.progress import Progress
+from aprilsched.telemetry.run_folder import RunFolder, default_path
+
+__all__ = ["RunCommand", "main"]
+
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCommand:
+    """Drive batches of rollouts and write a run folder."""
+
+    config: str | None = None
+    """A TOML file of settings, such as a run folder's config.toml; flags override it."""
+    out: Path | None = None
+    """The run folder; runs/TIME-SEED if not given. It must be new or empty."""
+    json: bool = False
+    """Print the summary as JSON on stdout; everything else goes to stderr."""
+    quiet: bool = False
+    """No progress."""
+    dry_run: bool = False
+    """Print the resolved settings as TOML and end."""
+    settings: Annotated[RunSettings, tyro.conf.arg(name="")] = field(default_factory=RunSettings)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; the exit code.
+
+    Raises:
+        AprilschedError: if the run is refused or fails.
+    """
+    command = _parse(arguments)
+    if command.dry_run:
+        command.settings.check()
+        command.settings.scheduler.checked()
+        print(tomli_w.dumps(as_toml(command.settings)), end="")
+        return 0
+    setup = prepare(command.settings)
+    folder = RunFolder(command.out or default_path(command.settings.seed))
+    messages = Console(stderr=True)
+    progress = None if command.quiet else _progress(setup, messages)
+    summary = Run(setup, folder, progress).execute()
+    if command.json:
+        sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
+    elif not command.quiet:
+        Console().print(run_table(summary))
+    messages.print(f"The run is in {folder.path}", soft_wrap=True, highlight=False)
+    return _INTERRUPTED if summary.interrupted else 0
+
+
+def _parse(arguments: Sequence[str]) -> RunCommand:
+    """Flags over the config file's settings over the defaults."""
+    path = _config_path(arguments)
+    default = RunCommand() if path is None else RunCommand(settings=read_settings(Path(path)))
+    return tyro.cli(
+        RunCommand,
+        args=list(arguments),
+        default=default,
+        prog="aprilsched run",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+
+
+def _config_path(arguments: Sequence[str]) -> str | None:
+    """The file's content decides the defaults of all other flags, so it is looked for first."""
+    for position, argument in enumerate(arguments):
+        if argument.startswith("--config="):
+            return argument.removeprefix("--config=")
+        if argument == "--config":
+            if position + 1 == len(arguments):
+                raise ConfigError("--config names no file; give the path of a TOML file.")
+            return arguments[position + 1]
+    return None
+
+
+def _progress(setup: Setup, console: Console) -> Progress:
+    return Progress(
+        console,
+        title="run",
+        batches=setup.settings.batches,
+        batch_groups=setup.config.batch_groups,
+        group_size=setup.config.group_size,
+    )

@@ -1,0 +1,173 @@
+"""Everything that decides what a run does, as plain data: the command line's flags, config.toml.
+
+The classes here check nothing, so that a mistake is reported once, in one sentence, by the class
+it is meant for (:class:`SchedulerConfig`, :class:`LongTailWorkload`, :class:`SimFleet`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
+
+import tyro
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.errors import ConfigError
+from aprilsched.types import SamplingParams
+from aprilsched.workload import LengthLaw, LongTailWorkload
+
+__all__ = [
+    "RunSettings",
+    "SamplingFlags",
+    "SchedulerFlags",
+    "SimSettings",
+    "WorkloadSettings",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingFlags(SamplingParams):
+    """The fields of SamplingParams, not checked yet."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerFlags(SchedulerConfig):
+    """The fields of SchedulerConfig, not checked yet."""
+
+    sampling: SamplingFlags = field(default_factory=SamplingFlags)
+    """For prompts that bring none of their own."""
+
+    def __post_init__(self) -> None:
+        pass
+
+    def checked(self) -> SchedulerConfig:
+        """The configuration itself.
+
+        Raises:
+            ConfigError: if something in it cannot be.
+        """
+        values = _values(self)
+        values["sampling"] = SamplingParams(**_values(self.sampling))
+        return SchedulerConfig(**values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkloadSettings:
+    """The built-in long-tail workload, used where no prompts are given."""
+
+    median: float = 700.0
+    """Of the response lengths, in tokens, before the cap."""
+    sigma: float = 0.9
+    """Standard deviation of the log length."""
+    cap: int = 6000
+    """The longest response."""
+    within_group: float = 0.5
+    """Share of the log length's variance that the responses of one prompt have in common."""
+    law: LengthLaw = "lognormal"
+    """"log_t" has a heavier tail."""
+    dof: float = 4.0
+    """Degrees of freedom of "log_t"."""
+    prompt_tokens: int = 8
+    """Tokens of every prompt."""
+    vocab_size: int = 32_000
+    """Token ids are below it: at most the served model's."""
+
+    def checked(self, *, seed: int, group_size: int) -> LongTailWorkload:
+        """The workload itself.
+
+        Raises:
+            ConfigError: if a parameter is out of its range.
+        """
+        return LongTailWorkload(seed=seed, group_size=group_size, **_values(self))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimSettings:
+    """The embedded engine: SGLang on one H200 with a 4B model, as a fitted time model."""
+
+    engines: int = 1
+    """How many of them."""
+    max_running: int = 512
+    """Most requests that one decodes together."""
+    kv_tokens: int = 1_000_000
+    """Tokens in one's KV pool."""
+    stream_interval: int = 64
+    """Tokens between two chunks of a response."""
+    refit_seconds: float = 0.0
+    """That new weights need to get in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """What a run does."""
+
+    engine: tuple[str, ...] = ("sim",)
+    """"sim", the embedded engine under a virtual clock, or the URLs of SGLang servers."""
+    prompts: str | None = None
+    """A JSONL file of prompts: input_ids (or text), and perhaps key and sampling, in each line.
+    Without it the built-in long-tail workload is used."""
+    tokenizer: str | None = None
+    """A folder with the model's tokenizer.json, for prompts that are text."""
+    batches: int = 10
+    """How many to deliver."""
+    seed: int = 0
+    """Of the built-in workload."""
+    update_every: int = 1
+    """Batches between two policy versions; 0 for one version all along."""
+    train_seconds: float = 0.0
+    """What the trainer takes over a batch."""
+    burn_in: int | None = None
+    """Batches left out of the steady-state figures; a quarter of them if not given."""
+    weights: str | None = None
+    """A checkpoint (a folder that every server sees) that SGLang servers load as each new version;
+    without it they keep the weights they have."""
+    admin_key_env: str | None = None
+    """Name of the environment variable that holds the servers' admin API key."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the servers' API key."""
+    sim: SimSettings = field(default_factory=SimSettings)
+    workload: Annotated[WorkloadSettings, tyro.conf.arg(name="")] = field(
+        default_factory=WorkloadSettings
+    )
+    scheduler: Annotated[SchedulerFlags, tyro.conf.arg(name="")] = field(
+        default_factory=SchedulerFlags
+    )
+
+    @property
+    def simulated(self) -> bool:
+        return self.engine == ("sim",)
+
+    def check(self) -> None:
+        """Refuse what no other class looks at.
+
+        Raises:
+            ConfigError: naming the setting and what to change.
+        """
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; give {least} or more.")
+        if not self.engine:
+            raise ConfigError('engine is empty; give "sim" or the URLs of SGLang servers.')
+        if "sim" in self.engine and not self.simulated:
+            raise ConfigError('engine mixes "sim" with URLs; give one or the other.')
+        if self.simulated and self.weights is not None:
+            raise ConfigError("weights is for SGLang servers; give their URLs as engine too.")
+        if self.tokenizer is not None and self.prompts is None:
+            raise ConfigError("tokenizer is for prompts that are text; give prompts too.")
+
+
+_LEAST: dict[str, float] = {
+    "batches": 1,
+    "seed": 0,
+    "update_every": 0,
+    "train_seconds": 0,
+    "burn_in": 0,
+}
+
+
+def _values(settings: Any) -> dict[str, Any]:
+    return {f.name: getattr(settings, f.name) for f in fields(settings)}

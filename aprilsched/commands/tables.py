@@ -1,0 +1,78 @@
+"""What the commands print at their end: figures as tables, None as a dash."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from aprilsched.telemetry.figures import RunSummary
+
+__all__ = ["comparison_table", "number", "percent", "run_table", "signed_percent"]
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """With thousands separators."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share of 1."""
+    return "-" if value is None else f"{value:.1%}"
+
+
+def signed_percent(value: float | None) -> str:
+    """A difference, as a share of 1."""
+    return "-" if value is None else f"{value:+.1%}"
+
+
+def run_table(summary: RunSummary) -> Table:
+    """The figures of one run."""
+    rollouts, tokens, steady = summary.rollouts, summary.tokens, summary.steady_state
+    table = Table("figure", "value", title="interrupted run" if summary.interrupted else None)
+    rows = {
+        "batches": number(summary.batches),
+        "rollouts delivered / launched": f"{rollouts.delivered:,} / {rollouts.launched:,}",
+        "in flight at the end": number(rollouts.in_flight),
+        "dropped": number(sum(rollouts.dropped.values())),
+        "lost, duplicated": f"{rollouts.lost}, {rollouts.duplicated}",
+        "tokens delivered / generated": f"{tokens.delivered:,} / {tokens.generated:,}",
+        "tokens prefilled again": number(tokens.reprefilled),
+        f"seconds ({summary.clock} clock)": number(summary.seconds.wall, 1),
+        "delivered tokens/s": number(summary.delivered_tokens_per_s),
+        "efficiency": percent(summary.efficiency),
+        "off-policy token share": percent(summary.off_policy_token_share),
+        "staleness mean, max": f"{summary.staleness.mean:.2f}, {summary.staleness.max}",
+        "first-batch length bias": signed_percent(summary.bias.first_batch_length_bias),
+        f"tokens/s after {steady.burn_in} batches": number(steady.delivered_tokens_per_s),
+        "efficiency after them": percent(steady.efficiency),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
+    """One line for each policy; steady-state figures but for the first batch's bias."""
+    burn_in = max((s.steady_state.burn_in for s in summaries.values()), default=0)
+    table = Table(title=f"steady state, after the first {burn_in} batches")
+    table.add_column("policy")
+    for name in (
+        "delivered tokens/s",
+        "efficiency",
+        "off-policy tokens",
+        "seconds a batch",
+        "first-batch length bias",
+    ):
+        table.add_column(name, justify="right")
+    for policy, summary in summaries.items():
+        steady = summary.steady_state
+        table.add_row(
+            policy,
+            number(steady.delivered_tokens_per_s),
+            percent(steady.efficiency),
+            percent(steady.off_policy_token_share),
+            number(steady.mean_batch_seconds, 1),
+            signed_percent(summary.bias.first_batch_length_bias),
+        )
+    return table

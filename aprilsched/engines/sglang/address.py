@@ -1,0 +1,43 @@
+"""Where a server is, and what it is called in segments, events and errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from yarl import URL
+
+from aprilsched.errors import ConfigError
+
+__all__ = ["ServerAddress"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerAddress:
+    """A server's base URL; two spellings of one address are equal."""
+
+    url: URL
+
+    @classmethod
+    def parse(cls, text: str) -> ServerAddress:
+        """The address in `text`.
+
+        Raises:
+            ConfigError: if it is not an http(s) URL of a host without user, query or fragment.
+        """
+        try:
+            url = URL(text.strip())
+            usable = url.scheme in ("http", "https") and bool(url.host) and url.port is not None
+        except (ValueError, TypeError, AttributeError):
+            raise ConfigError(f"{text!r} is no URL; give one like http://10.0.0.1:30000.") from None
+        if url.user is not None or url.password is not None:
+            # Not repeated in the message: it may hold a password.
+            raise ConfigError("A server's URL holds a user or password; use api_key instead.")
+        if not usable or url.query_string or url.fragment:
+            raise ConfigError(f"{text!r} is no server's URL; give one like http://10.0.0.1:30000.")
+        return cls(url=url.with_path(url.path.rstrip("/") or "/"))
+
+    @property
+    def name(self) -> str:
+        """``host:port``, and the path where servers share those behind a gateway."""
+        host = f"[{self.url.host}]" if ":" in (self.url.host or "") else self.url.host
+        return f"{host}:{self.url.port}{self.url.path.rstrip('/')}"

@@ -1,0 +1,139 @@
+"""The calls that steer a server; all of them bounded in time, none of them a generation.
+
+Their safe order around a refit is pause(retract), flush, update, resume. SGLang dispatches a
+pause without waiting for it to take effect, but keeps the order of later calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from tenacity import AsyncRetrying, retry_if_result, wait_exponential
+
+from aprilsched.engines.base import PauseMode
+from aprilsched.engines.sglang.failures import Answer
+from aprilsched.engines.sglang.http import Transport
+from aprilsched.engines.sglang.limits import SGLangLimits
+from aprilsched.engines.sglang.probe import ServerFacts, decode, weight_label
+from aprilsched.engines.sglang.wire import MESSAGE_LIMIT, UpdateAnswer, version_number
+from aprilsched.errors import ControlTimeout, EngineError, EngineRejected
+
+__all__ = ["ServerControl"]
+
+_log = logging.getLogger(__name__)
+_BUSY = 400
+_PAUSED = 503
+_FLUSH_POLL_SECONDS = 0.05
+
+
+class ServerControl:
+    """The steering half of an engine."""
+
+    def __init__(self, name: str, transport: Transport, limits: SGLangLimits) -> None:
+        self._name = name
+        self._transport = transport
+        self._limits = limits
+        self._facts: ServerFacts | None = None
+
+    @property
+    def name(self) -> str:
+        """Host and port (and path, behind a gateway)."""
+        return self._name
+
+    @property
+    def facts(self) -> ServerFacts:
+        """What the server said about itself when it was opened."""
+        if self._facts is None:
+            raise EngineError(self.name, "is not open; call open() before using it.")
+        return self._facts
+
+    async def version(self) -> int:
+        """The policy version that the server reports now."""
+        label = await weight_label(self.name, self._transport, self._limits.control_timeout)
+        return version_number(label)
+
+    async def is_paused(self) -> bool | None:
+        """Whether somebody left the server paused; None where it cannot tell (before /ready)."""
+        timeout = self._limits.control_timeout
+        answer = await self._transport.call(
+            "GET", "ready", timeout=timeout, accept=(200, _PAUSED, 404), admin=False
+        )
+        return None if answer.status == 404 else answer.status == _PAUSED
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding. Always with the mode: SGLang's default aborts every request."""
+        await self._control("pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Go on after a pause."""
+        body = {"torch_empty_cache": False} if self.facts.torch_empty_cache else {}
+        await self._control("continue_generation", body)
+
+    async def flush(self) -> None:
+        """Forget all cached KV; a pause may still be settling, so "busy" is asked again."""
+        refused = ""
+
+        async def attempt() -> Answer:
+            nonlocal refused
+            answer = await self._control("flush_cache", accept=(200, _BUSY))
+            refused = answer.body[:MESSAGE_LIMIT].decode("utf-8", "replace").strip()
+            return answer
+
+        again = AsyncRetrying(
+            retry=retry_if_result(lambda answer: answer.status == _BUSY),
+            wait=wait_exponential(multiplier=_FLUSH_POLL_SECONDS, max=1.0),
+        )
+        try:
+            async with asyncio.timeout(self._limits.flush_timeout):
+                await again(attempt)
+        except TimeoutError as error:
+            raise ControlTimeout(
+                self.name,
+                f"flush_cache was refused for {self._limits.flush_timeout:g} s ({refused}); "
+                "pause with retract before it.",
+            ) from error
+
+    async def update_from_disk(self, path: Path, version: int) -> None:
+        """Load `path` as `version`; the server must be paused, and it reads the path itself."""
+        answer = await self._transport.call(
+            "POST",
+            "update_weights_from_disk",
+            {
+                "model_path": str(path),
+                "weight_version": str(version),
+                # Flushing here asserts that nothing runs or waits, and kills the scheduler if
+                # something does; aborting would end every straggler.
+                "flush_cache": False,
+                "abort_all_requests": False,
+            },
+            timeout=self._limits.update_timeout,
+            repeatable=False,
+        )
+        outcome = decode(self.name, "/update_weights_from_disk", answer.body, UpdateAnswer)
+        if not outcome.success:
+            raise EngineRejected(
+                self.name,
+                f"did not load {path} ({outcome.message[:MESSAGE_LIMIT]}).",
+                status=answer.status,
+            )
+
+    async def _control(
+        self, path: str, body: object = None, *, accept: tuple[int, ...] = (200,)
+    ) -> Answer:
+        return await self._transport.call(
+            "POST", path, body, timeout=self._limits.control_timeout, accept=accept
+        )
+
+    async def _abort_quietly(self, request_id: str) -> None:
+        """Tell the server to abort a generation that nobody reads any more."""
+        try:
+            await self._transport.call(
+                "POST",
+                "abort_request",
+                {"rid": request_id},
+                timeout=self._limits.abort_timeout,
+            )
+        except EngineError as error:
+            _log.warning("request %s may decode unseen: %s", request_id, error)

@@ -1,0 +1,173 @@
+"""One SGLang server as an :class:`~aprilsched.engines.base.Engine`.
+
+- A generation is sent once. Whenever its stream is left before the last chunk, the server has
+  been told to abort it, in bounded time, cancellation included.
+- Only a failure to connect is reported as :class:`~aprilsched.errors.EngineUnreachable`: it
+  says that repeating the call cannot make two requests decode side by side.
+- Streams have no timeout; control calls always have one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import aiohttp
+
+from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest
+from aprilsched.engines.sglang.address import ServerAddress
+from aprilsched.engines.sglang.calls import Call, HungUp, despite_cancellation
+from aprilsched.engines.sglang.control import ServerControl
+from aprilsched.engines.sglang.failures import Answer, engine_error, rejection
+from aprilsched.engines.sglang.http import Transport
+from aprilsched.engines.sglang.limits import SGLangLimits
+from aprilsched.engines.sglang.probe import probe
+from aprilsched.engines.sglang.sse import EventSplitter
+from aprilsched.engines.sglang.stream import ChunkAssembler, nothing, read_chunks
+from aprilsched.engines.sglang.wire import generate_body
+from aprilsched.errors import ConfigError, EngineError, EngineRejected, EngineUnreachable
+
+__all__ = ["SGLangEngine"]
+
+_log = logging.getLogger(__name__)
+_BAD_REQUEST = 400
+_DRAIN_SECONDS = 1.0
+
+
+class SGLangEngine(ServerControl):
+    """One SGLang server.
+
+    Args:
+        url: where it listens, as ``http://host:port``.
+        admin_key: the server's ``--admin-api-key``, for control calls.
+        api_key: the server's ``--api-key``, for generation.
+        stream_interval: tokens between two events of a stream; a request that is lost with
+            its server, or aborted after a retract, loses at most that many.
+        limits: timeouts and sizes.
+
+    Raises:
+        ConfigError: if `url`, a key or `stream_interval` cannot be used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        admin_key: str | None = None,
+        api_key: str | None = None,
+        stream_interval: int = 64,
+        limits: SGLangLimits | None = None,
+    ) -> None:
+        if stream_interval < 1:
+            raise ConfigError(f"stream_interval is {stream_interval}; give 1 token or more.")
+        self._url = ServerAddress.parse(url).url
+        self._stream_interval = stream_interval
+        self._calls: dict[str, Call] = {}
+        limits = limits or SGLangLimits()
+        name = ServerAddress.parse(url).name
+        transport = Transport(name, self._url, admin_key=admin_key, api_key=api_key, limits=limits)
+        super().__init__(name, transport, limits)
+
+    def __repr__(self) -> str:
+        return f"SGLangEngine({str(self._url)!r})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Known after :meth:`open`."""
+        return self.facts.capabilities
+
+    async def open(self) -> None:
+        """Connect and probe; closes again what it opened if the server cannot be used."""
+        await self._transport.open()
+        try:
+            self._facts = await probe(self.name, self._transport, self._limits.control_timeout)
+        except BaseException:
+            await self._transport.close()
+            raise
+        if self._facts.incremental is False:
+            _log.warning(
+                "%s streams cumulatively, which costs the square of a response's length; start "
+                "it with --incremental-streaming-output.",
+                self.name,
+            )
+
+    async def close(self) -> None:
+        """Release connections; generations still being read end with an error."""
+        for call in self._calls.values():
+            call.break_off(EngineError(self.name, "was closed while it generated."))
+        await self._transport.close()
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """Stream one response; see :meth:`aprilsched.engines.base.Engine.generate`."""
+        self._check_ids(request)
+        interval = self._stream_interval if self.facts.stream_interval else None
+        body = generate_body(request, stream_interval=interval)
+        call = self._calls[request.request_id] = Call()
+        try:
+            async with self._transport.generate(body) as response:
+                call.attach(response)
+                await self._check_status(response)
+                async with aclosing(self._chunks(request.request_id, response)) as chunks:
+                    async for chunk in chunks:
+                        if chunk.finish is not None:
+                            call.over = True
+                            await _drain(response)
+                        yield chunk
+        except HungUp:
+            yield nothing(spans_known=self.capabilities.version_spans)
+        except EngineRejected:
+            # The server does not have it. Aborting would end another request of this id.
+            call.over = True
+            raise
+        except (aiohttp.ClientError, OSError) as error:
+            failure = engine_error(self.name, self._url, error)
+            call.over = isinstance(failure, EngineUnreachable)
+            raise failure from error
+        finally:
+            if self._calls.get(request.request_id) is call:
+                del self._calls[request.request_id]
+            if not call.over:
+                await despite_cancellation(self._abort_quietly(request.request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """End one request; one from which nothing has arrived yet is hung up on."""
+        call = self._calls.get(request_id)
+        if call is not None and call.silent:
+            call.break_off(HungUp())
+        await self._control("abort_request", {"rid": request_id})
+
+    def _check_ids(self, request: GenerationRequest) -> None:
+        vocab = self.facts.vocab_size
+        largest = int(request.input_ids.max(initial=0))
+        # SGLang 0.5.21 does not look: the lookup in the embedding fails and the server dies.
+        if vocab is not None and largest >= vocab:
+            raise EngineRejected(
+                self.name,
+                f"request {request.request_id} holds token id {largest}, and the model knows "
+                f"{vocab}; tokenize the prompt with this model's tokenizer.",
+                status=_BAD_REQUEST,
+            )
+
+    async def _check_status(self, response: aiohttp.ClientResponse) -> None:
+        if response.status != 200:
+            answer = Answer(response.status, await self._transport.read(response))
+            raise rejection(self.name, "POST /generate", answer)
+
+    def _chunks(
+        self, request_id: str, response: aiohttp.ClientResponse
+    ) -> AsyncGenerator[Chunk, None]:
+        splitter = EventSplitter(self.name, self._limits.max_answer_bytes)
+        assembler = ChunkAssembler(self.name, request_id)
+        return read_chunks(response.content.iter_any(), splitter, assembler)
+
+
+async def _drain(response: aiohttp.ClientResponse) -> None:
+    """Read what follows the last chunk, so that the connection can be used again."""
+    try:
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            async for _ in response.content.iter_any():
+                pass
+    except (aiohttp.ClientError, OSError):
+        response.close()

@@ -1,0 +1,194 @@
+"""HTTP to one server: two connection pools, bounded control calls, one layer of retries.
+
+- Control calls have a pool of their own, so that an abort never waits behind generations.
+- A control call is repeated only after a failure to connect, or, where repeating it is
+  harmless, after a dropped connection. A generation is never repeated here.
+- Keys live in the headers of the two sessions and nowhere else: not in a repr, a log, an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp.abc import AbstractCookieJar
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+from yarl import URL
+
+from aprilsched.engines.sglang.failures import (
+    Answer,
+    ConnectionDropped,
+    engine_error,
+    rejection,
+)
+from aprilsched.engines.sglang.limits import SGLangLimits
+from aprilsched.errors import (
+    ConfigError,
+    ControlTimeout,
+    EngineError,
+    EngineProtocolError,
+    EngineUnreachable,
+)
+
+__all__ = ["Transport"]
+
+_KEEPALIVE_SECONDS = 2.0
+"""Below the 5 s after which SGLang closes an idle connection: one that is reused at that very
+moment fails after the request was sent, and nobody knows whether it arrived."""
+_CONTROL_CONNECTIONS = 32
+_ATTEMPTS = 3
+_TCP_PROBES = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+
+
+class Transport:
+    """The connections to one server. :meth:`open` and :meth:`close` belong to one loop."""
+
+    def __init__(
+        self,
+        name: str,
+        url: URL,
+        *,
+        admin_key: str | None,
+        api_key: str | None,
+        limits: SGLangLimits,
+    ) -> None:
+        self._name = name
+        self._url = url
+        self._limits = limits
+        # A server with one key wants it everywhere; with two, control calls want the admin's.
+        self._control_headers = (
+            _headers("api_key", api_key) if admin_key is None else _headers("admin_key", admin_key)
+        )
+        self._generate_headers = _headers("api_key", api_key)
+        self._control: aiohttp.ClientSession | None = None
+        self._generate: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Make the two pools; nothing is sent."""
+        await self.close()
+        self._control = self._session(_CONTROL_CONNECTIONS, self._control_headers)
+        self._generate = self._session(self._limits.max_connections, self._generate_headers)
+
+    async def close(self) -> None:
+        """Drop all connections."""
+        sessions = [self._control, self._generate]
+        self._control = self._generate = None
+        for session in sessions:
+            if session is not None:
+                await session.close()
+
+    def generate(self, body: dict[str, Any]) -> aiohttp.client._RequestContextManager:  # pyright: ignore[reportPrivateUsage]
+        """POST /generate, as a context manager over the open response."""
+        return self._opened(self._generate).post(
+            self._url / "generate", data=msgspec.json.encode(body), allow_redirects=False
+        )
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        timeout: float,  # noqa: ASYNC109 - the bound covers the retries as well
+        accept: tuple[int, ...] = (200,),
+        repeatable: bool = True,
+        admin: bool = True,
+    ) -> Answer:
+        """One control call, retried where that is safe; raises unless the status is accepted."""
+        session = self._opened(self._control if admin else self._generate)
+        retries = AsyncRetrying(
+            retry=retry_if_exception(lambda error: _may_repeat(error, repeatable)),
+            stop=stop_after_attempt(_ATTEMPTS),
+            wait=wait_random_exponential(multiplier=0.1, max=1.0),
+            reraise=True,
+        )
+        try:
+            async with asyncio.timeout(timeout):
+                answer: Answer = await retries(self._once, session, method, path, body)
+        except TimeoutError as error:
+            raise ControlTimeout(
+                self._name, f"{method} /{path} did not answer within {timeout:g} s."
+            ) from error
+        if answer.status not in accept:
+            raise rejection(self._name, f"{method} /{path}", answer)
+        return answer
+
+    async def _once(
+        self, session: aiohttp.ClientSession, method: str, path: str, body: object
+    ) -> Answer:
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with session.request(
+                method, self._url / path, data=data, allow_redirects=False
+            ) as response:
+                return Answer(response.status, await self.read(response))
+        except (aiohttp.ClientError, OSError) as error:
+            raise engine_error(self._name, self._url, error) from error
+
+    async def read(self, response: aiohttp.ClientResponse) -> bytes:
+        """The whole body, if it is not too long."""
+        body = bytearray()
+        async for data in response.content.iter_any():
+            body += data
+            if len(body) > self._limits.max_answer_bytes:
+                response.close()
+                raise EngineProtocolError(
+                    self._name,
+                    f"{response.url.path} answered with more than "
+                    f"{self._limits.max_answer_bytes} bytes; raise max_answer_bytes if it should.",
+                )
+        return bytes(body)
+
+    def _opened(self, session: aiohttp.ClientSession | None) -> aiohttp.ClientSession:
+        if session is None:
+            raise EngineError(self._name, "is not open; call open() before using it.")
+        return session
+
+    def _session(self, connections: int, headers: dict[str, str]) -> aiohttp.ClientSession:
+        jar: AbstractCookieJar = aiohttp.DummyCookieJar()
+        connector = aiohttp.TCPConnector(
+            limit=connections,
+            keepalive_timeout=_KEEPALIVE_SECONDS,
+            socket_factory=_probed_socket,
+        )
+        return aiohttp.ClientSession(
+            connector=connector,
+            # Neither a total nor a read timeout: a long tail and a pause are silent by nature.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._limits.connect_timeout),
+            trust_env=False,
+            cookie_jar=jar,
+            headers=headers,
+            read_bufsize=2**20,
+        )
+
+
+def _headers(what: str, key: str | None) -> dict[str, str]:
+    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(f"{what} is empty or holds characters that no HTTP header can carry.")
+    # identity: an answer that unpacks to more than was received could not be bounded.
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    return headers if key is None else {**headers, "Authorization": f"Bearer {key}"}
+
+
+def _probed_socket(address: Any) -> socket.socket:
+    """A socket with TCP keep-alive.
+
+    A machine that loses power says no goodbye; without these probes its streams would stay
+    open for ever, since silence alone may be a pause.
+    """
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _TCP_PROBES:
+        if hasattr(socket, option):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return made
+
+
+def _may_repeat(error: BaseException, repeatable: bool) -> bool:
+    return isinstance(error, EngineUnreachable) or (
+        repeatable and isinstance(error, ConnectionDropped)
+    )

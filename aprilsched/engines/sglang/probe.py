@@ -1,0 +1,177 @@
+"""What one server is and can do, as it says itself; its version is read, never assumed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from aprilsched.engines.base import Capabilities
+from aprilsched.engines.sglang.http import Transport
+from aprilsched.engines.sglang.wire import Labelled, ModelInfo, OpenApi, ServerInfo
+from aprilsched.errors import EngineProtocolError, EngineRejected
+
+__all__ = ["ServerFacts", "decode", "probe", "release", "weight_label"]
+
+T = TypeVar("T")
+
+SPANS_SINCE = (0, 5, 18)
+"""First release that reports `weight_versions` and flushes while requests wait in a pause."""
+STREAM_INTERVAL_SINCE = (0, 5, 0)
+"""First release known to take `stream_interval` among the sampling parameters; an older one
+fails the request over a name that it does not know."""
+
+_UNKNOWN_REQUEST = "aprilsched-probe-of-the-key"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerFacts:
+    """What :func:`probe` found.
+
+    Attributes:
+        label: the label of the weights at that time, as the server words it.
+        incremental: whether streams carry only new tokens; None where the server is silent.
+        stream_interval: whether a request may set it.
+        vocab_size: ids of this and above kill SGLang's scheduler; None where it is not known.
+        torch_empty_cache: whether continue_generation knows this switch.
+    """
+
+    model_path: str
+    label: str
+    capabilities: Capabilities
+    vocab_size: int | None
+    incremental: bool | None
+    stream_interval: bool
+    torch_empty_cache: bool
+
+
+def release(version: str) -> tuple[int, int, int]:
+    """The release in a version string; (0, 0, 0) if there is none. "0.5.18.dev3" is 0.5.18."""
+    match = re.match(r"v?(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", version)
+    if match is None:
+        return (0, 0, 0)
+    major, minor, patch = match.groups("0")
+    return (int(major), int(minor), int(patch))
+
+
+def decode(engine: str, what: str, body: bytes, kind: type[T]) -> T:
+    """`body` as a `kind`, or the error that names the call."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise EngineProtocolError(
+            engine, f"does not answer {what} like SGLang ({error})."
+        ) from error
+
+
+async def weight_label(engine: str, transport: Transport, timeout: float) -> str:  # noqa: ASYNC109
+    """The label of the weights that the server has now."""
+    answer = await transport.call("GET", "model_info", timeout=timeout, admin=False)
+    label = decode(engine, "/model_info", answer.body, ModelInfo).weight_version
+    if label is None:
+        # Before /model_info carried the label, it had an endpoint of its own.
+        answer = await transport.call("GET", "get_weight_version", timeout=timeout, admin=False)
+        label = decode(engine, "/get_weight_version", answer.body, Labelled).weight_version
+    if label is None:
+        raise EngineProtocolError(engine, "does not tell its weight_version; use a newer SGLang.")
+    return label
+
+
+async def probe(engine: str, transport: Transport, timeout: float) -> ServerFacts:  # noqa: ASYNC109
+    """Ask a server what it is; refuses what is no SGLang, or does not take our key.
+
+    Raises:
+        EngineProtocolError: if it does not answer like an SGLang server that generates.
+        EngineRejected: if it wants a key that we do not have.
+    """
+    model = await _model_info(engine, transport, timeout)
+    answer = await transport.call("GET", "server_info", timeout=timeout, admin=False)
+    server = decode(engine, "/server_info", answer.body, ServerInfo)
+    # Control calls may want another key than these two; a wrong one must show now and not at
+    # the first pause. Aborting a request that nobody has is the one call that does nothing.
+    await transport.call("POST", "abort_request", {"rid": _UNKNOWN_REQUEST}, timeout=timeout)
+    found = release(server.version)
+    return ServerFacts(
+        model_path=model.model_path,
+        label=await weight_label(engine, transport, timeout),
+        capabilities=_capabilities(server),
+        vocab_size=await _vocab_size(engine, transport, timeout),
+        incremental=server.incremental_streaming_output,
+        stream_interval=found >= STREAM_INTERVAL_SINCE,
+        torch_empty_cache=await _knows_empty_cache(engine, transport, timeout),
+    )
+
+
+async def _model_info(engine: str, transport: Transport, timeout: float) -> ModelInfo:  # noqa: ASYNC109
+    try:
+        answer = await transport.call("GET", "model_info", timeout=timeout, admin=False)
+    except EngineRejected as error:
+        if error.status in (401, 403):
+            raise
+        raise EngineProtocolError(
+            engine,
+            f"does not answer /model_info like SGLang (HTTP {error.status}); give the URL of an "
+            "SGLang server.",
+        ) from error
+    model = decode(engine, "/model_info", answer.body, ModelInfo)
+    if not model.is_generation:
+        raise EngineProtocolError(engine, "serves a model that does not generate; use another.")
+    return model
+
+
+def _capabilities(server: ServerInfo) -> Capabilities:
+    recent = release(server.version) >= SPANS_SINCE
+    ranks = server.dp_size or 1
+    running = server.max_running_requests
+    if server.internal_states:
+        per_rank = server.internal_states[0].effective_max_running_requests_per_dp
+        running = per_rank * ranks if per_rank is not None else running
+    tokens = server.max_total_num_tokens
+    return Capabilities(
+        version_spans=recent,
+        flush_while_paused=recent,
+        max_running_requests=running,
+        kv_tokens=None if tokens is None else tokens * ranks,
+        server=f"SGLang {server.version or '(unknown version)'}",
+    )
+
+
+async def _knows_empty_cache(
+    engine: str,
+    transport: Transport,
+    timeout: float,  # noqa: ASYNC109
+) -> bool:
+    """Whether the server's own schema names the switch; False where it publishes none."""
+    try:
+        answer = await transport.call("GET", "openapi.json", timeout=timeout, admin=False)
+    except EngineRejected:
+        return False
+    schema = decode(engine, "/openapi.json", answer.body, OpenApi)
+    body = schema.components.schemas.get("ContinueGenerationReqInput")
+    return body is not None and "torch_empty_cache" in body.properties
+
+
+async def _vocab_size(engine: str, transport: Transport, timeout: float) -> int | None:  # noqa: ASYNC109
+    """The model's vocabulary size, which SGLang tells only in a refusal.
+
+    A bias on an impossible id is refused before the request reaches the scheduler, so nothing
+    is generated. A paused server would hold the request instead: it is not asked.
+    """
+    ready = await transport.call(
+        "GET", "ready", timeout=timeout, accept=(200, 404, 503), admin=False
+    )
+    if ready.status != 200:
+        return None
+    params = {"max_new_tokens": 1, "logit_bias": {str(2**31 - 1): 0.0}}
+    answer = await transport.call(
+        "POST",
+        "generate",
+        {"input_ids": [0], "sampling_params": params},
+        timeout=timeout,
+        accept=(200, 400, 500),
+        admin=False,
+    )
+    match = re.search(rb"\[0, (\d{1,9})\]", answer.body) if answer.status == 400 else None
+    return None if match is None else int(match.group(1)) + 1

@@ -1,0 +1,178 @@
+"""From the bytes of a streamed answer to chunks of tokens.
+
+Invariants:
+
+- A token and its logprob come from one ``[logprob, id, text]`` triple, never from two lists
+  paired by position: at an abort SGLang repeats the last output id, and where it joins that
+  repeat with a pending event, ``output_ids`` is shifted by one against the logprobs.
+- What is new is known by count (``completion_tokens`` and the tokens already held), never by
+  the form of the event: the incremental form, the cumulative one and repeats read alike.
+- The spans of the last chunk cover exactly the tokens that were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from aprilsched.engines.base import Chunk
+from aprilsched.engines.sglang.sse import EventSplitter
+from aprilsched.engines.sglang.wire import (
+    MESSAGE_LIMIT,
+    Finish,
+    LabelSpan,
+    MetaInfo,
+    StreamEvent,
+    Triple,
+    version_number,
+)
+from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
+from aprilsched.types import FinishReason, VersionSpan
+
+__all__ = ["ChunkAssembler", "nothing", "read_chunks"]
+
+_DONE = b"[DONE]"
+_decoder = msgspec.json.Decoder(StreamEvent)
+
+
+class ChunkAssembler:
+    """Turns the events of one request into chunks, and knows how many tokens were given."""
+
+    def __init__(self, engine: str, request_id: str) -> None:
+        self.engine = engine
+        self.request_id = request_id
+        self.held = 0
+
+    def feed(self, payload: bytes) -> Chunk:
+        """The chunk that one event's payload carries.
+
+        Raises:
+            EngineProtocolError: if the payload is not what SGLang sends.
+            EngineRejected: if the server reports that it failed the request.
+        """
+        try:
+            event = _decoder.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._broken(f"sent an event that cannot be read ({error})") from error
+        if event.error is not None:
+            raise self._rejected(event.error.message, event.error.code)
+        if event.meta_info is None or event.index != 0:
+            raise self._broken("sent an event that is not one of a single response")
+        return self._chunk(event.output_ids or [], event.meta_info)
+
+    def _chunk(self, output_ids: list[int], meta: MetaInfo) -> Chunk:
+        finish = self._finish(meta.finish_reason)
+        fresh = self._fresh(meta, finish)
+        tokens = [triple[1] for triple in fresh]
+        # Not at an abort: its output_ids hold a repeat of the last one.
+        if finish != "abort" and tokens != output_ids[len(output_ids) - len(tokens) :]:
+            raise self._broken("sent output_ids that are not the tokens of its logprobs")
+        self.held += len(fresh)
+        return Chunk(
+            token_ids=np.array(tokens, np.int32),
+            logprobs=np.array([triple[0] for triple in fresh], np.float32),
+            finish=finish,
+            spans=self._spans(meta.weight_versions) if finish else None,
+            cached_tokens=meta.cached_tokens,
+        )
+
+    def _fresh(self, meta: MetaInfo, finish: str | None) -> list[Triple]:
+        """The triples of the tokens after the `held` first ones.
+
+        The event's list may begin anywhere (at `held` in the incremental form, at 0 in the
+        cumulative one and at an abort), but it ends at a known token: it is read from its end.
+        """
+        triples = meta.output_token_logprobs or []
+        end = meta.output_token_logprobs_length
+        end = meta.completion_tokens if end is None else end
+        upto = min(end, meta.completion_tokens)
+        if upto < meta.completion_tokens and finish != "abort":
+            raise self._broken(
+                f"sent {end} logprobs for {meta.completion_tokens} tokens; every token needs one"
+            )
+        if upto <= self.held:
+            return []
+        if end - self.held > len(triples):
+            raise self._broken(
+                f"sent {len(triples)} logprobs where {end - self.held} were missing; every "
+                "token needs one"
+            )
+        return triples[len(triples) - (end - self.held) : len(triples) - (end - upto)]
+
+    def _finish(self, reason: Finish | None) -> FinishReason | Literal["abort"] | None:
+        if reason is None:
+            return None
+        match reason.type:
+            case "stop" | "length" as natural:
+                return natural
+            case "abort" if reason.status_code is None:
+                return "abort"
+            case "abort":
+                # The server failed the request by itself (too long, timed out in the queue):
+                # taken for our own interruption it would be sent again for ever.
+                raise self._rejected(reason.message or "aborted", reason.status_code)
+            case other:
+                raise self._broken(f"finished with the unknown reason {other!r}")
+
+    def _spans(self, spans: list[LabelSpan] | None) -> tuple[VersionSpan, ...] | None:
+        """Spans over exactly the held tokens; None where the server reports none."""
+        if self.held == 0:
+            return ()
+        if spans is None:
+            return None
+        exact: list[VersionSpan] = []
+        at = 0
+        for span in spans:
+            end = min(span.end, self.held)
+            if end <= span.start:  # zero-length spans occur at a change of version
+                continue
+            if span.start != at:
+                break
+            exact.append(VersionSpan(version=version_number(span.version), start=at, end=end))
+            at = end
+        if at != self.held:
+            raise self._broken(f"sent weight_versions that do not cover its {self.held} tokens")
+        return tuple(exact)
+
+    def _broken(self, what: str) -> EngineProtocolError:
+        return EngineProtocolError(self.engine, f"request {self.request_id}: {what}.")
+
+    def _rejected(self, message: str, status: int | None) -> EngineRejected:
+        text = f"request {self.request_id}: {message[:MESSAGE_LIMIT]}"
+        return EngineRejected(self.engine, text, status=status or 400)
+
+
+def nothing(*, spans_known: bool) -> Chunk:
+    """The only chunk of a request that was aborted before it gave a token."""
+    return Chunk(
+        token_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        finish="abort",
+        spans=() if spans_known else None,
+    )
+
+
+async def read_chunks(
+    content: AsyncIterator[bytes], splitter: EventSplitter, assembler: ChunkAssembler
+) -> AsyncGenerator[Chunk, None]:
+    """Every chunk of one response, to its last one.
+
+    Raises:
+        EngineError: if the stream ends before the response does.
+    """
+    async for data in content:
+        for payload in splitter.feed(data):
+            if payload == _DONE:
+                continue
+            chunk = assembler.feed(payload)
+            yield chunk
+            if chunk.finish is not None:
+                return
+    raise EngineError(
+        assembler.engine,
+        f"request {assembler.request_id}: the stream ended after {assembler.held} tokens, before "
+        "the response was finished.",
+    )

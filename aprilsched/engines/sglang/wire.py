@@ -1,0 +1,172 @@
+"""The JSON that goes to SGLang and comes back, as typed structs; nothing is ever unpickled.
+
+Unknown fields are ignored, because every server version adds some. A missing or mistyped field
+that a token depends on makes decoding fail: no token is guessed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+
+from aprilsched.engines.base import GenerationRequest
+
+__all__ = [
+    "MESSAGE_LIMIT",
+    "ErrorBody",
+    "Finish",
+    "Labelled",
+    "MetaInfo",
+    "ModelInfo",
+    "OpenApi",
+    "ServerInfo",
+    "StreamEvent",
+    "Triple",
+    "UpdateAnswer",
+    "generate_body",
+    "version_number",
+]
+
+MESSAGE_LIMIT = 300
+"""Characters of a server's own message that are kept in an error."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Triple: TypeAlias = tuple[float, TokenId, Any]
+"""A sampled token as SGLang reports it: logprob, id, text. A NaN arrives as null, and fails."""
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """Why a request ended; `status_code` is there only where the server itself failed it."""
+
+    type: str
+    message: str | None = None
+    status_code: int | None = None
+
+
+class LabelSpan(msgspec.Struct, frozen=True):
+    """Tokens `start` to `end` were sampled under the weights labelled `version`."""
+
+    version: str
+    start: Count
+    end: Count
+
+
+class MetaInfo(msgspec.Struct, frozen=True):
+    """What an event says about its tokens.
+
+    `completion_tokens` and `output_token_logprobs_length` count from the beginning of the
+    response, whatever part of it the event carries.
+    """
+
+    completion_tokens: Count
+    finish_reason: Finish | None = None
+    output_token_logprobs: list[Triple] | None = None
+    output_token_logprobs_length: Count | None = None
+    weight_versions: list[LabelSpan] | None = None
+    cached_tokens: int | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """An error inside a stream, whose HTTP status was 200 long before."""
+
+    message: str = ""
+    code: int | None = None
+
+
+class StreamEvent(msgspec.Struct, frozen=True):
+    """One event of a streamed answer: tokens, or the error that ends it."""
+
+    meta_info: MetaInfo | None = None
+    output_ids: list[int] | None = None
+    error: ErrorBody | None = None
+    index: int = 0
+
+
+class Labelled(msgspec.Struct, frozen=True):
+    """GET /get_weight_version, of older servers."""
+
+    weight_version: str | None = None
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """GET /model_info."""
+
+    model_path: str
+    is_generation: bool = True
+    weight_version: str | None = None
+
+
+class InternalState(msgspec.Struct, frozen=True):
+    """One data-parallel rank in /server_info."""
+
+    effective_max_running_requests_per_dp: int | None = None
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """GET /server_info: a flat list of the server's arguments, of which these few matter."""
+
+    version: str = ""
+    dp_size: int | None = None
+    max_running_requests: int | None = None
+    max_total_num_tokens: int | None = None
+    incremental_streaming_output: bool | None = None
+    internal_states: list[InternalState] = []
+
+
+class Schema(msgspec.Struct, frozen=True):
+    """One named body in /openapi.json."""
+
+    properties: dict[str, msgspec.Raw] = {}
+
+
+class Components(msgspec.Struct, frozen=True):
+    """The named bodies of /openapi.json."""
+
+    schemas: dict[str, Schema] = {}
+
+
+class OpenApi(msgspec.Struct, frozen=True):
+    """GET /openapi.json: which parameters the server knows."""
+
+    components: Components = Components()
+
+
+class UpdateAnswer(msgspec.Struct, frozen=True):
+    """POST /update_weights_from_disk."""
+
+    success: bool
+    message: str = ""
+
+
+def version_number(label: str | None) -> int:
+    """The policy version that a label stands for; 0 for any label that we did not write."""
+    return int(label) if label and label.isascii() and label.isdigit() else 0
+
+
+def generate_body(request: GenerationRequest, *, stream_interval: int | None) -> dict[str, Any]:
+    """The body of POST /generate; `stream_interval` None leaves the server's own."""
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "min_new_tokens": sampling.min_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "ignore_eos": sampling.ignore_eos,
+    }
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.sampling_seed is not None:
+        params["sampling_seed"] = sampling.sampling_seed
+    if stream_interval is not None:
+        params["stream_interval"] = stream_interval
+    return {
+        "rid": request.request_id,
+        "input_ids": request.input_ids.tolist(),
+        "sampling_params": {**params, **sampling.extra},
+        "stream": True,
+        "return_logprob": True,
+    }

@@ -1,0 +1,24 @@
+"""The embedded engine: SGLang's scheduling on a fitted time model, with a toy language model.
+
+``timing``, ``model`` and ``batcher`` are pure and synchronous; ``engine`` puts them on asyncio.
+"""
+
+from aprilsched.engines.sim.batcher import Batcher
+from aprilsched.engines.sim.clock import run_virtual
+from aprilsched.engines.sim.config import Counters, SimConfig
+from aprilsched.engines.sim.engine import SimEngine
+from aprilsched.engines.sim.fleet import SimFleet
+from aprilsched.engines.sim.publisher import SimPublisher
+from aprilsched.engines.sim.timing import H200_QWEN3_4B, StepTimeModel
+
+__all__ = [
+    "H200_QWEN3_4B",
+    "Batcher",
+    "Counters",
+    "SimConfig",
+    "SimEngine",
+    "SimFleet",
+    "SimPublisher",
+    "StepTimeModel",
+    "run_virtual",
+]

@@ -1,0 +1,139 @@
+"""The waiting queue and the KV pool: who may be prefilled next, and what has to give way.
+
+Invariants:
+- ``used`` never exceeds ``kv_tokens``.
+- KV kept for waiting requests (after a retract without a flush, or of a context prefilled in
+  part) is a cache: it is evicted, last in the queue first, before anything running suffers, so
+  it can never block the queue.
+- A request alone always fits (the batcher refuses larger ones), so the queue always moves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
+
+from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.sequence import Sequence
+
+__all__ = ["KvPool"]
+
+RESERVE_SHARE = 0.098
+"""Share of the tokens still to come that admission keeps free for running requests: the floor of
+SGLang's new_token_ratio (0.7 * 0.14)."""
+RESERVE_CLIP = 4096
+"""SGLang estimates no request's remaining tokens above this."""
+_RESERVE_MOST = RESERVE_SHARE * RESERVE_CLIP
+
+
+class KvPool:
+    """Counts, in tokens: `running` contexts, one prefill pass, KV kept for waiting requests."""
+
+    def __init__(self, config: SimConfig) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.running = 0
+        self._in_pass = 0
+        self._kept = 0
+        self._kv_tokens = config.kv_tokens
+        self._chunk = config.timing.prefill_chunk
+
+    @property
+    def used(self) -> int:
+        return self.running + self._in_pass + self._kept
+
+    @property
+    def free(self) -> int:
+        return self._kv_tokens - self.used
+
+    def pick(
+        self, places: int, running: Collection[Sequence], steps: int
+    ) -> list[tuple[Sequence, int]]:
+        """Take the next pass out of the queue: requests, and how many tokens of each.
+
+        First come, first served: up to `places` requests and one chunk of tokens; a context
+        longer than what is left of the chunk is computed in part. `steps` is the step counter
+        that tells how far each of the `running` requests is.
+        """
+        picks: list[tuple[Sequence, int]] = []
+        budget = self._chunk
+        if not self.waiting or places < 1:
+            return picks
+        while self.waiting and budget and len(picks) < places:
+            sequence = self.waiting[0]
+            need = sequence.context + 1 - sequence.cached
+            # The exact reserve looks at every running request, so only near the pool's end.
+            if self.free - need < (len(running) + len(picks) + 1) * _RESERVE_MOST:
+                members = [s.limit - (steps - s.joined) for s in running]
+                members += [s.limit - s.out for s, _ in picks]
+                reserve = _reserve(members, sequence.limit - sequence.out)
+                if not self._make_room(need + reserve, sequence):
+                    break
+            self.waiting.popleft()
+            self._kept -= sequence.cached
+            self._in_pass += sequence.context + 1
+            take = min(sequence.context - sequence.cached, budget)
+            budget -= take
+            picks.append((sequence, take))
+        return picks
+
+    def end_pass(self) -> None:
+        """The pass is over: its requests join the running ones or are put back."""
+        self._in_pass = 0
+
+    def put_back(self, sequence: Sequence) -> None:
+        """To the head of the queue, with what is computed so far."""
+        self.waiting.appendleft(sequence)
+        self._kept += sequence.cached
+
+    def retain(self, sequence: Sequence) -> None:
+        """To the end of the queue, KV kept."""
+        self.waiting.append(sequence)
+        self._kept += sequence.cached
+
+    def remove(self, sequence: Sequence) -> bool:
+        """Out of the queue; False if it is not in it."""
+        # Asked first: deque.remove() of a stranger writes its whole repr into an error.
+        if sequence not in self.waiting:
+            return False
+        self.waiting.remove(sequence)
+        self._kept -= sequence.cached
+        return True
+
+    def flush(self) -> None:
+        """Drop all kept KV."""
+        for sequence in self.waiting:
+            sequence.drop_kv()
+        self._kept = 0
+
+    def room_for_steps(self, batch: int, wanted: int) -> int:
+        """How many of the `wanted` steps of `batch` requests the pool has room for."""
+        short = batch * wanted - self.free
+        if short > 0:
+            self._evict(short, spare=None)
+        return min(wanted, self.free // batch)
+
+    def _make_room(self, tokens: int, sequence: Sequence) -> bool:
+        short = tokens - self.free
+        if short <= 0:
+            return True
+        if self._kept - sequence.cached < short:
+            return False
+        self._evict(short, spare=sequence)
+        return True
+
+    def _evict(self, tokens: int, spare: Sequence | None) -> None:
+        for victim in reversed(self.waiting):
+            if tokens <= 0 or not self._kept:
+                return
+            if victim is not spare and victim.cached:
+                tokens -= victim.cached
+                self._kept -= victim.cached
+                victim.drop_kv()
+
+
+def _reserve(members: SequenceOf[int], newcomer: int) -> int:
+    """Tokens to keep free, from the tokens still to come; none for a request all alone."""
+    if not members:
+        return 0
+    return round(RESERVE_SHARE * sum(min(n, RESERVE_CLIP) for n in (*members, newcomer)))

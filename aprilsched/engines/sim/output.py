@@ -1,0 +1,129 @@
+"""What leaves the engine: drives the toy model lazily and builds the chunks.
+
+Tokens are made when someone will see them (a tick, an ending, a pause, a look ahead for stop
+tokens), for all requests concerned at once. Lazily made tokens are right because the weights
+cannot change before they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from aprilsched.engines.base import Chunk
+from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.model import ContextState, ToyModel
+from aprilsched.engines.sim.sequence import Sequence, version_spans
+from aprilsched.types import Float32Array, Int32Array, SamplingParams
+
+__all__ = ["Ending", "Output"]
+
+Ending: TypeAlias = Literal["stop", "length", "abort"]
+# Zeros of any length, as slices of one element seen over and over: pure timing allocates nothing.
+_NO_IDS: Int32Array = np.broadcast_to(np.zeros(1, dtype=np.int32), 1 << 40)
+_NO_LOGPROBS: Float32Array = np.broadcast_to(np.zeros(1, dtype=np.float32), 1 << 40)
+
+_Block: TypeAlias = tuple[Int32Array, Float32Array]
+
+
+class Output:
+    """The chunks not yet taken, and the model that fills them."""
+
+    def __init__(self, config: SimConfig) -> None:
+        self._model = ToyModel(config.vocab_size) if config.make_tokens else None
+        self._eos = frozenset(() if config.eos_token_id is None else (config.eos_token_id,))
+        self._chunks: list[tuple[str, Chunk]] = []
+
+    def stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        """The token ids that end a response sampled this way."""
+        if self._model is None:
+            return frozenset()
+        stops = frozenset(sampling.stop_token_ids)
+        return stops if sampling.ignore_eos else stops | self._eos
+
+    def prefill(self, sequence: Sequence, take: int, key: int) -> None:
+        """Compute the KV of the next `take` context tokens under the weights `key`."""
+        start, end = sequence.cached, sequence.cached + take
+        if self._model is not None:
+            ids = sequence.context_ids()
+            last = end == len(ids)
+            state = sequence.state
+            state.hash = self._model.absorb(state.hash, ids[start : end - 1 if last else end], key)
+            if last:
+                state.last, state.length = int(ids[-1]), len(ids)
+        sequence.cached = end
+        sequence.computed = max(sequence.computed, end)
+
+    def make(self, sequences: Iterable[Sequence], steps: int, key: int) -> None:
+        """Make the tokens of running requests that the step counter `steps` says are sampled."""
+        due = [s for s in sequences if steps - s.joined > s.made]
+        if due:
+            counts = [steps - s.joined - s.made for s in due]
+            blocks = self._sample([s.state for s in due], counts, key)
+            for sequence, (ids, logprobs) in zip(due, blocks, strict=True):
+                sequence.add(ids, logprobs)
+
+    def predict(self, sequences: Iterable[Sequence], horizon: int, key: int) -> list[Sequence]:
+        """Those whose last token is known to come, with ``finish_at`` and ``stopped`` set.
+
+        Without stop tokens that is every one; with them, those that end by the step `horizon`.
+        """
+        known: list[Sequence] = []
+        seers: list[Sequence] = []
+        for sequence in sequences:
+            sequence.stopped = False
+            sequence.finish_at = sequence.joined + sequence.limit
+            if not sequence.stops or sequence.finish_at <= sequence.joined + sequence.made:
+                known.append(sequence)
+            else:
+                seers.append(sequence)
+        if seers:
+            known += self._look_ahead(seers, horizon, key)
+        return known
+
+    def _look_ahead(self, seers: list[Sequence], horizon: int, key: int) -> list[Sequence]:
+        counts = [min(s.finish_at, horizon) - s.joined - s.made for s in seers]
+        copies = [replace(s.state) for s in seers]
+        known: list[Sequence] = []
+        for sequence, (ids, _) in zip(seers, self._sample(copies, counts, key), strict=True):
+            first = max(sequence.min_new - sequence.made - 1, 0)
+            hits = np.flatnonzero(np.isin(ids[first:], list(sequence.stops)))
+            if hits.size:
+                sequence.stopped = True
+                sequence.finish_at = sequence.joined + sequence.made + first + int(hits[0]) + 1
+            if hits.size or sequence.finish_at <= horizon:
+                known.append(sequence)
+        return known
+
+    def stream(self, sequences: Iterable[Sequence]) -> None:
+        """A chunk for each request that has tokens which have not left."""
+        for sequence in sequences:
+            if sequence.unsent:
+                ids, logprobs = sequence.take_unsent()
+                self._put(sequence, Chunk(token_ids=ids, logprobs=logprobs))
+
+    def end(self, sequence: Sequence, ending: Ending, version: int) -> None:
+        """The last chunk; its spans cover everything that was sent."""
+        ids, logprobs = sequence.take_unsent()
+        spans = version_spans(sequence.changes, version, sequence.sent)
+        chunk = Chunk(token_ids=ids, logprobs=logprobs, finish=ending, spans=spans, cached_tokens=0)
+        self._put(sequence, chunk)
+
+    def take(self) -> list[tuple[str, Chunk]]:
+        """All chunks since the last call, in order, with their request ids."""
+        chunks, self._chunks = self._chunks, []
+        return chunks
+
+    def _put(self, sequence: Sequence, chunk: Chunk) -> None:
+        self._chunks.append((sequence.request.request_id, chunk))
+
+    def _sample(
+        self, states: SequenceOf[ContextState], counts: SequenceOf[int], key: int
+    ) -> list[_Block]:
+        if self._model is not None:
+            return self._model.sample(states, counts, key)
+        return [(_NO_IDS[:n], _NO_LOGPROBS[:n]) for n in counts]

@@ -1,0 +1,47 @@
+"""New weights for simulated engines, without files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from aprilsched.engines.base import Engine
+from aprilsched.engines.sim.engine import SimEngine
+from aprilsched.engines.sim.model import weights_key_of_version
+from aprilsched.errors import EngineError, EngineRejected
+
+__all__ = ["SimPublisher"]
+
+
+class SimPublisher:
+    """Gives every version a weights key of its own.
+
+    Args:
+        weights_key: version to weights key. ``lambda version: 0`` publishes the same weights
+            again and again, so that greedy tokens do not depend on when refits happened. (The
+            engines start with the key of version 0: publish once before comparing.)
+    """
+
+    def __init__(self, weights_key: Callable[[int], int] = weights_key_of_version) -> None:
+        self._weights_key = weights_key
+
+    async def prepare(self, version: int) -> None:
+        """There is nothing to prepare."""
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        """Refit all `engines` in parallel; an engine that is not simulated is refused."""
+        key = self._weights_key(version)
+        results = await asyncio.gather(*(_refit(engine, version, key) for engine in engines))
+        return {engine.name: result for engine, result in zip(engines, results, strict=True)}
+
+
+async def _refit(engine: Engine, version: int, key: int) -> Exception | None:
+    if not isinstance(engine, SimEngine):
+        return EngineRejected(engine.name, "SimPublisher refits only SimEngine.", status=501)
+    try:
+        await engine.refit(version, key)
+    except EngineError as error:
+        return error
+    return None

@@ -1,0 +1,121 @@
+"""One request inside the batcher, and what is known of its output.
+
+Invariants:
+- ``out`` tokens have been sampled; ``made <= out`` of them are known to the toy model (it runs
+  lazily) and ``sent <= made`` have left in chunks.
+- While the request runs, ``out`` follows the batcher's step counter: ``steps - joined``.
+- ``cached`` context tokens have KV; the last context token never has, so ``cached < context``.
+- Version spans cover the sampled tokens exactly, without gaps, as SGLang's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from aprilsched.engines.base import GenerationRequest
+from aprilsched.engines.sim.model import ContextState, sampling_key
+from aprilsched.types import Float32Array, Int32Array, VersionSpan
+
+__all__ = ["Sequence", "version_spans"]
+
+
+def version_spans(
+    events: Iterable[tuple[int, int]], current: int, tokens: int
+) -> tuple[VersionSpan, ...]:
+    """Spans over the first `tokens` output tokens, as SGLang 0.5.21 computes them.
+
+    `events` are (old version, output tokens at the change), oldest first. A change without a
+    token in between leaves no span; a request without any token has one span of length 0.
+    """
+    spans: list[VersionSpan] = []
+    for version, changed_at in (*events, (current, tokens)):
+        end = min(changed_at, tokens)
+        if spans and end <= spans[-1].end:
+            continue
+        start = spans[-1].end if spans else 0
+        if spans and version == spans[-1].version:
+            start = spans.pop().start
+        spans.append(VersionSpan(version=version, start=start, end=end))
+    return tuple(spans)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Sequence:
+    """The mutable state of one request; :class:`~aprilsched.engines.sim.batcher.Batcher` owns it.
+
+    `stops` are the token ids that end the response, none of them before `min_new` tokens.
+    """
+
+    request: GenerationRequest
+    stops: frozenset[int]
+    prompt: int = field(init=False)
+    limit: int = field(init=False)
+    min_new: int = field(init=False)
+    state: ContextState = field(init=False)
+    out: int = 0
+    made: int = 0
+    sent: int = 0
+    cached: int = 0
+    computed: int = 0
+    """The most context tokens that ever had KV: computing below it is re-prefill."""
+    joined: int = 0
+    ticket: int = -1
+    """Which admission this is, or -1 while not running; heap entries of older ones are void."""
+    finish_at: int = 0
+    stopped: bool = False
+    aborting: bool = False
+    tokens: list[Int32Array] = field(default_factory=list[Int32Array])
+    unsent: list[tuple[Int32Array, Float32Array]] = field(
+        default_factory=list[tuple[Int32Array, Float32Array]]
+    )
+    changes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        self.prompt = len(self.request.input_ids)
+        self.limit = sampling.max_new_tokens
+        self.min_new = sampling.min_new_tokens
+        seed = sampling_key(sampling, self.request.request_id)
+        self.state = ContextState(hash=0, last=0, length=0, seed=seed)
+
+    @property
+    def context(self) -> int:
+        """Prompt and sampled tokens."""
+        return self.prompt + self.out
+
+    @property
+    def running(self) -> bool:
+        return self.ticket >= 0
+
+    def context_ids(self) -> Int32Array:
+        """The whole context so far, int32 [context]; only while ``made == out``."""
+        return np.concatenate((self.request.input_ids, *self.tokens))
+
+    def drop_kv(self) -> None:
+        """Forget the cache: the context has to be prefilled again."""
+        self.cached = 0
+        self.state.hash = 0
+
+    def add(self, token_ids: Int32Array, logprobs: Float32Array) -> None:
+        """Take note of tokens that the model made."""
+        self.made += len(token_ids)
+        self.tokens.append(token_ids)
+        self.unsent.append((token_ids, logprobs))
+
+    def take_unsent(self) -> tuple[Int32Array, Float32Array]:
+        """The tokens and logprobs that have not left yet; they count as sent from now on."""
+        blocks, self.unsent = self.unsent, []
+        self.sent = self.made
+        if len(blocks) == 1:
+            return blocks[0]
+        if not blocks:
+            return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
+        return np.concatenate([b[0] for b in blocks]), np.concatenate([b[1] for b in blocks])
+
+    def drop_unsent(self) -> None:
+        """Lose what has not left (an abort in the waiting queue gives only what was streamed)."""
+        self.unsent = []
+        self.out = self.made = self.sent

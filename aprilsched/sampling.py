@@ -1,0 +1,224 @@
+"""Sampling parameters in the names of other libraries, as :class:`SamplingParams`.
+
+Every key is translated, passed on or refused in one sentence; none is dropped, because a
+mistyped name that is ignored shows only as a policy that trains badly. What the scheduler
+itself decides (how many responses, streaming, logprobs) is refused with a hint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any, Protocol, TypeAlias, cast
+
+from aprilsched.errors import ConfigError
+from aprilsched.types import SamplingParams
+
+__all__ = ["Tokenizer", "sampling_params"]
+
+Kind: TypeAlias = type | tuple[type, ...]
+
+SYNONYMS: Mapping[str, str] = {
+    "max_tokens": "max_new_tokens",  # OpenAI completions, vLLM
+    "max_completion_tokens": "max_new_tokens",  # OpenAI chat
+    "max_tokens_to_sample": "max_new_tokens",  # Anthropic text completions
+    "min_tokens": "min_new_tokens",  # vLLM
+    "seed": "sampling_seed",  # OpenAI, vLLM
+}
+
+OWN: Mapping[str, Kind] = {
+    "max_new_tokens": Integral,
+    "min_new_tokens": Integral,
+    "temperature": Real,
+    "top_p": Real,
+    "top_k": Integral,
+    "min_p": Real,
+    "stop_token_ids": Iterable,
+    "ignore_eos": bool,
+    "sampling_seed": Integral,
+}
+"""The fields of :class:`SamplingParams`, without ``extra``."""
+
+SERVER: Mapping[str, Kind] = {
+    "frequency_penalty": Real,
+    "presence_penalty": Real,
+    "repetition_penalty": Real,
+    "regex": str,
+    "json_schema": str,
+    "ebnf": str,
+    "structural_tag": str,
+    "skip_special_tokens": bool,
+    "spaces_between_special_tokens": bool,
+    "no_stop_trim": bool,
+    "stop_regex": (str, list),
+    "logit_bias": Mapping,
+    "custom_params": Mapping,
+}
+"""What SGLang 0.5.17 to 0.5.23 know beyond our own fields; goes to ``extra`` as it is."""
+
+REFUSED: Mapping[str, str] = {
+    "n": "set group_size in SchedulerConfig to get several responses of a prompt",
+    "best_of": "use accept= or the reward to choose among the responses of a group",
+    "beam_width": "beam search samples nothing, so its logprobs are of no use to a trainer",
+    "logprobs": "leave it out: every token comes with its logprob",
+    "top_logprobs": "leave it out: only the logprob of the sampled token is kept",
+    "prompt_logprobs": "leave it out: only response tokens have logprobs",
+    "stream": "leave it out: the scheduler decides how responses travel",
+    "stream_interval": "leave it out: the scheduler decides how responses travel",
+}
+
+HARMLESS: Mapping[str, Any] = {"n": 1, "beam_width": 1}
+"""The one value of a refused name that asks for nothing."""
+
+WORDS: Mapping[Kind, str] = {
+    Integral: "a whole number",
+    Real: "a finite number",
+    Iterable: "a list of token ids",
+    Mapping: "a mapping",
+    bool: "True or False",
+    str: "a string",
+    (str, list): "a string or a list of strings",
+    (list, tuple): "a string or a list of strings",
+}
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer; those of transformers fit."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> Sequence[int]:
+        """The token ids of `text`."""
+        ...
+
+
+def sampling_params(
+    mapping: Mapping[str, Any], *, tokenizer: Tokenizer | None = None
+) -> SamplingParams:
+    """Sampling parameters from `mapping`, in SGLang's, vLLM's or OpenAI's names.
+
+    None as a value means that the parameter is not given, and the default of
+    :class:`SamplingParams` holds. An explicit ``extra`` mapping reaches the server as it is.
+
+    Args:
+        mapping: names and values, for example ``{"max_tokens": 4096, "temperature": 0.8}``.
+        tokenizer: the model's tokenizer, to turn ``stop`` strings into token ids. Only a
+            string that is exactly one token can be one; the response then ends with that
+            token, wherever the model samples it.
+
+    Raises:
+        ConfigError: if a name is unknown, given twice, or has a value of the wrong type.
+    """
+    if not isinstance(mapping, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"Sampling parameters are {_typed(mapping)}; give a mapping.")
+    given = {name: value for name, value in mapping.items() if value is not None}
+    extra = dict(_checked("extra", given.pop("extra", {}), Mapping))
+    stops = given.pop("stop", None)
+    sources: dict[str, str] = {}
+    own: dict[str, Any] = {}
+    for name, value in given.items():
+        target = _target(name, value)
+        if target is None:
+            continue
+        if target in sources:
+            raise ConfigError(
+                f"Both {sources[target]} and {name} are given and mean the same; keep one of them."
+            )
+        sources[target] = name
+        if target in OWN:
+            own[target] = _converted(name, value, OWN[target])
+        elif target in extra:
+            raise ConfigError(f"{name} is given twice, once inside extra; keep one of them.")
+        else:
+            extra[target] = _checked(name, value, SERVER[target])
+    _keep_apart(extra)
+    if stops is not None:
+        own["stop_token_ids"] = own.get("stop_token_ids", ()) + _stop_ids(stops, tokenizer)
+    return SamplingParams(**own, extra=extra)
+
+
+def _target(name: str, value: Any) -> str | None:
+    """The name in SGLang's words; None where there is nothing to pass on."""
+    if name in REFUSED:
+        if name in HARMLESS and value == HARMLESS[name]:
+            return None
+        raise ConfigError(f"{name} is no parameter here; {REFUSED[name]}.")
+    target = SYNONYMS.get(name, name)
+    if target in OWN or target in SERVER:
+        return target
+    known = [*OWN, *SERVER, *SYNONYMS, "stop", "extra"]
+    near = get_close_matches(str(name), known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "put it into extra if your server knows it."
+    raise ConfigError(f"{name} is no known sampling parameter; {hint}")
+
+
+def _keep_apart(extra: Mapping[str, Any]) -> None:
+    """Refuse our own names inside ``extra``.
+
+    A resumed response asks for the tokens that are left; max_new_tokens in ``extra`` would
+    override that and grant the whole length again.
+    """
+    for name in extra:
+        if name in OWN:
+            raise ConfigError(f"extra holds {name}; give it beside extra, not inside.")
+
+
+def _converted(name: str, value: Any, kind: Kind) -> Any:
+    """The value as the plain Python type of our own field (numpy's scalars are no JSON)."""
+    if kind is Iterable:
+        return _token_ids(name, value)
+    checked = _checked(name, value, kind)
+    if kind is Integral:
+        return int(checked)
+    return float(checked) if kind is Real else checked
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Token ids from one of them or from several. A string is iterable, and never ids."""
+    ids: Any = (value,) if isinstance(value, Integral) else value
+    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+        raise _mistyped(name, value, Iterable)
+    return tuple(int(_checked(name, i, Integral)) for i in cast(Iterable[Any], ids))
+
+
+def _checked(name: str, value: Any, kind: Kind) -> Any:
+    """`value`, if it is of `kind`. True is no number here, although Python calls it one."""
+    fits = isinstance(value, kind) and not (kind in (Integral, Real) and isinstance(value, bool))
+    if not fits or (kind is Real and not math.isfinite(value)):
+        raise _mistyped(name, value, kind)
+    return value
+
+
+def _mistyped(name: str, value: object, kind: Kind) -> ConfigError:
+    return ConfigError(f"{name} is {_typed(value)}; give {WORDS[kind]}.")
+
+
+def _typed(value: object) -> str:
+    """A value with its type, short enough for a sentence."""
+    shown = repr(value)
+    return f"{shown if len(shown) <= 40 else shown[:37] + '...'} ({type(value).__name__})"
+
+
+def _stop_ids(stop: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """One token id for each stop string."""
+    strings = [stop] if isinstance(stop, str) else _checked("stop", stop, (list, tuple))
+    for string in strings:
+        if not isinstance(string, str):
+            raise _mistyped("stop", stop, (list, tuple))
+    if not strings:
+        return ()
+    if tokenizer is None:
+        raise ConfigError(
+            "stop holds strings and there is no tokenizer; give tokenizer=, or stop_token_ids."
+        )
+    return tuple(_stop_id(string, tokenizer) for string in strings)
+
+
+def _stop_id(string: str, tokenizer: Tokenizer) -> int:
+    ids = tokenizer.encode(string, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ConfigError(
+            f"The stop string {string!r} is {len(ids)} tokens, not one; give the ids of single "
+            "tokens in stop_token_ids, or the string in extra if your server has a tokenizer."
+        )
+    return int(ids[0])

@@ -1,0 +1,99 @@
+"""Events and commands as the plain fields of a line in events.jsonl.
+
+Invariant: no token id, no logprob and nothing of the caller's own data (prompt keys, metadata)
+appears, only counts. A field whose name is in :data:`FIELDS` is written as the table says, every
+other one as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from aprilsched.types import Batch, Group, Rollout, SamplingParams, VersionSpan
+
+__all__ = ["FIELDS", "plain_fields"]
+
+
+def plain_fields(thing: Any) -> dict[str, Any]:
+    """The fields of an event or a command."""
+    plain: dict[str, Any] = {}
+    for name in _names(thing.__class__):
+        value = getattr(thing, name)
+        write = FIELDS.get(name)
+        if write is None:
+            plain[name] = value
+        else:
+            plain.update(write(value))
+    return plain
+
+
+def _tokens(ids: Sequence[int]) -> dict[str, Any]:
+    return {"tokens": len(ids)}
+
+
+def _nothing(_: object) -> dict[str, Any]:
+    return {}
+
+
+def _sampling(sampling: SamplingParams | None) -> dict[str, Any]:
+    return {} if sampling is None else {"max_new_tokens": sampling.max_new_tokens}
+
+
+def _spans(spans: tuple[VersionSpan, ...] | None) -> dict[str, Any]:
+    return {"spans": spans and [[span.version, span.start, span.end] for span in spans]}
+
+
+def _rollout(rollout: Rollout) -> dict[str, Any]:
+    return {"rollout_id": rollout.rollout_id, "group_id": rollout.group_id}
+
+
+def _group(group: Group) -> dict[str, Any]:
+    return {"group_id": group.group_id}
+
+
+def _batch(batch: Batch) -> dict[str, Any]:
+    return {
+        "batch": batch.index,
+        "version": batch.version,
+        "rollouts": [_delivered(rollout) for rollout in batch.rollouts],
+    }
+
+
+def _delivered(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "rollout_id": rollout.rollout_id,
+        "group_id": rollout.group_id,
+        "prompt_tokens": len(rollout.prompt_ids),
+        "tokens": len(rollout),
+        "segments": [[s.start, s.end, s.version, s.engine] for s in rollout.segments],
+        "reward": rollout.reward,
+        "finish_reason": rollout.finish_reason,
+        "versions_exact": rollout.versions_exact,
+    }
+
+
+FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "token_ids": _tokens,
+    "input_ids": _tokens,
+    "logprobs": _nothing,
+    "versions": _nothing,
+    "prompt": _nothing,
+    "prompts": lambda prompts: {"prompts": len(prompts)},
+    "sampling": _sampling,
+    "spans": _spans,
+    "rollout": _rollout,
+    "group": _group,
+    "batch": _batch,
+}
+
+_NAMES: dict[type, tuple[str, ...]] = {}
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    """The names of the fields; looked up once, since a run has a million lines of few kinds."""
+    names = _NAMES.get(kind)
+    if names is None:
+        names = _NAMES[kind] = tuple(field.name for field in fields(kind))
+    return names

@@ -1,0 +1,165 @@
+"""The fields of summary.json: their names are a contract with everybody who reads run folders.
+
+All times are seconds of the run's clock (modelled seconds on the embedded engine). A figure that
+cannot be known is None: efficiency without a step-time model, a steady state of a run that ended
+before its burn-in did. "Tokens" are those that a policy sampled; tokens that an environment added
+count in lengths only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+__all__ = [
+    "BatchFigures",
+    "BiasFigures",
+    "BiasReference",
+    "RolloutFigures",
+    "RunSummary",
+    "SecondsFigures",
+    "StalenessFigures",
+    "SteadyState",
+    "TokenFigures",
+]
+
+BiasReference: TypeAlias = Literal["workload_mean", "run_after_burn_in"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutFigures:
+    """Where every launched rollout is. Counted from ids, not taken from the scheduler's counts."""
+
+    launched: int
+    delivered: int
+    """In batches and evaluations."""
+    evaluated: int
+    """Those of them in evaluations."""
+    in_flight: int
+    """Neither delivered nor dropped when the run ended: carried, or finished early."""
+    lost: int
+    """Launched, and nowhere: a bug unless 0."""
+    duplicated: int
+    """Delivered more than once: a bug unless 0."""
+    dropped: dict[str, int]
+    """By reason, as the ledger names it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFigures:
+    generated: int
+    """Arrived from engines."""
+    delivered: int
+    reprefilled: int
+    """Context tokens computed again after an interruption."""
+    discarded: int
+    """Of dropped rollouts."""
+    masked: int
+    """Delivered with loss mask 0, because they passed the staleness bound."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SecondsFigures:
+    wall: float
+    """From the opened fleet to the last thing that happened."""
+    trainer: float
+    """Of it, spent by the trainer while the run waited for it (synchronous pace only)."""
+    pause: float
+    """An engine's mean time from its pause calls to the ends of its continue calls."""
+    update: float
+    """From the requests for a new version to their ends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StalenessFigures:
+    """Consuming version minus sampling version, of delivered tokens."""
+
+    mean: float
+    """Over tokens."""
+    max: int
+    max_trained: int
+    """The largest among tokens with loss mask 1: what `max_staleness` bounds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchFigures:
+    """One batch. `seconds` reach from the delivery before to its own, without `trainer_seconds`."""
+
+    index: int
+    version: int
+    """The one that consumes it."""
+    seconds: float
+    trainer_seconds: float
+    groups: int
+    rollouts: int
+    tokens: int
+    mean_length: float
+    """Of its responses, in tokens."""
+    off_policy_token_share: float
+    staleness_mean: float
+    staleness_max: int
+    t_bound: float | None
+    """What no schedule can go below for these responses on this fleet, in seconds."""
+    efficiency: float | None
+    """t_bound / seconds. Above 1 where much of the batch was generated before it began."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BiasFigures:
+    """Are short responses over-represented? 0 is no bias, -0.1 is 10 % too short."""
+
+    first_batch_length_bias: float | None
+    """Mean length of batch 0 / long-run mean - 1."""
+    bias_estimate: float | None
+    """Mean length of all delivered / `bias_reference`'s mean - 1."""
+    bias_reference: BiasReference | None
+    """What is held against: the workload's own mean where it is known, or this run's batches
+    after the burn-in."""
+    workload_mean_length: float | None
+    long_run_mean_length: float | None
+    """Of the batches after the burn-in."""
+    delivered_mean_length: float | None
+    delivered_mean_length_by_batch: list[float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SteadyState:
+    """The same figures over the batches after the burn-in."""
+
+    burn_in: int
+    """Batches left out at the begin."""
+    batches: int
+    mean_batch_seconds: float | None
+    mean_length: float | None
+    delivered_tokens_per_s: float | None
+    efficiency: float | None
+    off_policy_token_share: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """What is in summary.json."""
+
+    schema: int = 1
+    clock: Literal["virtual", "wall"]
+    interrupted: bool
+    """Ended by Ctrl-C; the figures are those until then."""
+    error: str | None
+    """Why the run ended early otherwise."""
+    event_log_error: str | None
+    """Why events.jsonl is not complete."""
+    engines: int
+    batches: int
+    rollouts: RolloutFigures
+    tokens: TokenFigures
+    seconds: SecondsFigures
+    delivered_tokens_per_s: float | None
+    """Delivered tokens over all batches' seconds, those of the trainer included."""
+    efficiency: float | None
+    """Sum of t_bound / sum of seconds, the trainer's not included."""
+    off_policy_token_share: float | None
+    """Delivered tokens of an older version than the one that consumes them / delivered tokens."""
+    staleness: StalenessFigures
+    bias: BiasFigures
+    steady_state: SteadyState
+    per_batch: list[BatchFigures] = field(default_factory=list[BatchFigures])

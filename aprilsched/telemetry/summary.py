@@ -1,0 +1,235 @@
+"""Everything that summary.json says, gathered while a run goes on.
+
+Invariant: `lost` and `duplicated` are computed from the ids of rollouts that were sent, delivered
+and dropped, so that they would show an error in the scheduler's own counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.core.counters import Counters
+from aprilsched.core.ledger import Ledger
+from aprilsched.telemetry import batch_figures as of
+from aprilsched.telemetry.batch_figures import Bound, Measured
+from aprilsched.telemetry.figures import (
+    RolloutFigures,
+    RunSummary,
+    SecondsFigures,
+    TokenFigures,
+)
+from aprilsched.telemetry.stopwatch import Stopwatch
+from aprilsched.types import Batch
+
+__all__ = ["Remainder", "Summary", "default_burn_in"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remainder:
+    """What only the scheduler itself can say at the end."""
+
+    in_flight: Collection[int]
+    """Ids of the rollouts that it still holds."""
+    counters: Counters
+    ledger: Ledger
+
+
+def default_burn_in(batches: int) -> int:
+    """Batches left out of the steady state: a quarter, at least the first."""
+    return max(1, batches // 4)
+
+
+class Summary:
+    """Listens to a run and sums it up.
+
+    Args:
+        trainer_waits: the engines stand still while the trainer trains (synchronous pace), so its
+            time is not the schedule's.
+        bound: T_bound of a batch; None where no step-time model is known.
+        workload_mean: the mean response length, where it is known beforehand.
+        burn_in: batches left out of the steady state; :func:`default_burn_in` unless given.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer_waits: bool,
+        bound: Bound | None = None,
+        workload_mean: float | None = None,
+        burn_in: int | None = None,
+    ) -> None:
+        self._trainer_waits = trainer_waits
+        self._bound = bound
+        self._workload_mean = workload_mean
+        self._burn_in = burn_in
+        self.batches: list[Measured] = []
+        self._engines = 0
+        self._began: float | None = None
+        self._now = 0.0
+        self._delivered_at = 0.0
+        self._asked = False
+        self._trainer = 0.0
+        """Seconds of the trainer since the last delivery."""
+        self._idle_since: float | None = None
+        """The trainer has the last batch and nothing else goes on."""
+        self._trainer_total = 0.0
+        self._pauses = Stopwatch()
+        self._updates = Stopwatch()
+        self._sent: set[int] = set()
+        self._delivered: set[int] = set()
+        self._dropped: set[int] = set()
+        self._duplicated: set[int] = set()
+        self._evaluated = 0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.Opened: self._opened,
+            ev.BatchRequested: self._batch_requested,
+            ev.UpdateRequested: self._update_requested,
+            ev.Continued: self._continued,
+            do.Send: self._launch,
+            do.StartEpisode: self._launch,
+            do.CancelWork: self._cancel_work,
+            do.Pause: self._pause,
+            do.LoseEngine: self._continued,
+            do.FinishUpdate: self._finish_update,
+            do.Deliver: self._deliver,
+            do.DeliverEvaluation: self._deliver_evaluation,
+        }
+
+    def on_event(self, event: ev.Event, now: float) -> None:
+        self._on(event, now)
+
+    def on_command(self, command: do.Command, now: float) -> None:
+        self._on(command, now)
+
+    def _on(self, what: object, now: float) -> None:
+        self._now = now
+        handler = self._handlers.get(type(what))
+        if handler is not None:
+            handler(what)
+
+    # --- the result ----------------------------------------------------------------------------
+
+    def result(
+        self,
+        remainder: Remainder,
+        *,
+        clock: Literal["virtual", "wall"],
+        interrupted: bool = False,
+        error: str | None = None,
+        event_log_error: str | None = None,
+    ) -> RunSummary:
+        """The run up to now."""
+        batches = self.batches
+        asked = self._burn_in
+        burn_in = default_burn_in(len(batches)) if asked is None else asked
+        return RunSummary(
+            clock=clock,
+            interrupted=interrupted,
+            error=error,
+            event_log_error=event_log_error,
+            engines=self._engines,
+            batches=len(batches),
+            rollouts=self._rollouts(remainder),
+            tokens=self._tokens(remainder.counters),
+            seconds=self._seconds(),
+            delivered_tokens_per_s=of.delivered_tokens_per_s(batches),
+            efficiency=of.efficiency(batches) if batches else None,
+            off_policy_token_share=of.off_policy_token_share(batches),
+            staleness=of.staleness(batches),
+            bias=of.bias(batches, burn_in, self._workload_mean),
+            steady_state=of.steady_state(batches, burn_in),
+            per_batch=[batch.figures for batch in batches],
+        )
+
+    def _rollouts(self, remainder: Remainder) -> RolloutFigures:
+        held = set(remainder.in_flight)
+        somewhere = held | self._delivered | self._dropped
+        return RolloutFigures(
+            launched=len(self._sent | somewhere),
+            delivered=len(self._delivered),
+            evaluated=self._evaluated,
+            in_flight=len(held),
+            lost=len(self._sent - somewhere),
+            duplicated=len(self._duplicated),
+            dropped={str(reason): n for reason, n in sorted(remainder.ledger.rollouts.items())},
+        )
+
+    def _tokens(self, counters: Counters) -> TokenFigures:
+        return TokenFigures(
+            generated=counters.tokens_generated,
+            delivered=counters.tokens_delivered,
+            reprefilled=counters.tokens_reprefilled,
+            discarded=counters.tokens_discarded,
+            masked=sum(batch.masked for batch in self.batches),
+        )
+
+    def _seconds(self) -> SecondsFigures:
+        return SecondsFigures(
+            wall=self._now - (self._now if self._began is None else self._began),
+            trainer=self._trainer_total,
+            pause=self._pauses.total(self._now) / max(1, self._engines),
+            update=self._updates.total(self._now),
+        )
+
+    # --- rollouts ------------------------------------------------------------------------------
+
+    def _launch(self, command: do.Send | do.StartEpisode) -> None:
+        self._sent.add(command.rollout_id)
+
+    def _cancel_work(self, command: do.CancelWork) -> None:
+        self._dropped.update(command.rollout_ids)
+
+    def _deliver(self, command: do.Deliver) -> None:
+        self._arrive(command.batch)
+        took = self._now - self._delivered_at - self._trainer
+        self.batches.append(
+            of.measure(
+                command.batch, seconds=took, trainer_seconds=self._trainer, bound=self._bound
+            )
+        )
+        self._trainer = 0.0
+        self._delivered_at = self._now
+        self._idle_since = self._now
+
+    def _deliver_evaluation(self, command: do.DeliverEvaluation) -> None:
+        self._evaluated += sum(1 for _ in command.batch.rollouts)
+        self._arrive(command.batch)
+
+    def _arrive(self, batch: Batch) -> None:
+        for rollout in batch.rollouts:
+            if rollout.rollout_id in self._delivered:
+                self._duplicated.add(rollout.rollout_id)
+            self._delivered.add(rollout.rollout_id)
+
+    # --- time ----------------------------------------------------------------------------------
+
+    def _opened(self, event: ev.Opened) -> None:
+        self._began = self._delivered_at = self._idle_since = self._now
+        self._engines = len(event.engines)
+
+    def _batch_requested(self, _: ev.BatchRequested) -> None:
+        self._stop_idling()
+
+    def _update_requested(self, _: ev.UpdateRequested) -> None:
+        self._updates.start("update", self._now)
+        self._stop_idling()
+
+    def _finish_update(self, _: do.FinishUpdate) -> None:
+        self._updates.stop("update", self._now)
+        self._idle_since = self._now
+
+    def _stop_idling(self) -> None:
+        if self._idle_since is not None and self._trainer_waits:
+            self._trainer += self._now - self._idle_since
+            self._trainer_total += self._now - self._idle_since
+        self._idle_since = None
+
+    def _pause(self, command: do.Pause) -> None:
+        self._pauses.start(command.engine, self._now)
+
+    def _continued(self, event: ev.Continued | do.LoseEngine) -> None:
+        self._pauses.stop(event.engine, self._now)

@@ -1,0 +1,168 @@
+"""A batch as torch tensors, padded to one length or packed into one row.
+
+Everything is aligned to ``input_ids``: ``logprobs[i]`` is the log-probability of token ``i``
+itself, not of the one after it (a trainer that shifts its logits compares them with
+``logprobs[1:]``). The rows are the batch's rollouts in their order, groups whole.
+
+torch is imported only when a function is called, so that a scheduler runs without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.errors import ConfigError
+from aprilsched.types import NO_VERSION, Batch, Rollout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["PackedTensors", "PaddedTensors", "pack", "pad"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PaddedTensors:
+    """[B, S]: one rollout a row, prompt and response joined, padded on the right.
+
+    Attributes:
+        input_ids: int64 [B, S], the pad id after the end.
+        attention_mask: int64 [B, S], 1 for tokens, 0 for padding.
+        position_ids: int64 [B, S], from 0 in each row; 0 for padding.
+        response_mask: bool [B, S], True from the first response token to the last, those that
+            an environment added included.
+        loss_mask: bool [B, S], True for the response tokens that count.
+        logprobs: float32 [B, S], under the version that sampled the token; 0 elsewhere.
+        versions: int64 [B, S], the policy version that sampled the token; -1 elsewhere.
+        prompt_lengths: int64 [B].
+        response_lengths: int64 [B].
+        rewards: float32 [B], NaN where there is no reward.
+        group_ids: int64 [B], equal for the rollouts of one prompt.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    response_mask: Tensor
+    loss_mask: Tensor
+    logprobs: Tensor
+    versions: Tensor
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    rewards: Tensor
+    group_ids: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedTensors:
+    """[N]: all rollouts in one row without padding, N tokens in total.
+
+    The fields are those of :class:`PaddedTensors`, [N] instead of [B, S] and without the
+    attention mask, and where each rollout begins:
+
+    Attributes:
+        cu_seqlens: int32 [B + 1]; rollout b holds the tokens ``cu_seqlens[b]`` to
+            ``cu_seqlens[b + 1]``, as variable-length attention takes it.
+        max_seqlen: the longest rollout.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    response_mask: Tensor
+    loss_mask: Tensor
+    logprobs: Tensor
+    versions: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    rewards: Tensor
+    group_ids: Tensor
+
+
+def pad(batch: Batch, *, pad_id: int) -> PaddedTensors:
+    """`batch` as one row for each rollout, padded on the right with `pad_id`.
+
+    Raises:
+        ConfigError: if torch is not installed.
+    """
+    torch = _torch()
+    rollouts = tuple(batch.rollouts)
+    lengths = _lengths(rollouts)
+    taken = np.arange(int(lengths.max(initial=0))) < lengths[:, np.newaxis]
+    fill = {"input_ids": pad_id, "versions": NO_VERSION}
+    tokens = {name: _rows(flat, taken, fill.get(name, 0)) for name, flat in _flat(rollouts).items()}
+    arrays = {**tokens, "attention_mask": taken.astype(np.int64), **_per_rollout(rollouts)}
+    return PaddedTensors(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def pack(batch: Batch) -> PackedTensors:
+    """`batch` as one row without padding.
+
+    Raises:
+        ConfigError: if torch is not installed.
+    """
+    torch = _torch()
+    rollouts = tuple(batch.rollouts)
+    lengths = _lengths(rollouts)
+    starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    arrays = {**_flat(rollouts), "cu_seqlens": starts, **_per_rollout(rollouts)}
+    tensors: dict[str, Tensor] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return PackedTensors(**tensors, max_seqlen=int(lengths.max(initial=0)))
+
+
+def _torch() -> ModuleType:
+    try:
+        import torch
+    except ImportError as missing:
+        raise ConfigError("torch is not installed; install aprilsched[torch].") from missing
+    return torch
+
+
+def _lengths(rollouts: Iterable[Rollout]) -> NDArray[np.int64]:
+    """Tokens of prompt and response together."""
+    return np.array([len(r.prompt_ids) + len(r) for r in rollouts], dtype=np.int64)
+
+
+def _flat(rollouts: tuple[Rollout, ...]) -> dict[str, NDArray[Any]]:
+    """Every per-token field, one rollout after the other. The arrays are new and writable."""
+    return {
+        "input_ids": _join((part for r in rollouts for part in (r.prompt_ids, r.token_ids)), "i8"),
+        "position_ids": _join((np.arange(len(r.prompt_ids) + len(r)) for r in rollouts), "i8"),
+        "response_mask": _join((_after(r, np.ones(len(r)), 0) for r in rollouts), "?"),
+        "loss_mask": _join((_after(r, r.loss_mask, 0) for r in rollouts), "?"),
+        "logprobs": _join((_after(r, r.logprobs, 0) for r in rollouts), "f4"),
+        "versions": _join((_after(r, r.versions, NO_VERSION) for r in rollouts), "i8"),
+    }
+
+
+def _per_rollout(rollouts: tuple[Rollout, ...]) -> dict[str, NDArray[Any]]:
+    rewards = [np.nan if r.reward is None else r.reward for r in rollouts]
+    return {
+        "prompt_lengths": np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int64),
+        "response_lengths": np.array([len(r) for r in rollouts], dtype=np.int64),
+        "rewards": np.array(rewards, dtype=np.float32),
+        "group_ids": np.array([r.group_id for r in rollouts], dtype=np.int64),
+    }
+
+
+def _join(parts: Iterable[NDArray[Any]], dtype: str) -> NDArray[Any]:
+    """The parts in one row; an empty part goes first, because numpy joins no empty list."""
+    return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="unsafe")
+
+
+def _after(rollout: Rollout, values: NDArray[Any], prompt: int) -> NDArray[Any]:
+    """The response's `values` behind as many times `prompt` as the prompt has tokens."""
+    return np.concatenate((np.full(len(rollout.prompt_ids), prompt, values.dtype), values))
+
+
+def _rows(flat: NDArray[Any], taken: NDArray[np.bool_], fill: int) -> NDArray[Any]:
+    """`flat` written row by row where `taken`, `fill` elsewhere."""
+    rows = np.full(taken.shape, fill, flat.dtype)
+    rows[taken] = flat
+    return rows

@@ -1,0 +1,263 @@
+"""What the coordinator relies on, as checks that every engine must pass.
+
+Each check takes a :class:`Subject`; ``test_contract.py`` runs all of them on every engine. Any
+other engine can be held to them the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from aprilsched.engines.base import Engine, PauseMode, RefitFromDisk
+from aprilsched.types import VersionSpan
+from tests.sglang.helpers import PROMPT, Stream, greedy, until, whole
+
+__all__ = ["CHECKS", "Check", "Subject"]
+
+LONG = 1500
+SETTLE_SECONDS = 0.3
+"""A pause may be dispatched before it takes effect, and an event may be on its way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """An open engine with the first of two `weights`, and how many requests it works on."""
+
+    engine: Engine
+    weights: tuple[Path, Path]
+    busy: Callable[[], Awaitable[int]]
+
+    async def idle(self) -> bool:
+        """Whether it works on nothing."""
+        return await self.busy() == 0
+
+
+Check = Callable[[Subject], Awaitable[None]]
+
+
+async def _pause_keeps_streams_open(subject: Subject, mode: PauseMode) -> None:
+    engine = subject.engine
+    reference = await whole(engine, greedy(400))
+    streams = [Stream(engine, greedy(400)).start() for _ in range(3)]
+    for stream in streams:
+        await stream.reach(20)
+    await engine.pause(mode)
+    await asyncio.sleep(SETTLE_SECONDS)
+    held = [len(stream) for stream in streams]
+    await asyncio.sleep(2 * SETTLE_SECONDS)
+    assert [len(stream) for stream in streams] == held, "tokens arrived while it was paused"
+    assert not any(stream.done for stream in streams)
+    await engine.resume()
+    for stream in streams:
+        await stream.end()
+        assert stream.last.finish == "length"
+        assert len(stream) == 400
+        assert stream.ids == reference.ids
+
+
+async def retract_keeps_streams_open(subject: Subject) -> None:
+    """No token while paused, then every stream goes on to its end, with the same tokens."""
+    await _pause_keeps_streams_open(subject, "retract")
+
+
+async def in_place_keeps_streams_open(subject: Subject) -> None:
+    """The same for the mode that keeps the cache."""
+    await _pause_keeps_streams_open(subject, "in_place")
+
+
+async def abort_returns_the_partial(subject: Subject) -> None:
+    """An abort gives what there is, with the versions of all of it."""
+    version = await subject.engine.version()
+    reference = await whole(subject.engine, greedy(LONG))
+    stream = await Stream(subject.engine, greedy(LONG)).start().reach(20)
+    await _abort_until_ended(subject.engine, stream)
+    assert stream.last.finish == "abort"
+    assert 20 <= len(stream) < LONG
+    assert stream.last.spans == (VersionSpan(version=version, start=0, end=len(stream)),)
+    assert stream.ids == reference.ids[: len(stream)]
+    np.testing.assert_allclose(stream.logprobs, reference.logprobs[: len(stream)], atol=1e-3)
+
+
+async def abort_after_retract_returns_the_partial(subject: Subject) -> None:
+    """While it is paused, an abort loses no token that was streamed."""
+    stream = await Stream(subject.engine, greedy(LONG)).start().reach(20)
+    await subject.engine.pause("retract")
+    await asyncio.sleep(SETTLE_SECONDS)
+    held = len(stream)
+    await _abort_until_ended(subject.engine, stream)
+    assert stream.last.finish == "abort"
+    assert held <= len(stream) < LONG
+    assert stream.last.spans is not None
+    assert sum(span.end - span.start for span in stream.last.spans) == len(stream)
+    await subject.engine.resume()
+    await until(subject.idle)
+
+
+async def a_request_sent_during_a_pause_is_held(subject: Subject) -> None:
+    """It gives nothing until the pause ends, and then everything."""
+    await subject.engine.pause("retract")
+    stream = Stream(subject.engine, greedy(40)).start()
+    await asyncio.sleep(2 * SETTLE_SECONDS)
+    assert not stream.chunks
+    assert not stream.done
+    await subject.engine.resume()
+    await stream.end()
+    assert len(stream) == 40
+    assert stream.last.finish == "length"
+
+
+async def a_held_request_can_be_aborted(subject: Subject) -> None:
+    """Aborts repeated until the stream has ended work, whatever becomes of those in a pause."""
+    await subject.engine.pause("retract")
+    stream = Stream(subject.engine, greedy(8000)).start()
+    await asyncio.sleep(SETTLE_SECONDS)
+    await subject.engine.abort(stream.request.request_id)
+    await asyncio.sleep(SETTLE_SECONDS)
+    await subject.engine.resume()
+    await _abort_until_ended(subject.engine, stream)
+    assert stream.last.finish == "abort"
+    assert len(stream) < 8000
+    await until(subject.idle)
+
+
+async def spans_tell_the_version_of_every_token(subject: Subject) -> None:
+    """A refit in mid-response: before the boundary the old weights, after it the new ones."""
+    engine = subject.engine
+    old = await engine.version()
+    reference = await whole(engine, greedy(300))
+    stream = await Stream(engine, greedy(300)).start().reach(20)
+    await _refit(subject, subject.weights[1], old + 7)
+    assert await engine.version() == old + 7
+    await stream.end()
+    assert stream.last.spans is not None
+    first, second = stream.last.spans
+    assert (first.version, second.version) == (old, old + 7)
+    assert 0 == first.start < first.end == second.start < second.end == 300
+    assert stream.ids[: first.end] == reference.ids[: first.end]
+    prefix = np.concatenate([PROMPT, np.array(stream.ids[: first.end], np.int32)])
+    rest = await whole(engine, greedy(300 - first.end, prompt=prefix))
+    assert stream.ids[first.end :] == rest.ids
+    np.testing.assert_allclose(stream.logprobs[first.end :], rest.logprobs, atol=1e-3)
+    assert rest.ids != reference.ids[first.end :], "the two weights must differ"
+    assert rest.last.spans == (VersionSpan(version=old + 7, start=0, end=len(rest)),)
+
+
+async def retract_and_flush_keep_greedy_tokens(subject: Subject) -> None:
+    """Forgotten KV is recomputed: with unchanged weights nothing changes."""
+    reference = await whole(subject.engine, greedy(300))
+    stream = await Stream(subject.engine, greedy(300)).start().reach(20)
+    for _ in range(2):
+        await subject.engine.pause("retract")
+        await subject.engine.flush()
+        await subject.engine.resume()
+    await stream.end()
+    assert stream.ids == reference.ids
+    np.testing.assert_allclose(stream.logprobs, reference.logprobs, atol=1e-3)
+
+
+async def repeated_and_unknown_calls_are_harmless(subject: Subject) -> None:
+    """Pausing or resuming twice, resuming what runs, aborting what nobody knows."""
+    engine = subject.engine
+    await engine.resume()
+    await engine.abort("0" * 32)
+    stream = await Stream(engine, greedy(200)).start().reach(1)
+    for mode in ("retract", "retract", "in_place"):
+        await engine.pause(mode)
+    await engine.abort("0" * 32)
+    for _ in range(2):
+        await engine.resume()
+    await stream.end()
+    assert len(stream) == 200
+    await engine.abort(stream.request.request_id)
+    assert len(await whole(engine, greedy(8))) == 8
+
+
+async def a_re_sent_prefix_continues_the_response(subject: Subject) -> None:
+    """What failover and abort mode do: the known tokens become part of the prompt."""
+    reference = await whole(subject.engine, greedy(120))
+    stream = await Stream(subject.engine, greedy(LONG)).start().reach(20)
+    await _abort_until_ended(subject.engine, stream)
+    known = stream.ids[:100]
+    prefix = np.concatenate([PROMPT, np.array(known, np.int32)])
+    rest = await whole(subject.engine, greedy(120 - len(known), prompt=prefix))
+    assert known + rest.ids == reference.ids
+
+
+async def leaving_a_stream_ends_its_request(subject: Subject) -> None:
+    """Cancelled, or closed after its first chunk, a request decodes no further."""
+    stream = await Stream(subject.engine, greedy(8000)).start().reach(1)
+    assert stream.task is not None
+    stream.task.cancel()
+    await asyncio.wait([stream.task])
+    assert stream.task.cancelled()
+    await until(subject.idle, 3.0)
+    async with aclosing(subject.engine.generate(greedy(8000))) as chunks:  # type: ignore[type-var]
+        async for _ in chunks:
+            break
+    await until(subject.idle, 3.0)
+
+
+async def leaving_a_held_stream_ends_its_request(subject: Subject) -> None:
+    """Also one that a pause holds: it must not run when the pause is over."""
+    await subject.engine.pause("retract")
+    stream = Stream(subject.engine, greedy(8000)).start()
+    await asyncio.sleep(SETTLE_SECONDS)
+    assert stream.task is not None
+    stream.task.cancel()
+    await asyncio.wait([stream.task])
+    await subject.engine.resume()
+    await asyncio.sleep(SETTLE_SECONDS)
+    await until(subject.idle, 3.0)
+
+
+async def every_token_arrives_once(subject: Subject) -> None:
+    """Lengths at and around the edges of a stream's interval; only the last chunk finishes."""
+    for length in (1, 2, 15, 16, 17, 33):
+        stream = await whole(subject.engine, greedy(length))
+        assert len(stream) == len(stream.logprobs) == length
+        finishes = [chunk.finish for chunk in stream.chunks]
+        assert finishes == [*itertools.repeat(None, len(finishes) - 1), "length"]
+        assert stream.last.spans is not None
+        assert all(chunk.spans is None for chunk in stream.chunks[:-1])
+
+
+async def _abort_until_ended(engine: Engine, stream: Stream) -> None:
+    """As the coordinator does it."""
+    async with asyncio.timeout(20):
+        while not stream.done:
+            await engine.abort(stream.request.request_id)
+            await asyncio.sleep(0.05)
+    await stream.end()
+
+
+async def _refit(subject: Subject, weights: Path, version: int) -> None:
+    engine = subject.engine
+    assert isinstance(engine, RefitFromDisk)
+    await engine.pause("retract")
+    await engine.flush()
+    await engine.update_from_disk(weights, version)
+    await engine.resume()
+
+
+CHECKS: tuple[Check, ...] = (
+    every_token_arrives_once,
+    retract_keeps_streams_open,
+    in_place_keeps_streams_open,
+    abort_returns_the_partial,
+    abort_after_retract_returns_the_partial,
+    a_request_sent_during_a_pause_is_held,
+    a_held_request_can_be_aborted,
+    spans_tell_the_version_of_every_token,
+    retract_and_flush_keep_greedy_tokens,
+    repeated_and_unknown_calls_are_harmless,
+    a_re_sent_prefix_continues_the_response,
+    leaving_a_stream_ends_its_request,
+    leaving_a_held_stream_ends_its_request,
+)

@@ -1,0 +1,176 @@
+"""A run of the scheduler against real servers, and everything the servers said in it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from aprilsched import (
+    Batch,
+    DiskPublisher,
+    Prompt,
+    Rollout,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SGLangFleet,
+)
+from aprilsched.core.commands import Command, Send
+from aprilsched.core.counters import Counters
+from aprilsched.core.events import Event, Finished, Interrupted, Progress
+from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.types import VersionSpan
+from tests.sglang.server import server_environment, server_python
+
+__all__ = ["BATCHES", "CONFIG", "Recorder", "Run", "long_tail", "record", "scores"]
+
+BATCHES = 6
+GROUPS = 4
+GROUP_SIZE = 4
+CONFIG: dict[str, object] = {
+    "batch_groups": GROUPS,
+    "group_size": GROUP_SIZE,
+    "over_provision": 2.0,
+}
+_LONG, _SHORT = 900, (8, 48)
+
+
+@dataclass
+class Recorder:
+    """A listener that checks the core after every event and keeps what the servers said."""
+
+    scheduler: RolloutScheduler | None = None
+    sends: dict[tuple[int, int], Send] = field(default_factory=dict[tuple[int, int], Send])
+    arrived: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    spans: dict[tuple[int, int], tuple[VersionSpan, ...] | None] = field(
+        default_factory=dict[tuple[int, int], "tuple[VersionSpan, ...] | None"]
+    )
+
+    def on_event(self, event: Event, now: float) -> None:
+        if self.scheduler is not None:
+            self.scheduler.state.control.runs("")  # the state can be read between events
+        match event:
+            case Progress():
+                key = (event.request_id, event.attempt)
+                self.arrived[key] = self.arrived.get(key, 0) + len(event.token_ids)
+            case Finished() | Interrupted():
+                self.spans[event.request_id, event.attempt] = event.spans
+            case _:
+                pass
+
+    def on_command(self, command: Command, now: float) -> None:
+        if isinstance(command, Send):
+            self.sends[command.request_id, command.attempt] = command
+
+    def reported(self, rollout: Rollout) -> list[int]:
+        """The version of each token as the servers' own spans say, attempt after attempt."""
+        versions: list[int] = []
+        for key, send in sorted(self.sends.items()):
+            if send.rollout_id != rollout.rollout_id or not self.arrived.get(key):
+                continue
+            spans = self.spans[key]
+            assert spans is not None, "the server reported no spans"
+            own: list[int] = []
+            for span in spans:
+                own += [span.version] * (span.end - span.start)
+            versions += own[: self.arrived[key]]
+        return versions
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of it."""
+
+    batches: list[Batch]
+    recorder: Recorder
+    counters: Counters
+    in_flight: set[int]
+    dropped: set[int]
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for batch in self.batches for rollout in batch.rollouts]
+
+
+def long_tail(count: int, *, temperature: float = 1.0) -> list[Prompt]:
+    """Prompts whose responses are short but for one in five of the groups."""
+    rng = np.random.default_rng(7)
+    prompts: list[Prompt] = []
+    for index in range(count):
+        longest = _LONG if index % 5 == 2 else _SHORT[1]
+        lengths = [int(rng.integers(*_SHORT)) for _ in range(GROUP_SIZE - 1)] + [longest]
+        prompts.append(
+            Prompt(
+                input_ids=rng.integers(3, 500, size=12).astype(np.int32),
+                key=index,
+                sampling=tuple(
+                    SamplingParams(
+                        max_new_tokens=length, temperature=temperature, ignore_eos=True
+                    )
+                    for length in lengths
+                ),
+            )
+        )
+    return prompts
+
+
+async def record(
+    urls: Sequence[str],
+    checkpoints: Sequence[Path],
+    straggler: StragglerRule,
+    *,
+    admin_key: str | None = None,
+    prompts: Sequence[Prompt] | None = None,
+    batches: int = BATCHES,
+    temperature: float = 1.0,
+) -> Run:
+    """Run `batches` batches; after each, version v comes from ``checkpoints[v % len]``."""
+    recorder = Recorder()
+    scheduler = RolloutScheduler(
+        SGLangFleet(urls, admin_key=admin_key, stream_interval=16),
+        prompts if prompts is not None else long_tail(200, temperature=temperature),
+        config=SchedulerConfig(straggler=straggler, **CONFIG),  # type: ignore[arg-type]
+        listeners=[recorder],
+    )
+    recorder.scheduler = scheduler
+    taken: list[Batch] = []
+    async with scheduler as rollouts:
+        for _ in range(batches):
+            taken.append(await rollouts.next_batch())
+            checkpoint = checkpoints[(rollouts.version + 1) % len(checkpoints)]
+            await rollouts.update_weights(DiskPublisher(checkpoint))
+        book = rollouts.state.book
+        return Run(
+            batches=taken,
+            recorder=recorder,
+            counters=book.counters,
+            in_flight=set(book.rollouts),
+            dropped={entry.rollout_id for entry in book.ledger.entries},
+        )
+
+
+def scores(model: Path, rollouts: Sequence[Rollout], folder: Path) -> list[np.ndarray]:
+    """The log-probability that transformers gives each response token under `model`."""
+    folder.mkdir(exist_ok=True)
+    source, target = folder / "in.npz", folder / f"{model.name}.npz"
+    whole = {
+        str(i): np.concatenate((r.prompt_ids, r.token_ids)).astype(np.int64)
+        for i, r in enumerate(rollouts)
+    }
+    np.savez(source, **whole)  # type: ignore[arg-type]
+    script = Path(__file__).parent / "score.py"
+    done = subprocess.run(
+        [str(server_python()), str(script), str(model), str(source), str(target)],
+        env=server_environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    with np.load(target) as found:
+        return [found[str(i)][len(r.prompt_ids) :] for i, r in enumerate(rollouts)]

@@ -1,0 +1,162 @@
+"""Start and stop real SGLang servers on the CPU for the tests.
+
+A server is a process group of its own on a free loopback port; only that group is ever
+signalled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+__all__ = ["CpuServer", "server_environment", "server_python", "write_model"]
+
+HERE = Path(__file__).parent
+BOOT_SECONDS = 240.0
+STOP_SECONDS = 5.0
+TAIL_LINES = 25
+ENVIRONMENT = "APRILSCHED_SGLANG_PYTHON"
+
+
+def server_python() -> Path:
+    """The Python that has SGLang.
+
+    Raises:
+        RuntimeError: if it is not there; a missing server must never look like a passed test.
+    """
+    default = HERE.parents[1] / ".venv-sglang" / "bin" / "python"
+    python = Path(os.environ.get(ENVIRONMENT, default))
+    if not python.is_file():
+        raise RuntimeError(
+            f"There is no SGLang environment at {python}; run `make test`, which builds it, or "
+            f"set {ENVIRONMENT} to the Python of one."
+        )
+    return python
+
+
+def write_model(directory: Path, *, seed: int = 0) -> Path:
+    """Write a tiny random model into `directory` and return it."""
+    script = HERE / "tiny_model.py"
+    done = subprocess.run(
+        [str(server_python()), str(script), str(directory), str(seed)],
+        env=server_environment(),
+        capture_output=True,
+        text=True,
+        timeout=BOOT_SECONDS,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"The tiny model could not be written:\n{done.stderr[-2000:]}")
+    return directory
+
+
+class CpuServer:
+    """One server, from :meth:`start` to :meth:`stop`."""
+
+    def __init__(self, model: Path, log: Path, *extra: str) -> None:
+        self.model = model
+        self.log = log
+        self.port = _free_port()
+        self._extra = extra
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start the process; :meth:`wait_ready` waits for it."""
+        command = [str(server_python()), str(HERE / "launch_cpu_server.py"), *self._arguments()]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=server_environment(),
+                cwd=self.log.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> None:
+        """Return once it answers.
+
+        Raises:
+            RuntimeError: with the end of its log, if it exits or takes too long.
+        """
+        deadline = time.monotonic() + BOOT_SECONDS
+        while time.monotonic() < deadline:
+            if self._process is None or self._process.poll() is not None:
+                raise RuntimeError(f"The server exited while it booted:\n{self.tail()}")
+            if _answers(self.port):
+                return
+            time.sleep(0.25)
+        raise RuntimeError(f"The server was not up after {BOOT_SECONDS:g} s:\n{self.tail()}")
+
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        """End the process group, gently first."""
+        if self._process is None:
+            return
+        for kind in (signal.SIGTERM, signal.SIGKILL):  # the group may outlive its leader
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, kind)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+        self._process = None
+
+    def tail(self) -> str:
+        """The last lines of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+
+    def _arguments(self) -> list[str]:
+        settings = {
+            "--model-path": str(self.model),
+            "--host": "127.0.0.1",
+            "--port": str(self.port),
+            "--device": "cpu",
+            "--dtype": "float32",
+            "--attention-backend": "torch_native",
+            "--max-total-tokens": "65536",
+            "--max-running-requests": "128",
+            "--mem-fraction-static": "0.3",
+            "--stream-interval": "16",
+        }
+        flags = [
+            "--skip-tokenizer-init",
+            "--disable-overlap-schedule",
+            "--incremental-streaming-output",
+        ]
+        return [*(part for pair in settings.items() for part in pair), *flags, *self._extra]
+
+
+def server_environment() -> dict[str, str]:
+    # One thread each: two servers and the tests share the machine's cores.
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,254 @@
+"""What a real SGLang server does at its edges, one test for each of the known hazards.
+
+The numbers are those of the list in the documentation of the engine. Every test ends with a
+server that is alive, idle and unpaused: the fixtures see to it and fail otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aprilsched.engines.sglang import SGLangEngine, SGLangLimits
+from aprilsched.errors import (
+    ControlTimeout,
+    EngineError,
+    EngineRejected,
+    EngineUnreachable,
+)
+from tests.sglang.conftest import INTERVAL
+from tests.sglang.helpers import Stream, greedy, running, until, whole
+from tests.sglang.proxy import CuttingProxy
+from tests.sglang.server import CpuServer
+
+ENDLESS = 8000
+SETTLE_SECONDS = 0.3
+
+
+async def test_hazard_01_an_abort_after_a_retract_loses_less_than_an_interval(
+    engine: SGLangEngine,
+) -> None:
+    """A whole answer keeps multiples of 50 tokens only; a stream has given the others before."""
+    reference = await whole(engine, greedy(400))
+    stream = await Stream(engine, greedy(ENDLESS)).start().reach(3 * INTERVAL)
+    await engine.pause("retract")
+    await asyncio.sleep(SETTLE_SECONDS)
+    held = len(stream)
+    await engine.abort(stream.request.request_id)
+    await stream.end()
+    assert stream.last.finish == "abort"
+    assert len(stream) >= held >= 3 * INTERVAL
+    assert stream.ids[:400] == reference.ids[: len(stream)]
+
+
+async def test_hazard_02_ids_and_logprobs_stay_together_at_an_abort(engine: SGLangEngine) -> None:
+    """The last event of an abort repeats an id; the tokens must not shift against their logprobs.
+
+    Aborted running and retracted, at many lengths.
+    """
+    reference = await whole(engine, greedy(800))
+    for tokens in range(1, 12):
+        retracted = tokens % 2 == 0
+        stream = await Stream(engine, greedy(ENDLESS)).start().reach(tokens * 9)
+        if retracted:
+            await engine.pause("retract")
+        await engine.abort(stream.request.request_id)
+        await stream.end()
+        if retracted:
+            await engine.resume()
+        known = min(len(stream), 800)
+        assert len(stream.logprobs) == len(stream)
+        assert stream.ids[:known] == reference.ids[:known]
+        np.testing.assert_allclose(stream.logprobs[:known], reference.logprobs[:known], atol=1e-3)
+
+
+async def test_hazard_03_a_refit_in_the_safe_order_spares_the_scheduler(
+    engine: SGLangEngine, models: tuple[Path, Path]
+) -> None:
+    """Flushing inside the update kills the server if anything runs: here it never does."""
+    streams = [Stream(engine, greedy(300)).start() for _ in range(4)]
+    for version in (1, 2, 3):
+        await streams[0].reach(20 * version)
+        await engine.pause("retract")
+        await engine.flush()
+        await engine.update_from_disk(models[version % 2], version)
+        await engine.resume()
+        assert await engine.version() == version
+    for stream in streams:
+        await stream.end()
+        assert len(stream) == 300
+        assert stream.last.spans is not None
+        assert [span.version for span in stream.last.spans] == [0, 1, 2, 3]
+
+
+async def test_hazard_04_a_held_request_is_aborted_for_good(
+    engine: SGLangEngine, clean_server: CpuServer
+) -> None:
+    """SGLang loses an abort during the pause, and every later one of that request as well."""
+    await engine.pause("retract")
+    aborted = Stream(engine, greedy(ENDLESS)).start()
+    kept = Stream(engine, greedy(30)).start()
+    await asyncio.sleep(SETTLE_SECONDS)
+    await engine.abort(aborted.request.request_id)
+    await aborted.end()
+    assert aborted.last.finish == "abort"
+    assert len(aborted) == 0
+    assert aborted.last.spans == ()
+    assert not kept.chunks
+    await engine.resume()
+    assert len(await kept.end()) == 30
+    await until(lambda: _idle(clean_server), 3.0)
+
+
+async def test_hazard_05_an_abort_under_in_place_takes_effect_after_resume(
+    engine: SGLangEngine, clean_server: CpuServer
+) -> None:
+    """The request waits in the paused batch; it ends at the next step, not before."""
+    stream = await Stream(engine, greedy(ENDLESS)).start().reach(20)
+    await engine.pause("in_place")
+    await engine.abort(stream.request.request_id)
+    await asyncio.sleep(2 * SETTLE_SECONDS)
+    assert not stream.done
+    await engine.resume()
+    await stream.end()
+    assert stream.last.finish == "abort"
+    await until(lambda: _idle(clean_server), 3.0)
+
+
+async def test_hazard_06_a_paused_server_still_answers_us(
+    engine: SGLangEngine, clean_server: CpuServer
+) -> None:
+    """`/health` hangs while paused; nothing here asks it, so opening and versions go on."""
+    assert await engine.is_paused() is False
+    await engine.pause("retract")
+    assert await engine.is_paused() is True
+    other = SGLangEngine(clean_server.url, limits=SGLangLimits(control_timeout=5))
+    await other.open()
+    assert other.capabilities == engine.capabilities
+    assert await other.version() == 0
+    await other.close()
+
+
+async def test_hazard_08_an_update_outside_a_pause_waits_and_is_bounded(
+    engine: SGLangEngine, clean_server: CpuServer, models: tuple[Path, Path]
+) -> None:
+    """The server makes it wait for every running request; the caller learns of it in time."""
+    hasty = SGLangEngine(clean_server.url, limits=SGLangLimits(update_timeout=1.0))
+    await hasty.open()
+    stream = await Stream(engine, greedy(ENDLESS)).start().reach(1)
+    with pytest.raises(ControlTimeout, match="update_weights_from_disk"):
+        await hasty.update_from_disk(models[0], 5)
+    assert not stream.done
+    await engine.abort(stream.request.request_id)
+    await stream.end()
+
+    async def updated() -> bool:
+        return await engine.version() == 5
+
+    await until(updated)
+    await hasty.close()
+
+
+async def test_hazard_09_a_stream_that_is_left_leaves_no_zombie(
+    engine: SGLangEngine, clean_server: CpuServer
+) -> None:
+    """Cancelled once or again while it says so to the server, nothing decodes on."""
+    streams = [await Stream(engine, greedy(ENDLESS)).start().reach(1) for _ in range(4)]
+    tasks = [stream.task for stream in streams if stream.task is not None]
+    for task in tasks:
+        task.cancel()
+    await asyncio.sleep(0)
+    for task in tasks[:2]:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert all(task.cancelled() for task in tasks)
+    await until(lambda: _idle(clean_server), 3.0)
+
+
+async def test_hazard_10_the_stream_is_incremental_at_our_interval(engine: SGLangEngine) -> None:
+    """Cumulative streams cost the square of the length; which form it is comes from the server."""
+    assert engine.facts.incremental is True
+    stream = await whole(engine, greedy(1 + 3 * INTERVAL + 5))
+    assert [len(chunk.token_ids) for chunk in stream.chunks] == [1, INTERVAL, INTERVAL, INTERVAL, 5]
+
+
+async def test_hazard_11_a_duplicate_id_is_rejected_and_spares_the_first(
+    engine: SGLangEngine,
+) -> None:
+    """The rejected call must not abort: the id belongs to the request that runs."""
+    stream = await Stream(engine, greedy(300)).start().reach(1)
+    with pytest.raises(EngineRejected, match="Duplicate request ID") as caught:
+        await whole(engine, greedy(10, request_id=stream.request.request_id))
+    assert caught.value.status == 400
+    assert len(await stream.end()) == 300
+    assert stream.last.finish == "length"
+
+
+async def test_hazard_12_a_cancelled_call_can_be_repeated_and_a_left_pause_is_found(
+    engine: SGLangEngine,
+) -> None:
+    """Whatever a cancellation left behind, it can be seen, and one resume ends it."""
+    for call in (engine.pause("retract"), engine.resume()):
+        task = asyncio.ensure_future(call)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await engine.pause("retract")
+    assert await engine.is_paused() is True
+    await engine.resume()
+    assert await engine.is_paused() is False
+    assert len(await whole(engine, greedy(10))) == 10
+
+
+async def test_hazard_13_no_timeout_and_no_pool_stop_a_long_tail(
+    clean_server: CpuServer,
+) -> None:
+    """A pause longer than every control timeout, and more streams than aiohttp's 100."""
+    limits = SGLangLimits(control_timeout=1.0, connect_timeout=1.0)
+    engine = SGLangEngine(clean_server.url, limits=limits)
+    await engine.open()
+    streams = [Stream(engine, greedy(20)).start() for _ in range(120)]
+    await streams[0].reach(1)
+    await engine.pause("retract")
+    await asyncio.sleep(2.5)
+    await engine.resume()
+    assert [len(await stream.end()) for stream in streams] == [20] * 120
+    await engine.close()
+
+
+async def test_hazard_14_a_generation_is_never_sent_twice(clean_server: CpuServer) -> None:
+    """A broken connection ends it with an error, its request aborted, and no second one sent."""
+    async with CuttingProxy(clean_server.port) as proxy:
+        engine = SGLangEngine(proxy.url)
+        await engine.open()
+        proxy.generations = 0
+        stream = await Stream(engine, greedy(ENDLESS)).start().reach(1)
+        proxy.cut()
+        with pytest.raises(EngineError, match="connection") as caught:
+            await stream.end()
+        assert not isinstance(caught.value, EngineUnreachable)
+        assert proxy.generations == 1
+        await until(lambda: _idle(clean_server), 3.0)
+        await engine.close()
+
+
+async def test_hazard_14_only_a_failure_to_connect_may_be_repeated(
+    clean_server: CpuServer,
+) -> None:
+    """The server went away after the probe: nothing was sent, and the error says so."""
+    async with CuttingProxy(clean_server.port) as proxy:
+        engine = SGLangEngine(proxy.url)
+        await engine.open()
+    await asyncio.sleep(SETTLE_SECONDS)  # until the end of the kept connections was noticed
+    for call in (whole(engine, greedy()), engine.pause("retract"), engine.version()):
+        with pytest.raises(EngineUnreachable, match="is the server up at"):
+            await call
+    await engine.close()
+
+
+async def _idle(server: CpuServer) -> bool:
+    return await running(server.url) == 0

@@ -1,0 +1,70 @@
+"""What the adapter refuses, and what it makes of a real server's refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aprilsched.engines.sglang import SGLangEngine, SGLangLimits
+from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
+from tests.sglang.helpers import PROMPT, Stream, greedy, whole
+from tests.sglang.server import CpuServer
+
+ENDLESS = 8000
+
+
+async def test_a_token_outside_of_the_vocabulary_is_refused_before_it_kills(
+    engine: SGLangEngine,
+) -> None:
+    """SGLang looks it up in its embedding and dies of it (0.5.21)."""
+    for token, fine in ((511, True), (512, False), (2**31 - 1, False)):
+        prompt = np.append(PROMPT, np.int32(token)).astype(np.int32)
+        if fine:
+            assert len(await whole(engine, greedy(3, prompt=prompt))) == 3
+            continue
+        with pytest.raises(EngineRejected, match="the model knows 512"):
+            await whole(engine, greedy(3, prompt=prompt))
+
+
+async def test_a_prompt_beyond_the_context_is_a_rejection_and_no_interruption(
+    engine: SGLangEngine,
+) -> None:
+    """The server's own words, cut; taken for an abort it would be sent again for ever."""
+    prompt = np.tile(PROMPT, 300)
+    with pytest.raises(EngineRejected, match="longer than the model's context length") as caught:
+        await whole(engine, greedy(3, prompt=prompt))
+    assert caught.value.status == 400
+
+
+async def test_a_checkpoint_that_cannot_be_loaded_is_rejected_and_changes_nothing(
+    engine: SGLangEngine, tmp_path: Path
+) -> None:
+    """The engine goes on under the version that it has."""
+    reference = await whole(engine, greedy(20))
+    await engine.pause("retract")
+    with pytest.raises(EngineRejected):
+        await engine.update_from_disk(tmp_path / "nothing", 9)
+    await engine.resume()
+    assert await engine.version() == 0
+    assert (await whole(engine, greedy(20))).ids == reference.ids
+
+
+async def test_an_answer_over_the_limit_is_a_protocol_error(clean_server: CpuServer) -> None:
+    """A server gone wild cannot fill the memory."""
+    engine = SGLangEngine(clean_server.url, limits=SGLangLimits(max_answer_bytes=2000))
+    with pytest.raises(EngineProtocolError, match="raise max_answer_bytes"):
+        await engine.open()
+
+
+async def test_closing_ends_what_is_being_read(clean_server: CpuServer) -> None:
+    """A reader of a closed engine gets an error; it does not wait for ever."""
+    engine = SGLangEngine(clean_server.url)
+    await engine.open()
+    stream = await Stream(engine, greedy(ENDLESS)).start().reach(1)
+    await engine.close()
+    with pytest.raises(EngineError, match="was closed while it generated"):
+        await stream.end()
+    with pytest.raises(EngineError, match="is not open"):
+        await engine.pause("retract")

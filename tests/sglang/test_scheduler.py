@@ -1,0 +1,199 @@
+"""The main job on a real server: pause, refit, continue, with every token accounted for.
+
+One run for each straggler rule, six batches of 4 groups of 4 with an over-provision of 2, long
+tails, and a disk refit with really different weights after each batch. The tests look at these
+runs from different sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.types import Rollout
+from tests.sglang.conftest import ADMIN_KEY
+from tests.sglang.helpers import greedy, reset, running, whole
+from tests.sglang.recorded import BATCHES, Run, long_tail, record, scores
+from tests.sglang.server import CpuServer
+
+from aprilsched.engines.sglang import SGLangEngine
+
+TOLERANCE = 1e-4
+"""Of a logprob, between SGLang's paged decode and one pass of transformers, both in float32."""
+
+
+def wait(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine to its end, for fixtures that are not of one test's loop."""
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(work)
+
+
+@pytest.fixture(scope="module")
+def runs(
+    sglang_server: CpuServer, models: tuple[Path, Path]
+) -> Callable[[StragglerRule], Run]:
+    """One run for each rule, made when first asked for."""
+    made: dict[str, Run] = {}
+
+    async def make(rule: StragglerRule) -> Run:
+        await reset(sglang_server.url, models[0])
+        try:
+            return await record([sglang_server.url], models, rule)
+        finally:
+            assert await running(sglang_server.url) == 0, "something of ours still decodes"
+            await reset(sglang_server.url, models[0])
+
+    def run(rule: StragglerRule) -> Run:
+        if rule not in made:
+            made[rule] = wait(make(rule))
+        return made[rule]
+
+    return run
+
+
+@pytest.fixture(params=["retract", "in_place", "abort"])
+def rule(request: pytest.FixtureRequest) -> StragglerRule:
+    return request.param
+
+
+def test_every_batch_is_whole_and_consumed_at_its_version(
+    runs: Callable[[StragglerRule], Run], rule: StragglerRule
+):
+    run = runs(rule)
+    assert [batch.version for batch in run.batches] == list(range(BATCHES))
+    for batch in run.batches:
+        assert len(batch.groups) == 4
+        for group in batch.groups:
+            assert [r.index for r in group.rollouts] == [0, 1, 2, 3]
+
+
+def test_token_data_of_a_rollout_has_one_length_and_is_complete(
+    runs: Callable[[StragglerRule], Run], rule: StragglerRule
+):
+    for batch in runs(rule).batches:
+        for group in batch.groups:
+            assert isinstance(group.prompt.sampling, tuple)
+            for rollout, sampling in zip(group.rollouts, group.prompt.sampling, strict=True):
+                n = len(rollout.token_ids)
+                assert n == sampling.max_new_tokens
+                assert n == len(rollout.logprobs) == len(rollout.versions)
+                assert n == len(rollout.loss_mask) == rollout.segments[-1].end
+                assert rollout.finish_reason == "length"
+
+
+def test_the_versions_are_the_spans_that_the_server_reports(
+    runs: Callable[[StragglerRule], Run], rule: StragglerRule
+):
+    run = runs(rule)
+    for rollout in run.rollouts:
+        assert rollout.versions_exact
+        assert rollout.versions.tolist() == run.recorder.reported(rollout)
+
+
+def test_some_rollout_spans_three_versions(
+    runs: Callable[[StragglerRule], Run], rule: StragglerRule
+):
+    assert max(len(set(r.versions.tolist())) for r in runs(rule).rollouts) >= 3
+
+
+def test_nothing_is_lost_and_nothing_is_delivered_twice(
+    runs: Callable[[StragglerRule], Run], rule: StragglerRule
+):
+    run = runs(rule)
+    times = Counter(rollout.rollout_id for rollout in run.rollouts)
+    assert set(times.values()) == {1}
+    assert not times.keys() & run.in_flight
+    assert not run.dropped
+    assert run.counters.launched == len(times) + len(run.in_flight)
+
+
+def _crossing(run: Run) -> list[Rollout]:
+    """Rollouts of several versions; the parity of one of a single version proves little."""
+    found = [r for r in run.rollouts if len(set(r.versions.tolist())) > 1]
+    assert found
+    return found
+
+
+def _differences(
+    rollouts: list[Rollout], models: tuple[Path, Path], folder: Path
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each rollout |logprob - score| under the token's own version, and under the other."""
+    by_model = [scores(model, rollouts, folder) for model in models]
+    out: list[tuple[np.ndarray, np.ndarray]] = []
+    for i, rollout in enumerate(rollouts):
+        both = np.stack([by_model[0][i], by_model[1][i]])
+        own = rollout.versions % 2
+        at = np.arange(len(rollout))
+        out.append(
+            (
+                np.abs(rollout.logprobs - both[own, at]),
+                np.abs(rollout.logprobs - both[1 - own, at]),
+            )
+        )
+    return out
+
+
+@pytest.mark.parametrize("rule", ["retract", "abort"])
+def test_each_logprob_is_the_score_under_the_weights_of_its_own_version(
+    runs: Callable[[StragglerRule], Run],
+    rule: StragglerRule,
+    models: tuple[Path, Path],
+    tmp_path: Path,
+):
+    rollouts = _crossing(runs(rule))
+    for own, other in _differences(rollouts, models, tmp_path):
+        assert own.max() < TOLERANCE
+        assert np.median(other) > 0.5, "the two checkpoints are too alike to prove anything"
+
+
+def test_in_place_agrees_before_the_first_update_and_not_after_it(
+    runs: Callable[[StragglerRule], Run], models: tuple[Path, Path], tmp_path: Path
+):
+    """Keys of one version under weights of another: the recorded logprob is the only truth."""
+    rollouts = _crossing(runs("in_place"))
+    for rollout, (own, other) in zip(
+        rollouts, _differences(rollouts, models, tmp_path), strict=True
+    ):
+        first = int(np.argmax(rollout.versions != rollout.versions[0]))
+        assert own[:first].max() < TOLERANCE
+        stale = np.minimum(own[first:], other[first:])
+        assert stale.max() > 0.1
+
+
+@pytest.mark.parametrize("rule", ["retract", "in_place", "abort"])
+async def test_greedy_tokens_of_interrupted_rollouts_equal_the_uninterrupted(
+    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule
+):
+    """Unchanged weights under new versions; under "abort" some go on on the other server."""
+    prompts = long_tail(48, temperature=0.0)
+    run = await record(
+        [server.url for server in clean_pair],
+        [models[0]],
+        rule,
+        admin_key=ADMIN_KEY,
+        prompts=prompts,
+        batches=5,
+    )
+    interrupted = _crossing(run)
+    if rule == "abort":
+        assert any(len({s.engine for s in r.segments}) == 2 for r in interrupted)
+    engine = SGLangEngine(clean_pair[0].url, stream_interval=64)
+    await engine.open()
+    try:
+        references = await asyncio.gather(
+            *(
+                whole(engine, greedy(len(r), prompt=r.prompt_ids))
+                for r in interrupted
+            )
+        )
+    finally:
+        await engine.close()
+    for rollout, reference in zip(interrupted, references, strict=True):
+        assert rollout.token_ids.tolist() == reference.ids

@@ -1,0 +1,50 @@
+"""Write a tiny random Qwen3 in the Hugging Face layout; run by the server environment's Python.
+
+``python tiny_model.py DIRECTORY [SEED]``. Another seed gives really different weights of the
+same shape: their logprobs differ by several nats, so a token scored under the wrong weights
+cannot pass for one scored under the right ones.
+"""
+
+# pyright: basic, reportMissingImports=false
+# Runs under another Python, with packages that the development environment does not have.
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import stand_ins
+
+VOCAB_SIZE = 512
+CONTEXT_LENGTH = 8192
+
+
+def write(directory: Path, seed: int) -> None:
+    """Write config.json and model.safetensors (float32) into `directory`."""
+    stand_ins.install()
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT_LENGTH,
+        tie_word_embeddings=False,
+        # Larger than the default 0.02: greedy paths then depend on the context instead of
+        # falling into a cycle of one token after a few steps.
+        initializer_range=0.2,
+        eos_token_id=0,
+        bos_token_id=1,
+        pad_token_id=2,
+    )
+    model = Qwen3ForCausalLM(config).to(torch.float32)
+    model.save_pretrained(directory, safe_serialization=True)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)

@@ -1,0 +1,342 @@
+"""The arrows of the architecture, read from the import statements.
+
+types, errors <- core <- coordinator -> engines, weights, store; telemetry listens to events;
+analysis reads files only. The table below is the law; the checker is small and is tested itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "aprilsched"
+MAX_LINES = 400
+
+DEPENDENCIES = frozenset(
+    {
+        "aiohttp",
+        "asyncio_throttle",
+        "looptime",
+        "msgspec",
+        "numpy",
+        "rich",
+        "tenacity",
+        "tomli_w",
+        "tyro",
+        "yarl",
+    }
+)
+NUMPY = frozenset({"numpy"})
+PLOTS = frozenset({"matplotlib", "plotly", "polars"})
+LAZY = (
+    frozenset({"ray", "safetensors", "sglang", "torch", "trackio", "transformers", "wandb"}) | PLOTS
+)
+"""Optional or slow to import: only inside functions, or for the type checker."""
+
+# fmt: off
+EFFECTS = frozenset({
+    "asyncio", "concurrent", "contextvars", "datetime", "http", "io", "logging", "multiprocessing",
+    "os", "pathlib", "queue", "random", "sched", "secrets", "select", "selectors", "shutil",
+    "signal", "socket", "sqlite3", "subprocess", "tempfile", "threading", "time", "urllib", "uuid",
+    "warnings",
+})
+# fmt: on
+"""Modules of the standard library with a clock, chance, other threads or the world behind them."""
+
+EFFECT_CALLS = frozenset({"input", "open", "print"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What a module may import; names stand for themselves and all that is below them."""
+
+    ours: tuple[str, ...] = ()
+    ours_deferred: tuple[str, ...] = ()
+    others: frozenset[str] = DEPENDENCIES
+    pure: bool = False
+
+
+EVERYTHING = Rule(ours=("aprilsched",))
+
+RULES: dict[str, Rule] = {
+    "aprilsched.errors": Rule(others=frozenset(), pure=True),
+    "aprilsched.types": Rule(
+        ours=("aprilsched.errors",),
+        ours_deferred=("aprilsched.tensors",),
+        others=NUMPY,
+        pure=True,
+    ),
+    "aprilsched.sampling": Rule(ours=("aprilsched.errors", "aprilsched.types"), others=NUMPY),
+    "aprilsched.tensors": Rule(ours=("aprilsched.errors", "aprilsched.types"), others=NUMPY),
+    "aprilsched.workload": Rule(ours=("aprilsched.errors", "aprilsched.types"), others=NUMPY),
+    "aprilsched.core": Rule(
+        ours=("aprilsched.core", "aprilsched.errors", "aprilsched.types"),
+        others=NUMPY,
+        pure=True,
+    ),
+    "aprilsched.config": Rule(
+        ours=(
+            "aprilsched.core.policies",
+            "aprilsched.core.rules",
+            "aprilsched.errors",
+            "aprilsched.types",
+        ),
+        others=NUMPY,
+        pure=True,
+    ),
+    "aprilsched.engines": Rule(
+        ours=(
+            "aprilsched.engines",
+            "aprilsched.errors",
+            "aprilsched.types",
+            "aprilsched.weights.base",
+            "aprilsched.workload",
+        )
+    ),
+    "aprilsched.weights": Rule(
+        ours=(
+            "aprilsched.engines.base",
+            "aprilsched.errors",
+            "aprilsched.types",
+            "aprilsched.weights",
+        )
+    ),
+    "aprilsched.store": Rule(
+        ours=(
+            "aprilsched.core.events",
+            "aprilsched.core.records",
+            "aprilsched.errors",
+            "aprilsched.store",
+            "aprilsched.types",
+        )
+    ),
+    "aprilsched.telemetry": Rule(
+        ours=(
+            "aprilsched.core.commands",
+            "aprilsched.core.counters",
+            "aprilsched.core.events",
+            "aprilsched.core.ledger",
+            "aprilsched.errors",
+            "aprilsched.telemetry",
+            "aprilsched.types",
+        )
+    ),
+    "aprilsched.analysis": Rule(
+        ours=(
+            "aprilsched.analysis",
+            "aprilsched.errors",
+            "aprilsched.telemetry",
+            "aprilsched.types",
+        ),
+        others=DEPENDENCIES | PLOTS,
+    ),
+    # The engine protocol, but no particular engine: that is what lets a test bring its own.
+    "aprilsched.coordinator": Rule(
+        ours=(
+            "aprilsched.config",
+            "aprilsched.coordinator",
+            "aprilsched.core",
+            "aprilsched.engines.base",
+            "aprilsched.errors",
+            "aprilsched.store",
+            "aprilsched.telemetry",
+            "aprilsched.types",
+            "aprilsched.weights.base",
+        )
+    ),
+    # The outermost ring puts the parts together and is imported by none of them.
+    "aprilsched": EVERYTHING,
+    "aprilsched.blocking": EVERYTHING,
+    "aprilsched.cli": EVERYTHING,
+    "aprilsched.integrations": EVERYTHING,
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name. `target` is the module, `name` the module or something in it."""
+
+    target: str
+    name: str
+    line: int
+    deferred: bool
+
+
+def within(name: str, roots: tuple[str, ...] | frozenset[str]) -> bool:
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
+
+
+def imports(node: ast.AST, *, deferred: bool = False) -> Iterator[Import]:
+    """Every import below `node`; deferred are those in functions and under TYPE_CHECKING."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, alias.name, child.lineno, deferred)
+        elif isinstance(child, ast.ImportFrom):
+            module = "." * child.level + (child.module or "")
+            for alias in child.names:
+                yield Import(module, f"{module}.{alias.name}", child.lineno, deferred)
+        elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            for statement in child.body:
+                yield from imports(ast.Module([statement], []), deferred=True)
+            for statement in child.orelse:
+                yield from imports(ast.Module([statement], []), deferred=deferred)
+        else:
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from imports(child, deferred=deferred or inside)
+
+
+def rule_of(module: str) -> Rule | None:
+    """The rule of the module or of the package it is in. "aprilsched" itself stands for none."""
+    found = [name for name in RULES if within(module, (name,)) and name != "aprilsched"]
+    return (
+        RULES["aprilsched"]
+        if module == "aprilsched"
+        else RULES.get(max(found, key=len, default=""))
+    )
+
+
+def forbidden(found: Import, rule: Rule) -> str | None:
+    """Why the rule does not allow the import; None if it does."""
+    top = found.target.split(".")[0]
+    if top == "":
+        return "is relative"
+    if top == "aprilsched":
+        allowed = rule.ours + (rule.ours_deferred if found.deferred else ())
+        fits = within(found.target, allowed) or within(found.name, allowed)
+        return None if fits else "points against the arrows"
+    if top in sys.stdlib_module_names:
+        return "has effects" if rule.pure and top in EFFECTS else None
+    if within(found.name, frozenset({"numpy.random"})) and rule.pure:
+        return "has effects"
+    if top in rule.others or (top in LAZY and found.deferred and not rule.pure):
+        return None
+    if top in LAZY and not rule.pure:
+        return "must wait until it is used"
+    return "is no dependency of this part"
+
+
+def effects(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Calls of built-in functions that reach out of the process, and uses of numpy.random."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id in EFFECT_CALLS:
+                yield node.func.id, node.lineno
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in ("np.random", "numpy.random"):
+            yield "numpy.random", node.lineno
+
+
+def violations(module: str, source: str) -> list[str]:
+    """One sentence for each thing that `module` must not do."""
+    rule = rule_of(module)
+    if rule is None:
+        return [f"{module} has no rule; add it to the table, with what it may import."]
+    tree = ast.parse(source)
+    wrong = [
+        f"{module}:{found.line}: the import of {found.name} {reason}."
+        for found in imports(tree)
+        if (reason := forbidden(found, rule))
+    ]
+    if rule.pure:
+        wrong += [f"{module}:{line}: {name} has effects." for name, line in effects(tree)]
+    if ast.get_docstring(tree) is None:
+        wrong.append(f"{module} has no docstring.")
+    if len(source.splitlines()) >= MAX_LINES:
+        wrong.append(f"{module} has {MAX_LINES} lines or more; divide it.")
+    return wrong
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name."""
+    found: dict[str, Path] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@pytest.mark.parametrize(("module", "path"), modules().items(), ids=modules().keys())
+def test_the_arrows_hold(module: str, path: Path):
+    assert violations(module, path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "part"),
+    [
+        ("aprilsched.core.x", "import asyncio", "asyncio has effects"),
+        ("aprilsched.core.x", "from time import monotonic", "has effects"),
+        ("aprilsched.core.x", "import os.path", "has effects"),
+        ("aprilsched.core.x", "def f():\n import random", "has effects"),
+        ("aprilsched.core.x", "import numpy as np\nnp.random.rand()", "numpy.random has effects"),
+        ("aprilsched.core.x", "from numpy.random import rand", "has effects"),
+        ("aprilsched.core.x", "from numpy import random", "has effects"),
+        ("aprilsched.core.x", "print('hello')", "print has effects"),
+        ("aprilsched.core.x", "import msgspec", "no dependency of this part"),
+        ("aprilsched.core.x", "import aprilsched", "against the arrows"),
+        ("aprilsched.core.x", "from aprilsched import coordinator", "against the arrows"),
+        ("aprilsched.core.x", "from aprilsched.config import X", "against the arrows"),
+        ("aprilsched.core.x", "from . import events", "relative"),
+        ("aprilsched.core.x", "def f():\n import torch", "no dependency of this part"),
+        (
+            "aprilsched.core.x",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n import aprilsched.coordinator",
+            "against the arrows",
+        ),
+        ("aprilsched.types", "from aprilsched.tensors import pad", "against the arrows"),
+        ("aprilsched.errors", "from aprilsched.types import Batch", "against the arrows"),
+        ("aprilsched.errors", "import numpy", "no dependency of this part"),
+        ("aprilsched.tensors", "import torch", "must wait"),
+        ("aprilsched.tensors", "class A:\n import torch", "must wait"),
+        ("aprilsched.tensors", "try:\n import torch\nexcept ImportError: pass", "must wait"),
+        ("aprilsched.tensors", "if 1:\n pass\nelse:\n import torch", "must wait"),
+        ("aprilsched.engines.sim.x", "from aprilsched.core import scheduler", "against"),
+        ("aprilsched.engines.base", "import aprilsched.coordinator.loop", "against"),
+        ("aprilsched.weights.x", "from aprilsched.engines.sglang import SGLangEngine", "against"),
+        ("aprilsched.telemetry.x", "from aprilsched.core.scheduler import Scheduler", "against"),
+        ("aprilsched.analysis.x", "from aprilsched.engines.base import Engine", "against"),
+        ("aprilsched.coordinator.x", "from aprilsched.engines.sim import SimFleet", "against"),
+        ("aprilsched.coordinator.x", "import uvloop", "no dependency of this part"),
+        ("aprilsched.brand_new", "import aprilsched", "has no rule"),
+        ("aprilsched.cli", "x = 1" + "\n" * MAX_LINES, "divide it"),
+    ],
+)
+def test_the_checker_finds_a_violation(module: str, source: str, part: str):
+    documented = f'"""What it is for."""\n{source}'
+    found = violations(module, documented)
+    assert len(found) == 1
+    assert part in found[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("aprilsched.core.x", "import math, numpy as np\nfrom aprilsched.core import events"),
+        ("aprilsched.types", "def f():\n from aprilsched.tensors import pad"),
+        ("aprilsched.tensors", "def f():\n import torch"),
+        (
+            "aprilsched.tensors",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n from torch import Tensor",
+        ),
+        ("aprilsched.telemetry.x", "from aprilsched.core import events"),
+        ("aprilsched.analysis.plots", "import matplotlib.pyplot as plt"),
+        ("aprilsched.coordinator.x", "import asyncio, time\nimport numpy.random"),
+    ],
+)
+def test_the_checker_lets_the_rest_pass(module: str, source: str):
+    assert violations(module, f'"""What it is for."""\n{source}') == []
+
+
+def test_a_missing_docstring_is_found():
+    assert violations("aprilsched.core.x", "x = 1") == ["aprilsched.core.x has no docstring."]
+
+
+def test_importing_the_package_is_light():
+    script = "import sys, aprilsched; print(*{name.split('.')[0] for name in sys.modules})"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not LAZY & set(run.stdout.split())

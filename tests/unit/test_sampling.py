@@ -1,0 +1,138 @@
+"""Translation of sampling parameters: every key is translated, passed on or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched.errors import ConfigError
+from aprilsched.sampling import OWN, REFUSED, SERVER, SYNONYMS, sampling_params
+from aprilsched.types import SamplingParams
+
+
+class Letters:
+    """A tokenizer with one token for each letter, "<end>" being one as well."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        start = [0] if add_special_tokens else []
+        return start + ([999] if text == "<end>" else [ord(letter) for letter in text])
+
+
+def test_nothing_given_is_the_default():
+    assert sampling_params({}) == SamplingParams()
+    assert sampling_params({"max_tokens": None, "seed": None, "n": None}) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "value"),
+    [
+        ({"max_tokens": 7}, "max_new_tokens", 7),
+        ({"max_completion_tokens": 7}, "max_new_tokens", 7),
+        ({"max_tokens_to_sample": 7}, "max_new_tokens", 7),
+        ({"max_new_tokens": np.int64(7)}, "max_new_tokens", 7),
+        ({"min_tokens": 7}, "min_new_tokens", 7),
+        ({"seed": 7}, "sampling_seed", 7),
+        ({"temperature": 0}, "temperature", 0.0),
+        ({"temperature": np.float32(0.5)}, "temperature", 0.5),
+        ({"top_p": 0.9}, "top_p", 0.9),
+        ({"top_k": 50}, "top_k", 50),
+        ({"min_p": 0.1}, "min_p", 0.1),
+        ({"ignore_eos": True}, "ignore_eos", True),
+        ({"stop_token_ids": [1, np.int32(2)]}, "stop_token_ids", (1, 2)),
+        ({"stop_token_ids": 3}, "stop_token_ids", (3,)),
+        ({"stop_token_ids": np.array([4, 5])}, "stop_token_ids", (4, 5)),
+    ],
+)
+def test_a_name_is_translated_and_its_value_is_plain_python(
+    given: Mapping[str, Any], field: str, value: object
+):
+    found = getattr(sampling_params(given), field)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_every_field_has_an_entry_in_the_table():
+    assert {*OWN, "extra"} == set(SamplingParams.__dataclass_fields__)
+    assert not {*OWN} & {*SERVER}
+    assert {*SYNONYMS.values()} <= {*OWN}
+    assert not {*REFUSED} & {*OWN, *SERVER, *SYNONYMS}
+
+
+def test_what_only_the_server_knows_goes_to_extra():
+    params = sampling_params({"repetition_penalty": 1.1, "regex": "[ab]+", "logit_bias": {"3": 1}})
+    assert params.extra == {"repetition_penalty": 1.1, "regex": "[ab]+", "logit_bias": {"3": 1}}
+
+
+def test_an_explicit_extra_passes_through_and_joins_the_others():
+    given = {"extra": {"brand_new": [1], "stop": "END"}, "no_stop_trim": True, "max_tokens": 9}
+    params = sampling_params(given)
+    assert params.extra == {"brand_new": [1], "stop": "END", "no_stop_trim": True}
+    assert given["extra"] == {"brand_new": [1], "stop": "END"}
+
+
+@pytest.mark.parametrize("stop", ["<end>", ["<end>"], ("<end>",)])
+def test_a_stop_string_of_one_token_becomes_its_id(stop: object):
+    params = sampling_params({"stop": stop, "stop_token_ids": [5]}, tokenizer=Letters())
+    assert params.stop_token_ids == (5, 999)
+
+
+def test_no_stop_strings_need_no_tokenizer():
+    assert sampling_params({"stop": []}).stop_token_ids == ()
+
+
+def test_one_response_may_be_asked_for_by_name():
+    assert sampling_params({"n": 1, "beam_width": 1}) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ({"n": 4}, "set group_size"),
+        ({"best_of": 4}, "accept="),
+        ({"beam_width": 4}, "beam search"),
+        ({"logprobs": True}, "leave it out"),
+        ({"stream": True}, "leave it out"),
+        ({"max_tokens": 5, "max_new_tokens": 5}, "Both max_tokens and max_new_tokens"),
+        ({"seed": 5, "sampling_seed": 6}, "Both seed and sampling_seed"),
+        ({"temprature": 1.0}, "did you mean temperature?"),
+        ({"max_toknes": 5}, "did you mean max_tokens?"),
+        ({"xyzzy": 5}, "put it into extra"),
+        ({"regex": "a", "extra": {"regex": "b"}}, "regex is given twice"),
+        ({"extra": {"max_new_tokens": 5}}, "extra holds max_new_tokens"),
+        ({"stop": "<end>"}, "there is no tokenizer"),
+        ({"max_tokens": "5"}, "max_tokens is '5' (str); give a whole number"),
+        ({"max_tokens": 5.0}, "max_tokens is 5.0 (float); give a whole number"),
+        ({"max_tokens": True}, "max_tokens is True (bool); give a whole number"),
+        ({"temperature": "hot"}, "temperature is 'hot' (str); give a finite number"),
+        ({"temperature": float("nan")}, "temperature is nan (float); give a finite number"),
+        ({"ignore_eos": 1}, "ignore_eos is 1 (int); give True or False"),
+        ({"stop_token_ids": "12"}, "stop_token_ids is '12' (str); give a list of token ids"),
+        ({"stop_token_ids": 1.5}, "stop_token_ids is 1.5 (float); give a list of token ids"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids is 'a' (str); give a whole number"),
+        ({"regex": ["a" * 99]}, "... (list); give a string"),
+        ({"stop": 5}, "stop is 5 (int); give a string or a list of strings"),
+        ({"stop": [5]}, "stop is [5] (list); give a string or a list of strings"),
+        ({"extra": 5}, "extra is 5 (int); give a mapping"),
+        ({"max_tokens": 0}, "at least 1 token"),
+    ],
+)
+def test_what_is_wrong_is_refused_in_one_sentence(given: Mapping[str, Any], part: str):
+    with pytest.raises(ConfigError) as caught:
+        sampling_params(given)
+    message = str(caught.value)
+    assert part in message
+    assert message[-1] in ".?"
+    assert "\n" not in message
+
+
+def test_a_stop_string_of_several_tokens_says_what_to_do():
+    with pytest.raises(ConfigError, match=r"'ab' is 2 tokens, not one; give the ids"):
+        sampling_params({"stop": "ab"}, tokenizer=Letters())
+
+
+def test_what_is_no_mapping_is_refused():
+    with pytest.raises(ConfigError, match="give a mapping"):
+        sampling_params([("max_tokens", 5)])  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,239 @@
+"""Events as SGLang sends them, to chunks: every form, and everything that must be refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched.engines.base import Chunk
+from aprilsched.engines.sglang.sse import EventSplitter
+from aprilsched.engines.sglang.stream import ChunkAssembler, read_chunks
+from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
+from aprilsched.types import VersionSpan
+
+ABORTED = {"type": "abort", "message": "Abort in waiting queue"}
+LENGTH = {"type": "length", "length": 5}
+
+
+def triples(start: int, end: int) -> list[list[Any]]:
+    """Tokens 100 + i with logprob -i / 10."""
+    return [[-position / 10, 100 + position, None] for position in range(start, end)]
+
+
+def event(
+    start: int,
+    end: int,
+    *,
+    finish: dict[str, Any] | None = None,
+    spans: list[tuple[str, int, int]] | None = None,
+    **changed: Any,
+) -> bytes:
+    """An event that carries the tokens `start` to `end`, as 0.5.21 words it."""
+    meta: dict[str, Any] = {
+        "id": "r",
+        "finish_reason": finish,
+        "completion_tokens": end,
+        "cached_tokens": 3,
+        "weight_version": "default",
+        "output_token_logprobs": triples(start, end),
+        "output_token_logprobs_length": end,
+    }
+    if spans is not None:
+        meta["weight_versions"] = [{"version": v, "start": s, "end": e} for v, s, e in spans]
+    output_ids = changed.pop("output_ids", list(range(100 + start, 100 + end)))
+    meta.update(changed)
+    meta = {name: value for name, value in meta.items() if value is not ...}
+    return json.dumps({"output_ids": output_ids, "meta_info": meta}).encode()
+
+
+def feed(*payloads: bytes) -> list[Chunk]:
+    assembler = ChunkAssembler("engine:1", "r")
+    return [assembler.feed(payload) for payload in payloads]
+
+
+def assert_tokens(chunks: list[Chunk], count: int) -> None:
+    ids = np.concatenate([chunk.token_ids for chunk in chunks])
+    logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
+    assert ids.dtype == np.int32
+    assert logprobs.dtype == np.float32
+    assert ids.tolist() == list(range(100, 100 + count))
+    np.testing.assert_allclose(logprobs, -np.arange(count) / 10, rtol=1e-6)
+
+
+def test_incremental_events_carry_only_new_tokens() -> None:
+    spans = [("default", 0, 2), ("7", 2, 2), ("8", 2, 5)]
+    chunks = feed(event(0, 1), event(1, 3), event(3, 5, finish=LENGTH, spans=spans))
+    assert_tokens(chunks, 5)
+    assert [chunk.finish for chunk in chunks] == [None, None, "length"]
+    assert chunks[0].spans is None
+    assert chunks[-1].spans == (
+        VersionSpan(version=0, start=0, end=2),
+        VersionSpan(version=8, start=2, end=5),
+    )
+    assert chunks[-1].cached_tokens == 3
+
+
+def test_cumulative_events_read_the_same() -> None:
+    spans = [("8", 0, 5)]
+    chunks = feed(event(0, 1), event(0, 3), event(0, 5, finish=LENGTH, spans=spans))
+    assert_tokens(chunks, 5)
+    assert [len(chunk.token_ids) for chunk in chunks] == [1, 2, 2]
+
+
+def test_events_without_a_logprob_count_read_the_same() -> None:
+    """Before 0.5.18 there is neither a count of the logprobs nor a report of the spans."""
+    old: dict[str, Any] = {"output_token_logprobs_length": ...}
+    chunks = feed(event(0, 1, **old), event(1, 4, **old), event(4, 5, finish=LENGTH, **old))
+    assert_tokens(chunks, 5)
+    assert chunks[-1].spans is None
+
+
+def test_an_abort_in_the_queue_repeats_the_last_id_and_gives_nothing_new() -> None:
+    """Hazard 2: one more output id than there are tokens, beside the whole list of logprobs."""
+    last = event(0, 3, finish=ABORTED, spans=[("7", 0, 3)], output_ids=[102])
+    chunks = feed(event(0, 1), event(1, 3), last)
+    assert_tokens(chunks, 3)
+    assert chunks[-1].finish == "abort"
+    assert len(chunks[-1].token_ids) == 0
+    assert chunks[-1].spans == (VersionSpan(version=7, start=0, end=3),)
+
+
+def test_an_abort_joined_with_a_pending_event_keeps_ids_and_logprobs_together() -> None:
+    """The server joins [103, 104] with the repeat [104]: paired by position, all would shift."""
+    last = event(
+        0,
+        5,
+        finish=ABORTED,
+        spans=[("7", 0, 5)],
+        output_ids=[103, 104, 104],
+        output_token_logprobs=[*triples(3, 5), *triples(0, 5)],
+    )
+    assert_tokens(feed(event(0, 3), last), 5)
+
+
+def test_an_abort_with_fewer_logprobs_than_tokens_keeps_the_common_length() -> None:
+    last = event(
+        0, 5, finish=ABORTED, spans=[("7", 0, 5)], output_token_logprobs=triples(0, 4),
+        output_token_logprobs_length=4,
+    )  # fmt: skip
+    chunks = feed(event(0, 2), last)
+    assert_tokens(chunks, 4)
+    assert chunks[-1].spans == (VersionSpan(version=7, start=0, end=4),)
+
+
+def test_an_abort_before_the_first_token_is_empty() -> None:
+    (chunk,) = feed(event(0, 0, finish=ABORTED, output_token_logprobs=[], spans=[("7", 0, 0)]))
+    assert chunk.finish == "abort"
+    assert len(chunk.token_ids) == len(chunk.logprobs) == 0
+    assert chunk.spans == ()
+
+
+def test_an_abort_of_a_running_request_is_ours_although_it_names_its_missing_status() -> None:
+    running = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+    assert feed(event(0, 2, finish=running, spans=[("1", 0, 2)]))[0].finish == "abort"
+
+
+def test_a_stop_maps_straight() -> None:
+    (chunk,) = feed(event(0, 2, finish={"type": "stop", "matched": 101}, spans=[("1", 0, 2)]))
+    assert chunk.finish == "stop"
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (event(0, 2, output_token_logprobs=...), "sent 0 logprobs where 2 were missing"),
+        (event(0, 2, output_token_logprobs=[]), "sent 0 logprobs where 2 were missing"),
+        (event(0, 2, output_token_logprobs=triples(1, 2)), "every token needs one"),
+        (event(0, 2, output_token_logprobs_length=1), "sent 1 logprobs for 2 tokens"),
+        (event(0, 2, output_ids=[100]), "not the tokens of its logprobs"),
+        (event(0, 2, output_ids=[100, 7]), "not the tokens of its logprobs"),
+        (event(0, 1, output_token_logprobs=[[None, 100, None]]), "cannot be read"),
+        (event(0, 1, output_token_logprobs=[[-1.0, -5, None]]), "cannot be read"),
+        (event(0, 1, output_token_logprobs=[[-1.0, 2**31, None]]), "cannot be read"),
+        (event(0, 1, output_token_logprobs=[[-1.0]]), "cannot be read"),
+        (event(0, 1, completion_tokens=-1), "cannot be read"),
+        (event(0, 1, completion_tokens=...), "cannot be read"),
+        (event(0, 2, finish={"type": "sideways"}, spans=[("1", 0, 2)]), "unknown reason"),
+        (event(0, 2, finish=LENGTH, spans=[("1", 0, 1)]), "do not cover its 2 tokens"),
+        (event(0, 2, finish=LENGTH, spans=[("1", 1, 2)]), "do not cover its 2 tokens"),
+        (event(0, 2, finish=LENGTH, spans=[]), "do not cover its 2 tokens"),
+        (b'{"output_ids": [1]}', "not one of a single response"),
+        (b'{"index": 1, "meta_info": {"completion_tokens": 0}}', "not one of a single response"),
+        (b"{not json", "cannot be read"),
+        (b"\xff\xfe", "cannot be read"),
+        (b'"text"', "cannot be read"),
+    ],
+)
+def test_what_breaks_the_protocol_is_refused(payload: bytes, why: str) -> None:
+    with pytest.raises(EngineProtocolError, match=why) as caught:
+        feed(payload)
+    assert caught.value.engine == "engine:1"
+
+
+def test_an_error_event_is_a_rejection_with_the_servers_words() -> None:
+    payload = b'{"error": {"message": "Duplicate request ID detected: r", "code": 400}}'
+    with pytest.raises(EngineRejected, match="Duplicate request ID") as caught:
+        feed(payload)
+    assert caught.value.status == 400
+
+
+def test_an_abort_by_the_server_itself_is_a_rejection_and_no_interruption() -> None:
+    timed_out = {"type": "abort", "message": "waited too long " * 99, "status_code": 503}
+    with pytest.raises(EngineRejected, match="waited too long") as caught:
+        feed(event(0, 0, finish=timed_out))
+    assert caught.value.status == 503
+    assert len(str(caught.value)) < 400
+
+
+def test_lines_are_cut_anywhere() -> None:
+    payloads = [event(0, 1), event(1, 3), b"[DONE]"]
+    stream = b": a comment\r\n\r\nevent: x\n\n" + b"".join(b"data: %b\n\n" % p for p in payloads)
+    for size in (1, 2, 7, 64, len(stream)):
+        splitter = EventSplitter("engine:1", 10_000)
+        pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
+        assert [payload for piece in pieces for payload in splitter.feed(piece)] == payloads
+
+
+def test_a_line_of_megabytes_is_read_and_a_longer_one_refused() -> None:
+    """A cumulative answer of a long response is one line, far beyond aiohttp's 128 KiB."""
+    splitter = EventSplitter("engine:1", 4 * 2**20)
+    piece = b"x" * 2**16
+    assert splitter.feed(b"data: ") == []
+    for _ in range(48):
+        assert splitter.feed(piece) == []
+    assert splitter.feed(b"\n\n") == [piece * 48]
+    splitter.feed(b"data: " + piece * 63)
+    with pytest.raises(EngineProtocolError, match="raise max_answer_bytes"):
+        splitter.feed(piece)
+
+
+async def _stream(*parts: bytes) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+async def _read(*parts: bytes) -> list[Chunk]:
+    reader = read_chunks(
+        _stream(*parts), EventSplitter("engine:1", 10_000), ChunkAssembler("engine:1", "r")
+    )
+    async with aclosing(reader) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+async def test_a_stream_is_read_to_its_last_chunk() -> None:
+    last = event(1, 3, finish=LENGTH, spans=[("1", 0, 3)])
+    chunks = await _read(
+        b"data: " + event(0, 1) + b"\n\ndata: " + last, b"\n\ndata: [DONE]\n\n", b"ignored"
+    )
+    assert_tokens(chunks, 3)
+
+
+async def test_a_stream_that_ends_early_is_an_error_that_counts_its_tokens() -> None:
+    for rest in (b"", b"data: [DONE]\n\n"):
+        with pytest.raises(EngineError, match="ended after 1 tokens"):
+            await _read(b"data: " + event(0, 1) + b"\n\n", rest)

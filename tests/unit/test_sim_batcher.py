@@ -1,0 +1,412 @@
+"""The batcher on explicit time: scheduling, pauses, refits, and SGLang's edges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aprilsched.engines.sim.batcher import Batcher
+from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.model import weights_key_of_version
+from aprilsched.engines.sim.sequence import version_spans
+from aprilsched.engines.sim.timing import H200_QWEN3_4B, StepTimeModel
+from aprilsched.errors import ConfigError
+from aprilsched.types import Int32Array, VersionSpan
+from tests.support.sim_batcher import Driver, explained, request
+
+T = H200_QWEN3_4B
+SMALL_CHUNKS = StepTimeModel(
+    t0=T.t0,
+    t1=T.t1,
+    t2=T.t2,
+    prefill_pass=T.prefill_pass,
+    prefill_rate=T.prefill_rate,
+    prefill_chunk=100,
+)
+
+
+def alone(length: int, **sampling: bool) -> Int32Array:
+    """The tokens of request "a" when nothing disturbs it."""
+    driver = Driver(SimConfig())
+    driver.submit(request("a", length, **sampling))
+    driver.settle()
+    return driver.outcomes["a"].ids
+
+
+def test_one_request_takes_a_pass_and_one_step_for_each_further_token() -> None:
+    driver = Driver(SimConfig(stream_interval=64))
+    driver.submit(request("a", 300))
+    driver.settle()
+    outcome = driver.outcomes["a"]
+    assert outcome.ended_at == pytest.approx(T.prefill_seconds(4) + T.decode_seconds(1, 5, 299))
+    assert outcome.last.finish == "length"
+    assert len(outcome.ids) == len(outcome.logprobs) == 300
+    assert [len(c.token_ids) for c in outcome.chunks] == [65, 64, 64, 64, 43]
+    assert outcome.spans == [(0, 0, 300)]
+    counters = driver.batcher.counters
+    assert (counters.generated, counters.prefilled, counters.reprefilled) == (300, 4, 0)
+    assert (counters.steps, counters.prefill_passes) == (299, 1)
+    assert driver.batcher.kv_in_use == 0
+
+
+def test_a_single_token_needs_no_step() -> None:
+    driver = Driver(SimConfig())
+    driver.submit(request("a", 1))
+    driver.settle()
+    assert driver.batcher.counters.steps == 0
+    assert len(driver.outcomes["a"].ids) == 1
+
+
+def test_requests_sent_together_share_a_pass_and_prefill_stalls_decoding() -> None:
+    driver = Driver(SimConfig())
+    driver.submit(request("a", 100))
+    driver.submit(request("b", 100))
+    driver.until(0.1)
+    driver.submit(request("c", 5))
+    driver.settle()
+    counters = driver.batcher.counters
+    assert counters.prefill_passes == 2
+    assert counters.prefill_seconds == pytest.approx(T.prefill_seconds(8) + T.prefill_seconds(4))
+    assert driver.now == pytest.approx(counters.prefill_seconds + counters.decode_seconds)
+    assert counters.steps == 99
+
+
+def test_first_come_first_served_up_to_max_running() -> None:
+    driver = Driver(SimConfig(max_running=2))
+    for name, length in (("a", 50), ("b", 10), ("c", 10), ("d", 10)):
+        driver.submit(request(name, length))
+    driver.settle()
+    ended = {name: outcome.ended_at or 0.0 for name, outcome in driver.outcomes.items()}
+    assert ended["b"] < ended["c"] < ended["d"] < ended["a"]
+    assert driver.batcher.counters.prefill_passes == 3
+
+
+def test_a_long_context_is_prefilled_in_chunks() -> None:
+    driver = Driver(SimConfig(timing=SMALL_CHUNKS))
+    driver.submit(request("a", 2, prompt=250))
+    driver.submit(request("b", 2, prompt=30))
+    driver.settle()
+    assert driver.batcher.counters.prefill_passes == 3
+    assert driver.batcher.counters.prefilled == 280
+    assert explained(
+        request("a", 2, prompt=250),
+        driver.outcomes["a"],
+        {0: weights_key_of_version(0)},
+        driver.batcher.config.vocab_size,
+    )
+
+
+def test_an_overflowing_pool_sends_the_newest_back_and_changes_no_token() -> None:
+    driver = Driver(SimConfig(kv_tokens=700))
+    for name in "abc":
+        driver.submit(request(name, 500, prompt=20))
+    driver.settle()
+    counters = driver.batcher.counters
+    assert counters.preemptions > 0
+    assert counters.reprefilled > 0
+    for name in "abc":
+        roomy = Driver(SimConfig())
+        roomy.submit(request(name, 500, prompt=20))
+        roomy.settle()
+        assert np.array_equal(driver.outcomes[name].ids, roomy.outcomes[name].ids)
+    assert driver.outcomes["a"].ended_at == min(o.ended_at or 0 for o in driver.outcomes.values())
+
+
+def test_requests_that_can_never_run_are_refused() -> None:
+    batcher = Batcher(SimConfig(kv_tokens=100))
+    with pytest.raises(ValueError, match="ask for fewer"):
+        batcher.submit(request("a", 97), 0.0)
+    batcher.submit(request("a", 96), 0.0)
+    with pytest.raises(ValueError, match="in use"):
+        batcher.submit(request("a", 5), 0.0)
+
+
+@pytest.mark.parametrize("name", ["max_running", "kv_tokens", "stream_interval", "vocab_size"])
+def test_config_refuses_zeros(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        SimConfig(**{name: 0})
+
+
+# -- stop tokens ----------------------------------------------------------------------------
+
+
+def test_a_stop_token_ends_the_response_and_is_its_last_token() -> None:
+    tokens = alone(300)
+    stop = int(tokens[200])
+    place = int(np.flatnonzero(tokens == stop)[0])
+    driver = Driver(SimConfig())
+    driver.submit(request("a", 300, stop=(stop,)))
+    driver.settle()
+    outcome = driver.outcomes["a"]
+    assert outcome.last.finish == "stop"
+    assert np.array_equal(outcome.ids, tokens[: place + 1])
+    assert driver.batcher.counters.steps == place
+
+
+def test_a_stop_token_before_min_new_tokens_does_not_count() -> None:
+    tokens = alone(300)
+    first, later = int(tokens[0]), int(tokens[150])
+    driver = Driver(SimConfig())
+    driver.submit(request("a", 300, stop=(first, later), min_new=100))
+    driver.settle()
+    assert len(driver.outcomes["a"].ids) == 1 + np.flatnonzero(tokens == later)[0]
+
+
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_eos_is_a_stop_token_unless_ignored(ignore_eos: bool) -> None:
+    eos = int(alone(300)[70])
+    driver = Driver(SimConfig(eos_token_id=eos))
+    driver.submit(request("a", 300, ignore_eos=ignore_eos))
+    driver.settle()
+    assert driver.outcomes["a"].last.finish == ("length" if ignore_eos else "stop")
+
+
+def test_a_refit_moves_the_stop() -> None:
+    driver = Driver(SimConfig(vocab_size=50))
+    driver.submit(request("a", 400, stop=(3,), min_new=60))
+    driver.until(0.1)
+    driver.pause("retract")
+    driver.batcher.flush()
+    driver.batcher.refit(1)
+    driver.resume()
+    driver.settle()
+    outcome = driver.outcomes["a"]
+    assert outcome.last.finish == "stop"
+    assert outcome.ids[-1] == 3
+    assert not (outcome.ids[60:-1] == 3).any()
+
+
+# -- pauses ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_pause_without_new_weights_changes_no_token(mode: str, flush: bool) -> None:
+    driver = Driver(SimConfig())
+    driver.submit(request("a", 200))
+    driver.until(0.3)
+    driver.pause(mode)
+    before = driver.now
+    sent = len(driver.outcomes["a"].ids)
+    assert 0 < sent < 200
+    assert driver.batcher.flush() is (flush and mode == "retract") or not flush
+    driver.until(5.0)
+    assert len(driver.outcomes["a"].ids) == sent
+    driver.resume()
+    driver.settle()
+    assert np.array_equal(driver.outcomes["a"].ids, alone(200))
+    counters = driver.batcher.counters
+    assert counters.paused_seconds == pytest.approx(5.0 - before)
+    assert driver.now == pytest.approx(
+        counters.decode_seconds + counters.prefill_seconds + counters.paused_seconds
+    )
+
+
+def test_a_retract_costs_the_context_only_if_flushed() -> None:
+    for flush in (True, False):
+        driver = Driver(SimConfig())
+        driver.submit(request("a", 200))
+        driver.until(0.3)
+        driver.pause("retract")
+        sampled = len(driver.outcomes["a"].ids)
+        if flush:
+            assert driver.batcher.flush()
+        driver.resume()
+        driver.settle()
+        # The last token never had KV: it is computed in the pass that goes on, and only it.
+        assert driver.batcher.counters.prefilled == 4 + (4 + sampled if flush else 1)
+        assert driver.batcher.counters.reprefilled == (4 + sampled - 1 if flush else 0)
+
+
+def test_a_pause_waits_for_the_step_in_progress() -> None:
+    driver = Driver(SimConfig())
+    driver.submit(request("a", 200))
+    driver.until(0.1)
+    asked = driver.now
+    driver.pause("in_place")
+    assert asked <= driver.now <= asked + T.decode_seconds(1, 30, 1)
+    assert driver.batcher.paused == "in_place"
+    driver.pause("in_place")
+    driver.pause("retract")
+    assert driver.batcher.paused == "retract"
+    assert driver.batcher.running == 0
+
+
+def test_stale_keys_differ_from_recompute_and_both_differ_from_the_old_weights() -> None:
+    results: dict[str, Int32Array] = {}
+    for mode in ("retract", "in_place"):
+        driver = Driver(SimConfig())
+        driver.submit(request("a", 200, greedy=True))
+        driver.until(0.3)
+        driver.pause(mode)
+        changed_at = len(driver.outcomes["a"].ids)
+        if mode == "retract":
+            driver.batcher.flush()
+        assert driver.batcher.refit(1)
+        driver.resume()
+        driver.settle()
+        results[mode] = driver.outcomes["a"].ids
+        assert driver.outcomes["a"].spans == [(0, 0, changed_at), (1, changed_at, 200)]
+        assert np.array_equal(results[mode][:changed_at], alone(200, greedy=True)[:changed_at])
+        assert (results[mode][changed_at:] == alone(200, greedy=True)[changed_at:]).sum() <= 1
+    assert (results["retract"][changed_at:] == results["in_place"][changed_at:]).sum() <= 1
+
+
+def test_equal_weights_under_a_new_version_change_no_token() -> None:
+    driver = Driver(SimConfig())
+    driver.submit(request("a", 200))
+    driver.until(0.3)
+    driver.pause("in_place")
+    assert driver.batcher.refit(7, weights_key_of_version(0))
+    driver.resume()
+    driver.settle()
+    assert np.array_equal(driver.outcomes["a"].ids, alone(200))
+    assert [span[0] for span in driver.outcomes["a"].spans] == [0, 7]
+
+
+def test_weights_and_cache_change_only_when_nothing_is_computed() -> None:
+    driver = Driver(SimConfig())
+    driver.submit(request("a", 200))
+    driver.until(0.1)
+    assert not driver.batcher.refit(1)
+    assert not driver.batcher.flush()
+    driver.pause("in_place")
+    assert not driver.batcher.flush()
+    assert driver.batcher.refit(1)
+    assert Batcher(SimConfig()).refit(1)
+
+
+def test_flushed_and_refitted_tokens_are_explained_by_their_spans() -> None:
+    driver = Driver(SimConfig(vocab_size=1000))
+    sent = [request(f"r{i}", 50 + 40 * i, prompt=3 + i) for i in range(12)]
+    for one in sent:
+        driver.submit(one)
+    for version in range(1, 5):
+        driver.until(driver.now + 0.4)
+        driver.pause("retract")
+        assert driver.batcher.flush()
+        assert driver.batcher.refit(version)
+        driver.resume()
+    driver.settle()
+    keys = {v: weights_key_of_version(v) for v in range(5)}
+    for one in sent:
+        assert explained(one, driver.outcomes[one.request_id], keys, 1000)
+        wrong = {v: keys[(v + 1) % 5] for v in keys}
+        assert not explained(one, driver.outcomes[one.request_id], wrong, 1000)
+
+
+# -- aborts and SGLang's edges --------------------------------------------------------------
+
+
+def test_an_abort_ends_after_the_step_in_progress_with_everything() -> None:
+    driver = Driver(SimConfig())
+    driver.submit(request("a", 200))
+    driver.until(0.2)
+    asked = driver.now
+    driver.batcher.abort("a", asked)
+    driver.settle()
+    outcome = driver.outcomes["a"]
+    assert outcome.last.finish == "abort"
+    assert np.array_equal(outcome.ids, alone(200)[: len(outcome.ids)])
+    assert driver.now <= asked + T.decode_seconds(1, 100, 1)
+    assert len(outcome.ids) == driver.batcher.counters.generated
+    assert driver.batcher.kv_in_use == 0
+    driver.batcher.abort("a", driver.now)
+    driver.batcher.abort("unknown", driver.now)
+
+
+def test_an_abort_in_the_queue_ends_at_once_without_tokens() -> None:
+    driver = Driver(SimConfig(max_running=1))
+    driver.submit(request("a", 200))
+    driver.submit(request("b", 200))
+    driver.until(0.2)
+    driver.batcher.abort("b", driver.now)
+    driver.collect(driver.now)
+    assert driver.outcomes["b"].last.finish == "abort"
+    assert driver.outcomes["b"].spans == [(0, 0, 0)]
+    assert len(driver.outcomes["b"].ids) == 0
+
+
+def test_an_abort_in_a_prefill_pass_ends_after_it() -> None:
+    driver = Driver(SimConfig())
+    driver.submit(request("a", 200))
+    driver.until(0.01)
+    driver.batcher.abort("a", driver.now)
+    driver.settle()
+    assert driver.outcomes["a"].last.finish == "abort"
+    assert driver.now == pytest.approx(T.prefill_seconds(4))
+
+
+@pytest.mark.parametrize("stream_at_pause", [True, False])
+def test_an_abort_after_a_retract_gives_what_was_streamed(stream_at_pause: bool) -> None:
+    driver = Driver(SimConfig(stream_at_pause=stream_at_pause))
+    driver.submit(request("a", 500))
+    driver.until(0.7)
+    driver.pause("retract")
+    generated = driver.batcher.counters.generated
+    driver.batcher.abort("a", driver.now)
+    driver.collect(driver.now)
+    outcome = driver.outcomes["a"]
+    assert outcome.last.finish == "abort"
+    assert len(outcome.ids) == (generated if stream_at_pause else 129)
+    assert generated > 129
+    assert outcome.spans == [(0, 0, len(outcome.ids))]
+
+
+def test_an_abort_in_place_takes_effect_after_it_with_one_token_of_the_new_version() -> None:
+    driver = Driver(SimConfig())
+    driver.submit(request("a", 500))
+    driver.until(0.7)
+    driver.pause("in_place")
+    sampled = len(driver.outcomes["a"].ids)
+    driver.batcher.abort("a", driver.now)
+    driver.batcher.refit(1)
+    driver.until(2.0)
+    assert driver.outcomes["a"].ended_at is None
+    driver.resume()
+    driver.settle()
+    assert driver.outcomes["a"].last.finish == "abort"
+    assert driver.outcomes["a"].spans == [(0, 0, sampled), (1, sampled, sampled + 1)]
+
+
+def test_a_request_sent_during_a_pause_is_held_and_its_abort_is_lost() -> None:
+    driver = Driver(SimConfig())
+    driver.pause("retract")
+    driver.submit(request("a", 20))
+    assert driver.batcher.is_held("a")
+    driver.batcher.abort("a", driver.now)
+    driver.until(1.0)
+    assert driver.outcomes["a"].chunks == []
+    driver.resume()
+    driver.settle()
+    assert driver.outcomes["a"].last.finish == "length"
+    assert len(driver.outcomes["a"].ids) == 20
+
+
+def test_kept_kv_gives_way_to_the_queue_s_head() -> None:
+    driver = Driver(SimConfig(kv_tokens=1000, max_running=2))
+    driver.submit(request("a", 300, prompt=100))
+    driver.submit(request("b", 300, prompt=100))
+    driver.submit(request("c", 100, prompt=700))
+    driver.until(0.5)
+    driver.pause("retract")
+    driver.resume()
+    driver.settle()
+    assert all(o.last.finish == "length" for o in driver.outcomes.values())
+    assert driver.batcher.counters.reprefilled > 0
+
+
+# -- version spans --------------------------------------------------------------------------
+
+
+def spans(*triples: tuple[int, int, int]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in triples)
+
+
+def test_spans_as_sglang_computes_them() -> None:
+    assert version_spans([], 3, 0) == spans((3, 0, 0))
+    assert version_spans([], 3, 5) == spans((3, 0, 5))
+    assert version_spans([(1, 2), (2, 2), (3, 4)], 4, 4) == spans((1, 0, 2), (3, 2, 4))
+    assert version_spans([(1, 2), (2, 4)], 1, 9) == spans((1, 0, 2), (2, 2, 4), (1, 4, 9))
+    assert version_spans([(1, 2), (1, 4)], 1, 9) == spans((1, 0, 9))
+    assert version_spans([(1, 6)], 2, 4) == spans((1, 0, 4))

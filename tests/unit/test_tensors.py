@@ -1,0 +1,188 @@
+"""A batch as torch tensors: nothing moves, nothing is lost, padding is recognisable."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aprilsched.errors import ConfigError
+from aprilsched.tensors import PackedTensors, PaddedTensors, pack, pad
+from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
+
+PAD = 99
+PER_TOKEN = ("input_ids", "position_ids", "response_mask", "loss_mask", "logprobs", "versions")
+PER_ROLLOUT = ("prompt_lengths", "response_lengths", "rewards", "group_ids")
+DTYPES = {
+    "input_ids": torch.int64,
+    "attention_mask": torch.int64,
+    "position_ids": torch.int64,
+    "response_mask": torch.bool,
+    "loss_mask": torch.bool,
+    "logprobs": torch.float32,
+    "versions": torch.int64,
+    "prompt_lengths": torch.int64,
+    "response_lengths": torch.int64,
+    "rewards": torch.float32,
+    "group_ids": torch.int64,
+}
+
+
+def rollout(group_id: int, index: int, prompt: int, response: int, reward: float | None) -> Rollout:
+    """A response whose third token came from an environment and whose first is too stale."""
+    place = np.arange(response, dtype=np.int32)
+    sampled = place != 2
+    versions = np.where(sampled, 4 + (place > 4), -1).astype(np.int32)
+    arrays: dict[str, Any] = {
+        "prompt_ids": np.arange(10, 10 + prompt, dtype=np.int32),
+        "token_ids": place + 1000 * (group_id + 1) + 100 * index,
+        "logprobs": np.where(sampled, -0.25 * (place + 1), 0).astype(np.float32),
+        "versions": versions,
+        "loss_mask": sampled & (place > 0),
+    }
+    for array in arrays.values():
+        array.flags.writeable = False
+    return Rollout(
+        rollout_id=10 * group_id + index,
+        group_id=group_id,
+        index=index,
+        segments=(Segment(start=0, end=response, version=4, engine="a"),),
+        versions_exact=True,
+        finish_reason="stop",
+        reward=reward,
+        **arrays,
+    )
+
+
+def batch(shapes: Sequence[Sequence[tuple[int, int]]]) -> Batch:
+    """Groups of rollouts with (prompt, response) tokens; every second one has no reward."""
+    groups = tuple(
+        Group(
+            group_id=g,
+            prompt=Prompt(input_ids=np.array([1], dtype=np.int32)),
+            rollouts=tuple(
+                rollout(g, i, p, r, None if i % 2 else 0.5 + g) for i, (p, r) in enumerate(group)
+            ),
+        )
+        for g, group in enumerate(shapes)
+    )
+    return Batch(index=0, version=5, groups=groups)
+
+
+RAGGED = batch([[(3, 7), (3, 1)], [(5, 0), (5, 12)]])
+SHAPES = {
+    "ragged": RAGGED,
+    "one rollout": batch([[(1, 1)]]),
+    "no response tokens": batch([[(4, 0)]]),
+    "no response tokens anywhere": batch([[(4, 0), (2, 0)]]),
+    "nothing": batch([]),
+}
+every_shape = pytest.mark.parametrize("given", SHAPES.values(), ids=SHAPES.keys())
+
+
+@every_shape
+def test_a_padded_row_gives_the_rollout_back(given: Batch):
+    tensors = pad(given, pad_id=PAD)
+    for row, wanted in enumerate(given.rollouts):
+        prompt, end = len(wanted.prompt_ids), len(wanted.prompt_ids) + len(wanted)
+        ids = tensors.input_ids[row].numpy()
+        np.testing.assert_array_equal(ids[:prompt], wanted.prompt_ids)
+        np.testing.assert_array_equal(ids[prompt:end], wanted.token_ids)
+        for name in ("logprobs", "versions", "loss_mask"):
+            found = getattr(tensors, name)[row].numpy()
+            np.testing.assert_array_equal(found[prompt:end], getattr(wanted, name))
+        assert tensors.response_mask[row].nonzero().flatten().tolist() == [*range(prompt, end)]
+        assert tensors.position_ids[row, :end].tolist() == [*range(end)]
+        assert tensors.prompt_lengths[row] == prompt
+        assert tensors.response_lengths[row] == len(wanted)
+        assert tensors.group_ids[row] == wanted.group_id
+
+
+@every_shape
+def test_outside_of_a_response_everything_is_neutral(given: Batch):
+    tensors = pad(given, pad_id=PAD)
+    lengths = tensors.prompt_lengths + tensors.response_lengths
+    assert torch.equal(tensors.attention_mask.sum(1), lengths)
+    padding = tensors.attention_mask == 0
+    assert (tensors.input_ids[padding] == PAD).all()
+    assert (tensors.position_ids[padding] == 0).all()
+    outside = ~tensors.response_mask
+    assert (tensors.versions[outside] == -1).all()
+    assert (tensors.logprobs[outside] == 0).all()
+    assert not tensors.loss_mask[outside].any()
+
+
+@every_shape
+def test_packed_is_padded_without_the_padding(given: Batch):
+    padded, packed = pad(given, pad_id=PAD), pack(given)
+    taken = padded.attention_mask.bool()
+    for name in PER_TOKEN:
+        assert torch.equal(getattr(packed, name), getattr(padded, name)[taken]), name
+    for name in PER_ROLLOUT:
+        torch.testing.assert_close(getattr(packed, name), getattr(padded, name), equal_nan=True)
+    lengths = padded.attention_mask.sum(1)
+    assert packed.cu_seqlens.dtype == torch.int32
+    assert packed.cu_seqlens[0] == 0
+    assert torch.equal(packed.cu_seqlens.diff().long(), lengths)
+    assert packed.max_seqlen == padded.input_ids.shape[1]
+
+
+@every_shape
+def test_dtypes_do_not_depend_on_the_batch(given: Batch):
+    padded, packed = pad(given, pad_id=PAD), pack(given)
+    assert {name: getattr(padded, name).dtype for name in DTYPES} == DTYPES
+    packed_names = (*PER_TOKEN, *PER_ROLLOUT)
+    assert all(getattr(packed, name).dtype == DTYPES[name] for name in packed_names)
+
+
+def test_a_missing_reward_is_nan():
+    rewards = pad(RAGGED, pad_id=PAD).rewards
+    assert rewards[[0, 2]].tolist() == [0.5, 1.5]
+    assert rewards[[1, 3]].isnan().all()
+
+
+def test_a_logprob_stands_at_its_own_token():
+    tensors = pad(RAGGED, pad_id=PAD)
+    assert tensors.input_ids[0, 3] == 1000
+    assert tensors.logprobs[0, 3] == -0.25
+    assert tensors.logprobs[0, 2] == 0
+
+
+def test_a_token_of_an_environment_is_response_without_loss_or_version():
+    tensors = pad(RAGGED, pad_id=PAD)
+    assert tensors.response_mask[0, 5]
+    assert not tensors.loss_mask[0, 5]
+    assert tensors.versions[0, 5] == -1
+
+
+def test_the_tensors_are_the_callers_own():
+    tensors = pack(RAGGED)
+    tensors.input_ids.zero_()
+    tensors.logprobs.zero_()
+    first = next(RAGGED.rollouts)
+    assert first.prompt_ids[0] == 10
+    assert first.logprobs[0] == -0.25
+
+
+def test_a_batch_offers_both():
+    assert isinstance(RAGGED.to_torch(packed=True), PackedTensors)
+    padded = RAGGED.to_torch(pad_id=7)
+    assert isinstance(padded, PaddedTensors)
+    assert padded.input_ids[2, -1] == 7
+
+
+def test_without_torch_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    real = builtins.__import__
+
+    def without_torch(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "torch":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_torch)
+    with pytest.raises(ConfigError, match=r"install aprilsched\[torch\]"):
+        RAGGED.to_torch()

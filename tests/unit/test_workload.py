@@ -1,0 +1,110 @@
+"""The built-in workload: repeatable prompt by prompt, and of the law it names."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from aprilsched.errors import ConfigError
+from aprilsched.types import SamplingParams
+from aprilsched.workload import LengthLaw, LongTailWorkload
+
+
+def test_a_prompt_does_not_depend_on_the_order_of_use() -> None:
+    workload = LongTailWorkload(seed=3)
+    iterated = list(islice(workload, 20))[17]
+    asked = LongTailWorkload(seed=3).prompt(17)
+    assert np.array_equal(iterated.input_ids, asked.input_ids)
+    assert iterated.sampling == asked.sampling
+    assert iterated.key == asked.key == 17
+
+
+def test_seeds_and_indices_give_different_prompts() -> None:
+    workload = LongTailWorkload()
+    prompts = [*islice(workload, 50), *islice(LongTailWorkload(seed=1), 50)]
+    assert len({tuple(p.input_ids) for p in prompts}) == 100
+
+
+def test_sampling_decides_the_length() -> None:
+    workload = LongTailWorkload(group_size=4, prompt_tokens=5, vocab_size=10)
+    prompt = workload.prompt(2)
+    assert isinstance(prompt.sampling, tuple)
+    assert [s.max_new_tokens for s in prompt.sampling] == workload.lengths(2).tolist()
+    assert all(s.ignore_eos and s.temperature == 1.0 for s in prompt.sampling)
+    assert len({s.sampling_seed for s in prompt.sampling}) == 4
+    assert prompt.input_ids.shape == (5,)
+    assert prompt.input_ids.max() < 10
+
+
+def test_count_bounds_it_and_iterating_again_starts_again() -> None:
+    workload = LongTailWorkload(count=3)
+    assert [p.key for p in workload] == [0, 1, 2]
+    assert [p.key for p in workload] == [0, 1, 2]
+
+
+def test_moments_of_the_example() -> None:
+    moments = LongTailWorkload().moments()
+    assert moments.mean == pytest.approx(1029, rel=0.006)
+    assert moments.cv2 == pytest.approx(0.98, rel=0.02)
+    assert moments.capped == pytest.approx(0.0085, abs=0.0008)
+    assert LongTailWorkload().mean_length() == moments.mean
+
+
+def test_prompts_follow_the_moments() -> None:
+    workload = LongTailWorkload()
+    lengths = np.array([workload.lengths(i) for i in range(4000)])
+    assert lengths.mean() == pytest.approx(workload.mean_length(), rel=0.04)
+    assert lengths.max() == workload.cap
+    assert lengths.min() >= 1
+
+
+@pytest.mark.parametrize("law", ["lognormal", "log_t"])
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_spread_and_share_within_a_group(law: LengthLaw, share: float) -> None:
+    workload = LongTailWorkload(
+        sigma=0.7, within_group=share, law=law, dof=12.0, median=1e5, cap=10**9
+    )
+    logs = np.log([workload.lengths(i) for i in range(6000)])
+    assert logs.std() == pytest.approx(0.7, rel=0.03)
+    centred = logs - np.log(1e5)
+    pairs = (centred[:, :4] * centred[:, 4:]).mean() / centred.var()
+    assert pairs == pytest.approx(share, abs=0.04)
+
+
+def test_log_t_has_the_heavier_tail() -> None:
+    normal = LongTailWorkload(cap=100_000).moments()
+    heavy = LongTailWorkload(cap=100_000, law="log_t").moments()
+    assert heavy.cv2 > 1.5 * normal.cv2
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"median": 0.0},
+        {"sigma": -1.0},
+        {"cap": 0},
+        {"within_group": 1.5},
+        {"prompt_tokens": 0},
+        {"vocab_size": 1},
+        {"law": "normal"},
+        {"dof": 2.0},
+        {"seed": -1},
+        {"group_size": 0},
+        {"count": -1},
+    ],
+)
+def test_bad_parameters_are_refused_by_name(bad: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        LongTailWorkload(**bad)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_response_of_one_token_is_possible() -> None:
+    prompt = LongTailWorkload(median=0.01).prompt(0)
+    assert isinstance(prompt.sampling, tuple)
+    assert prompt.sampling[0] == SamplingParams(
+        max_new_tokens=1,
+        ignore_eos=True,
+        sampling_seed=prompt.sampling[0].sampling_seed,
+    )

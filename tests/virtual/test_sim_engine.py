@@ -1,0 +1,393 @@
+"""The embedded engine on a virtual clock: the protocol, and what SGLang does at its edges."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aprilsched.engines.base import Chunk, Engine, Fleet, GenerationRequest, RefitFromDisk
+from aprilsched.engines.sim import SimEngine, SimFleet, SimPublisher, run_virtual
+from aprilsched.errors import (
+    ConfigError,
+    EngineProtocolError,
+    EngineRejected,
+    EngineUnreachable,
+)
+from aprilsched.weights.base import WeightPublisher
+from aprilsched.workload import LongTailWorkload
+from tests.support.sim_batcher import Outcome, request
+
+
+def drive(test: Callable[[SimFleet], Awaitable[None]], **settings: float) -> None:
+    """Run `test` with an open fleet of one engine, on a virtual clock."""
+
+    async def main() -> None:
+        fleet = SimFleet(**settings)  # pyright: ignore[reportArgumentType]
+        await fleet.open()
+        try:
+            await test(fleet)
+        finally:
+            await fleet.close()
+
+    run_virtual(main(), idle_timeout=1.0)
+
+
+async def collect(engine: Engine, sent: GenerationRequest) -> Outcome:
+    outcome = Outcome()
+    async for chunk in engine.generate(sent):
+        outcome.chunks.append(chunk)
+    outcome.ended_at = asyncio.get_running_loop().time()
+    return outcome
+
+
+def test_the_parts_satisfy_their_protocols() -> None:
+    fleet: Fleet = SimFleet(engines=2)
+    engine: Engine = fleet.engines[0]
+    publisher: WeightPublisher = SimPublisher()
+    assert isinstance(engine, RefitFromDisk)
+    assert [e.name for e in fleet.engines] == ["sim-0", "sim-1"]
+    assert engine.capabilities.version_spans
+    assert engine.capabilities.flush_while_paused
+    assert publisher is not None
+
+
+def test_a_response_streams_in_modelled_time() -> None:
+    async def test(fleet: SimFleet) -> None:
+        outcome = await collect(fleet.engines[0], request("a", 300))
+        timing = fleet.config.timing
+        seconds = timing.prefill_seconds(4) + timing.decode_seconds(1, 5, 299)
+        assert outcome.ended_at == pytest.approx(seconds, abs=1e-6)
+        assert len(outcome.ids) == 300
+        assert len(outcome.chunks) == 5
+        assert outcome.last.finish == "length"
+
+    drive(test)
+
+
+def test_requests_of_one_moment_share_a_prefill_pass() -> None:
+    async def test(fleet: SimFleet) -> None:
+        engine = fleet.engines[0]
+        await asyncio.gather(*(collect(engine, request(f"r{i}", 10)) for i in range(100)))
+        assert engine.counters.prefill_passes == 1
+
+    drive(test)
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_pause_refit_resume_inside_a_stream(flush: bool) -> None:
+    async def test(fleet: SimFleet) -> None:
+        engine, loop = fleet.engines[0], asyncio.get_running_loop()
+        task = asyncio.create_task(collect(engine, request("a", 300)))
+        await asyncio.sleep(0.5)
+        asked = loop.time()
+        await engine.pause("retract")
+        assert 2e-3 <= loop.time() - asked <= 6e-3
+        await engine.pause("retract")
+        if flush:
+            await engine.flush()
+        published = await SimPublisher().publish(5, fleet.engines)
+        assert published == {"sim-0": None}
+        assert await engine.version() == 5
+        await asyncio.sleep(10)
+        assert not task.done()
+        await engine.resume()
+        await engine.resume()
+        outcome = await task
+        assert [version for version, _, _ in outcome.spans] == [0, 5]
+        assert outcome.spans[-1][2] == 300
+
+    drive(test)
+
+
+def test_refit_takes_its_time_and_wants_a_pause() -> None:
+    async def test(fleet: SimFleet) -> None:
+        engine, loop = fleet.engines[0], asyncio.get_running_loop()
+        await engine.refit(1)
+        task = asyncio.create_task(collect(engine, request("a", 300)))
+        await asyncio.sleep(0.1)
+        with pytest.raises(EngineRejected) as refused:
+            await engine.refit(2)
+        assert refused.value.status == 409
+        with pytest.raises(EngineRejected, match="retract"):
+            await engine.flush()
+        await engine.pause("in_place")
+        asked = loop.time()
+        await engine.refit(2)
+        assert loop.time() - asked == pytest.approx(0.25)
+        await engine.resume()
+        await task
+
+    drive(test, refit_seconds=0.25)
+
+
+def test_a_request_sent_during_a_pause_is_silent_and_its_abort_is_lost() -> None:
+    async def test(fleet: SimFleet) -> None:
+        engine = fleet.engines[0]
+        await engine.pause("retract")
+        task = asyncio.create_task(collect(engine, request("a", 20)))
+        await asyncio.sleep(1)
+        await engine.abort("a")
+        await asyncio.sleep(1)
+        assert not task.done()
+        await engine.resume()
+        assert (await task).last.finish == "length"
+
+    drive(test)
+
+
+def test_a_stream_left_during_a_pause_does_not_run_after_it() -> None:
+    async def test(fleet: SimFleet) -> None:
+        engine = fleet.engines[0]
+        await engine.pause("retract")
+        task = asyncio.create_task(collect(engine, request("a", 2000)))
+        await asyncio.sleep(1)
+        task.cancel()
+        await asyncio.wait([task])
+        await engine.resume()
+        await asyncio.sleep(1)
+        assert engine.counters.generated == 0
+        assert not engine.batcher.knows("a")
+
+    drive(test)
+
+
+@pytest.mark.parametrize("how", ["cancel", "break"])
+def test_leaving_a_stream_early_aborts_its_request(how: str) -> None:
+    async def test(fleet: SimFleet) -> None:
+        engine = fleet.engines[0]
+        if how == "cancel":
+            task = asyncio.create_task(collect(engine, request("a", 2000)))
+            await asyncio.sleep(1)
+            task.cancel()
+            await asyncio.wait([task])
+        else:
+            async with aclosing(engine.generate(request("a", 2000))) as stream:
+                async for _ in stream:
+                    break
+        await asyncio.sleep(0.1)
+        assert engine.batcher.running == 0
+        assert not engine.batcher.knows("a")
+        again = await collect(engine, request("a", 10))
+        assert again.last.finish == "length"
+
+    drive(test)
+
+
+def test_an_abort_ends_the_stream_with_what_there_is() -> None:
+    async def test(fleet: SimFleet) -> None:
+        engine = fleet.engines[0]
+        task = asyncio.create_task(collect(engine, request("a", 2000)))
+        await asyncio.sleep(1)
+        await engine.abort("a")
+        await engine.abort("unknown")
+        outcome = await task
+        assert outcome.last.finish == "abort"
+        assert len(outcome.ids) == engine.counters.generated
+        assert outcome.spans == [(0, 0, len(outcome.ids))]
+
+    drive(test)
+
+
+def test_bad_requests_are_refused_and_leave_the_first_alone() -> None:
+    async def test(fleet: SimFleet) -> None:
+        engine = fleet.engines[0]
+        task = asyncio.create_task(collect(engine, request("a", 100)))
+        await asyncio.sleep(0.1)
+        with pytest.raises(EngineRejected, match="in use") as refused:
+            await collect(engine, request("a", 100))
+        assert refused.value.status == 400
+        with pytest.raises(EngineRejected, match="fewer tokens"):
+            await collect(engine, request("b", 10_000))
+        assert (await task).last.finish == "length"
+
+    drive(test, kv_tokens=5000)
+
+
+def test_weights_from_disk_are_known_by_their_content(tmp_path: Path) -> None:
+    for name, content in (("one", b"weights"), ("copy", b"weights"), ("other", b"other")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(content * 1000)
+    (tmp_path / "empty").mkdir()
+
+    async def test(fleet: SimFleet) -> None:
+        engine = fleet.engines[0]
+        tokens: dict[str, np.ndarray] = {}
+        for version, name in enumerate(("one", "copy", "other"), 1):
+            await engine.update_from_disk(tmp_path / name, version)
+            assert await engine.version() == version
+            tokens[name] = (await collect(engine, request("a", 50, greedy=True))).ids
+        assert np.array_equal(tokens["one"], tokens["copy"])
+        assert not np.array_equal(tokens["one"], tokens["other"])
+        with pytest.raises(EngineRejected, match="safetensors"):
+            await engine.update_from_disk(tmp_path / "empty", 4)
+        with pytest.raises(EngineRejected, match="safetensors"):
+            await engine.update_from_disk(tmp_path / "nowhere", 4)
+        assert await engine.version() == 3
+
+    drive(test)
+
+
+def test_calls_need_an_open_engine_and_a_closed_one_breaks_its_streams() -> None:
+    async def main() -> None:
+        engine = SimEngine()
+        with pytest.raises(EngineUnreachable):
+            await collect(engine, request("a", 10))
+        with pytest.raises(EngineUnreachable):
+            await engine.version()
+        await engine.open()
+        await engine.open()
+        task = asyncio.create_task(collect(engine, request("a", 1000)))
+        await asyncio.sleep(1)
+        await engine.close()
+        await engine.close()
+        with pytest.raises(EngineProtocolError, match="closed"):
+            await task
+        await asyncio.sleep(5)
+        await engine.open()
+        assert (await collect(engine, request("a", 10))).last.finish == "length"
+        assert engine.batcher.running == 0
+        await engine.close()
+
+    run_virtual(main(), idle_timeout=1.0)
+
+
+def test_an_engine_survives_its_event_loop() -> None:
+    fleet = SimFleet()
+
+    async def main(version: int) -> None:
+        await fleet.open()
+        engine = fleet.engines[0]
+        await engine.pause("retract")
+        await engine.refit(version)
+        await engine.resume()
+        assert (await collect(engine, request("a", 10))).spans == [(version, 0, 10)]
+        await fleet.close()
+
+    run_virtual(main(1))
+    run_virtual(main(2))
+
+
+def test_a_crash_breaks_streams_and_a_restart_begins_anew() -> None:
+    async def test(fleet: SimFleet) -> None:
+        engine = fleet.engines[0]
+        await engine.refit(3)
+        task = asyncio.create_task(collect(engine, request("a", 1000)))
+        await asyncio.sleep(1)
+        engine.crash()
+        with pytest.raises(EngineProtocolError, match="broke"):
+            await task
+        with pytest.raises(EngineUnreachable):
+            await engine.abort("a")
+        await engine.restart()
+        assert await engine.version() == 0
+        assert (await collect(engine, request("a", 10))).last.finish == "length"
+
+    drive(test)
+
+
+def test_publishing_reports_each_engine() -> None:
+    async def main() -> None:
+        fleet = SimFleet(engines=2)
+        await fleet.open()
+        fleet.engines[1].crash()
+        results = await SimPublisher(lambda version: 0).publish(4, fleet.engines)
+        assert results["sim-0"] is None
+        assert isinstance(results["sim-1"], EngineUnreachable)
+        await fleet.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"engines": 0}, {"time_scale": 0.0}, {"refit_seconds": -1.0}, {"max_running": 0}],
+)
+def test_bad_settings_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        SimFleet(**bad)  # pyright: ignore[reportArgumentType]
+
+
+def chunk_key(chunk: Chunk) -> tuple[bytes, bytes, str | None]:
+    return chunk.token_ids.tobytes(), chunk.logprobs.tobytes(), chunk.finish
+
+
+async def workload_run() -> list[tuple[str, float, list[tuple[bytes, bytes, str | None]]]]:
+    """Two engines, a workload, retracts and refits: everything that came out, in order."""
+    fleet = SimFleet(engines=2, max_running=64)
+    await fleet.open()
+    log: list[tuple[str, float, list[tuple[bytes, bytes, str | None]]]] = []
+
+    async def one(engine: SimEngine, sent: GenerationRequest) -> None:
+        outcome = await collect(engine, sent)
+        keys = [chunk_key(c) for c in outcome.chunks]
+        log.append((sent.request_id, outcome.ended_at or 0.0, keys))
+
+    async def control() -> None:
+        for version in range(1, 6):
+            await asyncio.sleep(1.0)
+            await asyncio.gather(*(e.pause("retract") for e in fleet.engines))
+            await asyncio.gather(*(e.flush() for e in fleet.engines))
+            await SimPublisher().publish(version, fleet.engines)
+            await asyncio.gather(*(e.resume() for e in fleet.engines))
+
+    async with asyncio.TaskGroup() as tasks:
+        for prompt in LongTailWorkload(count=25, median=200, cap=1500):
+            assert isinstance(prompt.sampling, tuple)
+            for i, sampling in enumerate(prompt.sampling):
+                name = f"{prompt.key}-{i}"
+                sent = GenerationRequest(
+                    request_id=name, input_ids=prompt.input_ids, sampling=sampling
+                )
+                tasks.create_task(one(fleet.engines[i % 2], sent))
+        tasks.create_task(control())
+    await fleet.close()
+    return log
+
+
+def test_runs_on_a_virtual_clock_repeat_exactly() -> None:
+    first, second = run_virtual(workload_run()), run_virtual(workload_run())
+    assert len(first) == 200
+    assert first == second
+
+
+def test_a_time_scale_makes_wall_time_shorter() -> None:
+    async def main() -> float:
+        fleet = SimFleet(time_scale=0.01)
+        await fleet.open()
+        outcome = await collect(fleet.engines[0], request("a", 500))
+        modelled = fleet.engines[0].counters.decode_seconds
+        await fleet.close()
+        assert len(outcome.ids) == 500
+        return modelled
+
+    start = time.monotonic()
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        modelled = runner.get_loop().run_until_complete(main())
+    assert modelled > 1.8
+    assert time.monotonic() - start < modelled
+
+
+def test_the_virtual_clock_starts_at_zero_and_jumps() -> None:
+    async def main() -> tuple[float, float]:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        await asyncio.sleep(86_400)
+        return start, loop.time()
+
+    begun = time.monotonic()
+    assert run_virtual(main()) == (0.0, pytest.approx(86_400))
+    assert time.monotonic() - begun < 5
+
+
+def test_a_deadlock_on_the_virtual_clock_ends() -> None:
+    async def main() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(TimeoutError):
+        run_virtual(main(), idle_timeout=0.05)
