@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
@@ -14,7 +14,7 @@ from aprilsched.core.rules import Pace, RewardScope, Rules
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
 
-__all__ = ["SchedulerConfig"]
+__all__ = ["RefillRule", "SchedulerConfig"]
 
 RefillRule: TypeAlias = Literal["wave", "pool"]
 
@@ -113,7 +113,7 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; give {least} or more.")
-        if not isinstance(self.over_provision, (int, float)):
+        if isinstance(cast("object", self.over_provision), str):
             raise ConfigError(
                 f"over_provision is {self.over_provision!r}; give a number such as 1.5 "
                 "(choosing it automatically is not available yet)."

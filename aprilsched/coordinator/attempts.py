@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.throttle import LoopThrottler
@@ -154,11 +154,9 @@ class Attempts:
         key = (send.request_id, send.attempt)
         engine, name = self._engines[send.engine], self._name(send)
         while key in self._open:
-            try:
+            # The stream itself reports what is wrong with an engine.
+            with suppress(EngineError):
                 await engine.abort(name)
-            except EngineError:
-                # The stream itself reports what is wrong with the engine.
-                pass
             await asyncio.sleep(_ABORT_AGAIN_S)
 
     def _name(self, send: Send) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from aprilsched.coordinator.episodes import Turn
 from aprilsched.types import Group, Prompt, Rollout
@@ -52,7 +52,7 @@ class CallbackRunner:
             result = await asyncio.get_running_loop().run_in_executor(
                 self._threads, function, *args
             )
-        return await result if inspect.isawaitable(result) else result
+        return cast("T", await result if inspect.isawaitable(result) else result)
 
     def close(self) -> None:
         if self._threads is not None:

@@ -20,9 +20,7 @@ _BOUND_S = 0.8
 """Ctrl-C promises to end within a second."""
 
 
-async def release(
-    attempts: Attempts, engines: Mapping[str, Engine], state: SchedulerState
-) -> None:
+async def release(attempts: Attempts, engines: Mapping[str, Engine], state: SchedulerState) -> None:
     """Abort what is open on every engine and let it go on, all engines at the same time."""
     attempts.stop_sending()
     try:

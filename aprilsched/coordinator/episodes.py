@@ -73,9 +73,7 @@ class Turn:
                 "before; append to them, so that the rollout stays one token sequence."
             )
         self._answer = asyncio.get_running_loop().create_future()
-        self._request(
-            TurnRequested(rollout_id=self._rollout_id, input_ids=ids, sampling=sampling)
-        )
+        self._request(TurnRequested(rollout_id=self._rollout_id, input_ids=ids, sampling=sampling))
         try:
             output = await self._answer
         finally:

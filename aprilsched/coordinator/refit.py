@@ -95,9 +95,7 @@ class EngineControls:
 
     # --- work ----------------------------------------------------------------------------------
 
-    def _begin(
-        self, engine: str, call: ControlCall, work: Awaitable[None], done: Event
-    ) -> None:
+    def _begin(self, engine: str, call: ControlCall, work: Awaitable[None], done: Event) -> None:
         self._start(self._call(engine, call, work, done))
 
     def _start(self, work: Awaitable[None]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncio_throttle import Throttler
+from asyncio_throttle.throttler import Throttler
 
 __all__ = ["LoopThrottler"]
 

@@ -31,15 +31,15 @@ class Waits:
         return self._batch is not None and not self._batch.done()
 
     def for_batch(self) -> asyncio.Future[Batch | None]:
-        self._batch = self._future()
+        self._batch = self._check().create_future()
         return self._batch
 
     def for_update(self) -> asyncio.Future[FinishUpdate]:
-        self._update = self._future()
+        self._update = self._check().create_future()
         return self._update
 
     def for_evaluation(self, evaluation_id: int) -> asyncio.Future[Batch]:
-        future: asyncio.Future[Batch] = self._future()
+        future: asyncio.Future[Batch] = self._check().create_future()
         self._evaluations[evaluation_id] = future
         return future
 
@@ -82,6 +82,6 @@ class Waits:
                 # A waiter that was cancelled meanwhile will never look at it.
                 future.exception()
 
-    def _future(self) -> asyncio.Future:  # pyright: ignore
+    def _check(self) -> asyncio.AbstractEventLoop:
         self.raise_failure()
-        return asyncio.get_running_loop().create_future()
+        return asyncio.get_running_loop()

@@ -46,9 +46,7 @@ class Book:
         episodes: bool,
     ) -> GroupRecord:
         """Launch a group: one rollout for each of `samplings`."""
-        group = GroupRecord(
-            group_id=self._next_id(), prompt=prompt, evaluation_id=evaluation_id
-        )
+        group = GroupRecord(group_id=self._next_id(), prompt=prompt, evaluation_id=evaluation_id)
         self.groups[group.group_id] = group
         for index, sampling in enumerate(samplings):
             rollout = RolloutRecord(
@@ -115,9 +113,7 @@ class Book:
             return None
         return request
 
-    def close_attempt(
-        self, request: RequestRecord, spans: tuple[VersionSpan, ...] | None
-    ) -> None:
+    def close_attempt(self, request: RequestRecord, spans: tuple[VersionSpan, ...] | None) -> None:
         """The attempt came back; `spans` is what the engine says of its tokens' versions."""
         request.open = False
         self.open[request.engine] -= 1

@@ -74,9 +74,7 @@ def lose(state: SchedulerState, engine: str, cause: str) -> None:
         take_back(state, request)
     if state.update is not None:
         state.update.answers.setdefault(engine, (state.tracker.trainer, cause))
-    state.commands.append(
-        LoseEngine(engine=engine, cause=cause, last=not state.control.engines)
-    )
+    state.commands.append(LoseEngine(engine=engine, cause=cause, last=not state.control.engines))
 
 
 def _move_open(state: SchedulerState, engine: str, where: State, move: Move) -> None:

@@ -62,9 +62,7 @@ class TokenLog:
             self.versions()[start:],
         )
 
-    def append(
-        self, ids: Int32Array, logprobs: Float32Array, *, version: int, engine: str
-    ) -> None:
+    def append(self, ids: Int32Array, logprobs: Float32Array, *, version: int, engine: str) -> None:
         """Tokens sampled by `engine` under `version`, as far as is known now."""
         self._extend(ids, logprobs)
         self._mark(version, engine)

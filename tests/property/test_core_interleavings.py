@@ -10,11 +10,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from tests.support.driver import Driver
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import RefillRule, SchedulerConfig
 from aprilsched.core import events as ev
+from aprilsched.core.policies.staleness import StalenessRule
+from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.core.rules import Pace, RewardScope
 from aprilsched.types import VersionSpan
+from tests.support.driver import Driver, Key
 
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
 
@@ -34,8 +37,17 @@ class Interleavings(RuleBasedStateMachine):
         supply=st.sampled_from([3, 17, 10_000]),
     )
     def begin(
-        self, straggler, pace, refill, rule_, bound, ratio, scope, accepts, supply
-    ):
+        self,
+        straggler: StragglerRule,
+        pace: Pace,
+        refill: RefillRule,
+        rule_: StalenessRule,
+        bound: int | None,
+        ratio: float,
+        scope: RewardScope,
+        accepts: bool,
+        supply: int,
+    ) -> None:
         config = SchedulerConfig(
             batch_groups=2,
             group_size=2,
@@ -56,33 +68,33 @@ class Interleavings(RuleBasedStateMachine):
     # --- the trainer ---------------------------------------------------------------------------
 
     @rule()
-    def request_batch(self):
+    def request_batch(self) -> None:
         if not self.driver.state.wanted:
             self.driver.feed(ev.BatchRequested())
 
     @rule()
-    def withdraw(self):
+    def withdraw(self) -> None:
         self.driver.feed(ev.BatchWithdrawn())
 
     @rule()
-    def update(self):
+    def update(self) -> None:
         if self.driver.state.update is None:
             self.driver.feed(ev.UpdateRequested(version=self.driver.state.tracker.trainer + 1))
 
     # --- requests ------------------------------------------------------------------------------
 
-    def _pick(self, choice: int):
-        keys = self.driver.keys()
+    def _pick(self, choice: int) -> Key:
+        keys = self.driver.attempts()
         return keys[choice % len(keys)]
 
     @precondition(lambda self: self.driver.sends)
     @rule(choice=st.integers(0, 99), count=st.integers(0, 4))
-    def progress(self, choice, count):
+    def progress(self, choice: int, count: int) -> None:
         self.driver.progress(self._pick(choice), count)
 
     @precondition(lambda self: self.driver.sends)
     @rule(choice=st.integers(0, 99), count=st.integers(0, 4), told=st.booleans())
-    def finish(self, choice, count, told):
+    def finish(self, choice: int, count: int, told: bool) -> None:
         key = self._pick(choice)
         version = self.driver.state.tracker.trainer
         spans = (VersionSpan(version=version, start=0, end=count),) if told else None
@@ -90,32 +102,32 @@ class Interleavings(RuleBasedStateMachine):
 
     @precondition(lambda self: self.driver.aborts)
     @rule(choice=st.integers(0, 99))
-    def abort_answered(self, choice):
+    def abort_answered(self, choice: int) -> None:
         keys = list(self.driver.aborts)
         self.driver.interrupt(keys[choice % len(keys)])
 
     @precondition(lambda self: self.driver.sends)
     @rule(choice=st.integers(0, 99), final=st.booleans())
-    def fail(self, choice, final):
+    def fail(self, choice: int, final: bool) -> None:
         self.driver.fail(self._pick(choice), final=final)
 
     # --- engines -------------------------------------------------------------------------------
 
     @precondition(lambda self: self.driver.controls)
     @rule()
-    def control_answered(self):
+    def control_answered(self) -> None:
         self.driver.answer_control()
 
     @precondition(lambda self: self.driver.refits)
     @rule(fails=st.booleans())
-    def refit_answered(self, fails):
+    def refit_answered(self, fails: bool) -> None:
         old = self.driver.state.tracker.trainer
         first = self.driver.refits[0].engines[0]
         self.driver.answer_refit(**({first: (old, "broken")} if fails else {}))
 
     @precondition(lambda self: len(self.driver.state.control.engines) > 1)
     @rule(choice=st.integers(0, 99))
-    def lose(self, choice):
+    def lose(self, choice: int) -> None:
         engines = list(self.driver.state.control.engines)
         self.driver.feed(ev.EngineLost(engine=engines[choice % len(engines)], cause="gone"))
 
@@ -123,7 +135,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @precondition(lambda self: self.driver.scores)
     @rule(fails=st.booleans())
-    def scored(self, fails):
+    def scored(self, fails: bool) -> None:
         rollout = self.driver.scores.pop(0).rollout
         if fails:
             self.driver.feed(ev.RewardFailed(group_id=rollout.group_id, cause="bad"))
@@ -132,20 +144,20 @@ class Interleavings(RuleBasedStateMachine):
 
     @precondition(lambda self: self.driver.group_scores)
     @rule()
-    def group_scored(self):
+    def group_scored(self) -> None:
         group = self.driver.group_scores.pop(0).group
         rewards = (0.0,) * len(group.rollouts)
         self.driver.feed(ev.GroupRewarded(group_id=group.group_id, rewards=rewards))
 
     @precondition(lambda self: self.driver.verdicts)
     @rule(accepted=st.booleans())
-    def judged(self, accepted):
+    def judged(self, accepted: bool) -> None:
         group = self.driver.verdicts.pop(0).group
         self.driver.feed(ev.Judged(group_id=group.group_id, accepted=accepted))
 
     # --- the end -------------------------------------------------------------------------------
 
-    def teardown(self):
+    def teardown(self) -> None:
         if not hasattr(self, "driver"):
             return
         driver = self.driver
@@ -169,7 +181,7 @@ class Interleavings(RuleBasedStateMachine):
         elif driver.aborts:
             driver.interrupt(next(iter(driver.aborts)))
         elif driver.sends:
-            driver.finish(driver.keys()[0], 1)
+            driver.finish(driver.attempts()[0], 1)
         elif driver.scores:
             rollout = driver.scores.pop(0).rollout
             driver.feed(ev.Rewarded(rollout_id=rollout.rollout_id, reward=0.0))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aprilsched import (
     Batch,
@@ -21,7 +23,8 @@ from aprilsched import (
 )
 from aprilsched.core.commands import Command, Send
 from aprilsched.core.counters import Counters
-from aprilsched.core.events import Event, Finished, Interrupted, Progress
+from aprilsched.core.events import EngineLost, Event, Finished, Interrupted, Progress
+from aprilsched.core.invariants import check
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.types import VersionSpan
 from tests.sglang.server import server_environment, server_python
@@ -52,7 +55,7 @@ class Recorder:
 
     def on_event(self, event: Event, now: float) -> None:
         if self.scheduler is not None:
-            self.scheduler.state.control.runs("")  # the state can be read between events
+            check(self.scheduler.state)
         match event:
             case Progress():
                 key = (event.request_id, event.attempt)
@@ -108,9 +111,7 @@ def long_tail(count: int, *, temperature: float = 1.0) -> list[Prompt]:
                 input_ids=rng.integers(3, 500, size=12).astype(np.int32),
                 key=index,
                 sampling=tuple(
-                    SamplingParams(
-                        max_new_tokens=length, temperature=temperature, ignore_eos=True
-                    )
+                    SamplingParams(max_new_tokens=length, temperature=temperature, ignore_eos=True)
                     for length in lengths
                 ),
             )
@@ -127,8 +128,12 @@ async def record(
     prompts: Sequence[Prompt] | None = None,
     batches: int = BATCHES,
     temperature: float = 1.0,
+    lose: str = "",
 ) -> Run:
-    """Run `batches` batches; after each, version v comes from ``checkpoints[v % len]``."""
+    """Run `batches` batches; after each, version v comes from ``checkpoints[v % len]``.
+
+    The engine named `lose` is given up while the third batch is generated.
+    """
     recorder = Recorder()
     scheduler = RolloutScheduler(
         SGLangFleet(urls, admin_key=admin_key, stream_interval=16),
@@ -139,7 +144,9 @@ async def record(
     recorder.scheduler = scheduler
     taken: list[Batch] = []
     async with scheduler as rollouts:
-        for _ in range(batches):
+        for number in range(batches):
+            if lose and number == 2:
+                asyncio.get_running_loop().call_later(0.5, _lose, rollouts, lose)
             taken.append(await rollouts.next_batch())
             checkpoint = checkpoints[(rollouts.version + 1) % len(checkpoints)]
             await rollouts.update_weights(DiskPublisher(checkpoint))
@@ -153,18 +160,24 @@ async def record(
         )
 
 
-def scores(model: Path, rollouts: Sequence[Rollout], folder: Path) -> list[np.ndarray]:
-    """The log-probability that transformers gives each response token under `model`."""
-    folder.mkdir(exist_ok=True)
-    source, target = folder / "in.npz", folder / f"{model.name}.npz"
+def _lose(rollouts: RolloutScheduler, engine: str) -> None:
+    rollouts._feed(EngineLost(engine=engine, cause="given up by the test"))
+
+
+def scores(
+    models: Sequence[Path], rollouts: Sequence[Rollout], folder: Path
+) -> list[list[NDArray[np.float64]]]:
+    """For each model the log-probability that transformers gives every response token."""
+    source = folder / "in.npz"
+    targets = [folder / f"{model.name}.npz" for model in models]
     whole = {
         str(i): np.concatenate((r.prompt_ids, r.token_ids)).astype(np.int64)
         for i, r in enumerate(rollouts)
     }
     np.savez(source, **whole)  # type: ignore[arg-type]
-    script = Path(__file__).parent / "score.py"
+    pairs = [str(part) for pair in zip(models, targets, strict=True) for part in pair]
     done = subprocess.run(
-        [str(server_python()), str(script), str(model), str(source), str(target)],
+        [str(server_python()), str(Path(__file__).parent / "score.py"), str(source), *pairs],
         env=server_environment(),
         capture_output=True,
         text=True,
@@ -172,5 +185,8 @@ def scores(model: Path, rollouts: Sequence[Rollout], folder: Path) -> list[np.nd
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    with np.load(target) as found:
-        return [found[str(i)][len(r.prompt_ids) :] for i, r in enumerate(rollouts)]
+    found: list[list[NDArray[np.float64]]] = []
+    for target in targets:
+        with np.load(target) as arrays:
+            found.append([arrays[str(i)][len(r.prompt_ids) :] for i, r in enumerate(rollouts)])
+    return found

@@ -1,7 +1,8 @@
 """Score token sequences with transformers; run by the server environment's Python.
 
-``python score.py MODEL IN.npz OUT.npz``: IN holds int64 arrays; OUT gets for each, under the same
-name, the float64 log-probability of every token given all before it (0 for the first).
+``python score.py IN.npz MODEL OUT.npz [MODEL OUT.npz]…``: IN holds int64 arrays; each OUT gets for
+every array, under the same name, the float64 log-probability that its MODEL gives each token given
+all before it (0 for the first).
 """
 
 # pyright: basic, reportMissingImports=false
@@ -14,8 +15,7 @@ import numpy as np
 import stand_ins
 
 
-def score(model_path: str, source: str, target: str) -> None:
-    stand_ins.install()
+def score(source: str, model_path: str, target: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -31,4 +31,6 @@ def score(model_path: str, source: str, target: str) -> None:
 
 
 if __name__ == "__main__":
-    score(*sys.argv[1:4])
+    stand_ins.install()
+    for model, out in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
+        score(sys.argv[1], model, out)

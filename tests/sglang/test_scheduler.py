@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 
 from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.types import Rollout
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import greedy, reset, running, whole
 from tests.sglang.recorded import BATCHES, Run, long_tail, record, scores
 from tests.sglang.server import CpuServer
-
-from aprilsched.engines.sglang import SGLangEngine
 
 TOLERANCE = 1e-4
 """Of a logprob, between SGLang's paged decode and one pass of transformers, both in float32."""
@@ -36,9 +35,7 @@ def wait(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    sglang_server: CpuServer, models: tuple[Path, Path]
-) -> Callable[[StragglerRule], Run]:
+def runs(sglang_server: CpuServer, models: tuple[Path, Path]) -> Callable[[StragglerRule], Run]:
     """One run for each rule, made when first asked for."""
     made: dict[str, Run] = {}
 
@@ -125,7 +122,7 @@ def _differences(
     rollouts: list[Rollout], models: tuple[Path, Path], folder: Path
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """For each rollout |logprob - score| under the token's own version, and under the other."""
-    by_model = [scores(model, rollouts, folder) for model in models]
+    by_model = scores(models, rollouts, folder)
     out: list[tuple[np.ndarray, np.ndarray]] = []
     for i, rollout in enumerate(rollouts):
         both = np.stack([by_model[0][i], by_model[1][i]])
@@ -167,33 +164,51 @@ def test_in_place_agrees_before_the_first_update_and_not_after_it(
         assert stale.max() > 0.1
 
 
+async def _equal_to_uninterrupted(url: str, rollouts: list[Rollout]) -> None:
+    engine = SGLangEngine(url, stream_interval=64)
+    await engine.open()
+    try:
+        references = await asyncio.gather(
+            *(whole(engine, greedy(len(r), prompt=r.prompt_ids)) for r in rollouts)
+        )
+    finally:
+        await engine.close()
+    for rollout, reference in zip(rollouts, references, strict=True):
+        assert rollout.token_ids.tolist() == reference.ids
+
+
 @pytest.mark.parametrize("rule", ["retract", "in_place", "abort"])
 async def test_greedy_tokens_of_interrupted_rollouts_equal_the_uninterrupted(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule
 ):
-    """Unchanged weights under new versions; under "abort" some go on on the other server."""
-    prompts = long_tail(48, temperature=0.0)
+    """Unchanged weights come in under new versions."""
     run = await record(
         [server.url for server in clean_pair],
         [models[0]],
         rule,
         admin_key=ADMIN_KEY,
-        prompts=prompts,
-        batches=5,
+        prompts=long_tail(48, temperature=0.0),
+        batches=4,
     )
-    interrupted = _crossing(run)
-    if rule == "abort":
-        assert any(len({s.engine for s in r.segments}) == 2 for r in interrupted)
-    engine = SGLangEngine(clean_pair[0].url, stream_interval=64)
-    await engine.open()
-    try:
-        references = await asyncio.gather(
-            *(
-                whole(engine, greedy(len(r), prompt=r.prompt_ids))
-                for r in interrupted
-            )
-        )
-    finally:
-        await engine.close()
-    for rollout, reference in zip(interrupted, references, strict=True):
-        assert rollout.token_ids.tolist() == reference.ids
+    await _equal_to_uninterrupted(clean_pair[0].url, _crossing(run))
+
+
+@pytest.mark.parametrize("rule", ["retract", "in_place", "abort"])
+async def test_a_continuation_on_the_other_server_gives_the_same_greedy_tokens(
+    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule
+):
+    """One server is given up in mid-batch; what it had begun goes on on the other."""
+    first, second = clean_pair
+    run = await record(
+        [first.url, second.url],
+        [models[0]],
+        rule,
+        admin_key=ADMIN_KEY,
+        prompts=long_tail(48, temperature=0.0),
+        batches=5,
+        lose=f"127.0.0.1:{second.port}",
+    )
+    moved = [r for r in run.rollouts if len({s.engine for s in r.segments}) == 2]
+    assert moved, "no rollout went on on the other server"
+    await _equal_to_uninterrupted(first.url, moved)
+    assert await running(second.url) == 0, "the server that was given up still decodes"

@@ -15,7 +15,8 @@ from aprilsched.core import commands as do
 from aprilsched.core import events as ev
 from aprilsched.core.rules import RewardScope
 from aprilsched.core.scheduler import Scheduler
-from aprilsched.types import Batch, Prompt, SamplingParams, VersionSpan
+from aprilsched.core.state import SchedulerState
+from aprilsched.types import Batch, Int32Array, Prompt, SamplingParams, VersionSpan
 
 Key = tuple[int, int]
 
@@ -25,7 +26,7 @@ def prompts(count: int, *, start: int = 0) -> tuple[Prompt, ...]:
     return tuple(Prompt(input_ids=np.array([start + i, 7], dtype=np.int32)) for i in range(count))
 
 
-def tokens(count: int, first: int = 100) -> np.ndarray:
+def tokens(count: int, first: int = 100) -> Int32Array:
     return np.arange(first, first + count, dtype=np.int32)
 
 
@@ -41,25 +42,27 @@ class Driver:
     supply: int = 10_000
     version: int = 0
     now: float = 0.0
-    sends: dict[Key, do.Send] = field(default_factory=dict)
-    aborts: dict[Key, do.Abort] = field(default_factory=dict)
-    controls: list[do.Pause | do.Flush | do.Continue] = field(default_factory=list)
-    refits: list[do.Refit] = field(default_factory=list)
-    scores: list[do.Score] = field(default_factory=list)
-    group_scores: list[do.ScoreGroup] = field(default_factory=list)
-    verdicts: list[do.Judge] = field(default_factory=list)
-    episodes_started: list[do.StartEpisode] = field(default_factory=list)
-    resolved: list[do.ResolveTurn] = field(default_factory=list)
-    cancelled: list[do.CancelWork] = field(default_factory=list)
-    fetches: list[do.FetchPrompts] = field(default_factory=list)
-    batches: list[Batch] = field(default_factory=list)
-    evaluations: dict[int, Batch] = field(default_factory=dict)
-    updates: list[do.FinishUpdate] = field(default_factory=list)
-    lost: list[do.LoseEngine] = field(default_factory=list)
+    sends: dict[Key, do.Send] = field(default_factory=dict[Key, do.Send])
+    aborts: dict[Key, do.Abort] = field(default_factory=dict[Key, do.Abort])
+    controls: list[do.Pause | do.Flush | do.Continue] = field(
+        default_factory=list[do.Pause | do.Flush | do.Continue]
+    )
+    refits: list[do.Refit] = field(default_factory=list[do.Refit])
+    scores: list[do.Score] = field(default_factory=list[do.Score])
+    group_scores: list[do.ScoreGroup] = field(default_factory=list[do.ScoreGroup])
+    verdicts: list[do.Judge] = field(default_factory=list[do.Judge])
+    episodes_started: list[do.StartEpisode] = field(default_factory=list[do.StartEpisode])
+    resolved: list[do.ResolveTurn] = field(default_factory=list[do.ResolveTurn])
+    cancelled: list[do.CancelWork] = field(default_factory=list[do.CancelWork])
+    fetches: list[do.FetchPrompts] = field(default_factory=list[do.FetchPrompts])
+    batches: list[Batch] = field(default_factory=list[Batch])
+    evaluations: dict[int, Batch] = field(default_factory=dict[int, Batch])
+    updates: list[do.FinishUpdate] = field(default_factory=list[do.FinishUpdate])
+    lost: list[do.LoseEngine] = field(default_factory=list[do.LoseEngine])
     ended: bool = False
     auto_prompts: bool = True
     given: int = 0
-    sent: list[do.Send] = field(default_factory=list)
+    sent: list[do.Send] = field(default_factory=list[do.Send])
 
     def __post_init__(self) -> None:
         rules = self.config.rules(
@@ -70,7 +73,7 @@ class Driver:
         self.feed(ev.Opened(engines=infos))
 
     @property
-    def state(self):
+    def state(self) -> SchedulerState:
         return self.core.state
 
     def feed(self, event: ev.Event) -> list[do.Command]:
@@ -203,18 +206,16 @@ class Driver:
 
     # --- looking -------------------------------------------------------------------------------
 
-    def keys(self, group_id: int | None = None) -> list[Key]:
+    def attempts(self, group_id: int | None = None) -> list[Key]:
         """Open attempts (of one group), oldest first."""
-        return [
-            key for key, send in self.sends.items() if group_id in (None, send.group_id)
-        ]
+        return [key for key, send in self.sends.items() if group_id in (None, send.group_id)]
 
     def group_ids(self) -> list[int]:
         """Groups with open attempts, oldest first."""
         return sorted({send.group_id for send in self.sends.values()})
 
     def finish_group(self, group_id: int, count: int = 3) -> None:
-        for key in self.keys(group_id):
+        for key in self.attempts(group_id):
             self.finish(key, count)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.driver import Driver, prompts
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core import events as ev
+from tests.support.driver import Driver, prompts
 
 
 def config(**changes: object) -> SchedulerConfig:
@@ -56,10 +56,10 @@ def test_surplus_groups_open_the_next_batch():
     for group_id in ids[:3]:
         driver.finish_group(group_id)
     for group_id in ids[3:5]:
-        driver.finish(driver.keys(group_id)[0])
+        driver.finish(driver.attempts(group_id)[0])
     for group_id in (ids[3], ids[4]):
-        if driver.keys(group_id):
-            driver.finish(driver.keys(group_id)[0])
+        if driver.attempts(group_id):
+            driver.finish(driver.attempts(group_id)[0])
     assert [g.group_id for g in driver.batches[0].groups] == ids[:4]
     assert driver.state.book.ready[0].group_id == ids[4]
     driver.request_batch()
@@ -165,7 +165,7 @@ def test_asynchronous_pace_holds_a_bounded_number_of_ready_batches():
     for _ in range(100):
         if not driver.sends:
             break
-        driver.finish(driver.keys()[0])
+        driver.finish(driver.attempts()[0])
     assert not driver.sends
     assert 8 <= len(driver.state.book.ready) <= 8 + 8
     for _ in range(2):
@@ -180,7 +180,7 @@ def test_an_evaluation_runs_to_its_end_and_is_neither_filtered_nor_carried():
     driver.feed(ev.UpdateRequested(version=1))
     assert not driver.controls, "an update waits for the evaluation"
     while driver.sends:
-        driver.finish(driver.keys()[0])
+        driver.finish(driver.attempts()[0])
     assert len(driver.evaluations[9].groups) == 3
     driver.settle()
     assert driver.state.tracker.trainer == 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from tests.support.driver import Driver
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core import events as ev
-from aprilsched.types import NO_VERSION
+from aprilsched.types import NO_VERSION, Int32Array
+from tests.support.driver import Driver
 
 
 def start() -> Driver:
@@ -19,7 +19,7 @@ def start() -> Driver:
     return driver
 
 
-def ids(*values: int) -> np.ndarray:
+def ids(*values: int) -> Int32Array:
     return np.array(values, dtype=np.int32)
 
 
@@ -27,17 +27,17 @@ def test_two_turns_each_interrupted_make_one_rollout():
     driver = start()
     rollout_id = driver.episodes_started[0].rollout_id
     driver.feed(ev.TurnRequested(rollout_id=rollout_id, input_ids=ids(1, 2, 3)))
-    driver.progress(driver.keys()[0], 2, first=10)
+    driver.progress(driver.attempts()[0], 2, first=10)
     driver.update()
-    driver.finish(driver.keys()[0], 0)
+    driver.finish(driver.attempts()[0], 0)
     assert driver.resolved[0].token_ids.tolist() == [10, 11]
     assert driver.resolved[0].versions.tolist() == [0, 0]
     driver.feed(ev.TurnRequested(rollout_id=rollout_id, input_ids=ids(1, 2, 3, 10, 11, 50, 51)))
-    driver.progress(driver.keys()[0], 1, first=20)
+    driver.progress(driver.attempts()[0], 1, first=20)
     driver.update()
-    assert driver.sends[driver.keys()[0]].input_ids.tolist() == [1, 2, 3, 10, 11, 50, 51, 20]
-    driver.progress(driver.keys()[0], 1, first=21)
-    driver.finish(driver.keys()[0], 0)
+    assert driver.sends[driver.attempts()[0]].input_ids.tolist() == [1, 2, 3, 10, 11, 50, 51, 20]
+    driver.progress(driver.attempts()[0], 1, first=21)
+    driver.finish(driver.attempts()[0], 0)
     driver.feed(ev.EpisodeFinished(rollout_id=rollout_id, reward=0.5))
     (rollout,) = driver.batches[0].rollouts
     assert rollout.token_ids.tolist() == [10, 11, 50, 51, 20, 21]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.support.driver import Driver
-
 from aprilsched.config import SchedulerConfig
 from aprilsched.core import events as ev
+from aprilsched.core.ledger import Reason
+from tests.support.driver import Driver
 
 
 def config(**changes: object) -> SchedulerConfig:
@@ -16,7 +16,7 @@ def config(**changes: object) -> SchedulerConfig:
 def test_a_failed_attempt_is_sent_again_elsewhere_with_its_tokens():
     driver = Driver(config())
     driver.request_batch()
-    key = driver.keys()[0]
+    key = driver.attempts()[0]
     engine = driver.sends[key].engine
     driver.progress(key, 5)
     driver.fail(key)
@@ -28,7 +28,7 @@ def test_a_failed_attempt_is_sent_again_elsewhere_with_its_tokens():
 def test_after_the_last_attempt_the_whole_group_is_in_the_ledger_and_replaced():
     driver = Driver(config(max_attempts=2))
     driver.request_batch()
-    key = driver.keys()[0]
+    key = driver.attempts()[0]
     group_id = driver.sends[key].group_id
     driver.fail(key)
     driver.fail((key[0], 2), cause="HTTP 500")
@@ -43,15 +43,15 @@ def test_after_the_last_attempt_the_whole_group_is_in_the_ledger_and_replaced():
 def test_a_refused_request_is_not_tried_again():
     driver = Driver(config())
     driver.request_batch()
-    driver.fail(driver.keys()[0], cause="too long", final=True)
-    assert driver.state.book.ledger.rollouts["failed"] == 1
+    driver.fail(driver.attempts()[0], cause="too long", final=True)
+    assert driver.state.book.ledger.rollouts[Reason.FAILED] == 1
     assert driver.state.book.counters.retries == 0
 
 
 def test_late_tokens_of_a_dropped_rollout_are_counted_as_discarded():
     driver = Driver(config())
     driver.request_batch()
-    key, sibling = driver.keys(driver.group_ids()[0])
+    key, sibling = driver.attempts(driver.group_ids()[0])
     driver.fail(key, final=True)
     driver.progress(sibling, 4)
     assert driver.state.book.counters.tokens_discarded == 4
@@ -92,7 +92,7 @@ def test_max_in_flight_bounds_what_is_with_the_engines():
     driver = Driver(config(batch_groups=2, over_provision=4.0, max_in_flight=4))
     driver.request_batch()
     assert len(driver.sends) == 4
-    driver.finish(driver.keys()[0])
+    driver.finish(driver.attempts()[0])
     assert len(driver.sends) == 4
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.driver import Driver
 
 from aprilsched.config import SchedulerConfig
+from tests.support.driver import Driver
 
 
 def config(**changes: object) -> SchedulerConfig:
@@ -22,7 +22,7 @@ def step(driver: Driver, *, keep: int | None = None) -> None:
     """One batch and one update; `keep` is the group that never finishes by itself."""
     before = len(driver.batches)
     driver.request_batch()
-    for key in driver.keys():
+    for key in driver.attempts():
         driver.progress(key, 2)
     for group_id in driver.group_ids():
         if len(driver.batches) > before:
@@ -97,7 +97,7 @@ def test_finish_keeps_the_bound_over_many_steps():
     for turn in range(30):
         before = len(driver.batches)
         driver.request_batch()
-        for key in driver.keys():
+        for key in driver.attempts():
             driver.progress(key, 1)
         while len(driver.batches) == before:
             ids = driver.group_ids()

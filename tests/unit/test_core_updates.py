@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tests.support.driver import Driver
+from collections.abc import Sequence
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core import commands as do
 from aprilsched.core import events as ev
 from aprilsched.types import VersionSpan
+from tests.support.driver import Driver
 
 
 def config(**changes: object) -> SchedulerConfig:
@@ -20,7 +21,7 @@ def config(**changes: object) -> SchedulerConfig:
     return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def names(commands: list[do.Command]) -> list[str]:
+def names(commands: Sequence[do.Command]) -> list[str]:
     return [type(command).__name__ for command in commands]
 
 
@@ -52,7 +53,7 @@ def test_a_refit_begins_only_when_every_engine_is_paused_and_flushed():
 
 def test_abort_calls_everything_back_before_it_pauses_and_sends_it_again_with_its_tokens():
     driver = Driver(config(straggler="abort"))
-    keys = driver.keys()
+    keys = driver.attempts()
     for key in keys:
         driver.progress(key, 5)
     commands = driver.feed(ev.UpdateRequested(version=1))
@@ -76,7 +77,7 @@ def test_run_waits_for_the_stragglers_and_mixes_no_versions():
     driver = Driver(config(straggler="run"))
     driver.feed(ev.UpdateRequested(version=1))
     assert not driver.controls
-    for key in driver.keys():
+    for key in driver.attempts():
         assert not driver.controls
         driver.finish(key)
     driver.settle()
@@ -86,7 +87,7 @@ def test_run_waits_for_the_stragglers_and_mixes_no_versions():
 def test_an_abort_that_meets_the_last_token_ends_the_rollout():
     driver = Driver(config(straggler="abort", batch_groups=1, group_size=1))
     driver.feed(ev.BatchRequested())
-    (key, *_) = driver.keys()
+    (key, *_) = driver.attempts()
     driver.progress(key, 1024)
     driver.feed(ev.UpdateRequested(version=1))
     driver.settle()
@@ -97,7 +98,7 @@ def test_an_abort_that_meets_the_last_token_ends_the_rollout():
 def test_spans_of_the_engine_replace_what_was_booked_while_streaming():
     driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0))
     driver.feed(ev.BatchRequested())
-    (key,) = driver.keys()
+    (key,) = driver.attempts()
     driver.progress(key, 10)
     driver.update()
     spans = (
@@ -115,7 +116,7 @@ def test_spans_of_the_engine_replace_what_was_booked_while_streaming():
 def test_without_spans_a_rollout_that_crossed_a_refit_says_that_it_is_not_exact():
     driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0))
     driver.feed(ev.BatchRequested())
-    (key,) = driver.keys()
+    (key,) = driver.attempts()
     driver.progress(key, 10)
     driver.update()
     driver.finish(key, 10)
@@ -125,12 +126,12 @@ def test_without_spans_a_rollout_that_crossed_a_refit_says_that_it_is_not_exact(
 def test_spans_of_a_continuation_are_offset_by_the_tokens_it_began_with():
     driver = Driver(config(straggler="abort", batch_groups=1, group_size=1, over_provision=1.0))
     driver.feed(ev.BatchRequested())
-    (key,) = driver.keys()
+    (key,) = driver.attempts()
     driver.progress(key, 10)
     driver.feed(ev.UpdateRequested(version=1))
     driver.interrupt(key, spans=(VersionSpan(version=0, start=0, end=10),))
     driver.settle()
-    (key,) = driver.keys()
+    (key,) = driver.attempts()
     driver.finish(key, 4, spans=(VersionSpan(version=1, start=0, end=4),))
     (rollout,) = driver.batches[0].rollouts
     assert rollout.versions.tolist() == [0] * 10 + [1] * 4
@@ -166,7 +167,7 @@ def test_a_failed_refit_everywhere_keeps_the_old_version_and_goes_on():
 
 def test_an_engine_that_did_not_take_the_version_is_quarantined_and_its_rollouts_go_on():
     driver = Driver(config())
-    for key in driver.keys():
+    for key in driver.attempts():
         driver.progress(key, 5)
     driver.feed(ev.UpdateRequested(version=1))
     while driver.controls:

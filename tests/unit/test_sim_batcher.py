@@ -25,10 +25,10 @@ SMALL_CHUNKS = StepTimeModel(
 )
 
 
-def alone(length: int, **sampling: bool) -> Int32Array:
+def alone(length: int, *, greedy: bool = False) -> Int32Array:
     """The tokens of request "a" when nothing disturbs it."""
     driver = Driver(SimConfig())
-    driver.submit(request("a", length, **sampling))
+    driver.submit(request("a", length, greedy=greedy))
     driver.settle()
     return driver.outcomes["a"].ids
 
@@ -124,7 +124,7 @@ def test_requests_that_can_never_run_are_refused() -> None:
 @pytest.mark.parametrize("name", ["max_running", "kv_tokens", "stream_interval", "vocab_size"])
 def test_config_refuses_zeros(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        SimConfig(**{name: 0})
+        SimConfig(**{name: 0})  # pyright: ignore[reportArgumentType]
 
 
 # -- stop tokens ----------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.events import EngineLost, Event
+from aprilsched.core.ledger import Reason
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
@@ -121,13 +122,13 @@ def test_lengths_are_those_of_the_workload_whatever_the_schedule():
                 await rollouts.update_weights(SimPublisher())
         return lengths
 
-    expected = sorted(
-        tuple(s.max_new_tokens for s in prompt.sampling)  # type: ignore[union-attr]
-        for prompt in workload(count=12)
-    )
+    expected: list[tuple[int, ...]] = []
+    for prompt in workload(count=12):
+        assert isinstance(prompt.sampling, tuple)
+        expected.append(tuple(s.max_new_tokens for s in prompt.sampling))
     for straggler in STRAGGLERS:
         lengths = run_virtual(main(straggler))
-        assert sorted(tuple(v) for v in lengths.values()) == expected
+        assert sorted(tuple(v) for v in lengths.values()) == sorted(expected)
 
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
@@ -222,7 +223,7 @@ async def test_plain_functions_group_rewards_and_accept():
             batch = await rollouts.next_batch()
             assert all(liked(group.prompt) for group in batch.groups)
             assert [r.reward for r in batch.groups[0].rollouts] == [0.0, 1.0, 2.0, 3.0]
-        assert rollouts.state.book.ledger.rollouts["rejected"] > 0
+        assert rollouts.state.book.ledger.rollouts[Reason.REJECTED] > 0
 
 
 def test_a_reward_that_raises_costs_its_group_and_says_why():
@@ -436,8 +437,6 @@ def test_prompts_that_are_none_end_the_run_with_the_reason():
 
 def test_the_loss_of_the_last_engine_is_raised():
     async def main() -> None:
-        from aprilsched.core.events import EngineLost
-
         async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
             waiting = asyncio.create_task(rollouts.next_batch())
             await asyncio.sleep(0.1)
