@@ -31,6 +31,11 @@ class EventLoop:
         self._listeners = tuple(listeners)
         self._inbox: deque[Event] = deque()
         self._busy = False
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Decide nothing any more: what happens while closing must not pause an engine again."""
+        self._stopped = True
 
     def feed(self, event: Event) -> None:
         """Something happened. Handled now, or right after the event in work.
@@ -38,6 +43,8 @@ class EventLoop:
         Raises:
             InvariantViolation: if it cannot have happened; a bug.
         """
+        if self._stopped:
+            return
         self._inbox.append(event)
         if self._busy:
             return

@@ -163,6 +163,10 @@ class RolloutScheduler:
                 self._feed(opened)
                 ready.set_result(None)
                 await self._stopping.wait()
+                self._loop.stop()
+                # A pause that is on its way must not arrive after the continue.
+                tasks.cancel_kind("control")
+                await asyncio.sleep(0)
                 await release(self._attempts, self._engines, self.state)
                 released = True
                 tasks.cancel_all()
@@ -172,6 +176,7 @@ class RolloutScheduler:
             log.error("the scheduler stopped: %r", error)
             self._waits.fail(error)
         finally:
+            self._loop.stop()
             if not released:
                 await release(self._attempts, self._engines, self.state)
             closed = SchedulerClosed("the scheduler was closed while it was waited for.")
@@ -345,6 +350,7 @@ class RolloutScheduler:
             await asyncio.wait([previous])
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return error  # pyright: ignore[reportUnknownVariableType]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Hashable, Iterable
-from typing import Any
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeAlias
 
-__all__ = ["Tasks"]
+__all__ = ["TaskKey", "Tasks"]
+
+TaskKey: TypeAlias = str | tuple[Any, ...]
 
 
 class Tasks:
@@ -14,22 +16,26 @@ class Tasks:
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self._group = group
-        self._tasks: dict[Hashable, asyncio.Task[None]] = {}
+        self._tasks: dict[TaskKey, asyncio.Task[None]] = {}
 
-    def start(self, key: Hashable, work: Coroutine[Any, Any, None]) -> None:
+    def start(self, key: TaskKey, work: Coroutine[Any, Any, None]) -> None:
         """Start `work` under a key that is not in use."""
         task = self._group.create_task(work)
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
-    def running(self, key: Hashable) -> bool:
+    def running(self, key: TaskKey) -> bool:
         return key in self._tasks
 
-    def cancel(self, keys: Iterable[Hashable]) -> None:
+    def cancel(self, keys: Iterable[TaskKey]) -> None:
         for key in keys:
             task = self._tasks.get(key)
             if task is not None:
                 task.cancel()
+
+    def cancel_kind(self, kind: str) -> None:
+        """Cancel every task whose key is a tuple that begins with `kind`."""
+        self.cancel([key for key in self._tasks if isinstance(key, tuple) and kind in key[:1]])
 
     def cancel_all(self) -> None:
         for task in list(self._tasks.values()):

@@ -26,6 +26,8 @@ from aprilsched.core.counters import Counters
 from aprilsched.core.events import EngineLost, Event, Finished, Interrupted, Progress
 from aprilsched.core.invariants import check
 from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.core.records import RequestRecord
+from aprilsched.errors import PromptsExhausted
 from aprilsched.types import VersionSpan
 from tests.sglang.server import server_environment, server_python
 
@@ -39,7 +41,7 @@ CONFIG: dict[str, object] = {
     "group_size": GROUP_SIZE,
     "over_provision": 2.0,
 }
-_LONG, _SHORT = 900, (8, 48)
+_SHORT = (8, 48)
 
 
 @dataclass
@@ -99,13 +101,13 @@ class Run:
         return [rollout for batch in self.batches for rollout in batch.rollouts]
 
 
-def long_tail(count: int, *, temperature: float = 1.0) -> list[Prompt]:
+def long_tail(count: int, *, longest: int = 900, temperature: float = 1.0) -> list[Prompt]:
     """Prompts whose responses are short but for one in five of the groups."""
     rng = np.random.default_rng(7)
     prompts: list[Prompt] = []
     for index in range(count):
-        longest = _LONG if index % 5 == 2 else _SHORT[1]
-        lengths = [int(rng.integers(*_SHORT)) for _ in range(GROUP_SIZE - 1)] + [longest]
+        last = longest if index % 5 == 2 else _SHORT[1]
+        lengths = [int(rng.integers(*_SHORT)) for _ in range(GROUP_SIZE - 1)] + [last]
         prompts.append(
             Prompt(
                 input_ids=rng.integers(3, 500, size=12).astype(np.int32),
@@ -127,27 +129,29 @@ async def record(
     admin_key: str | None = None,
     prompts: Sequence[Prompt] | None = None,
     batches: int = BATCHES,
-    temperature: float = 1.0,
     lose: str = "",
 ) -> Run:
     """Run `batches` batches; after each, version v comes from ``checkpoints[v % len]``.
 
-    The engine named `lose` is given up while the third batch is generated.
+    Ends earlier with the prompts. The engine named `lose` is given up in the middle of a response.
     """
     recorder = Recorder()
     scheduler = RolloutScheduler(
         SGLangFleet(urls, admin_key=admin_key, stream_interval=16),
-        prompts if prompts is not None else long_tail(200, temperature=temperature),
+        prompts if prompts is not None else long_tail(200),
         config=SchedulerConfig(straggler=straggler, **CONFIG),  # type: ignore[arg-type]
         listeners=[recorder],
     )
     recorder.scheduler = scheduler
     taken: list[Batch] = []
-    async with scheduler as rollouts:
+    async with scheduler as rollouts, asyncio.TaskGroup() as group:
         for number in range(batches):
-            if lose and number == 2:
-                asyncio.get_running_loop().call_later(0.5, _lose, rollouts, lose)
-            taken.append(await rollouts.next_batch())
+            if lose and number == 1:
+                group.create_task(_lose(rollouts, lose))
+            try:
+                taken.append(await rollouts.next_batch())
+            except PromptsExhausted:
+                break
             checkpoint = checkpoints[(rollouts.version + 1) % len(checkpoints)]
             await rollouts.update_weights(DiskPublisher(checkpoint))
         book = rollouts.state.book
@@ -160,7 +164,14 @@ async def record(
         )
 
 
-def _lose(rollouts: RolloutScheduler, engine: str) -> None:
+async def _lose(rollouts: RolloutScheduler, engine: str) -> None:
+    """Give up an engine as soon as something on it is in the middle of its response."""
+
+    def halfway(request: RequestRecord) -> bool:
+        return request.generated >= 20 and request.remaining >= 100
+
+    while not any(map(halfway, rollouts.state.book.open_requests(engine))):
+        await asyncio.sleep(0.01)
     rollouts._feed(EngineLost(engine=engine, cause="given up by the test"))
 
 

@@ -187,8 +187,8 @@ async def test_greedy_tokens_of_interrupted_rollouts_equal_the_uninterrupted(
         [models[0]],
         rule,
         admin_key=ADMIN_KEY,
-        prompts=long_tail(48, temperature=0.0),
-        batches=4,
+        prompts=long_tail(18, longest=500, temperature=0.0),
+        batches=99,
     )
     await _equal_to_uninterrupted(clean_pair[0].url, _crossing(run))
 
@@ -204,8 +204,8 @@ async def test_a_continuation_on_the_other_server_gives_the_same_greedy_tokens(
         [models[0]],
         rule,
         admin_key=ADMIN_KEY,
-        prompts=long_tail(48, temperature=0.0),
-        batches=5,
+        prompts=long_tail(18, longest=500, temperature=0.0),
+        batches=99,
         lose=f"127.0.0.1:{second.port}",
     )
     moved = [r for r in run.rollouts if len({s.engine for s in r.segments}) == 2]

@@ -35,7 +35,10 @@ DEPENDENCIES = frozenset(
 NUMPY = frozenset({"numpy"})
 PLOTS = frozenset({"matplotlib", "plotly", "polars"})
 LAZY = (
-    frozenset({"ray", "safetensors", "sglang", "torch", "trackio", "transformers", "wandb"}) | PLOTS
+    frozenset(
+        {"ray", "safetensors", "sglang", "tokenizers", "torch", "trackio", "transformers", "wandb"}
+    )
+    | PLOTS
 )
 """Optional or slow to import: only inside functions, or for the type checker."""
 
@@ -154,6 +157,7 @@ RULES: dict[str, Rule] = {
     "aprilsched": EVERYTHING,
     "aprilsched.blocking": EVERYTHING,
     "aprilsched.cli": EVERYTHING,
+    "aprilsched.commands": EVERYTHING,
     "aprilsched.integrations": EVERYTHING,
 }
 
