@@ -1,0 +1,109 @@
+# Set-up, checks and the demo, with nothing needed but Python 3.11 or later, pip and make.
+#
+# Two environments: .venv has the library, its tools and (for the tests) torch; .venv-sglang has
+# SGLang on a CPU, which the tests start as a real server. Each is made once, and again when the
+# pins it was made from change. A stamp is written last, so an environment whose making was cut
+# off has none, and is made anew instead of being used by halves.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+# The interpreter of .venv. `make PYTHON=/path/to/python3.12 test` takes another one.
+PYTHON ?= python3
+# Arguments for pip where torch is installed: an --index-url with CPU builds, say.
+TORCH_PIP_ARGS ?=
+# Arguments for pytest: `make test-fast ARGS='-k sampling -x'`.
+ARGS ?=
+# What `make demo` runs, from the environment's bin folder.
+DEMO = aprilsched simulate --policy wait,april,pool
+
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_STAMP := $(VENV)/.stamp-demo
+TEST_STAMP := $(VENV)/.stamp-test
+TORCH := $(shell grep '^torch==' constraints.txt)
+SGLANG := $(shell grep '^sglang==' requirements/sglang-cpu.txt)
+INSTALL := -m pip --disable-pip-version-check --no-input install -q
+
+# The server's environment: an existing one, shared between checkouts, or our own.
+ifneq ($(strip $(APRILSCHED_SGLANG_VENV)),)
+SGLANG_VENV := $(APRILSCHED_SGLANG_VENV)
+SGLANG_READY := shared-sglang
+else
+SGLANG_VENV := $(CURDIR)/.venv-sglang
+SGLANG_READY := .venv-sglang/.stamp
+endif
+
+# The closure of SGLang was resolved for this version of Python; pip refuses it under another.
+PYTHON_311 = $(shell for python in $(PYTHON) python3.11; do \
+	if $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; \
+	then echo $$python; break; fi; done)
+
+.PHONY: help venv demo test test-fast lint format clean shared-sglang .venv .venv-sglang
+
+help: ## Show this list.
+	@grep -hE '^[.a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([.a-z-]+):.*## /\1\t/' | expand -t 16
+
+.venv: $(DEMO_STAMP) ## Make the environment that runs aprilsched (no torch).
+
+.venv-sglang: $(SGLANG_READY) ## Make the environment of the test server (Python 3.11, 3.3 GB).
+
+venv: $(TEST_STAMP) ## Make .venv with all that tests and checks need, torch included.
+
+demo: $(DEMO_STAMP) ## Compare scheduling policies in virtual time.
+	$(BIN)/$(DEMO)
+
+test: $(TEST_STAMP) $(SGLANG_READY) lint ## Lint, and all tests, those on a real server included.
+	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(TEST_STAMP) ## All tests that need no server.
+	$(BIN)/python -m pytest --ignore=tests/sglang $(ARGS)
+
+lint: $(TEST_STAMP) ## Check style, format and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(TEST_STAMP) ## Fix what ruff can fix.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove both environments and every cache.
+	rm -rf .venv .venv-sglang .pytest_cache .ruff_cache .hypothesis dist
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo \
+	"aprilsched needs Python 3.11 or later; name one: make PYTHON=python3.11." >&2; exit 1; }
+	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
+	@rm -f $(DEMO_STAMP) $(TEST_STAMP)
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[plots]'
+	@touch $@
+
+# torch goes first and alone: the version is then settled, and with it the build.
+$(TEST_STAMP): $(DEMO_STAMP)
+	@rm -f $(DEMO_STAMP) $(TEST_STAMP)
+	$(BIN)/python $(INSTALL) -c constraints.txt $(TORCH_PIP_ARGS) $(TORCH)
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[dev,torch,plots]'
+	@touch $(DEMO_STAMP) $(TEST_STAMP)
+
+.venv-sglang/.stamp: requirements/sglang-cpu.txt constraints.txt
+	@test -n '$(PYTHON_311)' || { echo "SGLang's pinned environment needs Python 3.11 and\
+	 neither $(PYTHON) nor python3.11 is it; name one: make PYTHON=/path/to/python3.11." >&2; exit 1; }
+	@test "$$(uname -sm)" = 'Linux x86_64' || { echo "SGLang's pinned environment is for Linux on\
+	 x86-64; use make test-fast on $$(uname -sm)." >&2; exit 1; }
+	@test -e $@ || $(PYTHON_311) -m venv --clear .venv-sglang
+	@rm -f $@
+	.venv-sglang/bin/python $(INSTALL) $(TORCH_PIP_ARGS) $(TORCH)
+	.venv-sglang/bin/python $(INSTALL) --no-deps -r requirements/sglang-cpu.txt
+	@touch $@
+
+# Someone else's environment: never changed, only asked what it is.
+shared-sglang:
+	@found=$$('$(SGLANG_VENV)/bin/python' -c \
+	'from importlib.metadata import version; print("sglang==" + version("sglang"))' 2>/dev/null) \
+	|| found='no SGLang'; \
+	test "$$found" = '$(SGLANG)' || { echo "APRILSCHED_SGLANG_VENV ($(SGLANG_VENV)) has $$found and\
+	 the tests need $(SGLANG); point it elsewhere, or unset it to make .venv-sglang." >&2; exit 1; }
