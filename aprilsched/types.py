@@ -79,6 +79,10 @@ class SamplingParams:
             raise ConfigError(f"temperature is {self.temperature}; give 0 (greedy) or more.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; give a number above 0 and at most 1.")
+        if self.top_k < 1 and self.top_k != -1:
+            raise ConfigError(f"top_k is {self.top_k}; give 1 or more, or -1 for no limit.")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p is {self.min_p}; give a number from 0 to 1.")
 
     def after(self, generated: int) -> SamplingParams:
         """The parameters that finish a response of which `generated` tokens are known."""

@@ -6,6 +6,10 @@ Invariant: once the run folder is there, summary.json gets into it, however the 
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 
 from aprilsched.commands.config_file import as_toml
 from aprilsched.commands.setup import Setup, run_on_clock
@@ -41,6 +45,7 @@ class Run:
             burn_in=setup.settings.burn_in,
         )
         self._scheduler: RolloutScheduler | None = None
+        self._interrupted = False
 
     def execute(self) -> RunSummary:
         """Run to the end, or to Ctrl-C; the summary, which is in the folder too.
@@ -48,27 +53,27 @@ class Run:
         Raises:
             AprilschedError: if the run could not begin or go on.
         """
-        interrupted, failure = False, None
+        failure: AprilschedError | None = None
         try:
-            if self._progress is None:
+            with self._progress or nullcontext():
                 run_on_clock(self._setup, self._drive)
-            else:
-                with self._progress:
-                    run_on_clock(self._setup, self._drive)
-        except KeyboardInterrupt:
-            interrupted = True
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            if not self._interrupted or not self._folder.created:
+                raise KeyboardInterrupt from None
+        except AprilschedError as error:
             if not self._folder.created:
                 raise
-        except AprilschedError as error:
             failure = error
-        if failure is not None and not self._folder.created:
-            raise failure
-        summary = self._finish(interrupted, failure)
+        summary = self._finish(failure)
         if failure is not None:
             raise failure
         return summary
 
     async def _drive(self) -> None:
+        with self._ended_by_ctrl_c():
+            await self._run()
+
+    async def _run(self) -> None:
         setup, settings = self._setup, self._setup.settings
         listeners = [self._log, self._summary]
         self._scheduler = RolloutScheduler(
@@ -91,12 +96,35 @@ class Run:
                 if setup.publisher is not None and done % settings.update_every == 0:
                     await rollouts.update_weights(setup.publisher)
 
-    def _finish(self, interrupted: bool, failure: AprilschedError | None) -> RunSummary:
+    @contextmanager
+    def _ended_by_ctrl_c(self) -> Generator[None]:
+        """Ctrl-C cancels the run, which then cleans up.
+
+        KeyboardInterrupt would break out of whatever the loop is at, the cleaning up included.
+        """
+        loop, run = asyncio.get_running_loop(), asyncio.current_task()
+        # A shell that starts a job in the background has it ignore Ctrl-C.
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        if run is None or ignored or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def end() -> None:
+            self._interrupted = True
+            run.cancel()
+
+        loop.add_signal_handler(signal.SIGINT, end)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+
+    def _finish(self, failure: AprilschedError | None) -> RunSummary:
         self._log.close()
         summary = self._summary.result(
             self._remainder(),
             clock=self._setup.clock,
-            interrupted=interrupted,
+            interrupted=self._interrupted,
             error=None if failure is None else str(failure),
             event_log_error=self._log.error,
         )

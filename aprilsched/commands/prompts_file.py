@@ -6,7 +6,7 @@ and ``sampling``, in the names that :func:`aprilsched.sampling.sampling_params` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -123,7 +123,9 @@ def _load(folder: Path) -> _Tokenizer:
     if not file.is_file():
         raise ConfigError(f"There is no {file}; name the folder with the model's tokenizer.json.")
     try:
-        return _Tokenizer(Tokenizer.from_file(str(file)))
+        # The package has no types of its own.
+        load = cast("Callable[[str], _FastTokenizer]", cast("Any", Tokenizer).from_file)
+        return _Tokenizer(load(str(file)))
     except Exception as error:
         # The package raises plain Exception for whatever it cannot read.
         raise ConfigError(f"{file} is no tokenizer: {error}.") from error

@@ -38,7 +38,7 @@ class RunCommand:
     json: bool = False
     """Print the summary as JSON on stdout; everything else goes to stderr."""
     quiet: bool = False
-    """No progress."""
+    """No progress and no figures, only errors."""
     dry_run: bool = False
     """Print the resolved settings as TOML and end."""
     settings: Annotated[RunSettings, tyro.conf.arg(name="")] = field(default_factory=RunSettings)
@@ -65,7 +65,8 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
     elif not command.quiet:
         Console().print(run_table(summary))
-    messages.print(f"The run is in {folder.path}", soft_wrap=True, highlight=False)
+    if not command.quiet:
+        messages.print(f"The run is in {folder.path}", soft_wrap=True, highlight=False)
     return _INTERRUPTED if summary.interrupted else 0
 
 

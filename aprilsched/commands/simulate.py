@@ -62,7 +62,7 @@ class SimulateCommand:
     json: bool = False
     """Print the comparison as JSON on stdout; everything else goes to stderr."""
     quiet: bool = False
-    """No progress."""
+    """No progress; the figures at the end all the same."""
     workload: Annotated[WorkloadSettings, tyro.conf.arg(name="")] = field(
         default_factory=WorkloadSettings
     )

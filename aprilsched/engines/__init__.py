@@ -1,0 +1,1 @@
+"""Engines: the protocol, real SGLang servers, and the embedded engine."""

@@ -28,6 +28,7 @@ log = logging.getLogger("aprilsched")
 _FLUSH_SECONDS = 1.0
 _FLUSH_BYTES = 1 << 18
 _MICROSECONDS = 6
+_NEW = "xb"
 
 # A trainer may take minutes over a batch, and no event comes meanwhile to flush its delivery.
 _FLUSHED_AT_ONCE = (do.Deliver, do.FinishUpdate)
@@ -96,7 +97,7 @@ class EventLog:
             return
         try:
             if self._file is None:
-                self._file = self._path.open("xb")
+                self._file = self._path.open(_NEW)
             self._file.write(self._buffer)
             self._file.flush()
         except OSError as error:

@@ -42,9 +42,13 @@ class Progress:
         self._carried = 0
         self._staleness = 0.0
         self._tokens = 0
+        self._tokens_before = 0
+        """In the batch before this one."""
         self._now = 0.0
         self._began = 0.0
         """When the batch in work began."""
+        self._rate_since = 0.0
+        """When the one before it began."""
         self._open: dict[int, int] = {}
         """Groups of the open attempts, by request."""
         self._done: Counter[int] = Counter()
@@ -92,14 +96,14 @@ class Progress:
     def line(self) -> Text:
         """What is shown now."""
         done = sum(n >= self._group_size for n in list(self._done.values()))
-        elapsed = self._now - self._began
-        rate = self._tokens / elapsed if elapsed > 0 else 0.0
+        # Over the batch before and this one: a pause brings many tokens in an instant.
+        elapsed = self._now - self._rate_since
+        rate = (self._tokens_before + self._tokens) / elapsed if elapsed > 0 else 0.0
         return Text(
-            f"{self._title}  batch {min(self._batch + 1, self._batches)}/{self._batches}"
-            f"  groups {min(done, self._batch_groups)}/{self._batch_groups}"
-            f"  in flight {len(self._open)} ({self._carried} carried)"
-            f"  {rate:,.0f} tokens/s  version {self._version}"
-            f"  staleness {self._staleness:.2f}",
+            f"{self._title} {min(self._batch + 1, self._batches)}/{self._batches}"
+            f" | groups {min(done, self._batch_groups)}/{self._batch_groups}"
+            f" | {len(self._open)} in flight ({self._carried} carried)"
+            f" | {rate / 1000:.1f}k tokens/s | v{self._version} | stale {self._staleness:.2f}",
             no_wrap=True,
             overflow="ellipsis",
         )
@@ -107,7 +111,7 @@ class Progress:
     # --- what happens --------------------------------------------------------------------------
 
     def _opened(self, event: ev.Opened) -> None:
-        self._began = self._now
+        self._began = self._rate_since = self._now
         self._version = max((engine.version for engine in event.engines), default=0)
 
     def _progress(self, event: ev.Progress) -> None:
@@ -140,8 +144,8 @@ class Progress:
             self._done.pop(group.group_id, None)
         self._batch = batch.index + 1
         self._carried = len(self._open)
-        self._tokens = 0
-        self._began = self._now
+        self._tokens, self._tokens_before = 0, self._tokens
+        self._began, self._rate_since = self._now, self._began
 
     def _delivered_line(self, batch: Batch) -> str:
         return (

@@ -1,0 +1,1 @@
+"""Publishers: how new weights reach the engines."""

@@ -29,6 +29,7 @@ from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.records import RequestRecord
 from aprilsched.errors import PromptsExhausted
 from aprilsched.types import VersionSpan
+from tests.sglang.helpers import until
 from tests.sglang.server import server_environment, server_python
 
 __all__ = ["BATCHES", "CONFIG", "Recorder", "Run", "long_tail", "record", "scores"]
@@ -170,8 +171,7 @@ async def _lose(rollouts: RolloutScheduler, engine: str) -> None:
     def halfway(request: RequestRecord) -> bool:
         return request.generated >= 20 and request.remaining >= 100
 
-    while not any(map(halfway, rollouts.state.book.open_requests(engine))):
-        await asyncio.sleep(0.01)
+    await until(lambda: any(map(halfway, rollouts.state.book.open_requests(engine))))
     rollouts._feed(EngineLost(engine=engine, cause="given up by the test"))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ HERE = Path(__file__).parent
 BOOT_SECONDS = 240.0
 STOP_SECONDS = 5.0
 TAIL_LINES = 25
+_PORTS = range(20_000, 32_000)
 ENVIRONMENT = "APRILSCHED_SGLANG_PYTHON"
 
 
@@ -93,7 +95,7 @@ class CpuServer:
         """
         deadline = time.monotonic() + BOOT_SECONDS
         while time.monotonic() < deadline:
-            if self._process is None or self._process.poll() is not None:
+            if self._process is None or self._process.poll() is not None or self._cannot_bind():
                 raise RuntimeError(f"The server exited while it booted:\n{self.tail()}")
             if _answers(self.port):
                 return
@@ -118,6 +120,9 @@ class CpuServer:
     def tail(self) -> str:
         """The last lines of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+
+    def _cannot_bind(self) -> bool:
+        return b"address already in use" in self.log.read_bytes()
 
     def _arguments(self) -> list[str]:
         settings = {
@@ -146,9 +151,16 @@ def server_environment() -> dict[str, str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below the ephemeral range.
+
+    One of that range, free now, may be the near end of somebody's connection by the time the
+    server binds it, half a minute later; it then stays up without its HTTP side.
+    """
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"No free port from {_PORTS.start} to {_PORTS.stop} for the server.")
 
 
 def _answers(port: int) -> bool:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from aprilsched import DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.types import Rollout
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.helpers import greedy, reset, running, whole
+from tests.sglang.helpers import greedy, reset, running, until, whole
 from tests.sglang.recorded import BATCHES, Run, long_tail, record, scores
 from tests.sglang.server import CpuServer
 
@@ -164,15 +166,21 @@ def test_in_place_agrees_before_the_first_update_and_not_after_it(
         assert stale.max() > 0.1
 
 
-async def _equal_to_uninterrupted(url: str, rollouts: list[Rollout]) -> None:
+@asynccontextmanager
+async def opened(url: str) -> AsyncGenerator[SGLangEngine]:
     engine = SGLangEngine(url, stream_interval=64)
     await engine.open()
     try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def _equal_to_uninterrupted(url: str, rollouts: list[Rollout]) -> None:
+    async with opened(url) as engine:
         references = await asyncio.gather(
             *(whole(engine, greedy(len(r), prompt=r.prompt_ids)) for r in rollouts)
         )
-    finally:
-        await engine.close()
     for rollout, reference in zip(rollouts, references, strict=True):
         assert rollout.token_ids.tolist() == reference.ids
 
@@ -212,3 +220,37 @@ async def test_a_continuation_on_the_other_server_gives_the_same_greedy_tokens(
     assert moved, "no rollout went on on the other server"
     await _equal_to_uninterrupted(first.url, moved)
     assert await running(second.url) == 0, "the server that was given up still decodes"
+
+
+@pytest.mark.parametrize("rule", ["retract", "in_place", "abort", "run"])
+async def test_a_cancelled_trainer_leaves_the_server_running_and_idle(
+    clean_server: CpuServer, models: tuple[Path, Path], rule: StragglerRule
+):
+    """As Ctrl-C does: in the middle of generation, and in the middle of an update."""
+    scheduler = RolloutScheduler(
+        SGLangFleet([clean_server.url]),
+        long_tail(40),
+        config=SchedulerConfig(
+            batch_groups=4, group_size=4, over_provision=2.0, straggler=rule, pace="asynchronous"
+        ),
+    )
+
+    async def train() -> None:
+        async with scheduler as rollouts:
+            async for _ in rollouts:
+                await rollouts.update_weights(DiskPublisher(models[0]))
+
+    task = asyncio.create_task(train())
+    await until(lambda: scheduler.state.update is not None)
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        # What is in flight would need far longer to end by itself.
+        await asyncio.wait_for(task, 5.0)
+    async with opened(clean_server.url) as engine:
+        assert await engine.is_paused() is False
+
+    async def idle() -> bool:
+        return await running(clean_server.url) == 0
+
+    await until(idle, seconds=5.0)

@@ -21,7 +21,7 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.core.commands import Command
-from aprilsched.core.events import EngineLost, Event
+from aprilsched.core.events import EngineLost, Event, Finished
 from aprilsched.core.ledger import Reason
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim import run_virtual
@@ -33,6 +33,7 @@ from aprilsched.errors import (
     SchedulerClosed,
 )
 
+ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
 STRAGGLERS = ["retract", "in_place", "abort", "run"]
 
 
@@ -463,3 +464,31 @@ def test_the_same_seed_gives_the_same_run():
         return out
 
     assert run_virtual(main()) == run_virtual(main())
+
+
+def test_sends_are_paced():
+    class Sends(Checking):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first_tokens: list[float] = []
+
+        def on_event(self, event: Event, now: float) -> None:
+            if isinstance(event, Finished):
+                self.first_tokens.append(now)
+
+    async def main(rate: int) -> float:
+        listener = Sends()
+        prompts = [
+            Prompt(input_ids=np.array([i + 1], dtype=np.int32), sampling=ONE) for i in range(40)
+        ]
+        async with RolloutScheduler(
+            SimFleet(1),
+            prompts,
+            config=config(batch_groups=40, group_size=1, over_provision=1.0, dispatch_rate=rate),
+            listeners=[listener],
+        ) as rollouts:
+            await rollouts.next_batch()
+        return listener.first_tokens[-1] - listener.first_tokens[0]
+
+    assert run_virtual(main(10)) >= 3.0
+    assert run_virtual(main(2000)) < 0.1

@@ -1,0 +1,182 @@
+"""Bad input is refused before anything is launched: exit code 2, one sentence, no folder."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Generator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aprilsched.cli import main
+from aprilsched.coordinator.attempts import Attempts
+
+GOOD = json.dumps({"input_ids": [1, 2, 3]})
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sending a request fails the test; files may only come up in the test's own folder."""
+
+    def send(*_: Any) -> None:
+        raise AssertionError("a request was sent")
+
+    monkeypatch.setattr(Attempts, "send", send)
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The sentence with which `aprilsched run` refuses."""
+    before = set(Path.cwd().rglob("*"))
+    assert main(["run", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("aprilsched: ")
+    assert set(Path.cwd().rglob("*")) == before
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ("--over-provision -1", "over_provision is -1.0; give a ratio from 1"),
+        ("--over-provision 0.5", "over_provision is 0.5; give a ratio from 1"),
+        ("--batch-groups 8 --max-in-flight 63", "max_in_flight (63) can never fill a batch"),
+        ("--batch-groups 0", "batch_groups is 0; give 1 or more"),
+        ("--staleness-rule evict", "needs a bound; set max_staleness"),
+        ("--stop tokens", "set it to the tokens of a batch"),
+        ("--batch-tokens 5", 'stop is "groups"; set stop too'),
+        ("--sampling.temperature -1", "temperature is -1.0"),
+        ("--sampling.max-new-tokens 0", "max_new_tokens is 0"),
+        ("--median -3", "median is -3.0"),
+        ("--within-group 2", "within_group is 2.0"),
+        ("--sim.engines 0", "engines is 0"),
+        ("--batches 0", "batches is 0; give 1 or more"),
+        ("--seed -1", "seed is -1"),
+        ("--train-seconds -1", "train_seconds is -1.0"),
+        ("--engine sim http://10.0.0.1:30000", "give one or the other"),
+        ("--engine nonsense", "give one like http://10.0.0.1:30000"),
+        ("--engine http://127.0.0.1:1", "cannot connect"),
+        ("--engine http://127.0.0.1:1 --admin-key-env NO_SUCH_VARIABLE", "is not set"),
+        ("--weights /checkpoint", "weights is for SGLang servers"),
+        ("--tokenizer /model", "give prompts too"),
+        ("--prompts missing.jsonl", "missing.jsonl cannot be read"),
+        ("--config missing.toml", "missing.toml cannot be read"),
+        ("--config", "--config names no file"),
+    ],
+)
+def test_flags(capsys: pytest.CaptureFixture[str], arguments: str, part: str):
+    assert part in refused(capsys, *arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ('{"input_ids": []}', "give at least one token id"),
+        ('{"input_ids": [1, 2', "this is no JSON"),
+        ("[1, 2]", "this is no object"),
+        ('{"input_ids": [1.5]}', "input_ids is no list of whole numbers"),
+        ('{"input_ids": [-1]}', "give valid token ids"),
+        ('{"input_id": [1]}', "the nearest known one is input_ids"),
+        ('{"key": 1}', "give either input_ids or text"),
+        ('{"input_ids": [1], "text": "a"}', "give either input_ids or text"),
+        ('{"text": "hello"}', "--tokenizer"),
+        ('{"input_ids": [1], "key": [1]}', "key is neither"),
+        ('{"input_ids": [1], "sampling": {"n": 4}}', "set group_size"),
+        ('{"input_ids": [1], "sampling": {"temprature": 1}}', "did you mean temperature?"),
+        ('{"input_ids": [1], "sampling": {"stop": ["x"]}}', "there is no tokenizer"),
+        ('{"input_ids": [1], "sampling": 3}', "give a mapping"),
+    ],
+)
+def test_prompts(capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, part: str):
+    (tmp_path / "prompts.jsonl").write_text(f"{GOOD}\n\n{line}\n")
+    sentence = refused(capsys, "--prompts", "prompts.jsonl")
+    assert "prompts.jsonl, line 3: " in sentence
+    assert part in sentence
+
+
+def test_a_file_without_prompts(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "prompts.jsonl").write_text("\n")
+    assert "has no prompts" in refused(capsys, "--prompts", "prompts.jsonl")
+
+
+def test_a_folder_without_tokenizer(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "prompts.jsonl").write_text('{"text": "hello"}\n')
+    arguments = ("--prompts", "prompts.jsonl", "--tokenizer", ".")
+    assert "tokenizer.json" in refused(capsys, *arguments)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "is no tokenizer" in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("batchs = 3", "unknown key batchs; the nearest known one is batches"),
+        (
+            "[scheduler]\nover_provison = 2.0",
+            "scheduler.over_provison; the nearest known one is scheduler.over_provision",
+        ),
+        ("[scheduler.sampling]\ntop = 2", "unknown key scheduler.sampling.top"),
+        ("batches = 'many'", "does not fit"),
+        ("[scheduler]\nrefill = 'often'", "does not fit"),
+        ("batches = ", "is no TOML"),
+        ("[scheduler]\nover_provision = 0.1", "over_provision is 0.1"),
+    ],
+)
+def test_config_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, part: str):
+    (tmp_path / "bad.toml").write_text(text)
+    assert part in refused(capsys, "--config", "bad.toml")
+
+
+def test_a_taken_run_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.txt").write_text("precious")
+    assert "not empty" in refused(capsys, "--out", "taken")
+
+
+class _Page(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<html>It works!</html>")
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def web_server() -> Generator[str]:
+    """Something that answers every path with a page."""
+    with HTTPServer(("127.0.0.1", 0), _Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_server_that_is_no_sglang(capsys: pytest.CaptureFixture[str], web_server: str):
+    sentence = refused(capsys, "--engine", web_server)
+    assert web_server.removeprefix("http://") in sentence
+    assert "SGLang" in sentence
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]):
+    assert main(["simulat"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "aprilsched: 'simulat' is no command; did you mean simulate?\n"
+
+
+def test_an_unknown_policy(capsys: pytest.CaptureFixture[str]):
+    assert main(["simulate", "--policy", "wait,aprl"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "aprilsched: 'aprl' is no policy; the nearest known one is april.\n"

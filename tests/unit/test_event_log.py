@@ -1,0 +1,165 @@
+"""events.jsonl: counts instead of tokens, and no error that reaches the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.telemetry import event_log
+from aprilsched.telemetry.event_log import EventLog
+from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment, VersionSpan
+
+SECRET = 31_337
+TOKENS = np.full(5, SECRET, dtype=np.int32)
+LOGPROBS = np.zeros(5, dtype=np.float32)
+PROMPT = Prompt(input_ids=TOKENS, key="secret-key")
+ROLLOUT = Rollout(
+    rollout_id=2,
+    group_id=1,
+    index=0,
+    prompt_ids=TOKENS[:3],
+    token_ids=TOKENS,
+    logprobs=LOGPROBS,
+    versions=np.array([0, 0, 0, 1, 1], dtype=np.int32),
+    loss_mask=np.ones(5, dtype=np.bool_),
+    segments=(
+        Segment(start=0, end=3, version=0, engine="a"),
+        Segment(start=3, end=5, version=1, engine="b"),
+    ),
+    versions_exact=True,
+    finish_reason="length",
+    reward=0.5,
+)
+GROUP = Group(group_id=1, prompt=PROMPT, rollouts=(ROLLOUT,))
+BATCH = Batch(index=4, version=1, groups=(GROUP,))
+
+EVENTS: list[ev.Event] = [
+    ev.Opened(engines=(ev.EngineInfo(name="a", version=0),)),
+    ev.EvaluationRequested(evaluation_id=1, prompts=(PROMPT,), group_size=1),
+    ev.PromptsArrived(prompts=(PROMPT, PROMPT)),
+    ev.Progress(request_id=3, attempt=1, token_ids=TOKENS, logprobs=LOGPROBS),
+    ev.Finished(
+        request_id=3, attempt=1, reason="stop", spans=(VersionSpan(version=0, start=0, end=5),)
+    ),
+    ev.TurnRequested(rollout_id=2, input_ids=TOKENS, sampling=SamplingParams()),
+    ev.ControlFailed(engine="a", call="pause", cause="slow"),
+]
+COMMANDS: list[do.Command] = [
+    do.Send(
+        engine="a",
+        request_id=3,
+        attempt=1,
+        rollout_id=2,
+        group_id=1,
+        input_ids=TOKENS,
+        sampling=SamplingParams(max_new_tokens=9),
+    ),
+    do.StartEpisode(rollout_id=2, index=0, prompt=PROMPT, sampling=SamplingParams()),
+    do.ResolveTurn(
+        rollout_id=2, token_ids=TOKENS, logprobs=LOGPROBS, versions=TOKENS, finish_reason="stop"
+    ),
+    do.Score(rollout=ROLLOUT, prompt=PROMPT),
+    do.ScoreGroup(group=GROUP),
+    do.Judge(group=GROUP),
+    do.Deliver(batch=BATCH),
+    do.DeliverEvaluation(evaluation_id=1, batch=BATCH),
+    do.EndOfPrompts(),
+]
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    log = EventLog(path)
+    log.start()
+    for event in EVENTS:
+        log.on_event(event, 100.0)
+    for command in COMMANDS:
+        log.on_command(command, 101.5)
+    log.close()
+    assert log.error is None
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_kind_has_a_line_and_no_token_is_in_it(tmp_path: Path):
+    lines = written(tmp_path / "events.jsonl")
+    assert [line["event"] for line in lines if "event" in line] == [
+        type(event).__name__ for event in EVENTS
+    ]
+    assert [line["command"] for line in lines if "command" in line] == [
+        type(command).__name__ for command in COMMANDS
+    ]
+    text = (tmp_path / "events.jsonl").read_text()
+    assert str(SECRET) not in text
+    assert "secret-key" not in text
+
+
+def test_times_count_from_the_first_event(tmp_path: Path):
+    assert {line["t"] for line in written(tmp_path / "events.jsonl")} == {0.0, 1.5}
+
+
+def test_what_a_delivery_says(tmp_path: Path):
+    lines = written(tmp_path / "events.jsonl")
+    line = next(line for line in lines if line.get("command") == "Deliver")
+    assert (line["batch"], line["version"]) == (4, 1)
+    assert line["rollouts"] == [
+        {
+            "rollout_id": 2,
+            "group_id": 1,
+            "prompt_tokens": 3,
+            "tokens": 5,
+            "segments": [[0, 3, 0, "a"], [3, 5, 1, "b"]],
+            "reward": 0.5,
+            "finish_reason": "length",
+            "versions_exact": True,
+        }
+    ]
+
+
+def test_progress_is_a_count(tmp_path: Path):
+    lines = written(tmp_path / "events.jsonl")
+    line = next(line for line in lines if line.get("event") == "Progress")
+    assert line == {"t": 0.0, "event": "Progress", "request_id": 3, "attempt": 1, "tokens": 5}
+
+
+def test_nothing_is_written_before_the_start(tmp_path: Path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.on_command(COMMANDS[6], 0.0)
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_ends_the_log_and_not_the_run(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no device that is always full")
+    monkeypatch.setattr(event_log, "_NEW", "wb")  # the device is there already
+    log = EventLog(full)
+    log.start()
+    with caplog.at_level(logging.WARNING, logger="aprilsched"):
+        for _ in range(3):
+            log.on_command(do.Deliver(batch=BATCH), 0.0)
+        log.close()
+    assert log.error is not None
+    assert "No space left" in log.error
+    assert len(caplog.records) == 1
+
+
+def test_an_event_that_cannot_be_written_ends_the_log_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.start()
+    with caplog.at_level(logging.WARNING, logger="aprilsched"):
+        log.on_event(object(), 0.0)  # type: ignore[arg-type]
+        log.on_event(EVENTS[0], 1.0)
+        log.close()
+    assert log.error is not None
+    assert len(caplog.records) == 1

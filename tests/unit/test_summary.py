@@ -1,0 +1,209 @@
+"""summary.json's figures on cases small enough to compute by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.core.counters import Counters
+from aprilsched.core.ledger import Entry, Ledger, Reason
+from aprilsched.telemetry.figures import RunSummary
+from aprilsched.telemetry.summary import Remainder, Summary, default_burn_in
+from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment
+
+PROMPT = Prompt(input_ids=np.array([1, 2, 3], dtype=np.int32))
+
+
+def rollout(rollout_id: int, versions: Sequence[int], *, masked: int = 0) -> Rollout:
+    """One whose first `masked` tokens count for nothing."""
+    n = len(versions)
+    of = np.array(versions, dtype=np.int32)
+    mask = of >= 0
+    mask[:masked] = False
+    return Rollout(
+        rollout_id=rollout_id,
+        group_id=100 + rollout_id,
+        index=0,
+        prompt_ids=PROMPT.input_ids,
+        token_ids=np.zeros(n, dtype=np.int32),
+        logprobs=np.zeros(n, dtype=np.float32),
+        versions=of,
+        loss_mask=mask,
+        segments=(Segment(start=0, end=n, version=0, engine="a"),),
+        versions_exact=True,
+        finish_reason="stop",
+    )
+
+
+def deliver(index: int, version: int, *rollouts: Rollout) -> do.Deliver:
+    groups = tuple(Group(group_id=r.group_id, prompt=PROMPT, rollouts=(r,)) for r in rollouts)
+    return do.Deliver(batch=Batch(index=index, version=version, groups=groups))
+
+
+def send(rollout_id: int) -> do.Send:
+    return do.Send(
+        engine="a",
+        request_id=rollout_id,
+        attempt=1,
+        rollout_id=rollout_id,
+        group_id=100 + rollout_id,
+        input_ids=PROMPT.input_ids,
+        sampling=SamplingParams(),
+    )
+
+
+OPENED = ev.Opened(engines=(ev.EngineInfo(name="a", version=0), ev.EngineInfo(name="b", version=0)))
+
+Step = tuple[float, ev.Event | do.Command]
+
+
+def summed(
+    *steps: Step,
+    in_flight: Sequence[int] = (),
+    ledger: Ledger | None = None,
+    trainer_waits: bool = True,
+    workload_mean: float | None = None,
+    burn_in: int | None = None,
+) -> RunSummary:
+    summary = Summary(
+        trainer_waits=trainer_waits,
+        bound=lambda prompts, lengths: sum(prompts) + sum(lengths) / 10,
+        workload_mean=workload_mean,
+        burn_in=burn_in,
+    )
+    for now, what in steps:
+        if type(what).__module__.endswith("events"):
+            summary.on_event(what, now)  # type: ignore[arg-type]
+        else:
+            summary.on_command(what, now)  # type: ignore[arg-type]
+    remainder = Remainder(in_flight=in_flight, counters=Counters(), ledger=ledger or Ledger())
+    return summary.result(remainder, clock="virtual")
+
+
+def two_batches(trainer_waits: bool = True) -> RunSummary:
+    """Opened at 10; batches at 15 and 30, with 2 s of update and 3 s of trainer between."""
+    return summed(
+        (10.0, OPENED),
+        (10.0, ev.BatchRequested()),
+        (15.0, deliver(0, 0, rollout(1, [0] * 10), rollout(2, [0] * 30))),
+        (16.0, ev.UpdateRequested(version=1)),
+        (18.0, do.FinishUpdate(version=1)),
+        (20.0, ev.BatchRequested()),
+        (30.0, deliver(1, 1, rollout(3, [0] * 20 + [1] * 40), rollout(4, [1] * 20))),
+        trainer_waits=trainer_waits,
+    )
+
+
+def test_seconds_of_a_batch_leave_out_the_trainer_that_is_waited_for():
+    summary = two_batches()
+    assert [b.seconds for b in summary.per_batch] == [5.0, 12.0]
+    assert [b.trainer_seconds for b in summary.per_batch] == [0.0, 3.0]
+    assert summary.seconds.trainer == 3.0
+    assert summary.seconds.update == 2.0
+    assert summary.seconds.wall == 20.0
+    assert [b.seconds for b in two_batches(trainer_waits=False).per_batch] == [5.0, 15.0]
+
+
+def test_rates_and_efficiency():
+    summary = two_batches()
+    assert [b.tokens for b in summary.per_batch] == [40, 80]
+    assert [b.t_bound for b in summary.per_batch] == [6 + 4.0, 6 + 8.0]
+    assert summary.delivered_tokens_per_s == 120 / 20
+    assert summary.efficiency == pytest.approx(24 / 17)
+    assert summary.steady_state.burn_in == 1
+    assert summary.steady_state.delivered_tokens_per_s == pytest.approx(80 / 15)
+    assert summary.steady_state.efficiency == pytest.approx(14 / 12)
+
+
+def test_staleness_counts_tokens():
+    summary = two_batches()
+    assert summary.off_policy_token_share == pytest.approx(20 / 120)
+    assert summary.steady_state.off_policy_token_share == pytest.approx(20 / 80)
+    assert summary.staleness.mean == pytest.approx(20 / 120)
+    assert summary.staleness.max == summary.staleness.max_trained == 1
+
+
+def test_masked_and_environment_tokens():
+    summary = summed(
+        (0.0, OPENED),
+        (1.0, deliver(0, 3, rollout(1, [0, 0, -1, -1, 3, 3], masked=2))),
+    )
+    assert summary.tokens.masked == 2
+    assert summary.per_batch[0].tokens == 4
+    assert summary.per_batch[0].mean_length == 6
+    assert (summary.staleness.max, summary.staleness.max_trained) == (3, 0)
+
+
+def test_bias_is_held_against_what_is_known():
+    own = two_batches().bias
+    assert own.delivered_mean_length_by_batch == [20, 40]
+    assert own.first_batch_length_bias == pytest.approx(20 / 40 - 1)
+    assert own.bias_estimate == pytest.approx(30 / 40 - 1)
+    assert own.bias_reference == "run_after_burn_in"
+    steps = [(float(i + 1), deliver(i, 0, rollout(i, [0] * 10))) for i in range(2)]
+    known = summed((0.0, OPENED), *steps, workload_mean=8.0).bias
+    assert known.bias_estimate == pytest.approx(0.25)
+    assert known.bias_reference == "workload_mean"
+
+
+def test_a_run_without_batches_has_no_figures_and_no_errors():
+    summary = summed((0.0, OPENED))
+    assert summary.batches == 0
+    assert summary.delivered_tokens_per_s is None
+    assert summary.efficiency is None
+    assert summary.off_policy_token_share is None
+    assert summary.bias.first_batch_length_bias is None
+    assert summary.bias.bias_reference is None
+    assert summary.steady_state.efficiency is None
+
+
+def test_lost_and_duplicated_come_from_ids():
+    ledger = Ledger()
+    ledger.add(Entry(rollout_id=3, group_id=9, reason=Reason.STALE, cause="old", tokens=1, at=0.0))
+    summary = summed(
+        (0.0, OPENED),
+        *((0.0, send(i)) for i in (1, 2, 3, 4, 5)),
+        (1.0, do.CancelWork(group_id=9, rollout_ids=(3,))),
+        (2.0, deliver(0, 0, rollout(1, [0]))),
+        (3.0, deliver(1, 0, rollout(1, [0]))),
+        in_flight=[2, 6],
+        ledger=ledger,
+    )
+    counted = summary.rollouts
+    assert counted.launched == 6, "the sixth waits to be sent"
+    assert counted.delivered == 1
+    assert counted.in_flight == 2
+    assert counted.dropped == {"stale": 1}
+    assert counted.lost == 2, "4 and 5 are nowhere"
+    assert counted.duplicated == 1
+
+
+def test_pause_is_a_mean_over_engines_and_ends_with_a_lost_engine():
+    summary = summed(
+        (0.0, OPENED),
+        (1.0, do.Pause(engine="a", mode="retract")),
+        (2.0, do.Pause(engine="b", mode="retract")),
+        (3.0, ev.Continued(engine="a")),
+        (6.0, do.LoseEngine(engine="b", cause="gone", last=False)),
+        (7.0, ev.Continued(engine="b")),
+    )
+    assert summary.seconds.pause == (2.0 + 4.0) / 2
+
+
+def test_an_asked_burn_in_is_kept():
+    steps = [(float(i + 1), deliver(i, 0, rollout(i, [0] * (i + 1)))) for i in range(4)]
+    summary = summed((0.0, OPENED), *steps, burn_in=3)
+    assert summary.steady_state.batches == 1
+    assert summary.steady_state.mean_length == 4
+    assert [default_burn_in(n) for n in (0, 1, 7, 8, 40)] == [1, 1, 1, 2, 10]
+
+
+def test_evaluations_are_told_apart():
+    batch = deliver(0, 0, rollout(7, [0, 0])).batch
+    summary = summed((0.0, OPENED), (1.0, do.DeliverEvaluation(evaluation_id=1, batch=batch)))
+    assert summary.rollouts.evaluated == summary.rollouts.delivered == 1
+    assert summary.batches == 0

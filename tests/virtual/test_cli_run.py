@@ -1,0 +1,187 @@
+"""``aprilsched run`` and ``simulate`` on the embedded engine, under the virtual clock."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aprilsched.analysis.run import read_run
+from aprilsched.analysis.series import bars, in_flight
+from aprilsched.cli import main
+from aprilsched.engines.sim import SimFleet
+from aprilsched.telemetry.figures import BatchFigures, RunSummary
+
+SHORT = ["--median", "60", "--cap", "600"]
+SMALL = ["--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--quiet", *SHORT]
+
+
+def run(out: Path, *arguments: str) -> dict[str, Any]:
+    """The summary of a run of few short responses."""
+    assert main(["run", *SMALL, "--out", str(out), *arguments]) == 0
+    return json.loads((out / "summary.json").read_text())
+
+
+def test_same_seed_same_bytes(tmp_path: Path):
+    for name in ("a", "b"):
+        run(tmp_path / name, "--batches", "6", "--seed", "3")
+    run(tmp_path / "other", "--batches", "6", "--seed", "4")
+    for file in ("events.jsonl", "summary.json", "config.toml"):
+        first, second = (tmp_path / name / file for name in ("a", "b"))
+        assert first.read_bytes() == second.read_bytes()
+    events = [(tmp_path / name / "events.jsonl").read_bytes() for name in ("a", "other")]
+    assert events[0] != events[1]
+
+
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run"])
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+def test_nothing_is_lost(tmp_path: Path, straggler: str, pace: str):
+    summary = run(tmp_path, "--batches", "5", "--straggler", straggler, "--pace", pace)
+    rollouts = summary["rollouts"]
+    assert rollouts["lost"] == rollouts["duplicated"] == 0
+    assert rollouts["delivered"] == 5 * 16
+    assert rollouts["launched"] == rollouts["delivered"] + rollouts["in_flight"]
+    assert summary["tokens"]["delivered"] == sum(b["tokens"] for b in summary["per_batch"])
+    assert summary["event_log_error"] is None
+
+
+def test_dropped_rollouts_are_named(tmp_path: Path):
+    arguments = ["--batches", "8", "--max-staleness", "1", "--staleness-rule", "evict"]
+    rollouts = run(tmp_path, *arguments)["rollouts"]
+    assert rollouts["dropped"]["stale"] > 0
+    assert rollouts["lost"] == 0
+    gone = rollouts["delivered"] + sum(rollouts["dropped"].values())
+    assert rollouts["launched"] == gone + rollouts["in_flight"]
+
+
+def test_the_summary_is_complete(tmp_path: Path):
+    summary = run(tmp_path, "--batches", "4")
+    assert set(summary) == {field.name for field in fields(RunSummary)}
+    assert set(summary["per_batch"][0]) == {field.name for field in fields(BatchFigures)}
+    assert summary["batches"] == len(summary["per_batch"]) == 4
+    assert summary["clock"] == "virtual"
+    assert summary["efficiency"] > 0
+    assert summary["bias"]["bias_reference"] == "workload_mean"
+    assert not summary["interrupted"]
+
+
+def test_what_analysis_reads_agrees_with_the_summary(tmp_path: Path):
+    run(tmp_path, "--batches", "4")
+    history = read_run(tmp_path)
+    summary = history.summary
+    assert [d.index for d in history.deliveries] == [0, 1, 2, 3]
+    lengths = [r.tokens for d in history.deliveries for r in d.rollouts]
+    assert sum(lengths) == summary.tokens.delivered
+    assert [update.version for update in history.updates] == [1, 2, 3, 4]
+    paused = sum(pause.end - pause.start for pause in history.pauses)
+    assert paused == pytest.approx(summary.seconds.pause, abs=1e-4)
+    assert len({a.rollout_id for a in history.attempts}) == summary.rollouts.launched
+    times, counts = in_flight(history, history.end)
+    assert list(times) == sorted(times)
+    assert min(counts) >= 0
+    assert max(counts) == 2 * 16
+    drawn = bars(history, history.end, at_most=10)
+    assert len(drawn) == 10
+    assert {version for bar in drawn for _, _, version in bar} <= {0, 1, 2, 3, 4}
+
+
+def test_the_trainer_s_time_is_its_own(tmp_path: Path):
+    without = run(tmp_path / "a", "--batches", "4")
+    with_trainer = run(tmp_path / "b", "--batches", "4", "--train-seconds", "5")
+    assert with_trainer["seconds"]["trainer"] == pytest.approx(20, abs=0.01)
+    assert with_trainer["efficiency"] == pytest.approx(without["efficiency"], rel=0.01)
+    assert with_trainer["delivered_tokens_per_s"] < without["delivered_tokens_per_s"]
+
+
+def test_one_version_all_along(tmp_path: Path):
+    summary = run(tmp_path, "--batches", "4", "--update-every", "0")
+    assert summary["off_policy_token_share"] == 0
+    assert {batch["version"] for batch in summary["per_batch"]} == {0}
+
+
+def test_a_run_folder_s_config_runs_again(tmp_path: Path):
+    run(tmp_path / "a", "--batches", "3", "--seed", "9")
+    config = tmp_path / "a" / "config.toml"
+    again = ["run", "--quiet", "--config", str(config)]
+    assert main([*again, "--out", str(tmp_path / "b")]) == 0
+    assert (tmp_path / "b" / "config.toml").read_bytes() == config.read_bytes()
+    assert main([*again, "--out", str(tmp_path / "c"), "--seed", "8"]) == 0
+    changed = tomllib.loads((tmp_path / "c" / "config.toml").read_text())
+    assert changed == tomllib.loads(config.read_text()) | {"seed": 8}
+
+
+def test_a_dry_run_opens_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def opened(*_: Any) -> None:
+        raise AssertionError("an engine was opened")
+
+    monkeypatch.setattr(SimFleet, "open", opened)
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *SMALL, "--dry-run", "--straggler", "abort"]) == 0
+    resolved = tomllib.loads(capsys.readouterr().out)
+    assert resolved["scheduler"]["straggler"] == "abort"
+    assert resolved["workload"]["median"] == 60
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prompts_from_a_file(tmp_path: Path):
+    sampling = {"max_tokens": 7, "temperature": 0.5, "ignore_eos": True}
+    lines = [{"input_ids": [1, 2, i], "key": f"k{i}", "sampling": sampling} for i in range(10)]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = run(tmp_path / "out", "--batches", "9", "--prompts", str(file))
+    assert summary["rollouts"]["launched"] == summary["rollouts"]["delivered"] == 40
+    assert [batch["groups"] for batch in summary["per_batch"]] == [4, 4, 2]
+    assert {batch["mean_length"] for batch in summary["per_batch"]} == {7}
+    assert summary["bias"]["bias_reference"] == "run_after_burn_in"
+
+
+def test_prompts_that_are_text(tmp_path: Path):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"<unk>": 0, "hello": 1, "world": 2}, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"text": "hello world", "sampling": {"max_tokens": 5}}\n')
+    out = tmp_path / "out"
+    run(out, "--prompts", str(file), "--tokenizer", str(tmp_path), "--batches", "1")
+    sends = [line for line in (out / "events.jsonl").read_text().splitlines() if "Send" in line]
+    assert json.loads(sends[0])["tokens"] == 2
+
+
+def test_json_leaves_stdout_to_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = [argument for argument in SMALL if argument != "--quiet"]
+    assert main(["run", *arguments, "--batches", "2", "--json", "--out", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == json.loads((tmp_path / "summary.json").read_text())
+    assert sum("batch " in line for line in captured.err.splitlines()) == 2
+
+
+def test_simulate_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--batches", "6", "--batch-groups", "4", "--group-size", "4", *SHORT]
+    out = tmp_path / "out"
+    assert main(["simulate", "--policy", "wait,april", *arguments, "--out", str(out)]) == 0
+    captured = capsys.readouterr()
+    assert "Best: april, +" in captured.out
+    assert str(out) in captured.err
+    comparison = json.loads((out / "comparison.json").read_text())
+    assert comparison["best"] == "april"
+    assert comparison["policies"]["wait"]["speedup"] == 1
+    assert comparison["policies"]["wait"]["steady_state"]["off_policy_token_share"] == 0
+    for policy in ("wait", "april"):
+        files = {path.name for path in (out / policy).iterdir()}
+        assert files >= {"config.toml", "events.jsonl", "summary.json"}
+
+
+def test_simulate_draws(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    arguments = ["--batches", "3", "--batch-groups", "2", "--group-size", "2", *SHORT]
+    assert main(["simulate", "--quiet", "--json", *arguments, "--out", str(tmp_path / "o")]) == 0
+    for name in ("comparison.png", "pool/timeline.png", "pool/lengths.png"):
+        assert (tmp_path / "o" / name).read_bytes().startswith(b"\x89PNG")

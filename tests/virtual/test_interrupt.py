@@ -1,0 +1,52 @@
+"""Ctrl-C in the middle of a long run: it ends at once, in order, with its summary."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SECONDS = 5.0
+"""A run ends within one; a loaded machine is given more."""
+
+
+def test_ctrl_c_ends_a_run(tmp_path: Path):
+    out = tmp_path / "run"
+    arguments = ["run", "--batches", "1000000", "--out", str(out)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "aprilsched.cli", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        # A test runner in the background ignores Ctrl-C, and hands that down.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        try:
+            _wait_for(out / "events.jsonl", process)
+            asked = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+            took = time.monotonic() - asked
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert took < SECONDS
+    assert "Traceback" not in errors
+    assert "never awaited" not in errors
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["interrupted"]
+    assert summary["error"] is None
+    assert summary["rollouts"]["lost"] == summary["rollouts"]["duplicated"] == 0
+    assert summary["rollouts"]["in_flight"] > 0
+    last = (out / "events.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["t"] > 0
+
+
+def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
