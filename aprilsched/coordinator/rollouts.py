@@ -13,10 +13,10 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.callbacks import Accept, Episode, GroupReward, Reward
 from aprilsched.coordinator.closing import release
+from aprilsched.coordinator.controls import EngineControls, RefitReport
 from aprilsched.coordinator.loop import EventLoop
 from aprilsched.coordinator.opening import check_engines
 from aprilsched.coordinator.prompts import PromptSource, checked
-from aprilsched.coordinator.refit import EngineControls, RefitReport
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.waits import Waits
 from aprilsched.coordinator.work import Work

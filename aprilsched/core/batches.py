@@ -34,9 +34,11 @@ def on_batch_withdrawn(state: SchedulerState, _: BatchWithdrawn) -> None:
 
 def full(state: SchedulerState) -> bool:
     """Is enough generated for the batch in work? Rewards may still be outstanding."""
-    if state.rules.stop.take(state.book.ready) is None:
+    if not state.rules.stop.enough(state.book.ready):
         return False
-    return not any(_due(state, g) and not g.complete for g in state.book.training_groups())
+    if state.rules.staleness.rule != "finish":
+        return True
+    return not any(not g.complete and _due(state, g) for g in state.book.training_groups())
 
 
 def deliver_evaluations(state: SchedulerState) -> None:
@@ -49,9 +51,11 @@ def deliver(state: SchedulerState) -> None:
     """Hand over the batch if it is wanted and there."""
     if not state.wanted or state.update is not None:
         return
+    if not (state.rules.stop.enough(state.book.ready) or _drained(state)):
+        return
+    accepted = [group for group in state.book.ready if group.accepted]
     # What is due first; within both kinds in the order of completion.
-    ready = sorted(state.book.ready, key=lambda group: not _due(state, group))
-    accepted = [group for group in ready if group.accepted]
+    accepted.sort(key=lambda group: not _due(state, group))
     count = state.rules.stop.take(accepted)
     if count is None:
         if not _drained(state):
@@ -107,4 +111,5 @@ def _drained(state: SchedulerState) -> bool:
     """The prompts have ended and every group that is left has its verdict."""
     if not state.exhausted or state.stock or state.fetching:
         return False
-    return all(group.accepted for group in state.book.training_groups())
+    ready = state.book.ready
+    return len(ready) == state.book.training and all(group.accepted for group in ready)

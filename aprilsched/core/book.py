@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from aprilsched.core.counters import Counters
 from aprilsched.core.ledger import Entry, Ledger, Reason
 from aprilsched.core.lifecycle import Move, State
+from aprilsched.core.ready import Ready
 from aprilsched.core.records import GroupRecord, RequestRecord, RolloutRecord
+from aprilsched.core.waiting import Waiting
 from aprilsched.types import NO_VERSION, Int32Array, Prompt, SamplingParams, VersionSpan
 
 __all__ = ["Book"]
@@ -26,11 +28,17 @@ class Book:
         self.rollouts: dict[int, RolloutRecord] = {}
         self.requests: dict[int, RequestRecord] = {}
         """Current requests, and those of dropped rollouts until their attempt comes back."""
-        self.queue: dict[int, RequestRecord] = {}
-        self.ready: list[GroupRecord] = []
+        self.queue = Waiting()
+        self.ready = Ready()
         """Complete training groups, in the order of their completion."""
+        self.training = 0
+        """Training groups."""
+        self.generating = 0
+        """Rollouts of training groups that are not generated to their end."""
         self.open: Counter[str] = Counter()
         """Open attempts by engine."""
+        self.called_back = 0
+        """Open attempts that were told to abort."""
         self.ledger = Ledger()
         self.counters = Counters()
         self._ids = 0
@@ -63,6 +71,9 @@ class Book:
                 self.add_request(rollout, prompt.input_ids, sampling)
         group.unfinished = group.unscored = len(samplings)
         self.counters.launched += len(samplings)
+        if evaluation_id is None:
+            self.training += 1
+            self.generating += len(samplings)
         return group
 
     def add_request(
@@ -83,7 +94,7 @@ class Book:
         rollout.request = request
         self.requests[request.request_id] = request
         rollout.move(Move.NEXT_TURN)
-        self.queue[request.request_id] = request
+        self.queue.add(request)
 
     def _next_id(self) -> int:
         self._ids += 1
@@ -93,7 +104,7 @@ class Book:
 
     def open_attempt(self, request: RequestRecord, engine: str) -> None:
         """The request is sent to `engine`."""
-        del self.queue[request.request_id]
+        self.queue.discard(request)
         rollout = request.rollout
         rollout.move(Move.SEND)
         rollout.group.engine = engine
@@ -117,6 +128,7 @@ class Book:
         """The attempt came back; `spans` is what the engine says of its tokens' versions."""
         request.open = False
         self.open[request.engine] -= 1
+        self.called_back -= request.aborting
         log = request.rollout.log
         if spans:
             log.assign(request.attempt_start, spans, engine=request.engine)
@@ -126,7 +138,7 @@ class Book:
     def requeue(self, request: RequestRecord) -> None:
         """The rest of a request waits to be sent, with all tokens known."""
         request.rollout.move(Move.INTERRUPT)
-        self.queue[request.request_id] = request
+        self.queue.add(request)
 
     def forget(self, request: RequestRecord) -> None:
         self.requests.pop(request.request_id, None)
@@ -138,6 +150,22 @@ class Book:
             for request in list(self.requests.values())
             if request.open and (engine is None or request.engine == engine)
         )
+
+    def call_back(self, request: RequestRecord) -> None:
+        """Its open attempt is told to abort."""
+        request.aborting = True
+        self.called_back += 1
+
+    def finish(self, rollout: RolloutRecord) -> None:
+        """A rollout is generated to its end."""
+        rollout.move(Move.FINISH)
+        group = rollout.group
+        group.unfinished -= 1
+        if group.evaluation_id is not None:
+            return
+        self.generating -= 1
+        if group.complete:
+            self.ready.add(group)
 
     # --- leaving ---------------------------------------------------------------------------
 
@@ -173,13 +201,16 @@ class Book:
 
     def _remove(self, group: GroupRecord) -> None:
         del self.groups[group.group_id]
-        if group in self.ready:
-            self.ready.remove(group)
+        if group.evaluation_id is None:
+            self.training -= 1
+            self.generating -= group.unfinished
+            if group.complete:
+                self.ready.remove(group)
         for member in group.members:
             del self.rollouts[member.rollout_id]
             request = member.request
             if request is not None:
-                self.queue.pop(request.request_id, None)
+                self.queue.discard(request)
                 if not request.open:
                     self.forget(request)
 

@@ -7,7 +7,6 @@ from aprilsched.core.commands import Refit, Send
 from aprilsched.core.control import Goal
 from aprilsched.core.dropping import abort
 from aprilsched.core.policies.placement import place
-from aprilsched.core.policies.resume import carried_first
 from aprilsched.core.records import RequestRecord
 from aprilsched.core.state import SchedulerState
 
@@ -20,9 +19,12 @@ def interrupt(state: SchedulerState) -> None:
     Before any pause: a request aborted after a retract comes back without the tokens that had
     not been streamed yet (hazard 1).
     """
-    if state.rules.straggler != "abort" or state.evaluations or _training_runs(state):
+    book = state.book
+    if state.rules.straggler != "abort" or book.called_back == book.open_attempts:
         return
-    for request in state.book.open_requests():
+    if state.evaluations or _training_runs(state):
+        return
+    for request in book.open_requests():
         abort(state, request)
 
 
@@ -43,14 +45,15 @@ def dispatch(state: SchedulerState) -> None:
     loads = {e: state.book.open[e] for e in state.control.engines if state.control.runs(e)}
     training = _training_runs(state)
     limit = state.rules.max_in_flight
-    for request in sorted(state.book.queue.values(), key=carried_first):
-        if not loads or (limit is not None and state.book.open_attempts >= limit):
+    while loads and (limit is None or state.book.open_attempts < limit):
+        request = state.book.queue.first(training=training)
+        if request is None:
             return
-        group = request.rollout.group
-        if group.evaluation_id is None and not training:
-            continue
         engine = place(
-            loads, prefer=group.engine, avoid=request.avoid, slack=state.rules.group_size
+            loads,
+            prefer=request.rollout.group.engine,
+            avoid=request.avoid,
+            slack=state.rules.group_size,
         )
         loads[engine] += 1
         _send(state, request, engine)

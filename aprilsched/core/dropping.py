@@ -13,7 +13,7 @@ __all__ = ["abort", "drop"]
 def abort(state: SchedulerState, request: RequestRecord) -> None:
     """Call an open attempt back, once."""
     if not request.aborting:
-        request.aborting = True
+        state.book.call_back(request)
         state.commands.append(
             Abort(engine=request.engine, request_id=request.request_id, attempt=request.attempt)
         )

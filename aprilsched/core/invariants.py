@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aprilsched.core.control import Mode
 from aprilsched.core.lifecycle import GENERATING, TERMINAL, State
+from aprilsched.core.policies.resume import carried_first
 from aprilsched.core.records import GroupRecord, RolloutRecord
 from aprilsched.core.state import SchedulerState
 from aprilsched.errors import InvariantViolation
@@ -18,8 +19,10 @@ def check(state: SchedulerState) -> None:
     _conservation(state)
     for group in state.book.groups.values():
         _group(state, group)
+    _counts(state)
     for rollout in state.book.rollouts.values():
         _rollout(state, rollout)
+    _queue(state)
     _attempts(state)
     _engines(state)
 
@@ -47,6 +50,37 @@ def _group(state: SchedulerState, group: GroupRecord) -> None:
     )
     torn = [m for m in group.members if m.state in TERMINAL]
     _hold(not torn, f"{name} is torn: {len(torn)} of its rollouts have left")
+
+
+def _counts(state: SchedulerState) -> None:
+    book = state.book
+    groups = list(book.training_groups())
+    generating = sum(group.unfinished for group in groups)
+    called_back = sum(request.aborting for request in book.open_requests())
+    for what, counted, there in (
+        ("training groups", book.training, len(groups)),
+        ("generating rollouts", book.generating, generating),
+        ("ready rollouts", book.ready.samples, sum(len(g.members) for g in book.ready)),
+        ("ready tokens", book.ready.tokens, sum(g.tokens for g in book.ready)),
+        ("attempts called back", book.called_back, called_back),
+    ):
+        _hold(counted == there, f"{what} are booked as {counted} and are {there}")
+
+
+def _queue(state: SchedulerState) -> None:
+    queue = state.book.queue
+    places = list(queue.places())
+    _hold(len(places) == len(queue), f"{len(queue)} requests wait in {len(places)} places")
+    for place, request in places:
+        moved = place != carried_first(request)
+        _hold(not moved, f"request {request.request_id} waits at {place}, not at its place")
+    for training in (True, False):
+        waiting = [p for p, r in places if training or r.rollout.group.evaluation_id is not None]
+        first = queue.first(training=training)
+        _hold(
+            (carried_first(first) if first else None) == min(waiting, default=None),
+            "the queue does not begin with its first request",
+        )
 
 
 def _rollout(state: SchedulerState, rollout: RolloutRecord) -> None:

@@ -52,11 +52,10 @@ def _may_launch(state: SchedulerState) -> bool:
 
 def _count(state: SchedulerState) -> int:
     rules = state.rules
-    groups = list(state.book.training_groups())
-    count = rules.refill.launches(_pool_view(state, groups))
+    count = rules.refill.launches(_pool_view(state))
     admissible = rules.staleness.admissible(
         batch_groups=rules.batch_groups,
-        outstanding=len(groups),
+        outstanding=state.book.training,
         delivered_since_update=state.delivered_since_update,
         wanted=state.wanted,
     )
@@ -67,15 +66,15 @@ def _count(state: SchedulerState) -> int:
     return count
 
 
-def _pool_view(state: SchedulerState, groups: list[GroupRecord]) -> PoolView:
-    rules = state.rules
+def _pool_view(state: SchedulerState) -> PoolView:
+    rules, book = state.rules, state.book
     return PoolView(
         batch_groups=rules.batch_groups,
         group_size=rules.group_size,
         target_groups=rules.over_provision.target_groups(rules.batch_groups),
-        open_groups=sum(not group.complete for group in groups),
-        ready_groups=len(state.book.ready),
-        in_flight=sum(group.unfinished for group in groups),
+        open_groups=book.training - len(book.ready),
+        ready_groups=len(book.ready),
+        in_flight=book.generating,
         wave_due=state.wave_due,
         batch_open=not full(state),
         asynchronous=state.asynchronous,

@@ -16,11 +16,8 @@ __all__ = ["finish", "on_group_rewarded", "on_judged", "on_reward_failed", "on_r
 
 def finish(state: SchedulerState, rollout: RolloutRecord, reward: float | None) -> None:
     """A rollout is generated to its end; `reward` is what its episode says, if it says one."""
-    rollout.move(Move.FINISH)
     group = rollout.group
-    group.unfinished -= 1
-    if group.complete and group.evaluation_id is None:
-        state.book.ready.append(group)
+    state.book.finish(rollout)
     scope = state.rules.reward_scope
     if scope == "none" or reward is not None:
         _score(state, rollout, reward)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-__all__ = ["GroupSize", "StopAt", "StopUnit"]
+__all__ = ["GroupSize", "Held", "StopAt", "StopUnit"]
 
 StopUnit: TypeAlias = Literal["groups", "samples", "tokens"]
 
@@ -20,12 +20,31 @@ class GroupSize(Protocol):
     def tokens(self) -> int: ...
 
 
+class Held(Protocol):
+    """What the rule looks at in all complete groups."""
+
+    samples: int
+    tokens: int
+
+    def __len__(self) -> int: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopAt:
     """A batch is full when its groups hold at least `amount` of `unit`."""
 
     unit: StopUnit
     amount: int
+
+    def enough(self, held: Held) -> bool:
+        """Is there a batch in all of `held`?"""
+        match self.unit:
+            case "groups":
+                return len(held) >= self.amount
+            case "samples":
+                return held.samples >= self.amount
+            case "tokens":
+                return held.tokens >= self.amount
 
     def take(self, groups: Sequence[GroupSize]) -> int | None:
         """How many of `groups`, from the front, make a batch; None if all are not enough."""
