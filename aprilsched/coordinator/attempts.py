@@ -9,7 +9,7 @@ one that overtakes its own request is lost.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 
@@ -45,7 +45,7 @@ class Attempts:
         self._feed = feed
         self._may_send = may_send
         self._throttle = LoopThrottler(rate_limit=rate)
-        self._outbox: deque[Send] = deque()
+        self._outbox: OrderedDict[Key, Send] = OrderedDict()
         self._waiting = asyncio.Event()
         self._open: dict[Key, Send] = {}
         self._tasks: Tasks | None = None
@@ -57,23 +57,20 @@ class Attempts:
     # --- commands ------------------------------------------------------------------------------
 
     def send(self, command: Send) -> None:
-        self._outbox.append(command)
+        self._outbox[command.request_id, command.attempt] = command
         self._waiting.set()
 
     def abort(self, command: Abort) -> None:
         key = (command.request_id, command.attempt)
-        for waiting in self._outbox:
-            if (waiting.request_id, waiting.attempt) == key:
-                self._outbox.remove(waiting)
-                self._feed(Interrupted(request_id=key[0], attempt=key[1]))
-                return
-        if key in self._open and self._tasks is not None:
+        if self._outbox.pop(key, None) is not None:
+            self._feed(Interrupted(request_id=key[0], attempt=key[1]))
+        elif key in self._open and self._tasks is not None:
             self._tasks.start(("abort", key), self._call_back(self._open[key]))
 
     def abandon(self, engine: str) -> None:
         """The engine is lost: leave its streams; each tells the engine to abort as it goes."""
-        kept = [send for send in self._outbox if send.engine != engine]
-        self._outbox = deque(kept)
+        for key in [key for key, send in self._outbox.items() if send.engine == engine]:
+            del self._outbox[key]
         if self._tasks is not None:
             keys = [key for key, send in self._open.items() if send.engine == engine]
             self._tasks.cancel([("attempt", key) for key in keys])
@@ -95,10 +92,9 @@ class Attempts:
             while self._outbox:
                 await self._throttle.acquire()
                 if self._outbox:
-                    self._dispatch_one(self._outbox.popleft())
+                    self._dispatch_one(*self._outbox.popitem(last=False))
 
-    def _dispatch_one(self, send: Send) -> None:
-        key = (send.request_id, send.attempt)
+    def _dispatch_one(self, key: Key, send: Send) -> None:
         if not self._may_send(send.engine):
             self._feed(Interrupted(request_id=send.request_id, attempt=send.attempt))
         elif self._tasks is not None:

@@ -21,15 +21,17 @@ class EventSplitter:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The payloads that `data` completes."""
-        *lines, rest = data.split(b"\n")
-        if lines:
+        lines = data.split(b"\n")
+        rest = lines.pop()
+        if lines and self._pieces:
             lines[0] = b"".join((*self._pieces, lines[0]))
             self._pieces, self._size = [], 0
         # Pieces of an unfinished line are kept apart: joining them at each feed would cost
         # the square of a long line's length.
-        self._pieces.append(rest)
-        self._size += len(rest)
-        if self._size > self._max_bytes or any(len(line) > self._max_bytes for line in lines):
+        if rest:
+            self._pieces.append(rest)
+            self._size += len(rest)
+        if max(self._size, *map(len, lines), 0) > self._max_bytes:
             raise EngineProtocolError(
                 self._engine,
                 f"a streamed event is longer than {self._max_bytes} bytes; raise "

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
+from operator import itemgetter
 from typing import Literal
 
 import msgspec
@@ -36,6 +37,7 @@ __all__ = ["ChunkAssembler", "nothing", "read_chunks"]
 
 _DONE = b"[DONE]"
 _decoder = msgspec.json.Decoder(StreamEvent)
+_LOGPROB, _ID = itemgetter(0), itemgetter(1)
 
 
 class ChunkAssembler:
@@ -66,14 +68,15 @@ class ChunkAssembler:
     def _chunk(self, output_ids: list[int], meta: MetaInfo) -> Chunk:
         finish = self._finish(meta.finish_reason)
         fresh = self._fresh(meta, finish)
-        tokens = [triple[1] for triple in fresh]
+        tokens = list(map(_ID, fresh))
         # Not at an abort: its output_ids hold a repeat of the last one.
         if finish != "abort" and tokens != output_ids[len(output_ids) - len(tokens) :]:
             raise self._broken("sent output_ids that are not the tokens of its logprobs")
-        self.held += len(fresh)
+        self.held += len(tokens)
         return Chunk(
-            token_ids=np.array(tokens, np.int32),
-            logprobs=np.array([triple[0] for triple in fresh], np.float32),
+            # fromiter: np.array looks twice at every element, three times the cost.
+            token_ids=np.fromiter(tokens, np.int32, len(tokens)),
+            logprobs=np.fromiter(map(_LOGPROB, fresh), np.float32, len(tokens)),
             finish=finish,
             spans=self._spans(meta.weight_versions) if finish else None,
             cached_tokens=meta.cached_tokens,

@@ -5,9 +5,8 @@ to the next timer when nothing is ready to run. It was chosen over an own subcla
 keeps real sockets and executor threads working (time then waits for them); it is deterministic as
 long as neither is used, and makes about 60,000 timer jumps a second.
 
-Beware of code that reads another clock: asyncio-throttle measures ``time.monotonic()``, which
-stands still here, so its limiter lets its first burst through and then polls in virtual time
-until *wall* time has passed. Give it limits that do not bind under a virtual clock.
+Beware of code that reads another clock: ``time.monotonic()`` stands still here. The coordinator's
+limiter (asyncio-throttle) therefore keeps its log on the loop's clock.
 """
 
 from __future__ import annotations
@@ -46,6 +45,4 @@ def run_virtual(coro: Coroutine[Any, Any, _T], *, idle_timeout: float | None = 6
         )
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        # Not runner.run(): it forgets the thread's current loop afterwards, which a test runner
-        # that keeps one of its own then never closes.
-        return runner.get_loop().run_until_complete(coro)
+        return runner.run(coro)
