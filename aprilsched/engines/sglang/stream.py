@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from operator import itemgetter
 from typing import Literal
@@ -167,10 +168,12 @@ async def read_chunks(
         EngineError: if the stream ends before the response does.
     """
     async for data in content:
-        for payload in splitter.feed(data):
-            if payload == _DONE:
-                continue
-            chunk = assembler.feed(payload)
+        payloads = deque(payload for payload in splitter.feed(data) if payload != _DONE)
+        # A paused stream is silent for long, and thousands of them would hold what they last
+        # read: after a burst that is several times the size of all their tokens.
+        del data
+        while payloads:
+            chunk = assembler.feed(payloads.popleft())
             yield chunk
             if chunk.finish is not None:
                 return
