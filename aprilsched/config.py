@@ -57,6 +57,8 @@ class SchedulerConfig:
     """What happens to what would pass the bound: "mask", "evict", or "finish" first."""
     max_attempts: int = 3
     """How often a request is tried before its rollout goes to the ledger as failed."""
+    max_failed_groups: int = 64
+    """Groups that may fail in a row, none accepted between, before the run is given up."""
     max_in_flight: int | None = None
     """Requests with the engines at the same time; None leaves queueing to the engines."""
     ready_batches: int = 2
@@ -90,6 +92,7 @@ class SchedulerConfig:
             staleness=StalenessGate(bound=self.max_staleness, rule=self.staleness_rule),
             sampling=self.sampling,
             max_attempts=self.max_attempts,
+            max_failed_groups=self.max_failed_groups,
             max_in_flight=self.max_in_flight,
             ready_batches=self.ready_batches,
             engine_strikes=_ENGINE_STRIKES,
@@ -157,6 +160,7 @@ _LEAST: dict[str, float] = {
     "batch_tokens": 1,
     "max_staleness": 0,
     "max_attempts": 1,
+    "max_failed_groups": 1,
     "max_in_flight": 1,
     "ready_batches": 1,
     "dispatch_rate": 1,

@@ -11,6 +11,7 @@
     │   └── ControlTimeout     a control call did not answer in time
     ├── RefitError             no engine took the new weights; the old version goes on
     ├── FleetLost              no engine is left to generate on
+    ├── RunGivenUp             group after group failed, and none was accepted
     ├── PromptsExhausted       the prompts have ended and everything was delivered
     ├── EpisodeError           an episode used its turn in a way that cannot be recorded
     ├── RunFolderError         a run folder is missing, taken or unreadable
@@ -35,6 +36,7 @@ __all__ = [
     "PromptsExhausted",
     "RefitError",
     "RunFolderError",
+    "RunGivenUp",
     "SchedulerClosed",
 ]
 
@@ -81,6 +83,10 @@ class RefitError(AprilschedError):
 
 class FleetLost(AprilschedError):
     """Every engine is lost; what was generated is still held by the scheduler."""
+
+
+class RunGivenUp(AprilschedError):
+    """Group after group failed and none was accepted; the ledger has every cause."""
 
 
 class PromptsExhausted(AprilschedError):

@@ -30,6 +30,7 @@ from aprilsched.errors import (
     FleetLost,
     PromptsExhausted,
     RefitError,
+    RunGivenUp,
     SchedulerClosed,
 )
 from aprilsched.telemetry.base import Listener
@@ -197,6 +198,7 @@ class RolloutScheduler:
                 do.ScoreGroup: work.score_group,
                 do.Judge: work.judge,
                 do.CancelWork: work.cancel,
+                do.GiveUp: self._give_up,
                 do.Send: attempts.send,
                 do.Abort: attempts.abort,
                 do.Pause: controls.pause,
@@ -228,6 +230,14 @@ class RolloutScheduler:
                 FleetLost(f"no engine is left; the last was {command.engine}: {command.cause}")
             )
 
+    def _give_up(self, command: do.GiveUp) -> None:
+        self._waits.fail(
+            RunGivenUp(
+                f"{command.groups} groups in a row failed and none was accepted, the last because "
+                f"{command.cause}; mend that, or raise max_failed_groups."
+            )
+        )
+
     def _check_open(self) -> None:
         self._waits.raise_failure()
         if self._main is None or self._stopping.is_set():
@@ -255,6 +265,7 @@ class RolloutScheduler:
         Raises:
             PromptsExhausted: when the prompts have ended and everything was delivered.
             FleetLost: when no engine is left.
+            RunGivenUp: when `max_failed_groups` groups in a row failed.
             SchedulerClosed: outside of the ``async with`` block.
         """
         self._check_open()

@@ -6,6 +6,7 @@ dropped group is cancelled with it.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,11 @@ from aprilsched.core.events import (
 )
 
 __all__ = ["Work"]
+
+log = logging.getLogger("aprilsched")
+
+_EXPECTED = frozenset({"rejected", "stale"})
+"""Reasons that the user asked for; the others are failures, and said as they happen."""
 
 
 class Work:
@@ -89,6 +95,8 @@ class Work:
         self._start(("verdict", command.group.group_id), self._judge(command))
 
     def cancel(self, command: CancelWork) -> None:
+        if command.reason not in _EXPECTED:
+            log.warning("group %d %s: %s", command.group_id, command.reason, command.cause)
         if self._tasks is None:
             return
         self._tasks.cancel([("group", command.group_id), ("verdict", command.group_id)])

@@ -18,6 +18,7 @@ __all__ = [
     "FetchPrompts",
     "FinishUpdate",
     "Flush",
+    "GiveUp",
     "Judge",
     "LoseEngine",
     "Pause",
@@ -155,10 +156,20 @@ class Judge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CancelWork:
-    """The group is dropped: cancel the episodes and rewards of its rollouts."""
+    """The group went to the ledger: cancel the episodes and rewards of its rollouts."""
 
     group_id: int
     rollout_ids: tuple[int, ...]
+    reason: str
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GiveUp:
+    """So many groups failed in a row that going on would only burn prompts."""
+
+    groups: int
+    cause: str
 
 
 # --- the trainer -----------------------------------------------------------------------------
@@ -198,6 +209,7 @@ Command: TypeAlias = (
     | ScoreGroup
     | Judge
     | CancelWork
+    | GiveUp
     | Deliver
     | EndOfPrompts
     | DeliverEvaluation

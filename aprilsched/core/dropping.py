@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from aprilsched.core.commands import Abort, CancelWork
+from aprilsched.core.commands import Abort, CancelWork, GiveUp
 from aprilsched.core.ledger import Reason
 from aprilsched.core.records import GroupRecord, RequestRecord
 from aprilsched.core.state import SchedulerState
 
 __all__ = ["abort", "drop"]
+
+_FAILURES = frozenset({Reason.FAILED, Reason.REWARD_FAILED, Reason.EPISODE_FAILED})
 
 
 def abort(state: SchedulerState, request: RequestRecord) -> None:
@@ -36,5 +38,16 @@ def drop(
         CancelWork(
             group_id=group.group_id,
             rollout_ids=tuple(member.rollout_id for member in group.members),
+            reason=str(reason),
+            cause=cause,
         )
     )
+    if reason in _FAILURES:
+        _count_failure(state, cause)
+
+
+def _count_failure(state: SchedulerState, cause: str) -> None:
+    """A reward that always raises would eat every prompt while the trainer waits for ever."""
+    state.failed_in_a_row += 1
+    if state.failed_in_a_row == state.rules.max_failed_groups:
+        state.commands.append(GiveUp(groups=state.failed_in_a_row, cause=cause))

@@ -28,7 +28,7 @@ def on_prompts_arrived(state: SchedulerState, event: PromptsArrived) -> None:
 
 def launch(state: SchedulerState) -> None:
     """Start the groups that the refill rule asks for, as far as prompts are there."""
-    if not state.control.engines or not _may_launch(state):
+    if not state.control.engines or state.given_up or not _may_launch(state):
         return
     count = _count(state)
     missing = count - len(state.stock)

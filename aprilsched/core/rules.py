@@ -32,6 +32,8 @@ class Rules:
     staleness: StalenessGate
     sampling: SamplingParams
     max_attempts: int
+    max_failed_groups: int
+    """Groups that may fail in a row before the run is given up."""
     max_in_flight: int | None
     ready_batches: int
     """Asynchronous: complete batches held for a slow trainer before launching stops."""

@@ -53,7 +53,7 @@ def on_judged(state: SchedulerState, event: Judged) -> None:
     if group is None:
         return
     if event.accepted:
-        group.accepted = True
+        _accept(state, group)
     else:
         drop(state, group, Reason.REJECTED, "refused by accept")
 
@@ -71,4 +71,9 @@ def _settle(state: SchedulerState, group: GroupRecord) -> None:
     if state.rules.accepts and group.evaluation_id is None:
         state.commands.append(Judge(group=group_of(group)))
     else:
-        group.accepted = True
+        _accept(state, group)
+
+
+def _accept(state: SchedulerState, group: GroupRecord) -> None:
+    group.accepted = True
+    state.failed_in_a_row = 0

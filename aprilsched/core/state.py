@@ -34,8 +34,15 @@ class SchedulerState:
         self.stock: deque[Prompt] = deque()
         self.fetching = False
         self.exhausted = False
+        self.failed_in_a_row = 0
+        """Groups dropped for a failure since the last one that was accepted."""
         self.update: Update | None = None
         self.evaluations: dict[int, list[GroupRecord]] = {}
+
+    @property
+    def given_up(self) -> bool:
+        """So many groups failed in a row that nothing new is launched."""
+        return self.failed_in_a_row >= self.rules.max_failed_groups
 
     @property
     def asynchronous(self) -> bool:

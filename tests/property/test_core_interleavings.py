@@ -59,6 +59,8 @@ class Interleavings(RuleBasedStateMachine):
             max_staleness=bound,
             staleness_rule="mask" if bound is None else rule_,
             max_attempts=2,
+            # Being given up is an end of its own, tested elsewhere.
+            max_failed_groups=10**9,
         )
         self.driver = Driver(
             config, reward_scope=scope, accepts=accepts, supply=supply, engines=("a", "b", "c")

@@ -59,6 +59,7 @@ class Driver:
     evaluations: dict[int, Batch] = field(default_factory=dict[int, Batch])
     updates: list[do.FinishUpdate] = field(default_factory=list[do.FinishUpdate])
     lost: list[do.LoseEngine] = field(default_factory=list[do.LoseEngine])
+    given_up: list[do.GiveUp] = field(default_factory=list[do.GiveUp])
     ended: bool = False
     auto_prompts: bool = True
     given: int = 0
@@ -110,6 +111,8 @@ class Driver:
                 self.episodes_started.append(command)
             case do.ResolveTurn():
                 self.resolved.append(command)
+            case do.GiveUp():
+                self.given_up.append(command)
             case do.CancelWork():
                 self.cancelled.append(command)
             case do.FetchPrompts():

@@ -102,6 +102,14 @@ RULES: dict[str, Rule] = {
             "aprilsched.workload",
         )
     ),
+    "aprilsched.doctor": Rule(
+        ours=(
+            "aprilsched.doctor",
+            "aprilsched.engines",
+            "aprilsched.errors",
+            "aprilsched.types",
+        )
+    ),
     "aprilsched.weights": Rule(
         ours=(
             "aprilsched.engines.base",

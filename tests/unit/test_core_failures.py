@@ -120,3 +120,28 @@ def test_carried_rollouts_are_sent_first():
     order = [send.group_id for send in driver.sent]
     assert order[:4] == [ids[2], ids[2], ids[3], ids[3]]
     assert all(group_id not in ids for group_id in order[4:])
+
+
+def test_a_run_in_which_group_after_group_fails_is_given_up_and_launches_nothing_more():
+    driver = Driver(config(max_failed_groups=3))
+    driver.request_batch()
+    for _ in range(3):
+        assert not driver.given_up
+        driver.fail(driver.attempts()[0], cause="HTTP 400", final=True)
+        driver.settle()
+    assert [(g.groups, g.cause) for g in driver.given_up] == [(3, "HTTP 400")]
+    launched = driver.state.book.counters.launched
+    driver.fail(driver.attempts()[0], final=True)
+    assert driver.state.book.counters.launched == launched
+
+
+def test_an_accepted_group_ends_a_row_of_failures():
+    driver = Driver(config(max_failed_groups=2, over_provision=2.0))
+    driver.request_batch()
+    for _ in range(3):
+        driver.fail(driver.attempts()[0], final=True)
+        driver.settle()
+        driver.finish_group(driver.group_ids()[0])
+        driver.settle()
+        driver.request_batch()
+    assert not driver.given_up

@@ -167,7 +167,7 @@ def test_lost_and_duplicated_come_from_ids():
     summary = summed(
         (0.0, OPENED),
         *((0.0, send(i)) for i in (1, 2, 3, 4, 5)),
-        (1.0, do.CancelWork(group_id=9, rollout_ids=(3,))),
+        (1.0, do.CancelWork(group_id=9, rollout_ids=(3,), reason="failed", cause="HTTP 500")),
         (2.0, deliver(0, 0, rollout(1, [0]))),
         (3.0, deliver(1, 0, rollout(1, [0]))),
         in_flight=[2, 6],

@@ -30,6 +30,7 @@ from aprilsched.errors import (
     FleetLost,
     PromptsExhausted,
     RefitError,
+    RunGivenUp,
     SchedulerClosed,
 )
 
@@ -245,6 +246,20 @@ def test_a_reward_that_raises_costs_its_group_and_says_why():
             ledger = rollouts.state.book.ledger
             assert ledger.rollouts == {"reward_failed": 4}
             assert "no words" in ledger.entries[0].cause
+
+    run_virtual(main())
+
+
+def test_a_reward_that_always_raises_ends_the_wait_with_its_reason():
+    async def score(rollout: Rollout, prompt: Prompt) -> float:
+        raise KeyError("answer")
+
+    async def main() -> None:
+        async with RolloutScheduler(
+            SimFleet(1), workload(), reward=score, config=config(max_failed_groups=9)
+        ) as rollouts:
+            with pytest.raises(RunGivenUp, match=r"9 groups in a row failed.*KeyError"):
+                await rollouts.next_batch()
 
     run_virtual(main())
 
