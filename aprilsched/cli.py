@@ -45,7 +45,7 @@ def _call(command: str, arguments: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else "see aprilsched --help."
         print(f"aprilsched: {command!r} is no command; {hint}", file=sys.stderr)
         return _REFUSED
-    return import_module(f"aprilsched.commands.{command}").main(arguments)
+    return import_module(f"aprilsched.commands.{command.replace('-', '_')}").main(arguments)
 
 
 def _help() -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 __all__ = ["COMMANDS"]
 
 COMMANDS: dict[str, str] = {
+    "doctor": "probe live SGLang servers: capabilities and hazards, pass, warn or fail",
     "run": "drive batches of rollouts on the embedded engine or on SGLang servers",
+    "serve-sim": "serve the embedded engine behind SGLang's own HTTP API, for tests",
     "simulate": "compare scheduling policies on one workload, in virtual time",
 }
 """Every command and what it does."""

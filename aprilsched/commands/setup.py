@@ -5,13 +5,13 @@ Nothing is opened here and nothing is launched; whatever is wrong with the setti
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from aprilsched.commands.keys import key_from
 from aprilsched.commands.prompts_file import read_prompts
 from aprilsched.commands.settings import RunSettings
 from aprilsched.config import SchedulerConfig
@@ -19,7 +19,6 @@ from aprilsched.coordinator.prompts import checked
 from aprilsched.engines.base import Fleet
 from aprilsched.engines.fleet import SGLangFleet
 from aprilsched.engines.sim import H200_QWEN3_4B, SimFleet, SimPublisher
-from aprilsched.errors import ConfigError
 from aprilsched.telemetry.batch_figures import Bound
 from aprilsched.types import Prompt
 from aprilsched.weights.base import WeightPublisher
@@ -105,8 +104,8 @@ def _fleet(settings: RunSettings) -> Fleet:
         )
     return SGLangFleet(
         settings.engine,
-        admin_key=_secret(settings.admin_key_env),
-        api_key=_secret(settings.api_key_env),
+        admin_key=key_from(settings.admin_key_env),
+        api_key=key_from(settings.api_key_env),
     )
 
 
@@ -120,13 +119,3 @@ def _bound(settings: RunSettings) -> Bound:
     sim = settings.sim
     one = partial(H200_QWEN3_4B.bound_seconds, max_running=sim.max_running)
     return lambda prompts, lengths: one(prompts, lengths) / sim.engines
-
-
-def _secret(name: str | None) -> str | None:
-    """The value of an environment variable: keys on a command line show in every process list."""
-    if name is None:
-        return None
-    value = os.environ.get(name)
-    if not value:
-        raise ConfigError(f"The environment variable {name} is not set; export the key in it.")
-    return value

@@ -1,0 +1,12 @@
+"""Probes of a live SGLang server: what it can do, and which of its hazards are there.
+
+Scenarios act on the server and note what was seen; checks are pure functions over these notes. A
+scenario starts only short generations of its own, is bounded in time, and pauses a server only
+while nobody else's request is on it. What kills a server is never tried: it is reported from the
+version.
+"""
+
+from aprilsched.doctor.examine import examine
+from aprilsched.doctor.findings import Finding, Status
+
+__all__ = ["Finding", "Status", "examine"]

@@ -1,0 +1,19 @@
+"""The table of checks, one file for each theme, in the order of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aprilsched.doctor.checks import known, pausing, requests, server, tokens
+from aprilsched.doctor.findings import Check
+
+__all__ = ["CHECKS"]
+
+CHECKS: Sequence[Check] = (
+    *server.CHECKS,
+    *tokens.CHECKS,
+    *requests.CHECKS,
+    *pausing.CHECKS,
+    *known.CHECKS,
+    *server.LAST,
+)

@@ -1,0 +1,149 @@
+"""What a pause stops, keeps and holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aprilsched.doctor.findings import (
+    Check,
+    Notes,
+    PauseNotes,
+    Verdict,
+    failed,
+    left_out,
+    passed,
+    warned,
+)
+
+__all__ = ["CHECKS"]
+
+
+def retract(notes: Notes) -> Verdict:
+    """pause(retract) stops a stream and keeps it open."""
+    return _stops(notes, notes.retract, "retract")
+
+
+def in_place(notes: Notes) -> Verdict:
+    """pause(in_place) stops a stream and keeps it open."""
+    return _stops(notes, notes.in_place, "in_place")
+
+
+def _stops(notes: Notes, noted: PauseNotes, scenario: str) -> Verdict:
+    if noted.tokens_during is None or noted.pause_seconds is None:
+        return left_out(notes, scenario, noted.why_not or "")
+    if noted.tokens_during:
+        return failed(f"{noted.tokens_during} tokens arrived while it was paused")
+    if noted.held_silent is False:
+        return failed("a request sent while it was paused was generated")
+    if noted.ended_during:
+        seen = "a response of ours was over when the pause took effect"
+        return warned(seen) if noted.ready_status == 503 else failed(seen)
+    return passed(f"paused in {noted.pause_seconds * 1e3:.0f} ms, no token arrived meanwhile")
+
+
+def goes_on(notes: Notes) -> Verdict:
+    """After retract, flush and continue."""
+    return _goes_on(notes, notes.retract, "retract")
+
+
+def goes_on_in_place(notes: Notes) -> Verdict:
+    """After in_place and continue."""
+    return _goes_on(notes, notes.in_place, "in_place")
+
+
+def _goes_on(notes: Notes, noted: PauseNotes, scenario: str) -> Verdict:
+    if noted.tokens_during is None or noted.same_tokens is None:
+        return left_out(notes, scenario, noted.why_not or "")
+    if noted.finish != "length":
+        return failed(f"the stream ended with {noted.finish!r} after continue")
+    if not noted.same_tokens:
+        return warned("the stream went on, with other tokens than without a pause")
+    return passed("the stream went on, with the tokens that it has without a pause")
+
+
+def flush(notes: Notes) -> Verdict:
+    """Between retract and continue."""
+    noted = notes.retract
+    if noted.flush_status is None:
+        return left_out(notes, "retract", noted.why_not or "")
+    seen = f"flush_cache answers {noted.flush_status} after a retract"
+    return passed(seen) if noted.flush_status == 200 else failed(seen)
+
+
+def held(notes: Notes) -> Verdict:
+    """A request that was sent during a pause."""
+    noted = notes.retract
+    if noted.held_completed is None:
+        return left_out(notes, "retract", noted.why_not or "")
+    if noted.held_silent and noted.held_completed:
+        return passed("held silently, and answered after continue")
+    return failed("answered while paused" if not noted.held_silent else "lost after continue")
+
+
+def ready(notes: Notes) -> Verdict:
+    """Whether a pause can be seen."""
+    noted = notes.retract
+    if noted.ready_status is None:
+        return left_out(notes, "retract", noted.why_not or "")
+    seen = f"/ready answers {noted.ready_status} while paused"
+    return passed(seen) if noted.ready_status == 503 else warned(seen)
+
+
+def loads(notes: Notes) -> Verdict:
+    """Whether the loads can be believed."""
+    noted = notes.retract
+    if noted.tokens_during is None:
+        return left_out(notes, "retract", noted.why_not or "")
+    return passed(f"/v1/loads tells {noted.running_told} requests while paused")
+
+
+CHECKS: Sequence[Check] = (
+    Check(
+        name="pause retract",
+        judge=retract,
+        meaning="Stragglers wait inside the engine while new weights come in.",
+        action='pauses like this for straggler="retract"',
+    ),
+    Check(
+        name="continue after retract",
+        judge=goes_on,
+        meaning="A straggler's KV is recomputed and nothing of it is lost.",
+        action="delivers it in a later batch",
+    ),
+    Check(
+        name="flush after retract (hazard 3)",
+        judge=flush,
+        meaning="Without a flush, tokens attend to keys of older weights.",
+        action='flushes between pause and update; where it cannot, use straggler="abort"',
+    ),
+    Check(
+        name="held requests (hazard 4)",
+        judge=held,
+        meaning="A request sent during a pause is silent, and an abort of it is lost.",
+        action="sends none while paused, and hangs up on one that has given nothing",
+    ),
+    Check(
+        name="ready while paused (hazard 6)",
+        judge=ready,
+        meaning="/ready is how a pause shows from outside.",
+        action="none; routers and watchdogs should ask it",
+    ),
+    Check(
+        name="loads while paused (hazard 7)",
+        judge=loads,
+        meaning="The loads are those of before the pause.",
+        action="counts its own requests instead",
+    ),
+    Check(
+        name="pause in_place",
+        judge=in_place,
+        meaning="The KV stays, so tokens after an update attend to keys of older weights.",
+        action='pauses like this only for straggler="in_place"',
+    ),
+    Check(
+        name="continue after in_place",
+        judge=goes_on_in_place,
+        meaning="Nothing is recomputed.",
+        action="delivers it in a later batch",
+    ),
+)

@@ -1,0 +1,96 @@
+"""How a request ends before its time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from aprilsched.doctor.findings import Check, Notes, Verdict, failed, left_out, passed, warned
+
+__all__ = ["CHECKS"]
+
+
+def abort(notes: Notes) -> Verdict:
+    """A running request, ended."""
+    if notes.abort_seconds is None or not notes.aborted:
+        return left_out(notes, "aborts")
+    reason: dict[str, Any] = notes.aborted[-1]["meta_info"]["finish_reason"] or {}
+    kind = reason.get("type")
+    seen = f"ended after {notes.abort_seconds * 1e3:.0f} ms with {kind!r}"
+    if kind == "length":
+        return warned(f"{seen}: it was over before the abort")
+    return passed(seen) if kind == "abort" else failed(seen)
+
+
+def counts(notes: Notes) -> Verdict:
+    """Ids and logprobs at an abort."""
+    if not notes.aborted:
+        return left_out(notes, "aborts")
+    last = notes.aborted[-1]
+    ids = len(last.get("output_ids", []))
+    known = len(last["meta_info"].get("output_token_logprobs") or [])
+    seen = f"the last event has {ids} ids and {known} logprobs"
+    return passed(seen) if ids == known else warned(seen)
+
+
+def unknown(notes: Notes) -> Verdict:
+    """Nobody's rid."""
+    if notes.unknown_abort_status is None:
+        return left_out(notes, "aborts")
+    seen = f"aborting an unknown rid answers {notes.unknown_abort_status}"
+    return passed(seen) if notes.unknown_abort_status == 200 else failed(seen)
+
+
+def duplicate(notes: Notes) -> Verdict:
+    """A rid twice."""
+    if notes.duplicate_status is None:
+        return left_out(notes, "aborts")
+    seen = f"a second request of a running rid answers {notes.duplicate_status}"
+    if notes.duplicate_status == 400:
+        return passed(seen)
+    return warned(seen)
+
+
+def hanging_up(notes: Notes) -> Verdict:
+    """A client that disconnects."""
+    if notes.others != 0:
+        return left_out(notes, "hanging_up", "others' requests are on it, or it does not tell")
+    if notes.left_seconds is None:
+        if notes.paused_before or "hanging_up" in notes.trouble:
+            return left_out(notes, "hanging_up")
+        return warned("its request was not seen to go within 3 s")
+    return passed(f"its request was gone after {notes.left_seconds * 1e3:.0f} ms")
+
+
+CHECKS: Sequence[Check] = (
+    Check(
+        name="abort",
+        judge=abort,
+        meaning="An abort without a pause gives all tokens at once; it is how rollouts move.",
+        action="repeats it until the stream has ended",
+    ),
+    Check(
+        name="ids at an abort (hazard 2)",
+        judge=counts,
+        meaning="A stream can give one id more than logprobs when it is aborted.",
+        action="takes ids from the logprobs, never by position",
+    ),
+    Check(
+        name="abort of nobody (hazard 11)",
+        judge=unknown,
+        meaning="Aborts may come late, and must be harmless then.",
+        action="repeats aborts without asking first",
+    ),
+    Check(
+        name="duplicate rid (hazard 11)",
+        judge=duplicate,
+        meaning="A rid in use is refused; refused in a stream, it ends the first one after 2 s.",
+        action="gives every attempt a new rid of one fixed length, since aborts match by prefix",
+    ),
+    Check(
+        name="hanging up (hazard 9)",
+        judge=hanging_up,
+        meaning="A request whose client has gone may decode to its end, unseen.",
+        action="aborts every stream that it leaves before its end",
+    ),
+)

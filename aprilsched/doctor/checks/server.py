@@ -1,0 +1,145 @@
+"""What the server is, and whether it is left as it was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aprilsched.doctor.findings import Check, Notes, Verdict, failed, left_out, passed, warned
+from aprilsched.engines.sglang.probe import SPANS_SINCE
+
+__all__ = ["CHECKS", "LAST"]
+
+_READ_UP_TO = (0, 5, 23)
+"""The newest release whose source was read for the hazards."""
+
+
+def release(notes: Notes) -> Verdict:
+    """Which one, and whether anything is known of it."""
+    seen = f"{notes.facts.capabilities.server}, model {notes.facts.model_path}"
+    if notes.simulated:
+        return warned(f"{seen}, simulated: no model is behind it")
+    if notes.version < SPANS_SINCE or notes.version > _READ_UP_TO:
+        return warned(seen)
+    return passed(seen)
+
+
+def paused_before(notes: Notes) -> Verdict:
+    """Whether somebody left it paused."""
+    if notes.paused_before:
+        return failed("/ready answers 503: it is paused")
+    return passed("it is not paused")
+
+
+def others(notes: Notes) -> Verdict:
+    """Whether it could be examined in full."""
+    if notes.others is None:
+        return warned("/v1/loads does not tell how many requests are on it")
+    if notes.others:
+        return warned(f"{notes.others} requests of others were on it")
+    return passed("it was idle")
+
+
+def vocabulary(notes: Notes) -> Verdict:
+    """Whether ids beyond it can be refused in time."""
+    size = notes.facts.vocab_size
+    if size is None:
+        return warned("it does not tell the size of its vocabulary; ids beyond it were not tried")
+    return passed(f"{size} token ids; ids beyond it were not tried")
+
+
+def room(notes: Notes) -> Verdict:
+    """What fits on it."""
+    found = notes.facts.capabilities
+    seen = f"{found.max_running_requests} running requests, {found.kv_tokens} tokens of KV"
+    whole = found.max_running_requests is not None and found.kv_tokens is not None
+    return passed(seen) if whole else warned(seen)
+
+
+def label(notes: Notes) -> Verdict:
+    """Whether the weights have a version of ours."""
+    found = notes.facts.label
+    if found == "default" or (found.isascii() and found.isdigit()):
+        return passed(f"weight_version is {found!r}")
+    return warned(f"weight_version is {found!r}, which is no number")
+
+
+def health(notes: Notes) -> Verdict:
+    """Whether it generates at all."""
+    if notes.health_status is None:
+        return left_out(notes, "health")
+    seen = f"/health answers {notes.health_status} while it is not paused"
+    return passed(seen) if notes.health_status == 200 else failed(seen)
+
+
+def unchanged(notes: Notes) -> Verdict:
+    """Whether the doctor has left anything behind."""
+    if notes.label_after is None or notes.paused_after is None:
+        return failed("it did not answer when all was taken back")
+    wrong = [
+        what
+        for what, is_so in (
+            (f"weight_version is {notes.label_after!r}", notes.label_after != notes.facts.label),
+            ("it is paused", notes.paused_after and not notes.paused_before),
+            (f"{notes.running_after} requests run", notes.others == 0 and notes.running_after),
+        )
+        if is_so
+    ]
+    if wrong:
+        return failed(" and ".join(wrong))
+    state = "still paused" if notes.paused_after else "not paused"
+    idle = ", no request on it" if notes.running_after == 0 else ""
+    return passed(f"weight_version {notes.label_after!r}, {state}{idle}")
+
+
+CHECKS: Sequence[Check] = (
+    Check(
+        name="release",
+        judge=release,
+        meaning="The hazards below were read or measured on SGLang 0.5.17 to 0.5.23.",
+        action="asks each server what it can do, and does without what it has not",
+    ),
+    Check(
+        name="left paused (hazard 12)",
+        judge=paused_before,
+        meaning="A control call that was cancelled between pause and continue stops it for ever.",
+        action="follows every pause by a continue; this one, post continue_generation by hand",
+    ),
+    Check(
+        name="idle",
+        judge=others,
+        meaning="A server with others' requests is never paused or flushed by this command.",
+        action="none; examine an idle server for the whole picture",
+    ),
+    Check(
+        name="vocabulary (hazard 3b)",
+        judge=vocabulary,
+        meaning="A token id beyond the vocabulary kills the scheduler of a real server.",
+        action="refuses such a prompt before it is sent, where the size is known",
+    ),
+    Check(
+        name="room",
+        judge=room,
+        meaning="A batch larger than this can never run at once.",
+        action="places requests by it",
+    ),
+    Check(
+        name="weight version",
+        judge=label,
+        meaning="Tokens are attributed to policy versions by this label.",
+        action="labels each update with its number; any other label counts as version 0",
+    ),
+    Check(
+        name="health (hazard 6)",
+        judge=health,
+        meaning="/health generates a token, so it hangs while paused; a router may eject it then.",
+        action="asks /ready and /model_info only; let routers ask /ready too",
+    ),
+)
+LAST: Sequence[Check] = (
+    Check(
+        name="left as found",
+        judge=unchanged,
+        meaning="This command continues what it paused and ends what it began.",
+        action="none",
+    ),
+)

@@ -1,0 +1,113 @@
+"""Whether every token comes once, with its logprob and its version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from aprilsched.doctor.findings import Check, Notes, Verdict, failed, left_out, passed, warned
+
+__all__ = ["CHECKS"]
+
+
+def form(notes: Notes) -> Verdict:
+    """Incremental or cumulative."""
+    sizes = [len(event.get("output_ids", [])) for event in notes.events]
+    if not sizes:
+        return left_out(notes, "responses")
+    total = notes.events[-1]["meta_info"]["completion_tokens"]
+    seen = f"events of {', '.join(map(str, sizes))} tokens for {total}"
+    if sum(sizes) == total:
+        if len(sizes) > 1 or notes.facts.incremental:
+            return passed(seen)
+        return warned(f"{seen}: one event shows no form")
+    return failed(f"{seen}: each event repeats all tokens")
+
+
+def interval(notes: Notes) -> Verdict:
+    """Who sets the distance of events."""
+    if notes.facts.stream_interval:
+        return passed("a request may set stream_interval")
+    return warned("a request cannot set stream_interval")
+
+
+def logprobs(notes: Notes) -> Verdict:
+    """One for each token."""
+    whole = notes.whole
+    if whole is None:
+        return left_out(notes, "responses")
+    meta, ids = whole["meta_info"], whole["output_ids"]
+    triples: list[Any] = meta.get("output_token_logprobs") or []
+    seen = f"{len(triples)} logprobs for {len(ids)} tokens"
+    agree = [triple[1] for triple in triples] == ids and len(ids) == meta["completion_tokens"]
+    return passed(seen) if agree else failed(f"{seen}; they do not belong together")
+
+
+def spans(notes: Notes) -> Verdict:
+    """The version of every token."""
+    if notes.whole is None:
+        return left_out(notes, "responses")
+    found = notes.whole["meta_info"].get("weight_versions")
+    if found is None:
+        return failed("a finished response has no weight_versions")
+    tokens = len(notes.whole["output_ids"])
+    if _covered(found) != tokens:
+        return failed(f"weight_versions cover {_covered(found)} of {tokens} tokens")
+    return passed(f"weight_versions cover all {tokens} tokens")
+
+
+def _covered(found: list[dict[str, Any]]) -> int:
+    """Tokens from the first one on without a gap."""
+    at = 0
+    for span in found:
+        if span["start"] > at:
+            break
+        at = max(at, span["end"])
+    return at
+
+
+def same(notes: Notes) -> Verdict:
+    """Whether greedy is greedy."""
+    if notes.whole is None or not notes.events:
+        return left_out(notes, "responses")
+    ids: list[int] = []
+    for event in notes.events:
+        new, total = event["output_ids"], event["meta_info"]["completion_tokens"]
+        ids = new if len(new) == total else ids + new
+    if ids == notes.whole["output_ids"]:
+        return passed("the same greedy response twice")
+    return warned("two greedy responses differ")
+
+
+CHECKS: Sequence[Check] = (
+    Check(
+        name="stream form (hazard 10)",
+        judge=form,
+        meaning="Cumulative events cost the square of a response's length.",
+        action="reads both forms; start the server with --incremental-streaming-output",
+    ),
+    Check(
+        name="stream interval (hazard 10)",
+        judge=interval,
+        meaning="Events far apart cost nothing, and a lost server loses one interval.",
+        action="asks for 64 tokens where it may; else start the server with --stream-interval 64",
+    ),
+    Check(
+        name="logprobs",
+        judge=logprobs,
+        meaning="A token without its own logprob cannot be trained on.",
+        action="refuses a response in which they do not belong together",
+    ),
+    Check(
+        name="version spans",
+        judge=spans,
+        meaning="Without spans, nobody knows which policy sampled a straggler's tokens.",
+        action='refuses straggler="retract" and "in_place" without them; use "abort" there',
+    ),
+    Check(
+        name="greedy repeats",
+        judge=same,
+        meaning="Without determinism a re-sent prefix continues with other, equally valid tokens.",
+        action="none; every token has the logprob it was sampled with",
+    ),
+)

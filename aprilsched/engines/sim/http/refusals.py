@@ -1,0 +1,82 @@
+"""How SGLang says no: three forms of error, each raised here and answered in one place.
+
+::
+
+    Refusal
+    ├── Malformed   400, {"object": "error", …}: the body is not what the endpoint takes
+    ├── Refused     400, {"error": {"message"}}, or an event of that kind in a stream
+    └── Crashed     500, plain text: what SGLang does not catch itself
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+__all__ = ["Crashed", "Malformed", "Refusal", "Refused", "as_json", "refusing"]
+
+
+class Refusal(Exception):
+    """A request that is not carried out."""
+
+    def answer(self) -> web.Response:
+        """What the client gets."""
+        raise NotImplementedError
+
+
+class Malformed(Refusal):
+    """The body is not what the endpoint takes."""
+
+    def answer(self) -> web.Response:
+        content = {
+            "object": "error",
+            "message": f"1 validation error:\n  {self}",
+            "type": "Bad Request",
+            "param": None,
+            "code": 400,
+        }
+        return as_json(content, 400)
+
+
+class Refused(Refusal):
+    """The body is understood, and what it asks for is not given."""
+
+    def answer(self) -> web.Response:
+        return as_json({"error": {"message": str(self)}}, 400)
+
+    def event(self) -> dict[str, Any]:
+        """The same inside a stream, whose status was 200 long before."""
+        kind = "invalid_request_error"
+        return {
+            "error": {"message": str(self), "type": kind, "code": 400, "retryable": False},
+        }
+
+
+class Crashed(Refusal):
+    """SGLang's handler fails over it."""
+
+    def answer(self) -> web.Response:
+        return web.Response(status=500, text="Internal Server Error")
+
+
+def as_json(content: object, status: int = 200) -> web.Response:
+    """`content` as a JSON answer."""
+    body = msgspec.json.encode(content)
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+@web.middleware
+async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns refusals into answers; unknown paths are answered like FastAPI does."""
+    try:
+        return await handler(request)
+    except Refusal as refusal:
+        return refusal.answer()
+    except web.HTTPException as error:
+        if error.status in (404, 405):
+            detail = "Not Found" if error.status == 404 else "Method Not Allowed"
+            return as_json({"detail": detail}, error.status)
+        raise

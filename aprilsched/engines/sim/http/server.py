@@ -1,0 +1,110 @@
+"""A served engine with its socket, from start to stop."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+
+from aiohttp import web
+
+from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.engine import SimEngine
+from aprilsched.engines.sim.http.app import make_app
+from aprilsched.engines.sim.http.served import ServedEngine
+from aprilsched.errors import ConfigError
+
+__all__ = ["SimServer"]
+
+_SHUTDOWN_SECONDS = 1.0
+_LARGEST_PORT = 2**16 - 1
+
+
+class SimServer:
+    """The embedded engine at ``http://host:port``; an async context manager.
+
+    Args:
+        config: the modelled machine; ``stream_at_pause=False`` is SGLang's way.
+        host: loopback unless others shall reach it.
+        port: 0 for any free one.
+        admin_key: control calls want it as a bearer token; None leaves them open.
+        time_scale: wall seconds for each modelled second.
+        refit_seconds: modelled time that new weights need.
+
+    Raises:
+        ConfigError: if a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        config: SimConfig | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        admin_key: str | None = None,
+        time_scale: float = 1.0,
+        refit_seconds: float = 0.0,
+    ) -> None:
+        if not 0 <= port <= _LARGEST_PORT:
+            raise ConfigError(f"port is {port}; give one from 0 (any) to {_LARGEST_PORT}.")
+        config = config or SimConfig(stream_at_pause=False)
+        self.engine = SimEngine(
+            f"sim-{port}", config, time_scale=time_scale, refit_seconds=refit_seconds
+        )
+        self._config = config
+        self._host = host
+        self._port = port
+        self._admin_key = admin_key
+        self._time_scale = time_scale
+        self._served: ServedEngine | None = None
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens, once it is started."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        port = self._runner.addresses[0][1] if self._runner is not None else self._port
+        return f"http://{host}:{port}"
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: if the address cannot be had.
+        """
+        await self.engine.open()
+        self._served = ServedEngine(self.engine, self._config, time_scale=self._time_scale)
+        app = make_app(self._served, admin_key=self._admin_key)
+        # Cancelled with its client, a handler gives its request up, as SGLang does.
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS, access_log=None
+        )
+        try:
+            await self._runner.setup()
+            await web.TCPSite(self._runner, self._host, self._port).start()
+        except OSError as error:
+            await self.stop()
+            where, why = f"{self._host}:{self._port}", os.strerror(error.errno or 0)
+            raise ConfigError(
+                f"Cannot listen on {where} ({why}); give another host or port."
+            ) from error
+
+    async def stop(self) -> None:
+        """Break what is open, and stop listening."""
+        if self._served is not None:
+            self._served.forget()
+        await self.engine.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def __aenter__(self) -> SimServer:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()

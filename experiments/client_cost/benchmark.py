@@ -1,0 +1,142 @@
+"""What the scheduler costs its client, against a bare loop on the same answers.
+
+    python experiments/client_cost/benchmark.py --out experiments/client_cost/result.json
+
+Each measurement is a fresh process; the clients alternate, so that whatever else the machine
+does falls on both. See README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from clients import CLIENTS
+from memory import held, post
+
+HERE = Path(__file__).parent
+LEVELS = (64, 512, 4096)
+_EVENTS_PER_SECOND = 4000
+"""Of all streams together, so that the client keeps up and reads most events one by one."""
+
+
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """The stand-in's URL."""
+    with subprocess.Popen(
+        [sys.executable, str(HERE / "server.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        process.communicate()
+
+
+def measure(client: str, in_flight: int, rollouts: int) -> dict[str, Any]:
+    """One run of one client in a process of its own, against a fresh server."""
+    with server() as url:
+        command = [
+            sys.executable, __file__, "--client", client, "--url", url,
+            "--in-flight", str(in_flight), "--rollouts", str(rollouts),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout)
+
+
+async def run_client(options: argparse.Namespace) -> dict[str, Any]:
+    """The measured process."""
+    pace = options.in_flight / _EVENTS_PER_SECOND
+    if options.client.startswith("held"):
+        return await held(
+            options.url, in_flight=options.in_flight, trace="traced" in options.client
+        )
+    await post(options.url, {"pace": pace})
+    run = CLIENTS[options.client]
+    cost = await run(options.url, in_flight=options.in_flight, rollouts=options.rollouts)
+    if cost.rollouts != options.rollouts or cost.tokens != cost.rollouts * 1024:
+        raise SystemExit(f"{options.client} read {cost} of {options.rollouts} rollouts")
+    return {"client": options.client, "in_flight": options.in_flight, **asdict(cost)}
+
+
+def compare(level: int, repeats: int, rollouts: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Alternating runs at one number in flight, and what they come to."""
+    raw: list[dict[str, Any]] = []
+    row: dict[str, Any] = {"in_flight": level}
+    for repeat in range(repeats):
+        order = list(CLIENTS)[:: 1 if repeat % 2 == 0 else -1]
+        raw += [measure(client, level, max(rollouts, level)) for client in order]
+        print(f"{level} in flight: repeat {repeat} done", file=sys.stderr, flush=True)
+    for other in ("bare", "tight"):
+        ratios = [a / b for a, b in zip(_cpu(raw, "scheduled"), _cpu(raw, other), strict=True)]
+        row[f"ratio_to_{other}"] = [f(ratios) for f in (min, statistics.median, max)]
+    for client in CLIENTS:
+        row[f"{client}_ms"] = 1e3 * statistics.median(_cpu(raw, client))
+    return raw, row
+
+
+def _cpu(raw: list[dict[str, Any]], client: str) -> list[float]:
+    """CPU seconds of a rollout in each run of a client."""
+    return [run["cpu"] / run["rollouts"] for run in raw if run["client"] == client]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--levels", type=int, nargs="*", default=list(LEVELS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rollouts", type=int, default=1024, help="at least, for each run")
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--out", type=Path)
+    # What the measured processes are started with.
+    parser.add_argument("--client", help=argparse.SUPPRESS)
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    parser.add_argument("--in-flight", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    if options.client:
+        print(json.dumps(asyncio.run(run_client(options))))
+        return
+    rows: list[dict[str, Any]] = []
+    raw: list[dict[str, Any]] = []
+    for level in options.levels:
+        measured, row = compare(level, options.repeats, options.rollouts)
+        raw += measured
+        rows.append(row)
+    result: dict[str, Any] = {
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "rows": rows,
+        "memory": {} if options.no_memory else memory(max(options.levels)),
+        "runs": raw,
+    }
+    text = json.dumps(result, indent=1)
+    print(json.dumps({**result, "runs": len(raw)}, indent=1))
+    if options.out:
+        options.out.write_text(text + "\n")
+
+
+def memory(level: int) -> dict[str, Any]:
+    """Bytes of a held token at `level` in flight."""
+    return {"traced": measure("held_traced", level, 0), "resident": measure("held", level, 0)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""A stand-in for an SGLang server whose answers are encoded before anybody asks.
+
+It speaks as much of SGLang 0.5.21 as the adapter needs: the probes, the control calls, and
+``/generate`` as incremental server-sent events of 64 tokens with ``[logprob, id, null]`` triples.
+Every stream gives the same answer of 1,024 tokens, one event each `pace` seconds, as far as the
+event `limit`; both are set with POST /bench. It runs in its own process, so its CPU time is
+nobody's measurement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import resource
+import sys
+
+from aiohttp import web
+
+EVENT_TOKENS = 64
+ANSWER_TOKENS = 1024
+VOCABULARY = 151_936
+_SEED = 7
+
+
+def answer() -> list[bytes]:
+    """The events of the one answer: 16 of 64 tokens; the last one carries spans."""
+    draw = random.Random(_SEED)
+    ids = [draw.randrange(VOCABULARY) for _ in range(ANSWER_TOKENS)]
+    logprobs = [-draw.expovariate(1.0) for _ in range(ANSWER_TOKENS)]
+    return [
+        _event(ids, logprobs, start, start + EVENT_TOKENS)
+        for start in range(0, ANSWER_TOKENS, EVENT_TOKENS)
+    ]
+
+
+def _event(ids: list[int], logprobs: list[float], start: int, end: int) -> bytes:
+    last = end == ANSWER_TOKENS
+    meta: dict[str, object] = {
+        "id": "0123456789ab-0000000001-0001",
+        "finish_reason": {"type": "length", "length": ANSWER_TOKENS} if last else None,
+        "prompt_tokens": 128,
+        "weight_version": "0",
+        "total_retractions": 0,
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[logprobs[i], ids[i], None] for i in range(start, end)],
+        "output_token_logprobs_length": end,
+        "completion_tokens": end,
+        "cached_tokens": 0,
+        "dp_rank": None,
+    }
+    if last:
+        meta["weight_versions"] = [{"version": "0", "start": 0, "end": ANSWER_TOKENS}]
+        meta["e2e_latency"] = 10.25
+    body = json.dumps({"output_ids": ids[start:end], "meta_info": meta}, separators=(",", ":"))
+    return b"data: " + body.encode() + b"\n\n"
+
+
+class Server:
+    """The endpoints."""
+
+    def __init__(self) -> None:
+        self._events = answer()
+        self._pace = 0.0
+        self._limit = len(self._events)
+        self._held = 0
+        self._changed = asyncio.Condition()
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=2**24)
+        app.router.add_get("/model_info", self.model_info)
+        app.router.add_get("/server_info", self.server_info)
+        app.router.add_get("/openapi.json", self.openapi)
+        app.router.add_get("/ready", self.nothing)
+        for call in ("abort_request", "continue_generation", "pause_generation", "flush_cache"):
+            app.router.add_post(f"/{call}", self.nothing)
+        app.router.add_post("/generate", self.generate)
+        app.router.add_post("/bench", self.bench)
+        return app
+
+    async def model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"model_path": "canned", "weight_version": "0"})
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": "0.5.21", "incremental_streaming_output": True})
+
+    async def openapi(self, _: web.Request) -> web.Response:
+        return web.json_response({"components": {"schemas": {}}})
+
+    async def nothing(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def bench(self, request: web.Request) -> web.Response:
+        """Set `pace` and `limit`; answers how many streams wait at the limit."""
+        wanted = await request.json()
+        async with self._changed:
+            self._pace = wanted.get("pace", self._pace)
+            self._limit = wanted.get("limit", self._limit)
+            self._changed.notify_all()
+        return web.json_response({"held": self._held})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        wanted = await request.json()
+        if "logit_bias" in wanted["sampling_params"]:
+            message = f"logit_bias must have keys in [0, {VOCABULARY - 1}]."
+            return web.json_response({"error": {"message": message}}, status=400)
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await stream.prepare(request)
+        for index, event in enumerate(self._events):
+            await asyncio.sleep(self._pace)
+            if index >= self._limit:
+                await self._hold(index)
+            await stream.write(event)
+        await stream.write(b"data: [DONE]\n\n")
+        return stream
+
+    async def _hold(self, index: int) -> None:
+        self._held += 1
+        async with self._changed:
+            await self._changed.wait_for(lambda: index < self._limit)
+        self._held -= 1
+
+
+async def main() -> None:
+    """Serve on a free port, which is printed, until the standard input ends."""
+    runner = web.AppRunner(Server().app(), access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=8192)
+    await site.start()
+    print(runner.addresses[0][1], flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await runner.cleanup()
+
+
+if __name__ == "__main__":
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    asyncio.run(main())

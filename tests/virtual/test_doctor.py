@@ -1,0 +1,239 @@
+"""``aprilsched doctor`` on served embedded engines: healthy, busy, paused, broken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from aprilsched.cli import main
+from aprilsched.doctor import Finding, examine
+from aprilsched.doctor.checks import CHECKS
+from aprilsched.engines.base import Chunk
+from aprilsched.engines.sim.http import SimServer
+from aprilsched.engines.sim.http.events import Answer
+from aprilsched.engines.sim.http.served import ServedEngine
+from aprilsched.errors import EngineProtocolError, EngineRejected, EngineUnreachable
+from tests.sglang.helpers import PROMPT, until
+from tests.support.sim_http import Raw, served
+
+KEY = "an-admin-key"
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[SimServer]:
+    async with served() as started:
+        yield started
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.check: finding for finding in findings}
+
+
+def names(findings: list[Finding], status: str) -> set[str]:
+    return {finding.check for finding in findings if finding.status == status}
+
+
+async def test_a_healthy_server_passes_and_is_left_as_found(server: SimServer):
+    findings = await examine(server.url)
+    assert [finding.check for finding in findings] == [check.name for check in CHECKS]
+    assert names(findings, "fail") == set()
+    assert names(findings, "warn") == {"release"}, "it says that it is simulated"
+    batcher = server.engine.batcher
+    assert (batcher.version, batcher.paused, batcher.running + batcher.waiting) == (0, None, 0)
+
+
+def test_every_hazard_has_a_line():
+    told = " ".join(check.name for check in CHECKS)
+    for hazard in range(1, 16):
+        assert f"(hazard {hazard})" in told
+    assert "(hazard 3b)" in told
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+
+
+async def test_others_requests_are_left_alone(server: SimServer):
+    params = {"max_new_tokens": 20_000, "temperature": 0.0, "ignore_eos": True}
+    async with Raw(server.url) as other, asyncio.TaskGroup() as tasks:
+        call = tasks.create_task(
+            other.post("/generate", {"input_ids": PROMPT.tolist(), "sampling_params": params})
+        )
+        await until(lambda: server.engine.batcher.running == 1)
+        findings = by_name(await examine(server.url))
+        assert not call.done()
+        assert server.engine.counters.paused_seconds == 0.0
+        await other.post("/abort_request", {"abort_all": True})
+    assert call.result()[1]["meta_info"]["num_retractions"] == 0
+    assert "fail" not in {finding.status for finding in findings.values()}
+    for name in ("idle", "pause retract", "pause in_place", "flush after retract (hazard 3)"):
+        assert findings[name].status == "warn"
+    assert "others' requests" in findings["pause retract"].seen
+    assert findings["abort"].status == "pass"
+
+
+async def test_a_server_that_somebody_paused_stays_paused(server: SimServer):
+    async with Raw(server.url) as other:
+        await other.post("/pause_generation", {"mode": "retract"})
+        findings = by_name(await examine(server.url))
+        assert (await other.get("/ready"))[0] == 503
+        await other.post("/continue_generation", {})
+    assert names(list(findings.values()), "fail") == {"left paused (hazard 12)"}
+    assert findings["pause retract"].status == "warn"
+    assert findings["left as found"].status == "pass"
+
+
+async def test_a_server_that_ignores_a_pause_fails(
+    server: SimServer, monkeypatch: pytest.MonkeyPatch
+):
+    async def ignored(self: ServedEngine, mode: str) -> None:
+        return
+
+    monkeypatch.setattr(ServedEngine, "pause", ignored)
+    failed = names(await examine(server.url), "fail")
+    assert {"pause retract", "pause in_place", "held requests (hazard 4)"} <= failed
+    assert "version spans" not in failed
+    assert "left as found" not in failed
+
+
+async def test_a_server_that_loses_a_straggler_fails(
+    server: SimServer, monkeypatch: pytest.MonkeyPatch
+):
+    pause = ServedEngine.pause
+
+    async def losing(self: ServedEngine, mode: Any) -> None:
+        await self.abort_all()
+        await pause(self, mode)
+
+    monkeypatch.setattr(ServedEngine, "pause", losing)
+    failed = names(await examine(server.url), "fail")
+    assert {"continue after retract", "continue after in_place"} <= failed
+
+
+@pytest.mark.parametrize(
+    ("missing", "check"),
+    [("weight_versions", "version spans"), ("output_token_logprobs", "logprobs")],
+)
+async def test_a_server_without_them_fails(
+    server: SimServer, monkeypatch: pytest.MonkeyPatch, missing: str, check: str
+):
+    event = Answer.event
+
+    def without(self: Answer, chunk: Chunk) -> dict[str, Any]:
+        found = event(self, chunk)
+        found["meta_info"].pop(missing, None)
+        return found
+
+    monkeypatch.setattr(Answer, "event", without)
+    assert names(await examine(server.url), "fail") == {check}
+
+
+async def test_a_cumulative_server_fails(server: SimServer, monkeypatch: pytest.MonkeyPatch):
+    event = Answer.event
+    held: dict[int, dict[str, list[Any]]] = {}
+
+    def cumulative(self: Answer, chunk: Chunk) -> dict[str, Any]:
+        found = event(self, chunk)
+        mine = held.setdefault(id(self), {"ids": [], "triples": []})
+        mine["ids"] += found["output_ids"]
+        mine["triples"] += found["meta_info"]["output_token_logprobs"]
+        found["output_ids"] = list(mine["ids"])
+        found["meta_info"]["output_token_logprobs"] = list(mine["triples"])
+        if chunk.finish is not None:
+            del held[id(self)]
+        return found
+
+    monkeypatch.setattr(Answer, "event", cumulative)
+    findings = await examine(server.url)
+    assert names(findings, "fail") == {"stream form (hazard 10)"}
+    assert by_name(findings)["continue after retract"].status == "pass"
+
+
+async def test_a_server_that_cannot_flush_while_paused_fails(
+    server: SimServer, monkeypatch: pytest.MonkeyPatch
+):
+    async def busy(self: ServedEngine, seconds: float) -> bool:
+        return False
+
+    monkeypatch.setattr(ServedEngine, "flush", busy)
+    assert names(await examine(server.url), "fail") == {"flush after retract (hazard 3)"}
+
+
+async def test_a_server_that_goes_away_is_found_out(
+    server: SimServer, monkeypatch: pytest.MonkeyPatch
+):
+    async def crashing(self: ServedEngine, mode: str) -> None:
+        self.engine.crash()
+
+    monkeypatch.setattr(ServedEngine, "pause", crashing)
+    failed = names(await examine(server.url), "fail")
+    assert failed & {"pause retract", "continue after retract"}
+
+
+async def test_cancelled_it_leaves_the_server_as_it_was(server: SimServer):
+    task = asyncio.create_task(examine(server.url))
+    await until(lambda: server.engine.batcher.paused is not None, 20.0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    batcher = server.engine.batcher
+    assert batcher.paused is None
+    assert batcher.running + batcher.waiting == 0
+
+
+async def test_keys_are_needed_and_used():
+    async with served(admin_key=KEY) as server:
+        with pytest.raises(EngineRejected, match="as admin_key"):
+            await examine(server.url)
+        findings = await examine(server.url, admin_key=KEY)
+    assert names(findings, "fail") == set()
+    assert KEY not in str(findings)
+
+
+async def test_what_is_no_sglang_is_refused():
+    with pytest.raises(EngineUnreachable):
+        await examine(NOBODY)
+    runner = web.AppRunner(web.Application())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    with pytest.raises(EngineProtocolError, match="like SGLang"):
+        await examine(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    await runner.cleanup()
+
+
+def test_the_command_says_what_is_wrong_in_one_sentence(capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", NOBODY]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "is the server up" in err
+    assert len(err.splitlines()) == 1
+    assert main(["doctor", NOBODY, "--admin-key-env", "NOT_SET_ANYWHERE"]) == 2
+    assert main(["doctor"]) == 2
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_the_command_prints_lines_or_json(
+    server: SimServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    broken: bool,
+):
+    async def busy(self: ServedEngine, seconds: float) -> bool:
+        return False
+
+    if broken:
+        monkeypatch.setattr(ServedEngine, "flush", busy)
+    arguments = ["doctor", server.url, *(["--json"] if broken else [])]
+    assert await asyncio.to_thread(main, arguments) == (1 if broken else 0)
+    out = capsys.readouterr().out
+    if broken:
+        objects = json.loads(out)
+        assert set(objects[0]) == {"server", "check", "status", "seen", "meaning", "action"}
+        assert "fail" in {found["status"] for found in objects}
+    else:
+        lines = out.splitlines()
+        assert lines[0] == server.url
+        assert len(lines) == 1 + len(CHECKS)

@@ -1,0 +1,148 @@
+"""The embedded engine behind SGLang's HTTP API: the adapter cannot tell it from a real server.
+
+In scaled wall time, since real sockets and a virtual clock do not go together well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from aprilsched import (
+    DiskPublisher,
+    LongTailWorkload,
+    RolloutScheduler,
+    SchedulerConfig,
+    SGLangFleet,
+)
+from aprilsched.cli import main
+from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.engines.sim.http import SimServer
+from aprilsched.errors import ConfigError, EngineRejected
+from tests.sglang.contract import CHECKS, Check, Subject
+from tests.sglang.helpers import Stream, greedy, running, until
+from tests.support.sim_http import INTERVAL, Raw, asked, served, two_weights
+
+KEY = "an-admin-key"
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[SimServer]:
+    async with served() as started:
+        yield started
+
+
+@pytest.fixture
+async def engine(server: SimServer) -> AsyncIterator[SGLangEngine]:
+    opened = SGLangEngine(server.url, stream_interval=INTERVAL)
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_it_keeps_the_contract_of_an_engine(
+    server: SimServer, engine: SGLangEngine, tmp_path: Path, check: Check
+):
+    subject = Subject(
+        engine=engine, weights=two_weights(tmp_path), busy=lambda: running(server.url)
+    )
+    await check(subject)
+
+
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
+async def test_a_scheduler_runs_on_two_of_them(tmp_path: Path, straggler: StragglerRule):
+    weights = two_weights(tmp_path)
+    config = SchedulerConfig(
+        batch_groups=3, group_size=2, over_provision=2.0, straggler=straggler, max_staleness=8
+    )
+    prompts = LongTailWorkload(
+        median=60, sigma=0.9, cap=600, group_size=2, count=24, vocab_size=512, seed=5
+    )
+    seen: list[int] = []
+    segments: set[int] = set()
+    async with served(admin_key=KEY) as first, served(admin_key=KEY) as second:
+        fleet = SGLangFleet([first.url, second.url], admin_key=KEY, stream_interval=INTERVAL)
+        async with RolloutScheduler(fleet, prompts, config=config) as rollouts:
+            for index in range(4):
+                batch = await rollouts.next_batch()
+                assert batch.version == index
+                for rollout in batch.rollouts:
+                    seen.append(rollout.rollout_id)
+                    segments.add(len(rollout.segments))
+                    assert rollout.versions_exact
+                    assert len(rollout.token_ids) == len(rollout.versions) > 0
+                await rollouts.update_weights(DiskPublisher(weights[index % 2]))
+            counters = rollouts.state.book.counters
+        assert len(seen) == len(set(seen)) == 4 * 6
+        assert max(segments) > 1, "a straggler of several versions was delivered"
+        assert counters.launched >= len(seen)
+        for server in (first, second):
+            assert server.engine.batcher.running + server.engine.batcher.waiting == 0
+
+
+async def test_control_calls_want_the_admin_key():
+    async with served(admin_key=KEY) as server, Raw(server.url) as stranger:
+        assert await stranger.post("/pause_generation", {}) == (401, {"error": "Unauthorized"})
+        assert (await stranger.post("/generate", asked(5)))[0] == 200
+        with pytest.raises(EngineRejected, match="as admin_key"):
+            await SGLangEngine(server.url, admin_key="wrong").open()
+        async with Raw(server.url, KEY) as owner:
+            assert (await owner.post("/flush_cache"))[0] == 200
+
+
+async def test_stopping_breaks_open_streams(tmp_path: Path):
+    server = served()
+    await server.start()
+    engine = SGLangEngine(server.url)
+    await engine.open()
+    stream = await Stream(engine, greedy(5000)).start().reach(1)
+    await server.stop()
+    await until(lambda: stream.done)
+    assert stream.task is not None
+    assert stream.task.exception() is not None
+    await engine.close()
+
+
+async def test_a_port_in_use_is_refused_in_one_sentence(server: SimServer):
+    port = int(server.url.rsplit(":", 1)[1])
+    with pytest.raises(ConfigError, match="Cannot listen on"):
+        await SimServer(port=port).start()
+
+
+def test_the_command_refuses_what_cannot_be(capsys: pytest.CaptureFixture[str]):
+    for arguments, message in (
+        (["--port", "70000"], "port is 70000"),
+        (["--sim.engines", "0"], "sim.engines is 0"),
+        (["--time-scale", "0"], "time_scale is 0"),
+        (["--admin-key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE is not set"),
+    ):
+        assert main(["serve-sim", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+async def test_the_command_serves_until_it_is_ended(number: signal.Signals, code: int):
+    arguments = ["serve-sim", "--port", "0", "--sim.engines", "2", "--admin-key-env", "KEY"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "aprilsched.cli", *arguments),
+        env={**os.environ, "KEY": KEY},
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    urls = [(await process.stdout.readline()).decode().split()[-1] for _ in range(2)]
+    fleet = SGLangFleet(urls, admin_key=KEY)
+    await fleet.open()
+    assert fleet.engines[0].capabilities.version_spans
+    await fleet.close()
+    process.send_signal(number)
+    assert await process.wait() == code
