@@ -22,6 +22,7 @@ __all__ = [
     "greedy",
     "reset",
     "running",
+    "settled",
     "until",
     "whole",
 ]
@@ -117,6 +118,15 @@ async def running(url: str) -> int:
     ):
         (load,) = (await answer.json())["loads"]
         return int(load["num_running_reqs"]) + int(load["num_waiting_reqs"])
+
+
+async def settled(url: str) -> None:
+    """Wait, not long, until the server works on nothing: its figures lag by a step."""
+
+    async def idle() -> bool:
+        return await running(url) == 0
+
+    await until(idle, 5.0)
 
 
 async def reset(url: str, weights: Path, key: str | None = None) -> None:

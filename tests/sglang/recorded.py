@@ -26,7 +26,6 @@ from aprilsched.core.counters import Counters
 from aprilsched.core.events import EngineLost, Event, Finished, Interrupted, Progress
 from aprilsched.core.invariants import check
 from aprilsched.core.policies.straggler import StragglerRule
-from aprilsched.core.records import RequestRecord
 from aprilsched.errors import PromptsExhausted
 from aprilsched.types import VersionSpan
 from tests.sglang.helpers import until
@@ -130,11 +129,11 @@ async def record(
     admin_key: str | None = None,
     prompts: Sequence[Prompt] | None = None,
     batches: int = BATCHES,
-    lose: str = "",
+    lose_one: bool = False,
 ) -> Run:
     """Run `batches` batches; after each, version v comes from ``checkpoints[v % len]``.
 
-    Ends earlier with the prompts. The engine named `lose` is given up in the middle of a response.
+    Ends earlier with the prompts. With `lose_one` an engine is given up in mid-response.
     """
     recorder = Recorder()
     scheduler = RolloutScheduler(
@@ -146,9 +145,9 @@ async def record(
     recorder.scheduler = scheduler
     taken: list[Batch] = []
     async with scheduler as rollouts, asyncio.TaskGroup() as group:
-        for number in range(batches):
-            if lose and number == 1:
-                group.create_task(_lose(rollouts, lose))
+        if lose_one:
+            group.create_task(_lose_one(rollouts))
+        for _ in range(batches):
             try:
                 taken.append(await rollouts.next_batch())
             except PromptsExhausted:
@@ -165,14 +164,21 @@ async def record(
         )
 
 
-async def _lose(rollouts: RolloutScheduler, engine: str) -> None:
-    """Give up an engine as soon as something on it is in the middle of its response."""
+async def _lose_one(rollouts: RolloutScheduler) -> None:
+    """Give up the engine on which something is in the middle of its response, whichever it is."""
 
-    def halfway(request: RequestRecord) -> bool:
-        return request.generated >= 20 and request.remaining >= 100
+    def halfway() -> str:
+        return next(
+            (
+                request.engine
+                for request in rollouts.state.book.open_requests()
+                if request.generated >= 20 and request.remaining >= 100
+            ),
+            "",
+        )
 
-    await until(lambda: any(map(halfway, rollouts.state.book.open_requests(engine))))
-    rollouts._feed(EngineLost(engine=engine, cause="given up by the test"))
+    await until(lambda: halfway() != "")
+    rollouts._feed(EngineLost(engine=halfway(), cause="given up by the test"))
 
 
 def scores(
