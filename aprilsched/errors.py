@@ -8,7 +8,8 @@
     │   ├── EngineUnreachable  nothing was sent; the call may be repeated
     │   ├── EngineProtocolError  the answer is not what the protocol allows
     │   ├── EngineRejected     the engine answered with an error status
-    │   └── ControlTimeout     a control call did not answer in time
+    │   ├── ControlTimeout     a control call did not answer in time
+    │   └── TornWeights        an update began and did not end well; neither old nor new
     ├── RefitError             no engine took the new weights; the old version goes on
     ├── FleetLost              no engine is left to generate on
     ├── RunGivenUp             group after group failed, and none was accepted
@@ -38,6 +39,7 @@ __all__ = [
     "RunFolderError",
     "RunGivenUp",
     "SchedulerClosed",
+    "TornWeights",
 ]
 
 
@@ -75,6 +77,10 @@ class EngineRejected(EngineError):
 
 class ControlTimeout(EngineError):
     """A pause, flush, refit or continue call did not answer within its time."""
+
+
+class TornWeights(EngineError):
+    """The engine's weights are neither the old nor the new ones; only a whole refit mends it."""
 
 
 class RefitError(AprilschedError):

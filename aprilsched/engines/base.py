@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, TypeAlias
 
 from aprilsched.types import FinishReason, Float32Array, Int32Array, SamplingParams, VersionSpan
 
@@ -20,7 +19,6 @@ __all__ = [
     "Fleet",
     "GenerationRequest",
     "PauseMode",
-    "RefitFromDisk",
 ]
 
 PauseMode: TypeAlias = Literal["retract", "in_place"]
@@ -36,6 +34,12 @@ class Capabilities:
     """The KV cache can be flushed between pause(retract) and continue."""
     max_running_requests: int | None = None
     kv_tokens: int | None = None
+    ranks: int = 1
+    """Processes that hold a part of the weights: tensor-parallel times pipeline-parallel."""
+    release_while_paused: bool = False
+    """Memory can be released while requests wait in a pause(retract)."""
+    adapters: bool = False
+    """Several LoRA adapters can be served at a time."""
     server: str = ""
     """Name and version of the server, for people."""
 
@@ -45,13 +49,16 @@ class GenerationRequest:
     """One call for tokens: the whole context so far, and how to go on.
 
     `request_id` has one fixed length in a run, because SGLang aborts by prefix.
-    `affinity` is equal for requests that share a prompt prefix.
+    `affinity` is equal for requests that share a prompt prefix. `adapter` names the LoRA adapter
+    to sample with. Cached KV is shared only between requests of equal `cache_key`.
     """
 
     request_id: str
     input_ids: Int32Array
     sampling: SamplingParams
     affinity: int = 0
+    adapter: str | None = None
+    cache_key: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -99,6 +106,9 @@ class Engine(Protocol):
 
         A label that is not an integer (SGLang's is "default" before the first refit) counts
         as version 0.
+
+        Raises:
+            TornWeights: if an update was begun and did not end well.
         """
         ...
 
@@ -132,18 +142,6 @@ class Engine(Protocol):
 
     async def resume(self) -> None:
         """Go on after a pause (SGLang: continue). Harmless when not paused."""
-        ...
-
-
-@runtime_checkable
-class RefitFromDisk(Protocol):
-    """An engine that loads weights from a directory it can read."""
-
-    async def update_from_disk(self, path: Path, version: int) -> None:
-        """Load ``path`` (Hugging Face layout, safetensors) and call it `version`.
-
-        The caller has paused the engine. The KV cache is left alone.
-        """
         ...
 
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from aprilsched.engines.base import Engine, RefitFromDisk
+from aprilsched.engines.base import Engine
+from aprilsched.engines.refit import RefitFromDisk
 from aprilsched.errors import ConfigError
 
 __all__ = ["DiskPublisher"]

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from aprilsched.engines.base import Engine, PauseMode, RefitFromDisk
+from aprilsched.engines.base import Engine, PauseMode
+from aprilsched.engines.refit import RefitFromDisk
 from aprilsched.types import VersionSpan
 from tests.sglang.helpers import PROMPT, Stream, greedy, until, whole
 

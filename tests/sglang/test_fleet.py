@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from aprilsched.engines.base import RefitFromDisk
 from aprilsched.engines.fleet import SGLangFleet
+from aprilsched.engines.refit import RefitFromDisk
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import (
     ConfigError,

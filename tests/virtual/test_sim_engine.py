@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.engines.base import Chunk, Engine, Fleet, GenerationRequest, RefitFromDisk
+from aprilsched.engines.base import Chunk, Engine, Fleet, GenerationRequest
+from aprilsched.engines.refit import RefitFromDisk
 from aprilsched.engines.sim import SimEngine, SimFleet, SimPublisher, run_virtual
 from aprilsched.errors import (
     ConfigError,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
+from collections.abc import Sequence
 
 from tenacity import AsyncRetrying, retry_if_result, wait_exponential
 
@@ -16,9 +16,9 @@ from aprilsched.engines.base import PauseMode
 from aprilsched.engines.sglang.failures import Answer
 from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.limits import SGLangLimits
-from aprilsched.engines.sglang.probe import ServerFacts, decode, weight_label
-from aprilsched.engines.sglang.wire import MESSAGE_LIMIT, UpdateAnswer, version_number
-from aprilsched.errors import ControlTimeout, EngineError, EngineRejected
+from aprilsched.engines.sglang.probe import ServerFacts, weight_label
+from aprilsched.engines.sglang.wire import MESSAGE_LIMIT, version_number
+from aprilsched.errors import ControlTimeout, EngineError
 
 __all__ = ["ServerControl"]
 
@@ -95,29 +95,13 @@ class ServerControl:
                 "pause with retract before it.",
             ) from error
 
-    async def update_from_disk(self, path: Path, version: int) -> None:
-        """Load `path` as `version`; the server must be paused, and it reads the path itself."""
-        answer = await self._transport.call(
-            "POST",
-            "update_weights_from_disk",
-            {
-                "model_path": str(path),
-                "weight_version": str(version),
-                # Flushing here asserts that nothing runs or waits, and kills the scheduler if
-                # something does; aborting would end every straggler.
-                "flush_cache": False,
-                "abort_all_requests": False,
-            },
-            timeout=self._limits.update_timeout,
-            repeatable=False,
-        )
-        outcome = decode(self.name, "/update_weights_from_disk", answer.body, UpdateAnswer)
-        if not outcome.success:
-            raise EngineRejected(
-                self.name,
-                f"did not load {path} ({outcome.message[:MESSAGE_LIMIT]}).",
-                status=answer.status,
-            )
+    async def release(self, tags: Sequence[str]) -> None:
+        """Free memory; the server must be paused, with nothing running."""
+        await self._control("release_memory_occupation", {"tags": list(tags)})
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Take memory back; a tag that was not released makes the server's scheduler raise."""
+        await self._control("resume_memory_occupation", {"tags": list(tags)})
 
     async def _control(
         self, path: str, body: object = None, *, accept: tuple[int, ...] = (200,)

@@ -19,11 +19,11 @@ import aiohttp
 from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest
 from aprilsched.engines.sglang.address import ServerAddress
 from aprilsched.engines.sglang.calls import Call, HungUp, despite_cancellation
-from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.failures import Answer, engine_error, rejection
 from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sglang.probe import probe
+from aprilsched.engines.sglang.refit import ServerRefit
 from aprilsched.engines.sglang.sse import EventSplitter
 from aprilsched.engines.sglang.stream import ChunkAssembler, nothing, read_chunks
 from aprilsched.engines.sglang.wire import generate_body
@@ -36,7 +36,7 @@ _BAD_REQUEST = 400
 _DRAIN_SECONDS = 1.0
 
 
-class SGLangEngine(ServerControl):
+class SGLangEngine(ServerRefit):
     """One SGLang server.
 
     Args:

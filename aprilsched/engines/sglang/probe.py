@@ -36,6 +36,7 @@ class ServerFacts:
         stream_interval: whether a request may set it.
         vocab_size: ids of this and above kill SGLang's scheduler; None where it is not known.
         torch_empty_cache: whether continue_generation knows this switch.
+        update_sessions: whether tensors are refused outside of begin and end (0.5.21).
     """
 
     model_path: str
@@ -45,6 +46,7 @@ class ServerFacts:
     incremental: bool | None
     stream_interval: bool
     torch_empty_cache: bool
+    update_sessions: bool
 
 
 def release(version: str) -> tuple[int, int, int]:
@@ -93,6 +95,7 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
     # the first pause. Aborting a request that nobody has is the one call that does nothing.
     await transport.call("POST", "abort_request", {"rid": _UNKNOWN_REQUEST}, timeout=timeout)
     found = release(server.version)
+    schema = await _schema(engine, transport, timeout)
     return ServerFacts(
         model_path=model.model_path,
         label=await weight_label(engine, transport, timeout),
@@ -100,7 +103,8 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
         vocab_size=await _vocab_size(engine, transport, timeout),
         incremental=server.incremental_streaming_output,
         stream_interval=found >= STREAM_INTERVAL_SINCE,
-        torch_empty_cache=await _knows_empty_cache(engine, transport, timeout),
+        torch_empty_cache="torch_empty_cache" in schema.properties("ContinueGenerationReqInput"),
+        update_sessions="/begin_weight_update" in schema.paths,
     )
 
 
@@ -134,23 +138,20 @@ def _capabilities(server: ServerInfo) -> Capabilities:
         flush_while_paused=recent,
         max_running_requests=running,
         kv_tokens=None if tokens is None else tokens * ranks,
+        ranks=(server.tp_size or 1) * (server.pp_size or 1),
+        release_while_paused=recent,
+        adapters=bool(server.enable_lora),
         server=f"SGLang {server.version or '(unknown version)'}",
     )
 
 
-async def _knows_empty_cache(
-    engine: str,
-    transport: Transport,
-    timeout: float,  # noqa: ASYNC109
-) -> bool:
-    """Whether the server's own schema names the switch; False where it publishes none."""
+async def _schema(engine: str, transport: Transport, timeout: float) -> OpenApi:  # noqa: ASYNC109
+    """The server's own schema of its calls; an empty one where it publishes none."""
     try:
         answer = await transport.call("GET", "openapi.json", timeout=timeout, admin=False)
     except EngineRejected:
-        return False
-    schema = decode(engine, "/openapi.json", answer.body, OpenApi)
-    body = schema.components.schemas.get("ContinueGenerationReqInput")
-    return body is not None and "torch_empty_cache" in body.properties
+        return OpenApi()
+    return decode(engine, "/openapi.json", answer.body, OpenApi)
 
 
 async def _vocab_size(engine: str, transport: Transport, timeout: float) -> int | None:  # noqa: ASYNC109

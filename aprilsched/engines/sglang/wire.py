@@ -111,6 +111,9 @@ class ServerInfo(msgspec.Struct, frozen=True):
     dp_size: int | None = None
     max_running_requests: int | None = None
     max_total_num_tokens: int | None = None
+    tp_size: int | None = None
+    pp_size: int | None = None
+    enable_lora: bool | None = None
     incremental_streaming_output: bool | None = None
     internal_states: list[InternalState] = []
 
@@ -131,13 +134,20 @@ class OpenApi(msgspec.Struct, frozen=True):
     """GET /openapi.json: which parameters the server knows."""
 
     components: Components = Components()
+    paths: dict[str, msgspec.Raw] = {}
+
+    def properties(self, body: str) -> frozenset[str]:
+        """The parameters of a named body; none where the server does not know it."""
+        schema = self.components.schemas.get(body)
+        return frozenset() if schema is None else frozenset(schema.properties)
 
 
 class UpdateAnswer(msgspec.Struct, frozen=True):
-    """POST /update_weights_from_disk."""
+    """What the calls that load weights or adapters answer."""
 
     success: bool
     message: str = ""
+    error_message: str | None = None
 
 
 def version_number(label: str | None) -> int:
@@ -163,10 +173,16 @@ def generate_body(request: GenerationRequest, *, stream_interval: int | None) ->
         params["sampling_seed"] = sampling.sampling_seed
     if stream_interval is not None:
         params["stream_interval"] = stream_interval
-    return {
+    body = {
         "rid": request.request_id,
         "input_ids": request.input_ids.tolist(),
         "sampling_params": {**params, **sampling.extra},
         "stream": True,
         "return_logprob": True,
+        "routing_key": str(request.affinity),
     }
+    if request.adapter is not None:
+        body["lora_path"] = request.adapter
+    if request.cache_key is not None:
+        body["extra_key"] = request.cache_key
+    return body

@@ -1,0 +1,184 @@
+"""How a server takes new weights. It must be paused, and its cache is left alone throughout.
+
+- An update is *torn* from its first byte to its good end. A server whose update failed half-way
+  holds weights of two versions under its old label, so only what is remembered here tells.
+- The version is set when everything is in, by a call of its own: one that came with the last
+  bucket would name weights that are not finalized yet.
+- Weights are written in place. SGLang 0.5.21 says that it rolls back a failed load from disk, but
+  it loads the same broken directory again (read in its source); only a load that failed before
+  the first tensor leaves the old weights whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aprilsched.engines.refit import RefitGroup, TensorMeta
+from aprilsched.engines.sglang.control import ServerControl
+from aprilsched.engines.sglang.http import Transport
+from aprilsched.engines.sglang.limits import SGLangLimits
+from aprilsched.engines.sglang.probe import decode
+from aprilsched.engines.sglang.wire import MESSAGE_LIMIT, UpdateAnswer
+from aprilsched.errors import EngineRejected, TornWeights
+
+__all__ = ["ServerRefit"]
+
+_REFUSED = 400
+_UNTOUCHED = ("Failed to get",)
+"""Beginnings of the messages of a load from disk that failed before the first tensor."""
+
+
+class ServerRefit(ServerControl):
+    """The weights of an engine."""
+
+    def __init__(self, name: str, transport: Transport, limits: SGLangLimits) -> None:
+        super().__init__(name, transport, limits)
+        self._torn = ""
+        """What was begun and has not ended well."""
+
+    async def version(self) -> int:
+        """The policy version that the server reports, unless its weights are torn."""
+        if self._torn:
+            raise TornWeights(
+                self.name,
+                f"{self._torn} did not end well, so its weights are neither old nor new; "
+                "it needs a whole refit.",
+            )
+        return await super().version()
+
+    # --- from disk -----------------------------------------------------------------------------
+
+    async def update_from_disk(self, path: Path, version: int) -> None:
+        """Load `path` as `version`; the server reads the path itself."""
+        before = self._torn
+        async with self._update(f"loading {path}"):
+            try:
+                await self._load(
+                    "update_weights_from_disk",
+                    {"model_path": str(path), "weight_version": str(version)},
+                )
+            except EngineRejected as error:
+                if any(message in str(error) for message in _UNTOUCHED):
+                    self._torn = before
+                raise
+
+    # --- in buckets ----------------------------------------------------------------------------
+
+    async def begin_update(self) -> None:
+        """Open an update. A session left open by a failure is closed first."""
+        self._torn = "an update"
+        if not self.facts.update_sessions:
+            return
+        opened = await self._control(
+            "begin_weight_update", {"selector": "all"}, accept=(200, _REFUSED)
+        )
+        if opened.status == _REFUSED:
+            await self._control("end_weight_update", {})
+            await self._control("begin_weight_update", {"selector": "all"})
+
+    async def end_update(self, version: int) -> None:
+        """Finalize, and name the weights. Never with SGLang's default, which aborts everything."""
+        if self.facts.update_sessions:
+            await self._control("end_weight_update", {})
+        await self._control(
+            "update_weight_version", {"new_version": str(version), "abort_all_requests": False}
+        )
+        self._torn = ""
+
+    async def join_group(self, group: RefitGroup, *, rank_offset: int) -> None:
+        """Join a group of the trainer's; answers when all its members have."""
+        await self._load(
+            "init_weights_update_group",
+            {
+                "master_address": group.address,
+                "master_port": group.port,
+                "rank_offset": rank_offset,
+                "world_size": group.world_size,
+                "group_name": group.name,
+                "backend": group.backend,
+            },
+            loads=False,
+        )
+
+    async def leave_group(self, name: str) -> None:
+        """Leave a group; one that the server does not know is ignored."""
+        await self._control(
+            "destroy_weights_update_group", {"group_name": name}, accept=(200, _REFUSED)
+        )
+
+    async def receive(self, tensors: Sequence[TensorMeta], *, group: str) -> None:
+        """Take one bucket that rank 0 broadcasts."""
+        await self._load(
+            "update_weights_from_distributed",
+            {
+                "names": [tensor.name for tensor in tensors],
+                "dtypes": [tensor.dtype for tensor in tensors],
+                "shapes": [list(tensor.shape) for tensor in tensors],
+                "group_name": group,
+                "load_format": "flattened_bucket",
+            },
+        )
+
+    async def update_from_tensors(self, serialized: Sequence[str], *, load_format: str) -> None:
+        """Load one bucket out of the trainer's own memory."""
+        await self._load(
+            "update_weights_from_tensor",
+            {"serialized_named_tensors": list(serialized), "load_format": load_format},
+        )
+
+    async def update_from_sockets(self, handles: Mapping[str, str], version: int) -> None:
+        """Load from a checkpoint-engine on the server's machine."""
+        async with self._update("an update from a checkpoint-engine"):
+            await self._load(
+                "update_weights_from_ipc",
+                {"zmq_handles": dict(handles), "weight_version": str(version)},
+            )
+
+    # --- adapters ------------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        """Load a LoRA adapter beside the others."""
+        await self._load(
+            "load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, loads=False
+        )
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; the server waits for its last request."""
+        await self._transport.call(
+            "POST",
+            "unload_lora_adapter",
+            {"lora_name": name},
+            timeout=self._limits.update_timeout,
+            accept=(200, _REFUSED),
+        )
+
+    # --- calls ---------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _update(self, what: str) -> AsyncGenerator[None, None]:
+        """An update of one call: torn unless it ends well."""
+        self._torn = what
+        yield
+        self._torn = ""
+
+    async def _load(self, path: str, body: Mapping[str, Any], *, loads: bool = True) -> None:
+        """A long call, never repeated, whose answer says whether it succeeded."""
+        if loads:
+            # Flushing here asserts that nothing runs or waits, and kills the scheduler if
+            # something does; aborting would end every straggler.
+            body = {**body, "flush_cache": False, "abort_all_requests": False}
+        answer = await self._transport.call(
+            "POST",
+            path,
+            body,
+            timeout=self._limits.update_timeout,
+            accept=(200, _REFUSED),
+            repeatable=False,
+        )
+        outcome = decode(self.name, f"/{path}", answer.body, UpdateAnswer)
+        if not outcome.success:
+            message = (outcome.message or outcome.error_message or "")[:MESSAGE_LIMIT]
+            raise EngineRejected(self.name, f"{path} failed ({message}).", status=answer.status)
