@@ -36,7 +36,17 @@ NUMPY = frozenset({"numpy"})
 PLOTS = frozenset({"matplotlib", "plotly", "polars"})
 LAZY = (
     frozenset(
-        {"ray", "safetensors", "sglang", "tokenizers", "torch", "trackio", "transformers", "wandb"}
+        {
+            "checkpoint_engine",
+            "ray",
+            "safetensors",
+            "sglang",
+            "tokenizers",
+            "torch",
+            "trackio",
+            "transformers",
+            "wandb",
+        }
     )
     | PLOTS
 )
@@ -113,6 +123,7 @@ RULES: dict[str, Rule] = {
     "aprilsched.weights": Rule(
         ours=(
             "aprilsched.engines.base",
+            "aprilsched.engines.refit",
             "aprilsched.errors",
             "aprilsched.types",
             "aprilsched.weights",
