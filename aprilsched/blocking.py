@@ -9,7 +9,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import AsyncIterable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterable,
+    Awaitable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -122,6 +131,19 @@ class RolloutScheduler:
         """Bring new weights into every engine: pause, refit, verify, continue."""
         return self._wait(self._rollouts.update_weights(publisher, version=version))
 
+    @contextmanager
+    def asleep(self, *, tags: Sequence[str] = ("kv_cache", "weights")) -> Generator[None]:
+        """Lend the engines' memory; see :meth:`aprilsched.RolloutScheduler.asleep`."""
+        sleep = self._rollouts.asleep(tags=tags)
+        self._wait(_coroutine(sleep.__aenter__()))
+        try:
+            yield
+        except BaseException as error:
+            self._wait(_coroutine(sleep.__aexit__(type(error), error, error.__traceback__)))
+            raise
+        else:
+            self._wait(_coroutine(sleep.__aexit__(None, None, None)))
+
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         if self._loop is None:
             work.close()
@@ -139,6 +161,10 @@ class RolloutScheduler:
         if loop is not None and self._thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join()
+
+
+async def _coroutine(work: Awaitable[T]) -> T:
+    return await work
 
 
 def _own_a_loop(started: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:

@@ -10,13 +10,15 @@ from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
 from aprilsched.core.policies.staleness import StalenessGate, StalenessRule
 from aprilsched.core.policies.stop import StopAt, StopUnit
 from aprilsched.core.policies.straggler import StragglerRule
-from aprilsched.core.rules import Pace, RewardScope, Rules
+from aprilsched.core.rules import CachedKV, Pace, RewardScope, Rules
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
 
-__all__ = ["RefillRule", "SchedulerConfig"]
+__all__ = ["KVAfterRefit", "RefillRule", "SchedulerConfig"]
 
 RefillRule: TypeAlias = Literal["wave", "pool"]
+
+KVAfterRefit: TypeAlias = Literal["auto", "recompute", "keep", "apart"]
 
 _ENGINE_STRIKES = 3
 
@@ -48,6 +50,11 @@ class SchedulerConfig:
     """What happens to those still running: "retract" (paused, KV recomputed), "in_place"
     (paused, KV kept: later tokens attend to stale keys), "abort" (called back, sent again),
     "run" (they run to their end; nothing is ever of two versions)."""
+    kv_after_refit: KVAfterRefit = "auto"
+    """What becomes of KV that older weights computed: "recompute" (the cache is flushed), "keep"
+    (later tokens attend to stale keys), "apart" (a cache key for each version, for servers that
+    cannot flush: new requests never meet older keys). "auto" keeps for "in_place" and recomputes
+    for the other straggler rules."""
     pace: Pace = "synchronous"
     """"synchronous" pauses the engines from a full batch until the next one is asked for;
     "asynchronous" generates on while the trainer trains and pauses only to refit."""
@@ -88,6 +95,7 @@ class SchedulerConfig:
             refill=self._refill(),
             stop=StopAt(unit=self.stop, amount=self._amount()),
             straggler=self.straggler,
+            kv=self._kv(),
             pace=self.pace,
             staleness=StalenessGate(bound=self.max_staleness, rule=self.staleness_rule),
             sampling=self.sampling,
@@ -100,6 +108,11 @@ class SchedulerConfig:
             accepts=accepts,
             episodes=episodes,
         )
+
+    def _kv(self) -> CachedKV:
+        if self.kv_after_refit == "auto":
+            return "keep" if self.straggler == "in_place" else "recompute"
+        return self.kv_after_refit
 
     def _refill(self) -> Refill:
         return Wave() if self.refill == "wave" else ConstantPool(together=self.refill_groups)
@@ -134,6 +147,11 @@ class SchedulerConfig:
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
 
     def _check_combinations(self) -> None:
+        if self._kv() not in _KV[self.straggler]:
+            raise ConfigError(
+                f'kv_after_refit="{self.kv_after_refit}" is not possible with '
+                f'straggler="{self.straggler}"; choose one of {", ".join(_KV[self.straggler])}.'
+            )
         if self.stop == "tokens" and self.batch_tokens is None:
             raise ConfigError('stop="tokens" needs batch_tokens; set it to the tokens of a batch.')
         for unit in ("samples", "tokens"):
@@ -168,7 +186,17 @@ _LEAST: dict[str, float] = {
     "refit_timeout_s": 0.001,
 }
 
+_KV: dict[StragglerRule, tuple[CachedKV, ...]] = {
+    # A retracted request finds its own older prefix in a cache that was not flushed.
+    "retract": ("recompute",),
+    # Nothing can be flushed while requests keep their KV.
+    "in_place": ("keep", "apart"),
+    "abort": ("recompute", "apart"),
+    "run": ("recompute", "apart"),
+}
+
 _CHOICES: dict[str, tuple[str, ...]] = {
+    "kv_after_refit": get_args(KVAfterRefit),
     "refill": get_args(RefillRule),
     "stop": get_args(StopUnit),
     "straggler": get_args(StragglerRule),

@@ -44,6 +44,8 @@ class Attempts:
         self._engines = engines
         self._feed = feed
         self._may_send = may_send
+        self.adapter_name: Callable[[int], str] = str
+        """What the adapter of a version is called on the engines."""
         self._throttle = LoopThrottler(rate_limit=rate)
         self._outbox: OrderedDict[Key, Send] = OrderedDict()
         self._waiting = asyncio.Event()
@@ -116,6 +118,8 @@ class Attempts:
             input_ids=send.input_ids,
             sampling=send.sampling,
             affinity=send.group_id,
+            adapter=None if send.adapter is None else self.adapter_name(send.adapter),
+            cache_key=self._cache_key(send),
         )
         try:
             async with aclosing(self._engines[send.engine].generate(request)) as chunks:
@@ -154,6 +158,12 @@ class Attempts:
             with suppress(EngineError):
                 await engine.abort(name)
             await asyncio.sleep(_ABORT_AGAIN_S)
+
+    def _cache_key(self, send: Send) -> str | None:
+        if send.cache_version is None:
+            return None
+        # With the run's name: another run's version of the same number was another model.
+        return f"{self._run_id}-{send.cache_version}"
 
     def _name(self, send: Send) -> str:
         # One length for all: SGLang aborts every request whose id starts with the given one.

@@ -10,6 +10,7 @@ from aprilsched.coordinator.attempts import Attempts
 from aprilsched.core.control import Mode
 from aprilsched.core.state import SchedulerState
 from aprilsched.engines.base import Engine
+from aprilsched.engines.refit import SleepingEngine
 from aprilsched.errors import EngineError
 
 __all__ = ["release"]
@@ -32,10 +33,12 @@ async def release(attempts: Attempts, engines: Mapping[str, Engine], state: Sche
 
 
 async def _release(attempts: Attempts, engine: Engine, state: SchedulerState) -> None:
-    control = state.control.engines.get(engine.name)
+    control = state.control.of(engine.name)
     try:
         await _abort_open(attempts, engine)
         if control is None or control.mode is not Mode.RUNNING:
+            if control is not None and control.released and isinstance(engine, SleepingEngine):
+                await engine.wake(sorted(control.released))
             await engine.resume()
             # An abort is lost on requests that an in-place pause or a hold kept back (hazards
             # 4 and 5): after the continue it counts.

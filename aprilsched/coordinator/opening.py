@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Sequence
+from contextlib import aclosing
+
+import numpy as np
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.events import EngineInfo, Opened
-from aprilsched.engines.base import Engine
-from aprilsched.errors import ConfigError
+from aprilsched.engines.base import Engine, GenerationRequest
+from aprilsched.errors import ConfigError, EngineError, TornWeights
+from aprilsched.types import SamplingParams
 
-__all__ = ["check_engines"]
+__all__ = ["check_engine", "check_engines", "examine"]
 
 
 async def check_engines(engines: Sequence[Engine], config: SchedulerConfig) -> Opened:
@@ -23,7 +28,7 @@ async def check_engines(engines: Sequence[Engine], config: SchedulerConfig) -> O
     if not engines:
         raise ConfigError("the fleet has no engines; give at least one.")
     for engine in engines:
-        _check_capabilities(engine, config)
+        check_engine(engine, config)
     # A run that was killed may have left its engines paused. Continuing twice is harmless.
     await asyncio.gather(*(engine.resume() for engine in engines))
     versions = await asyncio.gather(*(engine.version() for engine in engines))
@@ -35,13 +40,39 @@ async def check_engines(engines: Sequence[Engine], config: SchedulerConfig) -> O
         )
     return Opened(
         engines=tuple(
-            EngineInfo(name=engine.name, version=version)
-            for engine, version in zip(engines, versions, strict=True)
+            _info(engine, version) for engine, version in zip(engines, versions, strict=True)
         )
     )
 
 
-def _check_capabilities(engine: Engine, config: SchedulerConfig) -> None:
+async def examine(engine: Engine, config: SchedulerConfig) -> EngineInfo:
+    """A single engine that joins, or is back: does it do its work?
+
+    Raises:
+        ConfigError: if it cannot keep what `config` promises.
+        EngineError: if it does not answer, or does not generate.
+    """
+    check_engine(engine, config)
+    await engine.resume()
+    try:
+        version: int | None = await engine.version()
+    except TornWeights:
+        version = None
+    # A server may answer every question and still not decode.
+    request = GenerationRequest(
+        request_id=f"aprilsched-{uuid.uuid4().hex}",
+        input_ids=np.zeros(1, dtype=np.int32),
+        sampling=SamplingParams(max_new_tokens=1),
+    )
+    async with aclosing(engine.generate(request)) as chunks:
+        async for chunk in chunks:
+            if chunk.finish in ("stop", "length"):
+                return _info(engine, version)
+    raise EngineError(engine.name, "ended a response of one token without it.")
+
+
+def check_engine(engine: Engine, config: SchedulerConfig) -> None:
+    """Raises ConfigError if the engine cannot keep what `config` promises."""
     able = engine.capabilities
     mixes = config.straggler in ("retract", "in_place")
     if mixes and not able.version_spans and not config.allow_inexact_versions:
@@ -55,3 +86,13 @@ def _check_capabilities(engine: Engine, config: SchedulerConfig) -> None:
             f"{engine.name} ({able.server}) cannot flush its cache between pause and continue, "
             'so straggler="retract" would go on with stale keys; use straggler="abort".'
         )
+
+
+def _info(engine: Engine, version: int | None) -> EngineInfo:
+    able = engine.capabilities
+    return EngineInfo(
+        name=engine.name,
+        version=version,
+        holds_stragglers=able.release_while_paused,
+        keeps_weights=able.keeps_released_weights,
+    )

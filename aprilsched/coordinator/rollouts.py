@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
 from collections.abc import AsyncIterable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Literal, Self, cast
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.callbacks import Accept, Episode, GroupReward, Reward
-from aprilsched.coordinator.closing import release
-from aprilsched.coordinator.controls import EngineControls, RefitReport
-from aprilsched.coordinator.loop import EventLoop
-from aprilsched.coordinator.opening import check_engines
 from aprilsched.coordinator.prompts import PromptSource, checked
-from aprilsched.coordinator.tasks import Tasks
-from aprilsched.coordinator.waits import Waits
+from aprilsched.coordinator.refits import RefitReport
+from aprilsched.coordinator.session import Session
+from aprilsched.coordinator.weights import Weights
 from aprilsched.coordinator.work import Work
-from aprilsched.core import commands as do
 from aprilsched.core import events as ev
-from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state import SchedulerState
-from aprilsched.engines.base import Engine, Fleet
-from aprilsched.errors import (
-    ConfigError,
-    FleetLost,
-    PromptsExhausted,
-    RefitError,
-    RunGivenUp,
-    SchedulerClosed,
-)
+from aprilsched.engines.base import Fleet
+from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.telemetry.base import Listener
 from aprilsched.types import Batch, Prompt
 from aprilsched.weights.base import WeightPublisher
 
 __all__ = ["RolloutScheduler"]
-
-log = logging.getLogger("aprilsched")
 
 
 class RolloutScheduler:
@@ -82,17 +67,13 @@ class RolloutScheduler:
         run_id: str | None = None,
     ) -> None:
         self.config = config or SchedulerConfig()
-        self._fleet = fleet
-        self._engines: dict[str, Engine] = {}
         rules = self.config.rules(
             reward_scope=reward_scope if reward is not None else "none",
             accepts=accept is not None,
             episodes=episode is not None,
         )
-        self._loop = EventLoop(Scheduler(rules), listeners)
-        self._waits = Waits()
         per_group = reward_scope == "group"
-        self._work = Work(
+        work = Work(
             prompts=PromptSource(prompts, group_size=self.config.group_size),
             reward=None if per_group else cast("Reward | None", reward),
             group_reward=cast("GroupReward | None", reward) if per_group else None,
@@ -100,41 +81,20 @@ class RolloutScheduler:
             episode=episode,
             feed=self._feed,
         )
-        self._attempts = Attempts(
+        self._session = Session(
+            fleet=fleet,
+            config=self.config,
+            rules=rules,
+            work=work,
+            listeners=listeners,
             run_id=run_id or uuid.uuid4().hex[:12],
-            engines=self._engines,
-            feed=self._feed,
-            may_send=self.state.control.runs,
-            rate=self.config.dispatch_rate,
         )
-        self._controls = EngineControls(
-            engines=self._engines,
-            feed=self._feed,
-            call_timeout_s=self.config.control_timeout_s,
-            refit_timeout_s=self.config.refit_timeout_s,
-        )
-        self._stopping = asyncio.Event()
-        self._main: asyncio.Task[None] | None = None
+        self._waits = self._session.waits
+        self._weights = Weights(self._session)
         self._evaluations = 0
-        self._update_lock = asyncio.Lock()
-        self._wire()
-
-    # --- lifetime ------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        if self._main is not None:
-            raise SchedulerClosed("a RolloutScheduler is opened once; make a new one.")
-        await self._fleet.open()
-        try:
-            self._engines.update((engine.name, engine) for engine in self._fleet.engines)
-            opened = await check_engines(self._fleet.engines, self.config)
-        except BaseException:
-            await self._fleet.close()
-            raise
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._main = asyncio.create_task(self._run(opened, ready), name="aprilsched")
-        await ready
-        self._waits.raise_failure()
+        await self._session.open()
         return self
 
     async def __aexit__(
@@ -147,101 +107,21 @@ class RolloutScheduler:
 
     async def close(self) -> None:
         """Stop from any state: requests aborted, every engine continued, nothing left running."""
-        if self._main is None:
-            return
-        self._stopping.set()
-        # A second Ctrl-C cancels this wait; the clean-up below it is bounded and goes on.
-        await asyncio.shield(asyncio.gather(self._main, return_exceptions=True))
-
-    async def _run(self, opened: ev.Opened, ready: asyncio.Future[None]) -> None:
-        """Own every task of the scheduler from open to close."""
-        released = False
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = Tasks(group)
-                for part in (self._attempts, self._controls, self._work):
-                    part.start(tasks)
-                self._feed(opened)
-                ready.set_result(None)
-                await self._stopping.wait()
-                self._loop.stop()
-                # A pause that is on its way must not arrive after the continue.
-                tasks.cancel_kind("control")
-                await asyncio.sleep(0)
-                await release(self._attempts, self._engines, self.state)
-                released = True
-                tasks.cancel_all()
-        except BaseExceptionGroup as errors:
-            # One bug or one bad prompt is what happened; the group is only how it travelled.
-            error = _first(errors)
-            log.error("the scheduler stopped: %r", error)
-            self._waits.fail(error)
-        finally:
-            self._loop.stop()
-            if not released:
-                await release(self._attempts, self._engines, self.state)
-            closed = SchedulerClosed("the scheduler was closed while it was waited for.")
-            self._waits.fail(closed)
-            if not ready.done():
-                ready.set_exception(closed)
-            self._work.close()
-            await self._fleet.close()
-
-    def _wire(self) -> None:
-        work, attempts, controls, waits = self._work, self._attempts, self._controls, self._waits
-        self._loop.performers.update(
-            {
-                do.FetchPrompts: work.fetch,
-                do.StartEpisode: work.start_episode,
-                do.ResolveTurn: work.resolve_turn,
-                do.Score: work.score,
-                do.ScoreGroup: work.score_group,
-                do.Judge: work.judge,
-                do.CancelWork: work.cancel,
-                do.GiveUp: self._give_up,
-                do.Send: attempts.send,
-                do.Abort: attempts.abort,
-                do.Pause: controls.pause,
-                do.Flush: controls.flush,
-                do.Refit: controls.refit,
-                do.Continue: controls.resume,
-                do.LoseEngine: self._lose_engine,
-                do.FinishUpdate: waits.finish_update,
-                do.Deliver: waits.deliver,
-                do.EndOfPrompts: waits.end,
-                do.DeliverEvaluation: waits.deliver_evaluation,
-            }
-        )
+        await self._session.close()
 
     def _feed(self, event: ev.Event) -> None:
-        self._loop.feed(event)
+        self._session.feed(event)
 
     @property
     def state(self) -> SchedulerState:
         """What the scheduler knows, to look at (telemetry, tests); only the core changes it."""
-        return self._loop.core.state
-
-    def _lose_engine(self, command: do.LoseEngine) -> None:
-        log.error("engine %s is out of use: %s", command.engine, command.cause)
-        self._attempts.abandon(command.engine)
-        self._controls.release(command)
-        if command.last:
-            self._waits.fail(
-                FleetLost(f"no engine is left; the last was {command.engine}: {command.cause}")
-            )
-
-    def _give_up(self, command: do.GiveUp) -> None:
-        self._waits.fail(
-            RunGivenUp(
-                f"{command.groups} groups in a row failed and none was accepted, the last because "
-                f"{command.cause}; mend that, or raise max_failed_groups."
-            )
-        )
+        return self._session.state
 
     def _check_open(self) -> None:
-        self._waits.raise_failure()
-        if self._main is None or self._stopping.is_set():
-            raise SchedulerClosed("use the scheduler inside its `async with` block.")
+        self._session.check_open()
+        if self._session.state.sleep is not None:
+            raise ConfigError("the engines are asleep; leave the asleep() block first.")
+        self._weights.check_whole()
 
     # --- batches -------------------------------------------------------------------------------
 
@@ -317,7 +197,11 @@ class RolloutScheduler:
     ) -> RefitReport:
         """Bring the trainer's new weights into every engine: pause, refit, verify, continue.
 
-        A cancelled call leaves nothing behind: the update runs to its end and the engines go on.
+        With an :class:`~aprilsched.weights.base.AdapterPublisher` nothing is paused: the new
+        adapter serves new requests, what was sent before ends under the old one.
+
+        A call that is cancelled before any weights were loaded changes nothing; after that the
+        update runs to its end, since half an update would be neither version.
 
         Args:
             publisher: moves the weights.
@@ -325,43 +209,27 @@ class RolloutScheduler:
 
         Raises:
             RefitError: if no engine took the version; generation goes on under the old one.
-            ConfigError: if `version` is not newer than the one in use.
+            ConfigError: if `version` is not newer than the one in use, or whole weights are
+                published where adapters are in use.
         """
-        self._check_open()
-        started = asyncio.get_running_loop().time()
-        async with self._update_lock:
-            await self._previous_update()
-            new = self.version + 1 if version is None else version
-            if new <= self.version:
-                raise ConfigError(
-                    f"version {new} is not newer than {self.version}, which is in use; give a "
-                    "larger number."
-                )
-            await publisher.prepare(new)
-            self._check_open()
-            self._controls.publisher = publisher
-            future = self._waits.for_update()
-            self._feed(ev.UpdateRequested(version=new))
-            result = await asyncio.shield(future)
-        if result.cause:
-            raise RefitError(
-                f"version {new} reached no engine, so generation goes on under {self.version}: "
-                f"{result.cause}"
-            ) from self._controls.failure
-        return RefitReport(
-            version=new,
-            quarantined=dict(result.failed),
-            seconds=asyncio.get_running_loop().time() - started,
-        )
+        return await self._weights.update(publisher, version)
 
-    async def _previous_update(self) -> None:
-        """An update whose caller was cancelled still runs; two at once would mix their weights."""
-        previous = self._waits.update
-        if previous is not None and not previous.done():
-            await asyncio.wait([previous])
+    def asleep(
+        self, *, tags: Sequence[str] = ("kv_cache", "weights")
+    ) -> AbstractAsyncContextManager[None]:
+        """Lend the engines' GPU memory to a trainer on the same GPUs.
 
+        ``async with rollouts.asleep(): ...`` pauses the engines, keeps the stragglers safe (inside
+        them where they can hold requests without memory, else called back with their tokens) and
+        releases the memory of `tags`. Inside the block :meth:`update_weights` takes the weights'
+        memory back and loads them; at its end the rest comes back and generation goes on.
 
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return error  # pyright: ignore[reportUnknownVariableType]
+        Args:
+            tags: "kv_cache", "weights" and "cuda_graph", or some of them.
+
+        Raises:
+            ConfigError: if `tags` or an engine cannot be put to sleep, or all sleep already.
+            RefitError: at the end, if weights were released, the servers did not keep them, and
+                no update brought new ones.
+        """
+        return self._weights.asleep(tags)

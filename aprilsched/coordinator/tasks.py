@@ -33,9 +33,10 @@ class Tasks:
             if task is not None:
                 task.cancel()
 
-    def cancel_kind(self, kind: str) -> None:
+    def cancel_kind(self, kind: tuple[str, ...]) -> None:
         """Cancel every task whose key is a tuple that begins with `kind`."""
-        self.cancel([key for key in self._tasks if isinstance(key, tuple) and kind in key[:1]])
+        length = len(kind)
+        self.cancel([k for k in self._tasks if isinstance(k, tuple) and k[:length] == kind])
 
     def cancel_all(self) -> None:
         for task in list(self._tasks.values()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from aprilsched.core.commands import Deliver, DeliverEvaluation, FinishUpdate
+from aprilsched.core.commands import Deliver, DeliverEvaluation, FinishSleep, FinishUpdate
 from aprilsched.types import Batch
 
 __all__ = ["Waits"]
@@ -22,6 +22,7 @@ class Waits:
         self._batch: asyncio.Future[Batch | None] | None = None
         self._update: asyncio.Future[FinishUpdate] | None = None
         self._evaluations: dict[int, asyncio.Future[Batch]] = {}
+        self._sleep: asyncio.Future[FinishSleep] | None = None
         self._failure: BaseException | None = None
 
     # --- waiting -------------------------------------------------------------------------------
@@ -37,6 +38,11 @@ class Waits:
     def for_update(self) -> asyncio.Future[FinishUpdate]:
         self._update = self._check().create_future()
         return self._update
+
+    def for_sleep(self) -> asyncio.Future[FinishSleep]:
+        """For the engines to be asleep, or to be awake again."""
+        self._sleep = self._check().create_future()
+        return self._sleep
 
     def for_evaluation(self, evaluation_id: int) -> asyncio.Future[Batch]:
         future: asyncio.Future[Batch] = self._check().create_future()
@@ -68,6 +74,10 @@ class Waits:
         if self._update is not None and not self._update.done():
             self._update.set_result(command)
 
+    def finish_sleep(self, command: FinishSleep) -> None:
+        if self._sleep is not None and not self._sleep.done():
+            self._sleep.set_result(command)
+
     def deliver_evaluation(self, command: DeliverEvaluation) -> None:
         future = self._evaluations.pop(command.evaluation_id, None)
         if future is not None and not future.done():
@@ -76,7 +86,7 @@ class Waits:
     def fail(self, error: BaseException) -> None:
         """Nothing will come any more: everyone who waits, now or later, gets `error`."""
         self._failure = self._failure or error
-        for future in (self._batch, self._update, *self._evaluations.values()):
+        for future in (self._batch, self._update, self._sleep, *self._evaluations.values()):
             if future is not None and not future.done():
                 future.set_exception(error)
                 # A waiter that was cancelled meanwhile will never look at it.

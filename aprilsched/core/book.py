@@ -102,8 +102,10 @@ class Book:
 
     # --- attempts --------------------------------------------------------------------------
 
-    def open_attempt(self, request: RequestRecord, engine: str) -> None:
-        """The request is sent to `engine`."""
+    def open_attempt(
+        self, request: RequestRecord, engine: str, *, version: int, adapter: int | None
+    ) -> None:
+        """The request is sent to `engine`, to be sampled under `version`."""
         self.queue.discard(request)
         rollout = request.rollout
         rollout.move(Move.SEND)
@@ -113,6 +115,8 @@ class Book:
         request.attempt += 1
         request.attempt_start = known
         request.engine = engine
+        request.version = version
+        request.adapter = adapter
         request.open = True
         request.crossed = request.aborting = False
         self.open[engine] += 1
@@ -130,7 +134,8 @@ class Book:
         self.open[request.engine] -= 1
         self.called_back -= request.aborting
         log = request.rollout.log
-        if spans:
+        # An engine's label is of its base model: it says nothing of adapters.
+        if spans and request.adapter is None:
             log.assign(request.attempt_start, spans, engine=request.engine)
         elif request.crossed and len(log) > request.attempt_start:
             log.exact = False

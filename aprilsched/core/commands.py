@@ -9,6 +9,7 @@ from aprilsched.types import Batch, Float32Array, Group, Int32Array, Prompt, Rol
 
 __all__ = [
     "Abort",
+    "AdmitEngine",
     "CancelWork",
     "Command",
     "Continue",
@@ -16,6 +17,7 @@ __all__ = [
     "DeliverEvaluation",
     "EndOfPrompts",
     "FetchPrompts",
+    "FinishSleep",
     "FinishUpdate",
     "Flush",
     "GiveUp",
@@ -23,11 +25,14 @@ __all__ = [
     "LoseEngine",
     "Pause",
     "Refit",
+    "Release",
     "ResolveTurn",
+    "Retire",
     "Score",
     "ScoreGroup",
     "Send",
     "StartEpisode",
+    "Wake",
 ]
 
 
@@ -43,7 +48,11 @@ class FetchPrompts:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Send:
-    """Send an attempt of a request: `input_ids` int32 [n] is prompt and all known tokens."""
+    """Send an attempt of a request: `input_ids` int32 [n] is prompt and all known tokens.
+
+    `adapter` is the version of the LoRA adapter to sample with, None for the model itself.
+    `cache_version`: cached KV is shared only with requests of the same one; None shares with all.
+    """
 
     engine: str
     request_id: int
@@ -52,6 +61,8 @@ class Send:
     group_id: int
     input_ids: Int32Array
     sampling: SamplingParams
+    adapter: int | None = None
+    cache_version: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,10 +90,40 @@ class Flush:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refit:
-    """Bring `version` into these engines, all of them paused; answered by Refitted for each."""
+    """Bring `version` into these engines; answered by Refitted for each.
+
+    All of them are paused, unless it goes `beside` what they sample with. `catch_up`: it is the
+    fleet's version already, published again for an engine on standby.
+    """
 
     version: int
     engines: tuple[str, ...]
+    beside: bool = False
+    catch_up: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retire:
+    """Nothing samples with this version's adapter on the engine any more: unload it there."""
+
+    engine: str
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    """Give the memory of `tags` to the trainer; the engine is paused."""
+
+    engine: str
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wake:
+    """Take the memory of `tags` back."""
+
+    engine: str
+    tags: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,26 +133,44 @@ class Continue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoseEngine:
-    """The engine is quarantined: end its streams, do not use it, and say why.
+    """The engine is out of use: end its streams, and say why.
 
-    `last`: no engine is left.
+    `standby`: it answers, and comes back with the next refit that reaches it; otherwise it is
+    quarantined. `last`: no engine is left, neither in use nor on standby.
     """
 
     engine: str
     cause: str
     last: bool
+    standby: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdmitEngine:
+    """The engine takes part from now on: it has the fleet's version."""
+
+    engine: str
+    version: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishUpdate:
     """The update is over. `failed` maps engines that are quarantined now to their cause.
 
-    `cause` is empty on success; otherwise no engine took the version and the old one goes on.
+    `cause` is empty on success; otherwise no engine took the version, and what has the old one
+    goes on under it.
     """
 
     version: int
     failed: tuple[tuple[str, str], ...] = ()
     cause: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishSleep:
+    """Every engine's memory is the trainer's now (`asleep`), or its own again."""
+
+    asleep: bool
 
 
 # --- episodes and rewards --------------------------------------------------------------------
@@ -200,9 +259,14 @@ Command: TypeAlias = (
     | Pause
     | Flush
     | Refit
+    | Retire
+    | Release
+    | Wake
     | Continue
     | LoseEngine
+    | AdmitEngine
     | FinishUpdate
+    | FinishSleep
     | StartEpisode
     | ResolveTurn
     | Score

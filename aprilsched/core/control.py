@@ -3,21 +3,31 @@
 The scheduler never says "pause, then flush, then refit": it says each time what it wants of the
 fleet, and :meth:`FleetControl.reconcile` gives the next call for every engine that is not there
 yet. So a pause is followed by a continue whatever was raised or cancelled in between: as soon as
-running is wanted again, that is the next call of every paused engine.
+running is wanted again, that is the next call of every paused engine. Illegal orders cannot be
+written down: memory is released only of a paused and flushed engine, weights are loaded only
+while they are awake, an engine runs only with all its memory.
 
 The order around a refit is the one that neither kills a server nor leaves stale keys (hazard 3):
 pause, flush until done, load with the cache untouched, continue.
+
+Engines are *in use*, or *on standby*: connected, but without the fleet's version. Nothing is
+generated on standby; the next refit that reaches such an engine brings it (back) into use.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
-from aprilsched.core.commands import Command, Continue, Flush, Pause, Refit
+from aprilsched.core.commands import Command, Continue, Flush, Pause, Release, Wake
+from aprilsched.core.events import EngineInfo
 
-__all__ = ["EngineControl", "FleetControl", "Goal", "Mode"]
+__all__ = ["CUDA_GRAPH", "RUN", "WEIGHTS", "EngineControl", "FleetControl", "Goal", "Mode"]
+
+WEIGHTS = "weights"
+CUDA_GRAPH = "cuda_graph"
 
 
 class Mode(StrEnum):
@@ -28,10 +38,27 @@ class Mode(StrEnum):
     PAUSED = "paused"
     FLUSHING = "flushing"
     REFITTING = "refitting"
+    RELEASING = "releasing"
+    WAKING = "waking"
     CONTINUING = "continuing"
 
 
-Goal: TypeAlias = Literal["run", "pause", "refit"]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """What is wanted of the engines.
+
+    Attributes:
+        kind: "refit" is a pause in which weights can be loaded.
+        away: memory that should be released; only with a pause.
+    """
+
+    kind: Literal["run", "pause", "refit"]
+    away: frozenset[str] = frozenset()
+
+
+RUN = Goal(kind="run")
+
+PauseKind: TypeAlias = Literal["retract", "in_place"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,69 +69,123 @@ class EngineControl:
     """Failed attempts in a row."""
     flushed: bool = False
     """The KV was flushed in this pause, so its requests are prefilled again."""
+    paused_by: PauseKind = "retract"
+    released: frozenset[str] = frozenset()
+    """Memory that is given to the trainer."""
+    torn: bool = False
+    """Its weights are neither old nor new, or were released without being kept."""
+    keeps_weights: bool = False
+    """Released weights come back as they were."""
+    holds_stragglers: bool = False
+    """Memory can be released while requests wait in a pause."""
+    base: int = 0
+    """The version of the weights it came with, below any adapter."""
+    catching_up: bool = False
+    """On standby, with a refit to the fleet's version under way for it alone."""
+    tried: int = -1
+    """The version to which catching up failed."""
 
 
 class FleetControl:
-    """The engines in use. Lost ones are not here."""
+    """The engines in use and those on standby. Lost ones are not here."""
 
-    def __init__(self, *, pause_mode: Literal["retract", "in_place"]) -> None:
-        self._pause_mode: Literal["retract", "in_place"] = pause_mode
+    def __init__(self, *, pause_mode: PauseKind, flushes: bool) -> None:
+        self._pause_mode: PauseKind = pause_mode
+        self._flushes_cache = flushes
         self.engines: dict[str, EngineControl] = {}
+        self.standby: dict[str, EngineControl] = {}
 
-    def join(self, engine: str) -> None:
-        self.engines[engine] = EngineControl(name=engine)
+    def join(self, engine: EngineInfo, *, standby: bool) -> EngineControl:
+        """An engine is connected; not `standby` only with the fleet's version."""
+        control = EngineControl(
+            name=engine.name,
+            torn=engine.version is None,
+            keeps_weights=engine.keeps_weights,
+            holds_stragglers=engine.holds_stragglers,
+            base=engine.version or 0,
+        )
+        (self.standby if standby else self.engines)[engine.name] = control
+        return control
+
+    def of(self, engine: str) -> EngineControl | None:
+        """Its record, in use or on standby; None if it is lost."""
+        return self.engines.get(engine) or self.standby.get(engine)
+
+    def all(self) -> Iterator[EngineControl]:
+        yield from self.engines.values()
+        yield from self.standby.values()
 
     def runs(self, engine: str) -> bool:
         """May a request be sent to it now?"""
         control = self.engines.get(engine)
         return control is not None and control.mode is Mode.RUNNING
 
-    def reconcile(self, goal: Goal, *, version: int | None, idle: frozenset[str]) -> list[Command]:
-        """The next calls. `version` is wanted with the goal "refit".
-
-        Engines in `idle` hold no requests; they are paused for a refit only.
-        """
+    def reconcile(self, goal: Goal, *, idle: frozenset[str]) -> list[Command]:
+        """The next calls. Engines in `idle` hold no requests; a mere pause leaves them alone."""
         commands: list[Command] = []
         for control in self.engines.values():
-            rest = control.name in idle
-            command = self._next_call(control, goal, rest=rest)
+            rests = control.name in idle and control.mode is Mode.RUNNING
+            if rests and goal.kind == "pause" and not goal.away:
+                continue
+            command = _next_call(control, goal, self._pause(goal), flush=self._flushes(control))
             if command is not None:
                 commands.append(command)
-        if goal == "refit" and version is not None and self._all_ready():
-            for control in self.engines.values():
-                control.mode = Mode.REFITTING
-            commands.append(Refit(version=version, engines=tuple(self.engines)))
+        for control in self.standby.values():
+            # Of an engine on standby nothing is wanted but that it can be refitted.
+            if goal.kind == "refit" or control.catching_up:
+                refit = Goal(kind="refit")
+                command = _next_call(control, refit, "retract", flush=self._flushes(control))
+                if command is not None:
+                    commands.append(command)
         return commands
 
-    def confirm(self, engine: str, mode: Mode) -> EngineControl | None:
+    def refittable(self, control: EngineControl) -> bool:
+        """Paused, its cache as the refit wants it, its weights' memory there."""
+        return (
+            control.mode is Mode.PAUSED
+            and not self._flushes(control)
+            and WEIGHTS not in control.released
+        )
+
+    def confirm(self, engine: str, doing: Mode, done: Mode) -> EngineControl | None:
         """An engine answered a control call; None if it was lost meanwhile."""
-        control = self.engines.get(engine)
-        if control is not None:
-            control.mode = mode
+        control = self.of(engine)
+        if control is None or control.mode is not doing:
+            return None
+        control.mode = done
         return control
 
-    def _next_call(self, control: EngineControl, goal: Goal, *, rest: bool) -> Command | None:
-        match control.mode, goal:
-            case (Mode.RUNNING, "pause") if rest:
-                return None
-            case (Mode.RUNNING, "pause" | "refit"):
-                control.mode = Mode.PAUSING
-                control.flushed = False
-                return Pause(engine=control.name, mode=self._pause_mode)
-            case (Mode.PAUSED, "refit") if self._flushes(control):
-                control.mode = Mode.FLUSHING
-                return Flush(engine=control.name)
-            case (Mode.PAUSED, "run"):
-                control.mode = Mode.CONTINUING
-                return Continue(engine=control.name)
-            case _:
-                return None
+    def _pause(self, goal: Goal) -> PauseKind:
+        # Stragglers held in place would lose their KV with the memory.
+        return "retract" if goal.away else self._pause_mode
 
     def _flushes(self, control: EngineControl) -> bool:
-        return self._pause_mode == "retract" and not control.flushed
+        return self._flushes_cache and control.paused_by == "retract" and not control.flushed
 
-    def _all_ready(self) -> bool:
-        return bool(self.engines) and all(
-            control.mode is Mode.PAUSED and not self._flushes(control)
-            for control in self.engines.values()
-        )
+
+def _next_call(
+    control: EngineControl, goal: Goal, pause: PauseKind, *, flush: bool
+) -> Command | None:
+    name = control.name
+    if control.mode is Mode.RUNNING and goal.kind != "run":
+        control.mode = Mode.PAUSING
+        control.flushed = False
+        control.paused_by = pause
+        return Pause(engine=name, mode=pause)
+    if control.mode is not Mode.PAUSED:
+        return None
+    back = control.released - goal.away
+    if back:
+        control.mode = Mode.WAKING
+        return Wake(engine=name, tags=tuple(sorted(back)))
+    if goal.kind == "run":
+        control.mode = Mode.CONTINUING
+        return Continue(engine=name)
+    if flush and (goal.kind == "refit" or goal.away):
+        control.mode = Mode.FLUSHING
+        return Flush(engine=name)
+    missing = goal.away - control.released
+    if missing and goal.kind == "pause":
+        control.mode = Mode.RELEASING
+        return Release(engine=name, tags=tuple(sorted(missing)))
+    return None

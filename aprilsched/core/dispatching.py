@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from aprilsched.core.batches import full
-from aprilsched.core.commands import Refit, Send
-from aprilsched.core.control import Goal
+from aprilsched.core.commands import Send
+from aprilsched.core.control import RUN, Goal
 from aprilsched.core.dropping import abort
 from aprilsched.core.policies.placement import place
 from aprilsched.core.records import RequestRecord
@@ -20,7 +20,10 @@ def interrupt(state: SchedulerState) -> None:
     not been streamed yet (hazard 1).
     """
     book = state.book
-    if state.rules.straggler != "abort" or book.called_back == book.open_attempts:
+    # Memory cannot be released under requests that the engine does not hold in a pause.
+    lent = state.sleep is not None and not state.sleep.inside and state.rules.straggler != "run"
+    called_back = state.rules.straggler == "abort" or lent
+    if not called_back or book.called_back == book.open_attempts:
         return
     if state.evaluations or _training_runs(state):
         return
@@ -30,17 +33,13 @@ def interrupt(state: SchedulerState) -> None:
 
 def steer(state: SchedulerState) -> None:
     """Give the next control call of every engine that is not where it should be."""
-    version = state.update.version if state.update is not None else None
     idle = frozenset(engine for engine in state.control.engines if not state.book.open[engine])
-    for command in state.control.reconcile(_goal(state), version=version, idle=idle):
-        if isinstance(command, Refit) and state.update is not None:
-            state.update.refitting = frozenset(command.engines)
-        state.commands.append(command)
+    state.commands.extend(state.control.reconcile(_goal(state), idle=idle))
 
 
 def dispatch(state: SchedulerState) -> None:
     """Send what waits to engines that run; nothing is ever sent to a paused one (hazard 4)."""
-    if not state.book.queue or _goal(state) != "run":
+    if not state.book.queue or _goal(state).kind != "run":
         return
     loads = {e: state.book.open[e] for e in state.control.engines if state.control.runs(e)}
     training = _training_runs(state)
@@ -60,7 +59,8 @@ def dispatch(state: SchedulerState) -> None:
 
 
 def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
-    state.book.open_attempt(request, engine)
+    version = state.tracker.trainer
+    state.book.open_attempt(request, engine, version=version, adapter=state.adapter)
     rollout = request.rollout
     state.commands.append(
         Send(
@@ -71,21 +71,33 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
             group_id=rollout.group.group_id,
             input_ids=rollout.context(),
             sampling=request.sampling.after(request.generated),
+            adapter=state.adapter,
+            cache_version=version if state.rules.kv == "apart" else None,
         )
     )
 
 
 def _training_runs(state: SchedulerState) -> bool:
     """Should training rollouts be generated now?"""
-    if state.update is not None:
+    if _refits(state) or state.sleep is not None:
         return False
     return state.asynchronous or (state.wanted and not full(state))
 
 
+def _refits(state: SchedulerState) -> bool:
+    """Is an update under way for which engines pause?"""
+    return state.update is not None and not state.update.beside
+
+
 def _goal(state: SchedulerState) -> Goal:
-    if state.update is not None:
+    update, sleep = state.update, state.sleep
+    if update is not None and not update.beside:
         # Until it may pause the engines, an update waits for what runs in them to end.
-        return "refit" if state.update.quiet else "run"
-    if state.rules.straggler in ("abort", "run"):
-        return "run"
-    return "run" if state.evaluations or _training_runs(state) else "pause"
+        if not update.quiet:
+            return RUN
+        return Goal(kind="refit", away=sleep.away_in_refit if sleep else frozenset())
+    if sleep is not None and not sleep.waking:
+        return Goal(kind="pause", away=sleep.away) if sleep.quiet else RUN
+    if state.rules.straggler in ("abort", "run") or state.evaluations or _training_runs(state):
+        return RUN
+    return Goal(kind="pause")

@@ -1,12 +1,13 @@
-"""Engines that join, confirm control calls, and get lost."""
+"""Engines that join, confirm control calls, go on standby, come back, and get lost."""
 
 from __future__ import annotations
 
-from aprilsched.core.commands import LoseEngine
+from aprilsched.core.commands import AdmitEngine, LoseEngine
 from aprilsched.core.control import Mode
 from aprilsched.core.events import (
     Continued,
     ControlFailed,
+    EngineJoined,
     EngineLost,
     Flushed,
     Opened,
@@ -17,35 +18,62 @@ from aprilsched.core.state import SchedulerState
 from aprilsched.core.turns import take_back
 
 __all__ = [
+    "demote",
     "lose",
     "on_continued",
     "on_control_failed",
+    "on_engine_joined",
     "on_engine_lost",
     "on_flushed",
     "on_opened",
     "on_paused",
+    "promote",
 ]
 
 
 def on_opened(state: SchedulerState, event: Opened) -> None:
+    state.tracker.start(event.engines[0].version or 0)
+    state.base = state.tracker.trainer
     for engine in event.engines:
-        state.tracker.join(engine.name, engine.version)
-        state.control.join(engine.name)
+        state.tracker.join(engine.name, engine.version or 0)
+        state.control.join(engine, standby=False)
+
+
+def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:
+    """A new engine, or a lost one that is back: in use if it has the fleet's version."""
+    engine = event.engine
+    if state.control.of(engine.name) is not None:
+        return
+    refitting = state.update is not None and state.update.refitting
+    current = engine.version == state.tracker.trainer and state.adapter is None
+    standby = not current or bool(refitting)
+    state.control.join(engine, standby=True)
+    if not standby:
+        promote(state, engine.name)
+
+
+def promote(state: SchedulerState, engine: str) -> None:
+    """An engine on standby has the fleet's version: it takes part."""
+    control = state.control.standby.pop(engine)
+    control.catching_up = False
+    state.control.engines[engine] = control
+    state.tracker.join(engine, state.tracker.trainer)
+    state.commands.append(AdmitEngine(engine=engine, version=state.tracker.trainer))
 
 
 def on_paused(state: SchedulerState, event: Paused) -> None:
-    if state.control.confirm(event.engine, Mode.PAUSED) is not None:
+    if state.control.confirm(event.engine, Mode.PAUSING, Mode.PAUSED) is not None:
         _move_open(state, event.engine, State.RUNNING, Move.HOLD)
 
 
 def on_flushed(state: SchedulerState, event: Flushed) -> None:
-    control = state.control.confirm(event.engine, Mode.PAUSED)
+    control = state.control.confirm(event.engine, Mode.FLUSHING, Mode.PAUSED)
     if control is not None:
         control.flushed = True
 
 
 def on_continued(state: SchedulerState, event: Continued) -> None:
-    control = state.control.confirm(event.engine, Mode.RUNNING)
+    control = state.control.confirm(event.engine, Mode.CONTINUING, Mode.RUNNING)
     if control is None:
         return
     _move_open(state, event.engine, State.HELD, Move.CONTINUE)
@@ -65,16 +93,33 @@ def on_engine_lost(state: SchedulerState, event: EngineLost) -> None:
 
 def lose(state: SchedulerState, engine: str, cause: str) -> None:
     """Quarantine an engine; its requests go on elsewhere with all tokens known."""
-    if state.control.engines.pop(engine, None) is None:
+    control = state.control
+    if control.of(engine) is None:
         return
-    state.tracker.leave(engine)
+    _leave(state, engine, cause)
+    del control.standby[engine]
+    last = not control.engines and not control.standby
+    state.commands.append(LoseEngine(engine=engine, cause=cause, standby=False, last=last))
+
+
+def demote(state: SchedulerState, engine: str, cause: str) -> None:
+    """Put an engine in use on standby: it answers, but has not the fleet's weights."""
+    _leave(state, engine, cause)
+    state.commands.append(LoseEngine(engine=engine, cause=cause, standby=True, last=False))
+
+
+def _leave(state: SchedulerState, engine: str, cause: str) -> None:
+    """Out of use; its record waits among those on standby."""
+    control = state.control.engines.pop(engine, None)
+    if control is not None:
+        state.control.standby[engine] = control
+        state.tracker.leave(engine)
     for request in state.book.open_requests(engine):
         state.book.close_attempt(request, None)
         request.avoid = engine
         take_back(state, request)
     if state.update is not None:
-        state.update.answers.setdefault(engine, (state.tracker.trainer, cause))
-    state.commands.append(LoseEngine(engine=engine, cause=cause, last=not state.control.engines))
+        state.update.answers.setdefault(engine, (None, cause))
 
 
 def _move_open(state: SchedulerState, engine: str, where: State, move: Move) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "ControlCall",
     "ControlFailed",
     "EngineInfo",
+    "EngineJoined",
     "EngineLost",
     "EpisodeFailed",
     "EpisodeFinished",
@@ -37,21 +38,34 @@ __all__ = [
     "Progress",
     "PromptsArrived",
     "Refitted",
+    "Released",
     "RewardFailed",
     "Rewarded",
+    "SleepRequested",
     "TurnRequested",
     "UpdateRequested",
+    "UpdateWithdrawn",
+    "WakeRequested",
+    "Woken",
 ]
 
-ControlCall: TypeAlias = Literal["pause", "flush", "refit", "continue"]
+ControlCall: TypeAlias = Literal["pause", "flush", "refit", "release", "wake", "continue"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
-    """What the core knows of an engine when it joins."""
+    """What the core knows of an engine when it joins.
+
+    Attributes:
+        version: of the weights it has; None if they are torn.
+        holds_stragglers: it can release memory while requests wait in a pause.
+        keeps_weights: weights that it released come back as they were.
+    """
 
     name: str
-    version: int
+    version: int | None
+    holds_stragglers: bool = False
+    keeps_weights: bool = False
 
 
 # --- the trainer -----------------------------------------------------------------------------
@@ -85,9 +99,34 @@ class EvaluationRequested:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateRequested:
-    """The trainer has a new policy version; bring it into the engines."""
+    """The trainer has a new policy version; bring it into the engines.
+
+    `beside`: it is an adapter, loaded beside the one in use. `republishable`: while it is the
+    fleet's version it can be published again, to an engine that comes back.
+    """
 
     version: int
+    beside: bool = False
+    republishable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateWithdrawn:
+    """The trainer's call was cancelled."""
+
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SleepRequested:
+    """The trainer wants the engines' memory of these `tags`."""
+
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WakeRequested:
+    """The trainer gives the memory back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,11 +254,27 @@ class Flushed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refitted:
-    """`version` is what the engine itself says it has after the refit, successful or not."""
+    """`version` is what the engine itself says it has after the refit, successful or not.
+
+    None: its weights are torn, neither old nor new. `catch_up` as in the command it answers.
+    """
 
     engine: str
-    version: int
+    version: int | None
     cause: str = ""
+    catch_up: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Released:
+    engine: str
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Woken:
+    engine: str
+    tags: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,8 +292,15 @@ class ControlFailed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineJoined:
+    """An engine is there: a new one, or one that was lost and is back."""
+
+    engine: EngineInfo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLost:
-    """An engine is gone (unreachable, crashed)."""
+    """An engine is gone (unreachable, crashed, taken out of the fleet)."""
 
     engine: str
     cause: str
@@ -250,6 +312,9 @@ Event: TypeAlias = (
     | BatchWithdrawn
     | EvaluationRequested
     | UpdateRequested
+    | UpdateWithdrawn
+    | SleepRequested
+    | WakeRequested
     | PromptsArrived
     | Progress
     | Finished
@@ -265,7 +330,10 @@ Event: TypeAlias = (
     | Paused
     | Flushed
     | Refitted
+    | Released
+    | Woken
     | Continued
     | ControlFailed
+    | EngineJoined
     | EngineLost
 )

@@ -120,6 +120,12 @@ def _engines(state: SchedulerState) -> None:
         )
         if control.mode is Mode.REFITTING:
             _hold(state.update is not None, f"{control.name} is refitting without an update")
+        _hold(
+            control.mode is not Mode.RUNNING or not control.released,
+            f"{control.name} runs without its {set(control.released)}",
+        )
+    both = state.control.engines.keys() & state.control.standby.keys()
+    _hold(not both, f"{both} are in use and on standby")
 
 
 def _hold(condition: bool, message: str) -> None:

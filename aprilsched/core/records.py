@@ -35,6 +35,10 @@ class RequestRecord:
     open: bool = False
     """An attempt is with an engine and has not come back."""
     engine: str = ""
+    version: int = 0
+    """Under which the attempt samples now."""
+    adapter: int | None = None
+    """The version of the adapter that it samples with."""
     crossed: bool = False
     """The engine was refitted during the attempt."""
     failures: int = 0

@@ -30,9 +30,8 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
         counters.tokens_discarded += tokens
         state.book.ledger.late_tokens(dropped, tokens)
         return
-    version = state.tracker.sampling_version(request.engine)
     request.rollout.log.append(
-        event.token_ids, event.logprobs, version=version, engine=request.engine
+        event.token_ids, event.logprobs, version=request.version, engine=request.engine
     )
 
 

@@ -12,9 +12,10 @@ from aprilsched.core.policies.stop import StopAt
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.types import SamplingParams
 
-__all__ = ["Pace", "RewardScope", "Rules"]
+__all__ = ["CachedKV", "Pace", "RewardScope", "Rules"]
 
 Pace: TypeAlias = Literal["synchronous", "asynchronous"]
+CachedKV: TypeAlias = Literal["recompute", "keep", "apart"]
 RewardScope: TypeAlias = Literal["none", "rollout", "group"]
 
 
@@ -28,6 +29,8 @@ class Rules:
     refill: Refill
     stop: StopAt
     straggler: StragglerRule
+    kv: CachedKV
+    """What becomes of the cached KV at a refit: flushed, kept, or kept apart by version."""
     pace: Pace
     staleness: StalenessGate
     sampling: SamplingParams

@@ -22,6 +22,7 @@ from aprilsched.core import (
     launching,
     requests,
     scoring,
+    sleep,
     turns,
     updates,
 )
@@ -38,6 +39,9 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.BatchWithdrawn: batches.on_batch_withdrawn,
     events.EvaluationRequested: launching.on_evaluation_requested,
     events.UpdateRequested: updates.on_update_requested,
+    events.UpdateWithdrawn: updates.on_update_withdrawn,
+    events.SleepRequested: sleep.on_sleep_requested,
+    events.WakeRequested: sleep.on_wake_requested,
     events.PromptsArrived: launching.on_prompts_arrived,
     events.Progress: requests.on_progress,
     events.Finished: requests.on_finished,
@@ -53,8 +57,11 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.Paused: engines.on_paused,
     events.Flushed: engines.on_flushed,
     events.Refitted: updates.on_refitted,
+    events.Released: sleep.on_released,
+    events.Woken: sleep.on_woken,
     events.Continued: engines.on_continued,
     events.ControlFailed: engines.on_control_failed,
+    events.EngineJoined: engines.on_engine_joined,
     events.EngineLost: engines.on_engine_lost,
 }
 
@@ -62,10 +69,14 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # An evaluation that ends lets an update begin; an update that ends lets a batch go.
     batches.deliver_evaluations,
     updates.advance,
+    sleep.advance,
     batches.deliver,
     launching.launch,
     dispatching.interrupt,
+    updates.catch_up,
     dispatching.steer,
+    updates.refit,
+    updates.retire,
     dispatching.dispatch,
 )
 

@@ -7,10 +7,11 @@ from collections import deque
 from aprilsched.core.book import Book
 from aprilsched.core.commands import Command
 from aprilsched.core.control import FleetControl
+from aprilsched.core.loan import Sleep
 from aprilsched.core.policies.straggler import pause_mode
 from aprilsched.core.records import GroupRecord
+from aprilsched.core.refit import Update
 from aprilsched.core.rules import Rules
-from aprilsched.core.update import Update
 from aprilsched.core.versions import PolicyVersionTracker
 from aprilsched.types import Prompt
 
@@ -24,7 +25,9 @@ class SchedulerState:
         self.rules = rules
         self.book = Book()
         self.tracker = PolicyVersionTracker()
-        self.control = FleetControl(pause_mode=pause_mode(rules.straggler))
+        self.control = FleetControl(
+            pause_mode=pause_mode(rules.straggler), flushes=rules.kv == "recompute"
+        )
         self.now = 0.0
         self.commands: list[Command] = []
         self.wanted = False
@@ -37,6 +40,15 @@ class SchedulerState:
         self.failed_in_a_row = 0
         """Groups dropped for a failure since the last one that was accepted."""
         self.update: Update | None = None
+        self.republishable = False
+        """The fleet's version can be published again."""
+        self.base = 0
+        """The last version that was no adapter."""
+        self.adapter: int | None = None
+        """The version of the adapter that new requests sample with."""
+        self.adapters: dict[str, set[int]] = {}
+        """Adapters loaded on each engine."""
+        self.sleep: Sleep | None = None
         self.evaluations: dict[int, list[GroupRecord]] = {}
 
     @property

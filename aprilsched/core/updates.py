@@ -1,22 +1,35 @@
 """The in-flight refit: from the trainer's new version to the engines' own word that they have it.
 
-An engine that does not say the new version afterwards is quarantined; if none has it and all
-still have the old one, generation goes on under the old one and the trainer is told why.
+- An engine that does not say the new version afterwards goes on standby, where the next refit
+  finds it; if none has it and all still have the old one, generation goes on under the old one
+  and the trainer is told why.
+- A full refit reaches paused engines only. An adapter is loaded beside the one that samples, into
+  engines that run; what was sent under the old one ends under it, and then that is unloaded.
+- An engine on standby catches up alone where the fleet's version can be published again, once a
+  version; otherwise it waits for the trainer's next one.
 """
 
 from __future__ import annotations
 
-from aprilsched.core.commands import FinishUpdate
-from aprilsched.core.control import Mode
+from aprilsched.core.commands import FinishUpdate, Refit, Retire
+from aprilsched.core.control import EngineControl, Mode
 from aprilsched.core.dropping import drop
-from aprilsched.core.engines import lose
-from aprilsched.core.events import Refitted, UpdateRequested
+from aprilsched.core.engines import demote, promote
+from aprilsched.core.events import Refitted, UpdateRequested, UpdateWithdrawn
 from aprilsched.core.ledger import Reason
+from aprilsched.core.refit import Update
 from aprilsched.core.state import SchedulerState
-from aprilsched.core.update import Update
 from aprilsched.errors import InvariantViolation
 
-__all__ = ["advance", "on_refitted", "on_update_requested"]
+__all__ = [
+    "advance",
+    "catch_up",
+    "on_refitted",
+    "on_update_requested",
+    "on_update_withdrawn",
+    "refit",
+    "retire",
+]
 
 
 def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
@@ -25,12 +38,34 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
             f"update to version {event.version} at version {state.tracker.trainer}, "
             f"with {state.update} under way"
         )
-    state.update = Update(version=event.version)
+    for control in state.control.standby.values():
+        # It was about to catch up with a version that is soon the last but one.
+        if control.catching_up and control.mode is not Mode.REFITTING and state.adapter is None:
+            control.catching_up = False
+    state.update = Update(
+        version=event.version, beside=event.beside, republishable=event.republishable
+    )
+
+
+def on_update_withdrawn(state: SchedulerState, event: UpdateWithdrawn) -> None:
+    """The trainer gave it up. Once weights are being loaded it is too late for that."""
+    update = state.update
+    if update is not None and update.version == event.version and not update.refitting:
+        cause = "the call was cancelled before any weights were loaded"
+        _finish(state, update, cause=cause)
 
 
 def on_refitted(state: SchedulerState, event: Refitted) -> None:
-    if state.update is not None and state.control.confirm(event.engine, Mode.PAUSED) is not None:
-        state.update.answers[event.engine] = (event.version, event.cause)
+    control, update = state.control.of(event.engine), state.update
+    if control is None or control.catching_up != event.catch_up:
+        return  # what an engine answers that was lost and is back counts for nothing
+    if control.mode is Mode.REFITTING:
+        control.mode = Mode.PAUSED
+        control.torn = event.version is None
+    if event.catch_up:
+        _caught_up(state, event)
+    elif update is not None and event.engine in update.refitting:
+        update.answers.setdefault(event.engine, (event.version, event.cause))
 
 
 def advance(state: SchedulerState) -> None:
@@ -38,37 +73,139 @@ def advance(state: SchedulerState) -> None:
     update = state.update
     if update is None:
         return
-    if not state.control.engines:
+    if not any(True for _ in state.control.all()):
         _finish(state, update, cause="every engine is lost")
     elif update.answered:
         _settle(state, update)
     elif not update.quiet:
         # An evaluation is of one version, so it ends first; so do stragglers that run on.
-        inside = state.rules.straggler in ("retract", "in_place")
+        inside = update.beside or state.rules.straggler in ("retract", "in_place")
         update.quiet = not state.evaluations and (inside or not state.book.open_attempts)
 
 
+def refit(state: SchedulerState) -> None:
+    """Load the new version, once every engine that it is for is ready."""
+    update = state.update
+    if update is None or not update.quiet or update.refitting:
+        return
+    wanted = [control for control in state.control.all() if not control.catching_up]
+    if update.beside:
+        wanted = [control for control in wanted if _has_base(state, control)]
+    elif not all(state.control.refittable(control) for control in wanted):
+        return
+    if not wanted:
+        _finish(state, update, cause="no engine is there that could take it")
+        return
+    for control in wanted:
+        control.mode = control.mode if update.beside else Mode.REFITTING
+    update.refitting = frozenset(control.name for control in wanted)
+    names = tuple(control.name for control in wanted)
+    state.commands.append(Refit(version=update.version, engines=names, beside=update.beside))
+
+
+def catch_up(state: SchedulerState) -> None:
+    """Bring engines on standby to the fleet's version, each alone."""
+    if state.update is not None or state.sleep is not None or not state.republishable:
+        return
+    for control in state.control.standby.values():
+        if not control.catching_up and control.tried < state.tracker.trainer:
+            _begin_catch_up(state, control)
+        elif control.catching_up and state.control.refittable(control):
+            control.mode = Mode.REFITTING
+            _refit_alone(state, control)
+
+
+def _begin_catch_up(state: SchedulerState, control: EngineControl) -> None:
+    if state.adapter is None:
+        # The next calls, which pause and flush it, are the fleet control's.
+        control.catching_up = True
+    elif _has_base(state, control):
+        control.catching_up = True
+        _refit_alone(state, control)
+
+
+def _has_base(state: SchedulerState, control: EngineControl) -> bool:
+    """Has it the model that the fleet's adapters belong to?"""
+    return control.base == state.base and not control.torn
+
+
+def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
+    state.commands.append(
+        Refit(
+            version=state.tracker.trainer,
+            engines=(control.name,),
+            beside=state.adapter is not None,
+            catch_up=True,
+        )
+    )
+
+
+def _caught_up(state: SchedulerState, event: Refitted) -> None:
+    control = state.control.standby[event.engine]
+    control.catching_up = False
+    if event.version == state.tracker.trainer and not event.cause and not _loading(state):
+        promote(state, event.engine)
+        if state.adapter is not None:
+            state.adapters[event.engine] = {state.adapter}
+    else:
+        control.tried = state.tracker.trainer
+
+
+def _loading(state: SchedulerState) -> bool:
+    return state.update is not None and bool(state.update.refitting)
+
+
 def _settle(state: SchedulerState, update: Update) -> None:
-    took = update.took() & state.control.engines.keys()
+    took = update.took() & {control.name for control in state.control.all()}
     failed = update.failed()
     old = state.tracker.trainer
-    if not took and all(update.answers[e][0] == old for e in state.control.engines):
+    for engine, why in failed:
+        stays = not took and update.answers[engine][0] == old
+        if engine in state.control.engines and not stays:
+            demote(state, engine, f"refit to version {update.version} failed: {why}")
+    if not took:
         _finish(state, update, cause="; ".join(f"{engine}: {why}" for engine, why in failed))
         return
-    for engine, why in failed:
-        lose(state, engine, f"refit to version {update.version} failed: {why}")
-    if not took:
-        _finish(state, update, cause="no engine has the new version, nor the one before it")
-        return
-    for engine in took:
-        state.tracker.refitted(engine, update.version)
-        for request in state.book.open_requests(engine):
-            request.crossed = True
-    state.tracker.publish(update.version)
-    state.delivered_since_update = 0
-    state.book.counters.updates += 1
+    _publish(state, update, took)
     _finish(state, update, failed=failed)
     _evict(state)
+
+
+def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> None:
+    """The fleet has the version: book it for every engine that took it."""
+    for engine in took & state.control.engines.keys():
+        state.tracker.refitted(engine, update.version)
+        if not update.beside:
+            for request in state.book.open_requests(engine):
+                request.crossed = True
+                request.version = update.version
+    state.tracker.publish(update.version)
+    state.republishable = update.republishable
+    for engine in took & state.control.standby.keys():
+        promote(state, engine)
+    if update.beside:
+        state.adapter = update.version
+        for engine in took:
+            state.adapters.setdefault(engine, set()).add(update.version)
+    else:
+        state.base = update.version
+        for engine in took:
+            state.control.engines[engine].base = update.version
+        if state.sleep is not None:
+            # The new weights are in their memory, and stay there.
+            state.sleep.tags = state.sleep.away_in_refit
+    state.delivered_since_update = 0
+    state.book.counters.updates += 1
+
+
+def retire(state: SchedulerState) -> None:
+    """Unload adapters under which nothing is generated any more."""
+    for engine, loaded in state.adapters.items():
+        if len(loaded) > 1:
+            used = {request.adapter for request in state.book.open_requests(engine)}
+            for version in sorted(loaded - used - {state.adapter}):
+                loaded.remove(version)
+                state.commands.append(Retire(engine=engine, version=version))
 
 
 def _finish(

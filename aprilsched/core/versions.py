@@ -21,10 +21,12 @@ class PolicyVersionTracker:
         self.trainer = 0
         self.engines: dict[str, int] = {}
 
+    def start(self, version: int) -> None:
+        """The fleet came up with `version`."""
+        self.trainer = version
+
     def join(self, engine: str, version: int) -> None:
-        """An engine came up with `version`; the first one sets the trainer's."""
-        if not self.engines:
-            self.trainer = version
+        """An engine is in use from now on; it has the fleet's `version`."""
         if version != self.trainer:
             raise InvariantViolation(
                 f"{engine} joins with version {version} while the fleet is at {self.trainer}"
@@ -49,7 +51,3 @@ class PolicyVersionTracker:
         if stale:
             raise InvariantViolation(f"version {version} published while engines have {stale}")
         self.trainer = version
-
-    def sampling_version(self, engine: str) -> int:
-        """The version under which `engine` samples now."""
-        return self.engines[engine]

@@ -38,6 +38,8 @@ class Capabilities:
     """Processes that hold a part of the weights: tensor-parallel times pipeline-parallel."""
     release_while_paused: bool = False
     """Memory can be released while requests wait in a pause(retract)."""
+    keeps_released_weights: bool = False
+    """Weights that were released come back as they were (a copy on the CPU, or no release)."""
     adapters: bool = False
     """Several LoRA adapters can be served at a time."""
     server: str = ""

@@ -112,7 +112,7 @@ class Progress:
 
     def _opened(self, event: ev.Opened) -> None:
         self._began = self._rate_since = self._now
-        self._version = max((engine.version for engine in event.engines), default=0)
+        self._version = max((engine.version or 0 for engine in event.engines), default=0)
 
     def _progress(self, event: ev.Progress) -> None:
         self._tokens += len(event.token_ids)

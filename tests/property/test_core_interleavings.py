@@ -35,6 +35,9 @@ class Interleavings(RuleBasedStateMachine):
         scope=st.sampled_from(["none", "rollout", "group"]),
         accepts=st.booleans(),
         supply=st.sampled_from([3, 17, 10_000]),
+        holds=st.booleans(),
+        keeps=st.booleans(),
+        adapters=st.booleans(),
     )
     def begin(
         self,
@@ -47,6 +50,9 @@ class Interleavings(RuleBasedStateMachine):
         scope: RewardScope,
         accepts: bool,
         supply: int,
+        holds: bool,
+        keeps: bool,
+        adapters: bool,
     ) -> None:
         config = SchedulerConfig(
             batch_groups=2,
@@ -63,9 +69,15 @@ class Interleavings(RuleBasedStateMachine):
             max_failed_groups=10**9,
         )
         self.driver = Driver(
-            config, reward_scope=scope, accepts=accepts, supply=supply, engines=("a", "b", "c")
+            config,
+            reward_scope=scope,
+            accepts=accepts,
+            supply=supply,
+            engines=("a", "b", "c"),
+            holds_stragglers=holds,
+            keeps_weights=keeps,
         )
-        self.updating = False
+        self.adapters = adapters
 
     # --- the trainer ---------------------------------------------------------------------------
 
@@ -78,10 +90,37 @@ class Interleavings(RuleBasedStateMachine):
     def withdraw(self) -> None:
         self.driver.feed(ev.BatchWithdrawn())
 
+    @rule(republishable=st.booleans())
+    def update(self, republishable: bool) -> None:
+        sleep = self.driver.state.sleep
+        if self.driver.state.update is None and (sleep is None or sleep.asleep):
+            version = self.driver.state.tracker.trainer + 1
+            self.driver.feed(
+                ev.UpdateRequested(
+                    version=version,
+                    # No adapter goes beside weights whose memory is lent.
+                    beside=self.adapters and sleep is None,
+                    republishable=republishable,
+                )
+            )
+
     @rule()
-    def update(self) -> None:
-        if self.driver.state.update is None:
-            self.driver.feed(ev.UpdateRequested(version=self.driver.state.tracker.trainer + 1))
+    def withdraw_update(self) -> None:
+        update = self.driver.state.update
+        if update is not None:
+            self.driver.feed(ev.UpdateWithdrawn(version=update.version))
+
+    @rule(tags=st.sampled_from([("kv_cache",), ("weights",), ("kv_cache", "weights")]))
+    def sleep(self, tags: tuple[str, ...]) -> None:
+        state = self.driver.state
+        if state.sleep is None and state.update is None and not self.adapters:
+            self.driver.feed(ev.SleepRequested(tags=tags))
+
+    @rule()
+    def wake(self) -> None:
+        sleep = self.driver.state.sleep
+        if sleep is not None and not sleep.waking:
+            self.driver.feed(ev.WakeRequested())
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -121,17 +160,25 @@ class Interleavings(RuleBasedStateMachine):
         self.driver.answer_control()
 
     @precondition(lambda self: self.driver.refits)
-    @rule(fails=st.booleans())
-    def refit_answered(self, fails: bool) -> None:
-        old = self.driver.state.tracker.trainer
-        first = self.driver.refits[0].engines[0]
-        self.driver.answer_refit(**({first: (old, "broken")} if fails else {}))
+    @rule(outcome=st.sampled_from(["good", "old", "torn", "all old", "all torn"]))
+    def refit_answered(self, outcome: str) -> None:
+        torn = "torn" in outcome and not self.driver.refits[0].beside
+        has = None if torn else self.driver.state.tracker.trainer
+        engines = self.driver.refits[0].engines
+        failing = {"good": (), "old": engines[:1], "torn": engines[:1]}.get(outcome, engines)
+        self.driver.answer_refit(**dict.fromkeys(failing, (has, "broken")))
 
     @precondition(lambda self: len(self.driver.state.control.engines) > 1)
     @rule(choice=st.integers(0, 99))
     def lose(self, choice: int) -> None:
         engines = list(self.driver.state.control.engines)
         self.driver.feed(ev.EngineLost(engine=engines[choice % len(engines)], cause="gone"))
+
+    @precondition(lambda self: self.driver.gone)
+    @rule(behind=st.sampled_from([0, 1, None]))
+    def come_back(self, behind: int | None) -> None:
+        version = None if behind is None else self.driver.state.tracker.trainer - behind
+        self.driver.come_back(self.driver.gone[0], version)
 
     # --- callbacks -----------------------------------------------------------------------------
 
@@ -164,6 +211,9 @@ class Interleavings(RuleBasedStateMachine):
             return
         driver = self.driver
         driver.supply = driver.given
+        if driver.state.sleep is not None and not driver.state.sleep.waking:
+            driver.feed(ev.WakeRequested())
+        self._mend()
         for _ in range(600):
             if driver.ended or not driver.state.control.engines:
                 break
@@ -173,6 +223,20 @@ class Interleavings(RuleBasedStateMachine):
             return
         assert driver.ended, "the run does not come to its end: something waits for ever"
         self._check_conservation()
+
+    def _mend(self) -> None:
+        """Refit what is on standby, as a trainer does that was told that no engine is left."""
+        driver = self.driver
+        for _ in range(100):
+            if driver.controls or driver.refits or driver.aborts:
+                driver.settle()
+            elif driver.state.update is None and driver.state.sleep is None:
+                break
+            elif driver.sends:
+                driver.finish(driver.attempts()[0], 1)
+        control = driver.state.control
+        if control.standby and not control.engines:
+            driver.update(beside=driver.state.adapter is not None)
 
     def _serve_one(self) -> None:
         driver = self.driver
@@ -220,7 +284,7 @@ class Interleavings(RuleBasedStateMachine):
 
 TestInterleavings = Interleavings.TestCase
 TestInterleavings.settings = settings(
-    max_examples=30,
+    max_examples=150,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

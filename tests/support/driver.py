@@ -19,6 +19,7 @@ from aprilsched.core.state import SchedulerState
 from aprilsched.types import Batch, Int32Array, Prompt, SamplingParams, VersionSpan
 
 Key = tuple[int, int]
+Control = do.Pause | do.Flush | do.Continue | do.Release | do.Wake
 
 
 def prompts(count: int, *, start: int = 0) -> tuple[Prompt, ...]:
@@ -41,12 +42,12 @@ class Driver:
     engines: tuple[str, ...] = ("a", "b")
     supply: int = 10_000
     version: int = 0
+    holds_stragglers: bool = True
+    keeps_weights: bool = False
     now: float = 0.0
     sends: dict[Key, do.Send] = field(default_factory=dict[Key, do.Send])
     aborts: dict[Key, do.Abort] = field(default_factory=dict[Key, do.Abort])
-    controls: list[do.Pause | do.Flush | do.Continue] = field(
-        default_factory=list[do.Pause | do.Flush | do.Continue]
-    )
+    controls: list[Control] = field(default_factory=list[Control])
     refits: list[do.Refit] = field(default_factory=list[do.Refit])
     scores: list[do.Score] = field(default_factory=list[do.Score])
     group_scores: list[do.ScoreGroup] = field(default_factory=list[do.ScoreGroup])
@@ -58,7 +59,12 @@ class Driver:
     batches: list[Batch] = field(default_factory=list[Batch])
     evaluations: dict[int, Batch] = field(default_factory=dict[int, Batch])
     updates: list[do.FinishUpdate] = field(default_factory=list[do.FinishUpdate])
+    retired: list[do.Retire] = field(default_factory=list[do.Retire])
+    sleeps: list[do.FinishSleep] = field(default_factory=list[do.FinishSleep])
+    admitted: list[do.AdmitEngine] = field(default_factory=list[do.AdmitEngine])
     lost: list[do.LoseEngine] = field(default_factory=list[do.LoseEngine])
+    gone: list[str] = field(default_factory=list[str])
+    """Lost engines that have not come back."""
     given_up: list[do.GiveUp] = field(default_factory=list[do.GiveUp])
     ended: bool = False
     auto_prompts: bool = True
@@ -70,8 +76,17 @@ class Driver:
             reward_scope=self.reward_scope, accepts=self.accepts, episodes=self.episodes
         )
         self.core = Scheduler(rules)
-        infos = tuple(ev.EngineInfo(name=name, version=self.version) for name in self.engines)
+        infos = tuple(self.info(name) for name in self.engines)
         self.feed(ev.Opened(engines=infos))
+
+    def info(self, name: str, version: int | None = -1) -> ev.EngineInfo:
+        """What is known of an engine; it has the version the driver began with unless told."""
+        return ev.EngineInfo(
+            name=name,
+            version=self.version if version == -1 else version,
+            holds_stragglers=self.holds_stragglers,
+            keeps_weights=self.keeps_weights,
+        )
 
     @property
     def state(self) -> SchedulerState:
@@ -97,8 +112,12 @@ class Driver:
                 self.sent.append(command)
             case do.Abort():
                 self.aborts[command.request_id, command.attempt] = command
-            case do.Pause() | do.Flush() | do.Continue():
+            case do.Pause() | do.Flush() | do.Continue() | do.Release() | do.Wake():
                 self.controls.append(command)
+            case do.Retire():
+                self.retired.append(command)
+            case do.FinishSleep():
+                self.sleeps.append(command)
             case do.Refit():
                 self.refits.append(command)
             case do.Score():
@@ -125,12 +144,20 @@ class Driver:
                 self.updates.append(command)
             case do.LoseEngine():
                 self.lost.append(command)
+                if not command.standby:
+                    self.gone.append(command.engine)
                 for key in [k for k, s in self.sends.items() if s.engine == command.engine]:
                     del self.sends[key]
                     self.aborts.pop(key, None)
-                self.controls = [c for c in self.controls if c.engine != command.engine]
+                if not command.standby:
+                    self.controls = [c for c in self.controls if c.engine != command.engine]
+                    self.refits = [
+                        r for r in self.refits if not (r.catch_up and command.engine in r.engines)
+                    ]
             case do.EndOfPrompts():
                 self.ended = True
+            case do.AdmitEngine():
+                self.admitted.append(command)
 
     # --- answers -------------------------------------------------------------------------------
 
@@ -170,7 +197,7 @@ class Driver:
         self.aborts.pop(key, None)
         self.feed(ev.Failed(request_id=key[0], attempt=key[1], cause=cause, final=final))
 
-    def answer_control(self) -> do.Pause | do.Flush | do.Continue:
+    def answer_control(self) -> Control:
         """The oldest open control call succeeds."""
         command = self.controls.pop(0)
         match command:
@@ -180,14 +207,20 @@ class Driver:
                 self.feed(ev.Flushed(engine=command.engine))
             case do.Continue():
                 self.feed(ev.Continued(engine=command.engine))
+            case do.Release():
+                self.feed(ev.Released(engine=command.engine, tags=command.tags))
+            case do.Wake():
+                self.feed(ev.Woken(engine=command.engine, tags=command.tags))
         return command
 
-    def answer_refit(self, **failures: tuple[int, str]) -> None:
+    def answer_refit(self, **failures: tuple[int | None, str]) -> None:
         """Every engine of the oldest refit takes the version, but for those in `failures`."""
         refit = self.refits.pop(0)
         for name in refit.engines:
             version, cause = failures.get(name, (refit.version, ""))
-            self.feed(ev.Refitted(engine=name, version=version, cause=cause))
+            self.feed(
+                ev.Refitted(engine=name, version=version, cause=cause, catch_up=refit.catch_up)
+            )
 
     def settle(self) -> None:
         """Answer control calls, aborts and refits until there are none."""
@@ -199,12 +232,22 @@ class Driver:
             else:
                 self.answer_refit()
 
+    def come_back(self, engine: str, version: int | None = -1) -> None:
+        """A lost engine, restarted."""
+        self.gone.remove(engine)
+        self.feed(ev.EngineJoined(engine=self.info(engine, version)))
+
+    def settle_controls(self) -> None:
+        while self.controls:
+            self.answer_control()
+
     def request_batch(self) -> None:
         self.feed(ev.BatchRequested())
         self.settle()
 
-    def update(self) -> None:
-        self.feed(ev.UpdateRequested(version=self.state.tracker.trainer + 1))
+    def update(self, *, beside: bool = False, republishable: bool = False) -> None:
+        version = self.state.tracker.trainer + 1
+        self.feed(ev.UpdateRequested(version=version, beside=beside, republishable=republishable))
         self.settle()
 
     # --- looking -------------------------------------------------------------------------------

@@ -165,6 +165,7 @@ RULES: dict[str, Rule] = {
             "aprilsched.coordinator",
             "aprilsched.core",
             "aprilsched.engines.base",
+            "aprilsched.engines.refit",
             "aprilsched.errors",
             "aprilsched.store",
             "aprilsched.telemetry",

@@ -22,6 +22,7 @@ from aprilsched import (
 )
 from aprilsched.core.commands import Command
 from aprilsched.core.events import EngineLost, Event, Finished
+from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.ledger import Reason
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim import run_virtual
@@ -58,7 +59,7 @@ class Checking:
 
     def on_event(self, event: Event, now: float) -> None:
         if self.scheduler is not None:
-            self.scheduler._loop.core.check_invariants()
+            check_invariants(self.scheduler.state)
 
     def on_command(self, command: Command, now: float) -> None:
         self.commands.append(type(command).__name__)

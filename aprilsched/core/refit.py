@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Update"]
+__all__ = ["Answer", "Update"]
+
+Answer = tuple[int | None, str]
+"""The version an engine says it has, None if its weights are torn, and the cause of a failure."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """`quiet` once the engines may be paused for the refit; `answers` maps each engine to the
-    version it says it has afterwards and the cause of a failure."""
+    """`quiet` once the engines may be paused for the refit; `answers` has one for each engine
+    that was asked and has answered, or is lost."""
 
     version: int
+    beside: bool = False
+    """An adapter, loaded beside what runs: nothing is paused."""
+    republishable: bool = False
     quiet: bool = False
     refitting: frozenset[str] = frozenset()
-    answers: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
+    answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
 
     @property
     def answered(self) -> bool:

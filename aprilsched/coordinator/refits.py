@@ -1,0 +1,177 @@
+"""Refits: a publisher moves the weights, and every engine says itself what it has afterwards.
+
+- Whatever a publisher does (raises, hangs past its deadline, is cancelled), the refit ends with an
+  answer for each engine. A publisher that ignores its cancellation is left behind, and said so.
+- What counts is the engine's own word: the new version, the old one, or torn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aprilsched.coordinator.tasks import Tasks
+from aprilsched.coordinator.watchdog import watched
+from aprilsched.core.commands import Refit, Retire
+from aprilsched.core.events import ControlFailed, Event, Refitted
+from aprilsched.engines.base import Engine
+from aprilsched.errors import EngineError, TornWeights
+from aprilsched.weights.base import AdapterPublisher, WeightPublisher
+
+__all__ = ["RefitReport", "Refits"]
+
+log = logging.getLogger("aprilsched")
+
+_GRACE_S = 10.0
+"""For a cancelled publisher to clean up after itself (leave a group, say)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefitReport:
+    """What an update did.
+
+    Attributes:
+        version: the policy version that all engines in use have now.
+        quarantined: engines that did not take it, with the cause; their rollouts go on on others.
+        seconds: from the call to the last engine's answer, preparation included.
+    """
+
+    version: int
+    quarantined: Mapping[str, str]
+    seconds: float
+
+
+class Refits:
+    """Carries refits and what belongs to them out."""
+
+    def __init__(
+        self,
+        *,
+        engines: Mapping[str, Engine],
+        feed: Callable[[Event], None],
+        fleet_version: Callable[[], int],
+        call_timeout_s: float,
+        refit_timeout_s: float,
+    ) -> None:
+        self.publisher: WeightPublisher | None = None
+        """Moves the version that is asked for now, and after that the fleet's."""
+        self.failure: Exception | None = None
+        """What the publisher raised, to be chained to the error the trainer gets."""
+        self._fleets: WeightPublisher | None = None
+        self._engines = engines
+        self._feed = feed
+        self._fleet_version = fleet_version
+        self._call_timeout_s = call_timeout_s
+        self._refit_timeout_s = refit_timeout_s
+        self._tasks: Tasks | None = None
+        self._left_behind: set[asyncio.Task[Mapping[str, Exception | None]]] = set()
+        self._calls = 0
+
+    def start(self, tasks: Tasks) -> None:
+        self._tasks = tasks
+
+    # --- commands ------------------------------------------------------------------------------
+
+    def refit(self, command: Refit) -> None:
+        publisher = self._fleets if command.catch_up else self.publisher
+        # Catching up ends with its engine; a refit of the whole fleet goes on for the others.
+        key = ("control", command.engines[0]) if command.catch_up else ("control",)
+        self._start(key, self._refit(command, publisher))
+
+    def keep_publisher(self) -> None:
+        """The version that it moved is the fleet's now."""
+        self._fleets = self.publisher
+
+    def retire(self, command: Retire) -> None:
+        publisher = self._fleets
+        if isinstance(publisher, AdapterPublisher):
+            self._start(("control", command.engine), self._retire(publisher, command))
+
+    # --- work ----------------------------------------------------------------------------------
+
+    def _start(self, key: tuple[str, ...], work: Coroutine[Any, Any, None]) -> None:
+        self._calls += 1
+        if self._tasks is not None:
+            self._tasks.start((*key, "refit", self._calls), work)
+
+    async def _refit(self, command: Refit, publisher: WeightPublisher | None) -> None:
+        causes = await self._publish(command, publisher)
+        async with asyncio.TaskGroup() as group:
+            for name in command.engines:
+                group.create_task(self._verify(command, name, causes.get(name) or ""))
+
+    async def _publish(
+        self, command: Refit, publisher: WeightPublisher | None
+    ) -> Mapping[str, str]:
+        """Bring the version in; for each engine why it failed, or an empty string."""
+        if publisher is None:
+            return dict.fromkeys(command.engines, "there is no publisher")
+        self.failure = None
+        try:
+            results = await self._bounded(publisher, command)
+        except TimeoutError:
+            cause = f"the publisher did not finish within {self._refit_timeout_s:g} s"
+            return dict.fromkeys(command.engines, cause)
+        except Exception as error:
+            # A publisher is the caller's code: whatever it raises ends this update, not the run.
+            self.failure = error
+            return dict.fromkeys(command.engines, f"the publisher raised {error!r}")
+        return {name: str(error) if error else "" for name, error in results.items()}
+
+    async def _bounded(
+        self, publisher: WeightPublisher, command: Refit
+    ) -> Mapping[str, Exception | None]:
+        engines = [self._engines[name] for name in command.engines]
+        task = asyncio.ensure_future(publisher.publish(command.version, engines))
+        try:
+            with watched(", ".join(command.engines), f"the refit to version {command.version}"):
+                done, _ = await asyncio.wait([task], timeout=self._refit_timeout_s)
+        except asyncio.CancelledError:
+            self._leave_behind(task)
+            raise
+        if done:
+            return task.result()
+        task.cancel()
+        _, hanging = await asyncio.wait([task], timeout=_GRACE_S)
+        if hanging:
+            log.error("%s ignores that it was cancelled and is left behind", publisher)
+            self._leave_behind(task)
+        raise TimeoutError
+
+    def _leave_behind(self, task: asyncio.Task[Mapping[str, Exception | None]]) -> None:
+        task.cancel()
+        self._left_behind.add(task)
+        task.add_done_callback(self._left_behind.discard)
+
+    async def _verify(self, command: Refit, name: str, cause: str) -> None:
+        """Believe only what the engine itself says of its version."""
+        version: int | None
+        try:
+            version = await self._version(command, name, cause)
+        except TornWeights as error:
+            version, cause = None, cause or str(error)
+        except (EngineError, TimeoutError) as error:
+            why = cause or str(error) or f"no answer within {self._call_timeout_s:g} s"
+            self._feed(ControlFailed(engine=name, call="refit", cause=why))
+            return
+        self._feed(Refitted(engine=name, version=version, cause=cause, catch_up=command.catch_up))
+
+    async def _version(self, command: Refit, name: str, cause: str) -> int:
+        async with asyncio.timeout(self._call_timeout_s):
+            version = await self._engines[name].version()
+        if command.beside:
+            # The label is the base model's. An adapter is there if loading it did not fail.
+            return self._fleet_version() if cause else command.version
+        return version
+
+    async def _retire(self, publisher: AdapterPublisher, command: Retire) -> None:
+        try:
+            async with asyncio.timeout(self._refit_timeout_s):
+                await publisher.retire(command.version, self._engines[command.engine])
+        except Exception as error:
+            log.warning(
+                "%s keeps the adapter of version %d: %r", command.engine, command.version, error
+            )

@@ -1,0 +1,224 @@
+"""One open scheduler: the core, everything that carries its commands out, and their lifetime.
+
+Every task belongs to one task group, from open to close. Whatever ends it (the caller, a bug, a
+cancellation), the engines are released: nothing of ours decodes on, nothing stays paused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.coordinator.attempts import Attempts
+from aprilsched.coordinator.closing import release
+from aprilsched.coordinator.controls import EngineControls
+from aprilsched.coordinator.loop import EventLoop
+from aprilsched.coordinator.opening import check_engines
+from aprilsched.coordinator.readmission import Readmission
+from aprilsched.coordinator.refits import Refits
+from aprilsched.coordinator.tasks import Tasks
+from aprilsched.coordinator.waits import Waits
+from aprilsched.coordinator.work import Work
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.core.rules import Rules
+from aprilsched.core.scheduler import Scheduler
+from aprilsched.core.state import SchedulerState
+from aprilsched.engines.base import Engine, Fleet
+from aprilsched.errors import FleetLost, RunGivenUp, SchedulerClosed
+from aprilsched.telemetry.base import Listener
+
+__all__ = ["Session"]
+
+log = logging.getLogger("aprilsched")
+
+
+class Session:
+    """The parts of a scheduler, wired together. `work` runs the caller's functions."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        config: SchedulerConfig,
+        rules: Rules,
+        work: Work,
+        listeners: Sequence[Listener],
+        run_id: str,
+    ) -> None:
+        self.config = config
+        self.engines: dict[str, Engine] = {}
+        self.waits = Waits()
+        self._fleet = fleet
+        self._work = work
+        self._loop = EventLoop(Scheduler(rules), listeners)
+        self.attempts = Attempts(
+            run_id=run_id,
+            engines=self.engines,
+            feed=self.feed,
+            may_send=self.state.control.runs,
+            rate=config.dispatch_rate,
+        )
+        self._controls = EngineControls(
+            engines=self.engines, feed=self.feed, timeout_s=config.control_timeout_s
+        )
+        self.refits = Refits(
+            engines=self.engines,
+            feed=self.feed,
+            fleet_version=lambda: self.state.tracker.trainer,
+            call_timeout_s=config.control_timeout_s,
+            refit_timeout_s=config.refit_timeout_s,
+        )
+        self._readmission = Readmission(engines=self.engines, feed=self.feed, config=config)
+        self._stopping = asyncio.Event()
+        self._main: asyncio.Task[None] | None = None
+        self._wire()
+
+    @property
+    def state(self) -> SchedulerState:
+        return self._loop.core.state
+
+    def feed(self, event: ev.Event) -> None:
+        self._loop.feed(event)
+
+    # --- lifetime ------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        if self._main is not None:
+            raise SchedulerClosed("a RolloutScheduler is opened once; make a new one.")
+        await self._fleet.open()
+        try:
+            self.engines.update((engine.name, engine) for engine in self._fleet.engines)
+            opened = await check_engines(self._fleet.engines, self.config)
+        except BaseException:
+            await self._fleet.close()
+            raise
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._main = asyncio.create_task(self._run(opened, ready), name="aprilsched")
+        await ready
+        self.waits.raise_failure()
+
+    async def close(self) -> None:
+        if self._main is None:
+            return
+        self._stopping.set()
+        # A second Ctrl-C cancels this wait; the clean-up below it is bounded and goes on.
+        await asyncio.shield(asyncio.gather(self._main, return_exceptions=True))
+
+    def check_open(self) -> None:
+        """Raises what ended the session, or SchedulerClosed if it was not opened or is closed."""
+        self.waits.raise_failure()
+        if self._main is None or self._stopping.is_set():
+            raise SchedulerClosed("use the scheduler inside its `async with` block.")
+
+    async def _run(self, opened: ev.Opened, ready: asyncio.Future[None]) -> None:
+        """Own every task of the scheduler from open to close."""
+        released = False
+        parts = (self.attempts, self._controls, self.refits, self._readmission, self._work)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = Tasks(group)
+                for part in parts:
+                    part.start(tasks)
+                self.feed(opened)
+                ready.set_result(None)
+                await self._stopping.wait()
+                self._loop.stop()
+                # A pause that is on its way must not arrive after the continue, nor may an
+                # engine be opened anew while it is closed.
+                tasks.cancel_kind(("control",))
+                tasks.cancel_kind(("readmission",))
+                await asyncio.sleep(0)
+                await release(self.attempts, self.engines, self.state)
+                released = True
+                tasks.cancel_all()
+        except BaseExceptionGroup as errors:
+            # One bug or one bad prompt is what happened; the group is only how it travelled.
+            error = _first(errors)
+            log.error("the scheduler stopped: %r", error)
+            self.waits.fail(error)
+        finally:
+            self._loop.stop()
+            if not released:
+                await release(self.attempts, self.engines, self.state)
+            closed = SchedulerClosed("the scheduler was closed while it was waited for.")
+            self.waits.fail(closed)
+            if not ready.done():
+                ready.set_exception(closed)
+            self._work.close()
+            await self._fleet.close()
+
+    # --- commands ------------------------------------------------------------------------------
+
+    def _wire(self) -> None:
+        work, attempts, controls, waits = self._work, self.attempts, self._controls, self.waits
+        self._loop.performers.update(
+            {
+                do.FetchPrompts: work.fetch,
+                do.StartEpisode: work.start_episode,
+                do.ResolveTurn: work.resolve_turn,
+                do.Score: work.score,
+                do.ScoreGroup: work.score_group,
+                do.Judge: work.judge,
+                do.CancelWork: work.cancel,
+                do.GiveUp: self._give_up,
+                do.Send: attempts.send,
+                do.Abort: attempts.abort,
+                do.Pause: controls.pause,
+                do.Flush: controls.flush,
+                do.Release: controls.release,
+                do.Wake: controls.wake,
+                do.Continue: controls.resume,
+                do.Refit: self.refits.refit,
+                do.Retire: self.refits.retire,
+                do.LoseEngine: self._lose_engine,
+                do.AdmitEngine: self._admit_engine,
+                do.FinishUpdate: self._finish_update,
+                do.FinishSleep: waits.finish_sleep,
+                do.Deliver: waits.deliver,
+                do.EndOfPrompts: waits.end,
+                do.DeliverEvaluation: waits.deliver_evaluation,
+            }
+        )
+
+    def _lose_engine(self, command: do.LoseEngine) -> None:
+        how = "on standby until a refit reaches it" if command.standby else "out of use"
+        log.error("engine %s is %s: %s", command.engine, how, command.cause)
+        self.attempts.abandon(command.engine)
+        self._controls.give_up(command)
+        self._readmission.lost(command)
+        if command.last:
+            self.waits.fail(
+                FleetLost(f"no engine is left; the last was {command.engine}: {command.cause}")
+            )
+
+    def _admit_engine(self, command: do.AdmitEngine) -> None:
+        log.warning("engine %s takes part again, at version %d", command.engine, command.version)
+
+    def _finish_update(self, command: do.FinishUpdate) -> None:
+        if not command.cause:
+            self.refits.keep_publisher()
+        else:
+            log.error(
+                "version %d is not in use, the fleet goes on under %d: %s",
+                command.version,
+                self.state.tracker.trainer,
+                command.cause,
+            )
+        self.waits.finish_update(command)
+
+    def _give_up(self, command: do.GiveUp) -> None:
+        self.waits.fail(
+            RunGivenUp(
+                f"{command.groups} groups in a row failed and none was accepted, the last because "
+                f"{command.cause}; mend that, or raise max_failed_groups."
+            )
+        )
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return error  # pyright: ignore[reportUnknownVariableType]

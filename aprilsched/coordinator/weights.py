@@ -1,0 +1,149 @@
+"""The trainer's side of updates and sleep: one at a time, each ending in an answer or an error.
+
+A cancelled call never leaves an engine paused or asleep: what it began is withdrawn where that is
+still possible, and runs to its end otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+from aprilsched.coordinator.refits import RefitReport
+from aprilsched.coordinator.session import Session
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.engines.refit import SleepingEngine
+from aprilsched.errors import ConfigError, RefitError
+from aprilsched.weights.base import AdapterPublisher, RepublishingPublisher, WeightPublisher
+
+__all__ = ["Weights"]
+
+log = logging.getLogger("aprilsched")
+
+_TAGS = ("kv_cache", "weights", "cuda_graph")
+
+
+class Weights:
+    """Updates and sleep of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock = asyncio.Lock()
+
+    def check_whole(self) -> None:
+        """Raises RefitError if no engine in use has whole weights, so nothing could come."""
+        control = self._session.state.control
+        if not control.engines and control.standby and self._session.state.update is None:
+            names = ", ".join(control.standby)
+            raise RefitError(
+                f"no engine has the fleet's weights ({names} wait for them); call "
+                "update_weights() first."
+            )
+
+    # --- updates -------------------------------------------------------------------------------
+
+    async def update(self, publisher: WeightPublisher, version: int | None) -> RefitReport:
+        """See :meth:`RolloutScheduler.update_weights`."""
+        session = self._session
+        session.check_open()
+        started = asyncio.get_running_loop().time()
+        async with self._lock:
+            await self._previous_update()
+            new = session.state.tracker.trainer + 1 if version is None else version
+            self._check(publisher, new)
+            await publisher.prepare(new)
+            session.check_open()
+            result = await self._run(publisher, new)
+        if result.cause:
+            raise self._error(result) from session.refits.failure
+        return RefitReport(
+            version=new,
+            quarantined=dict(result.failed),
+            seconds=asyncio.get_running_loop().time() - started,
+        )
+
+    def _check(self, publisher: WeightPublisher, new: int) -> None:
+        state = self._session.state
+        if new <= state.tracker.trainer:
+            raise ConfigError(
+                f"version {new} is not newer than {state.tracker.trainer}, which is in use; give "
+                "a larger number."
+            )
+        beside = isinstance(publisher, AdapterPublisher)
+        if state.adapter is not None and not beside:
+            raise ConfigError(
+                "adapters are in use, and what is in flight would end on another model; go on "
+                "publishing adapters, or open a new scheduler."
+            )
+        if beside and state.sleep is not None:
+            raise ConfigError("the engines are asleep; publish adapters outside of asleep().")
+
+    async def _run(self, publisher: WeightPublisher, new: int) -> do.FinishUpdate:
+        session = self._session
+        beside = isinstance(publisher, AdapterPublisher)
+        if beside:
+            session.attempts.adapter_name = publisher.adapter_name
+        session.refits.publisher = publisher
+        future = session.waits.for_update()
+        holds = isinstance(publisher, RepublishingPublisher) and publisher.holds(new)
+        session.feed(ev.UpdateRequested(version=new, beside=beside, republishable=holds))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            log.warning("the call that asked for version %d was cancelled", new)
+            session.feed(ev.UpdateWithdrawn(version=new))
+            raise
+
+    def _error(self, result: do.FinishUpdate) -> RefitError:
+        state = self._session.state
+        if state.control.engines:
+            outcome = f"so generation goes on under {state.tracker.trainer}"
+        else:
+            outcome = "and none has whole weights of another; call update_weights() again"
+        return RefitError(f"version {result.version} reached no engine, {outcome}: {result.cause}")
+
+    async def _previous_update(self) -> None:
+        """An update whose caller was cancelled still runs; two at once would mix their weights."""
+        previous = self._session.waits.update
+        if previous is not None and not previous.done():
+            await asyncio.wait([previous])
+
+    # --- sleep ---------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def asleep(self, tags: Sequence[str]) -> AsyncGenerator[None]:
+        """See :meth:`RolloutScheduler.asleep`."""
+        session = self._session
+        session.check_open()
+        self._check_sleep(tags)
+        async with self._lock:
+            await self._previous_update()
+            if session.state.sleep is not None:
+                raise ConfigError("the engines are asleep already; asleep() cannot be nested.")
+            future = session.waits.for_sleep()
+            session.feed(ev.SleepRequested(tags=tuple(tags)))
+        try:
+            await asyncio.shield(future)
+            yield
+        finally:
+            await self._wake(future)
+        self.check_whole()
+
+    async def _wake(self, falling: asyncio.Future[do.FinishSleep]) -> None:
+        await self._previous_update()
+        if not falling.done():
+            falling.cancel()
+        future = self._session.waits.for_sleep()
+        self._session.feed(ev.WakeRequested())
+        await asyncio.shield(future)
+
+    def _check_sleep(self, tags: Sequence[str]) -> None:
+        unknown = [tag for tag in tags if tag not in _TAGS]
+        if unknown or not tags:
+            raise ConfigError(f"tags are {list(tags)}; give some of {', '.join(_TAGS)}.")
+        for engine in self._session.engines.values():
+            if not isinstance(engine, SleepingEngine):
+                raise ConfigError(f"{engine.name} cannot release memory; run it without asleep().")
