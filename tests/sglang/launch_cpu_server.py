@@ -13,6 +13,8 @@ import sys
 import stand_ins
 
 stand_ins.install()
+if "--enable-lora" in sys.argv:
+    stand_ins.unpin()
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server

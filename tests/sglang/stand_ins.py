@@ -1,14 +1,18 @@
-"""Two modules that SGLang's import chain wants and a machine without a GPU cannot give.
+"""What SGLang wants and a machine without a GPU cannot give: two modules, and pinned memory.
 
-Call :func:`install` before sglang or transformers' models are imported, in every process.
+Call :func:`install` before sglang or transformers' models are imported, and :func:`unpin` before
+a server with LoRA boots, in every process.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["install"]
+__all__ = ["install", "unpin"]
 
 _VLLM_OPERATORS = ("rms_norm", "fused_add_rms_norm", "rotary_embedding", "awq_dequantize")
 
@@ -25,3 +29,26 @@ def install() -> None:
     package.__dict__.update(__path__=[], _custom_ops=operators)
     sys.modules["vllm"] = package
     sys.modules["vllm._custom_ops"] = operators
+
+
+def unpin() -> None:
+    """Let torch make plain tensors where pinned ones are asked for.
+
+    SGLang's native LoRA backend keeps small index tensors in pinned memory without asking whether
+    there is a device to copy them to, and torch refuses that on a CPU alone.
+    """
+    import torch
+
+    def plain(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def made(*args: Any, pin_memory: bool = False, **more: Any) -> Any:
+            return make(*args, **more)
+
+        return made
+
+    def unpinned(tensor: Any, device: Any = None) -> Any:
+        return tensor
+
+    for name in ("tensor", "empty", "zeros", "ones"):
+        setattr(torch, name, plain(getattr(torch, name)))
+    torch.Tensor.pin_memory = unpinned

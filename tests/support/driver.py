@@ -6,6 +6,7 @@ an answer needs no ids.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +26,21 @@ Control = do.Pause | do.Flush | do.Continue | do.Release | do.Wake
 def prompts(count: int, *, start: int = 0) -> tuple[Prompt, ...]:
     """Prompts that differ from each other."""
     return tuple(Prompt(input_ids=np.array([start + i, 7], dtype=np.int32)) for i in range(count))
+
+
+def config(**changes: object) -> SchedulerConfig:
+    """Small asynchronous batches, over-provisioned twice."""
+    values: dict[str, object] = {
+        "batch_groups": 2,
+        "group_size": 2,
+        "over_provision": 2.0,
+        "pace": "asynchronous",
+    }
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def names(commands: Sequence[do.Command]) -> list[str]:
+    return [type(command).__name__ for command in commands]
 
 
 def tokens(count: int, first: int = 100) -> Int32Array:

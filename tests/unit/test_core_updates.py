@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from aprilsched.config import SchedulerConfig
 from aprilsched.core import commands as do
 from aprilsched.core import events as ev
 from aprilsched.types import VersionSpan
-from tests.support.driver import Driver
-
-
-def config(**changes: object) -> SchedulerConfig:
-    values: dict[str, object] = {
-        "batch_groups": 2,
-        "group_size": 2,
-        "over_provision": 2.0,
-        "pace": "asynchronous",
-    }
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def names(commands: Sequence[do.Command]) -> list[str]:
-    return [type(command).__name__ for command in commands]
+from tests.support.driver import Driver, config, names
 
 
 def test_retract_pauses_flushes_refits_and_continues_in_this_order():

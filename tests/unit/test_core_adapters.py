@@ -1,0 +1,102 @@
+"""Adapters: loaded beside the one in use, no pause, each unloaded with its last request."""
+
+from __future__ import annotations
+
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.types import VersionSpan
+from tests.support.driver import Driver, config
+
+
+def test_an_adapter_is_loaded_without_a_pause_and_serves_what_is_sent_afterwards():
+    driver = Driver(config())
+    before = driver.attempts()
+    driver.feed(ev.UpdateRequested(version=1, beside=True))
+    assert driver.refits == [do.Refit(version=1, engines=("a", "b"), beside=True)]
+    assert not driver.controls
+    driver.settle()
+    assert {send.adapter for send in driver.sends.values()} == {None}
+    driver.request_batch()
+    for key in before:
+        driver.finish(key)
+    assert {send.adapter for send in driver.sent[len(before) :]} == {1}
+
+
+def test_tokens_are_of_the_adapter_they_were_sent_under_whatever_the_engines_label_says():
+    driver = Driver(config(batch_groups=1, group_size=2, over_provision=1.0))
+    driver.update(beside=True)
+    driver.request_batch()
+    base = driver.attempts()
+    for key in base:
+        driver.finish(key)
+    (first, second) = driver.attempts()
+    driver.progress(first, 5)
+    driver.update(beside=True)
+    label = (VersionSpan(version=0, start=0, end=8),)
+    driver.finish(first, 3, spans=label)
+    driver.finish(second, 8, spans=label)
+    driver.request_batch()
+    assert [r.versions.tolist() for r in driver.batches[0].rollouts] == [[0] * 3] * 2
+    assert [r.versions.tolist() for r in driver.batches[1].rollouts] == [[1] * 8] * 2
+    assert all(r.versions_exact for r in driver.batches[1].rollouts)
+
+
+def test_a_continuation_goes_on_under_the_new_adapter():
+    driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0))
+    driver.update(beside=True)
+    driver.request_batch()
+    driver.finish(driver.attempts()[0])
+    (key,) = driver.attempts()
+    driver.progress(key, 4)
+    driver.update(beside=True)
+    driver.fail(key)
+    (key,) = driver.attempts()
+    assert driver.sends[key].adapter == 2
+    driver.finish(key, 2)
+    driver.request_batch()
+    (rollout,) = driver.batches[-1].rollouts
+    assert rollout.versions.tolist() == [1] * 4 + [2] * 2
+
+
+def test_an_adapter_is_unloaded_when_its_last_request_has_ended_and_not_before():
+    driver = Driver(config(batch_groups=1, group_size=2, over_provision=1.0), engines=("a",))
+    driver.update(beside=True)
+    driver.request_batch()
+    for key in driver.attempts():
+        driver.finish(key)
+    (first, second) = driver.attempts()
+    driver.update(beside=True)
+    driver.finish(first)
+    assert not driver.retired
+    driver.finish(second)
+    assert driver.retired == [do.Retire(engine="a", version=1)]
+
+
+def test_an_adapter_that_fails_everywhere_changes_nothing():
+    driver = Driver(config())
+    driver.feed(ev.UpdateRequested(version=1, beside=True))
+    driver.answer_refit(a=(0, "no such file"), b=(0, "no such file"))
+    assert "no such file" in driver.updates[0].cause
+    assert (driver.state.adapter, driver.state.tracker.trainer) == (None, 0)
+    assert not driver.lost
+
+
+def test_a_restarted_engine_gets_the_adapter_in_use():
+    driver = Driver(config())
+    driver.update(beside=True, republishable=True)
+    driver.feed(ev.EngineLost(engine="b", cause="killed"))
+    driver.come_back("b", version=0)
+    assert driver.refits == [do.Refit(version=1, engines=("b",), beside=True, catch_up=True)]
+    driver.settle()
+    assert driver.state.tracker.engines == {"a": 1, "b": 1}
+
+
+def test_one_with_another_base_model_does_not():
+    driver = Driver(config())
+    driver.update()
+    driver.update(beside=True, republishable=True)
+    driver.feed(ev.EngineLost(engine="b", cause="killed"))
+    driver.come_back("b", version=0)
+    assert not driver.refits
+    driver.update(beside=True)
+    assert driver.state.tracker.engines == {"a": 3}

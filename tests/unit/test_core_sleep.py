@@ -1,0 +1,153 @@
+"""Sleep: stragglers safe, memory away, weights back, KV back; illegal orders do not exist."""
+
+from __future__ import annotations
+
+import pytest
+
+from aprilsched.core import events as ev
+from aprilsched.errors import InvariantViolation
+from tests.support.driver import Driver, config, names, prompts
+
+TAGS = ("kv_cache", "weights")
+
+
+def fall_asleep(driver: Driver, tags: tuple[str, ...] = TAGS) -> None:
+    driver.feed(ev.SleepRequested(tags=tags))
+    driver.settle()
+    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+
+
+def test_retract_pauses_flushes_and_releases_with_the_stragglers_inside():
+    driver = Driver(config(), engines=("a",))
+    assert names(driver.feed(ev.SleepRequested(tags=TAGS))) == ["Pause"]
+    assert names(driver.feed(ev.Paused(engine="a"))) == ["Flush"]
+    assert names(driver.feed(ev.Flushed(engine="a"))) == ["Release"]
+    assert names(driver.feed(ev.Released(engine="a", tags=TAGS))) == ["FinishSleep"]
+    assert len(driver.sends) == 8, "the calls stay open"
+
+
+def test_a_refit_wakes_the_weights_and_the_end_wakes_the_rest():
+    driver = Driver(config(), engines=("a",))
+    fall_asleep(driver)
+    driver.controls.clear()
+    (wake,) = driver.feed(ev.UpdateRequested(version=1))
+    assert (names([wake]), wake.tags) == (["Wake"], ("weights",))  # type: ignore[union-attr]
+    assert names(driver.feed(ev.Woken(engine="a", tags=("weights",)))) == ["Refit"]
+    assert names(driver.feed(ev.Refitted(engine="a", version=1))) == ["FinishUpdate"]
+    (wake,) = driver.feed(ev.WakeRequested())
+    assert wake.tags == ("kv_cache",)  # type: ignore[union-attr]
+    last = driver.feed(ev.Woken(engine="a", tags=("kv_cache",)))
+    assert names(last) == ["FinishSleep", "Continue"]
+
+
+def test_the_weights_are_not_released_again_after_the_refit():
+    driver = Driver(config())
+    fall_asleep(driver)
+    driver.update()
+    assert {c.released for c in driver.state.control.engines.values()} == {frozenset({"kv_cache"})}
+
+
+@pytest.mark.parametrize("straggler", ["abort", "in_place", "retract"])
+def test_stragglers_are_called_back_where_the_engine_cannot_hold_them(straggler: str):
+    driver = Driver(config(straggler=straggler), holds_stragglers=False)
+    for key in driver.attempts():
+        driver.progress(key, 5)
+    driver.feed(ev.SleepRequested(tags=TAGS))
+    assert len(driver.aborts) == 8
+    assert not driver.controls, "no pause before they are back"
+    driver.settle()
+    assert not driver.sends
+    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+    driver.update()
+    driver.feed(ev.WakeRequested())
+    driver.settle()
+    assert {len(send.input_ids) for send in driver.sends.values()} == {2 + 5}
+
+
+def test_run_lets_them_end_first():
+    driver = Driver(config(straggler="run"))
+    driver.feed(ev.SleepRequested(tags=TAGS))
+    for key in driver.attempts():
+        assert not driver.controls
+        driver.finish(key)
+    driver.settle()
+    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+
+
+def test_stragglers_held_in_place_are_continued_before_they_are_called_back():
+    driver = Driver(config(straggler="in_place", pace="synchronous"), engines=("a",))
+    driver.request_batch()
+    for group_id in driver.group_ids()[:2]:
+        driver.finish_group(group_id)
+    driver.settle()
+    assert driver.state.control.engines["a"].mode == "paused"
+    assert names(driver.feed(ev.SleepRequested(tags=TAGS)))[-1] == "Continue"
+    driver.settle()
+    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+
+
+def test_weights_that_were_released_and_not_brought_back_never_generate():
+    driver = Driver(config())
+    fall_asleep(driver)
+    driver.feed(ev.WakeRequested())
+    driver.settle()
+    assert not driver.state.control.engines
+    assert set(driver.state.control.standby) == {"a", "b"}
+    assert not driver.sends
+    driver.update()
+    assert len(driver.sends) == 8
+
+
+@pytest.mark.parametrize(("keeps", "tags"), [(True, TAGS), (False, ("kv_cache",))])
+def test_without_a_refit_they_go_on_if_the_weights_are_what_they_were(
+    keeps: bool, tags: tuple[str, ...]
+):
+    driver = Driver(config(), keeps_weights=keeps)
+    fall_asleep(driver, tags)
+    driver.feed(ev.WakeRequested())
+    driver.settle()
+    assert [sleep.asleep for sleep in driver.sleeps] == [True, False]
+    assert {c.mode for c in driver.state.control.engines.values()} == {"running"}
+
+
+def test_a_synchronous_fleet_wakes_into_its_pause():
+    driver = Driver(config(pace="synchronous"))
+    driver.request_batch()
+    for group_id in driver.group_ids()[:2]:
+        driver.finish_group(group_id)
+    driver.settle()
+    fall_asleep(driver)
+    driver.update()
+    driver.feed(ev.WakeRequested())
+    driver.settle()
+    assert {c.mode for c in driver.state.control.engines.values()} == {"paused"}
+    assert not any(c.released for c in driver.state.control.engines.values())
+
+
+def test_an_evaluation_ends_before_the_engines_sleep():
+    driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0))
+    driver.feed(ev.BatchRequested())
+    driver.feed(
+        ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1, start=900), group_size=1)
+    )
+    driver.feed(ev.SleepRequested(tags=TAGS))
+    assert not driver.controls
+    for key in driver.attempts():
+        driver.finish(key)
+    driver.settle()
+    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+
+
+def test_an_engine_lost_on_its_way_to_sleep_keeps_nobody_awake():
+    driver = Driver(config())
+    driver.feed(ev.SleepRequested(tags=TAGS))
+    driver.feed(ev.ControlFailed(engine="a", call="pause", cause="timeout"))
+    driver.settle()
+    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+
+
+def test_sleep_in_a_sleep_is_a_bug():
+    driver = Driver(config())
+    fall_asleep(driver)
+    with pytest.raises(InvariantViolation):
+        driver.feed(ev.SleepRequested(tags=TAGS))
