@@ -81,7 +81,7 @@ class EngineControls:
         if command.standby or self._tasks is None:
             return
         self._tasks.cancel_kind(("control", command.engine))
-        self._start(command.engine, self._let_go(command.engine))
+        self._start(command.engine, self._let_go(self._engines[command.engine]))
 
     # --- work ----------------------------------------------------------------------------------
 
@@ -104,12 +104,12 @@ class EngineControls:
         else:
             self._feed(done)
 
-    async def _let_go(self, name: str) -> None:
+    async def _let_go(self, engine: Engine) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._engines[name].resume()
+                await engine.resume()
         except (EngineError, TimeoutError) as error:
-            log.warning("%s is lost and could not be told to continue: %s", name, error)
+            log.warning("%s is lost and could not be told to continue: %s", engine.name, error)
 
 
 def _sleeping(engine: Engine) -> SleepingEngine:

@@ -48,10 +48,15 @@ class Readmission:
 
     def lost(self, command: LoseEngine) -> None:
         """Wait for the engine to come back, unless it only stands by."""
-        key = ("readmission", command.engine)
-        if not command.standby and self._tasks is not None and not self._tasks.running(key):
-            self._losses[command.engine] += 1
-            self._tasks.start(key, self._watch(command.engine))
+        if not command.standby:
+            self.expect(command.engine)
+
+    def expect(self, engine: str) -> None:
+        """It does not work now, but is expected to."""
+        key = ("readmission", engine)
+        if self._tasks is not None and not self._tasks.running(key):
+            self._losses[engine] += 1
+            self._tasks.start(key, self._watch(engine))
 
     def forget(self, engine: str) -> None:
         """It left the fleet and is not expected back."""

@@ -15,6 +15,7 @@ from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.closing import release
 from aprilsched.coordinator.controls import EngineControls
 from aprilsched.coordinator.loop import EventLoop
+from aprilsched.coordinator.membership import Membership
 from aprilsched.coordinator.opening import check_engines
 from aprilsched.coordinator.readmission import Readmission
 from aprilsched.coordinator.refits import Refits
@@ -72,6 +73,13 @@ class Session:
             refit_timeout_s=config.refit_timeout_s,
         )
         self._readmission = Readmission(engines=self.engines, feed=self.feed, config=config)
+        self._membership = Membership(
+            fleet=fleet,
+            engines=self.engines,
+            feed=self.feed,
+            config=config,
+            readmission=self._readmission,
+        )
         self._stopping = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
         self._wire()
@@ -116,7 +124,14 @@ class Session:
     async def _run(self, opened: ev.Opened, ready: asyncio.Future[None]) -> None:
         """Own every task of the scheduler from open to close."""
         released = False
-        parts = (self.attempts, self._controls, self.refits, self._readmission, self._work)
+        parts = (
+            self.attempts,
+            self._controls,
+            self.refits,
+            self._readmission,
+            self._membership,
+            self._work,
+        )
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = Tasks(group)
@@ -130,6 +145,7 @@ class Session:
                 # engine be opened anew while it is closed.
                 tasks.cancel_kind(("control",))
                 tasks.cancel_kind(("readmission",))
+                tasks.cancel(["membership"])
                 await asyncio.sleep(0)
                 await release(self.attempts, self.engines, self.state)
                 released = True

@@ -1,0 +1,200 @@
+"""The real coordinator when engines are lost, come back, join and leave; on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from itertools import pairwise
+
+import pytest
+
+from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
+from aprilsched.core.events import EngineLost
+from aprilsched.engines.base import Engine, FleetChange
+from aprilsched.engines.sim import run_virtual
+from aprilsched.errors import EngineError, RefitError, TornWeights
+
+
+def workload() -> LongTailWorkload:
+    return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
+
+
+CONFIG = SchedulerConfig(batch_groups=4, group_size=4, over_provision=2.0)
+
+
+def lose(rollouts: RolloutScheduler, name: str) -> None:
+    rollouts._session.feed(EngineLost(engine=name, cause="its machine burnt"))
+
+
+class Once:
+    """Publishes a version once; nobody can have it again."""
+
+    def __init__(self) -> None:
+        self._sim = SimPublisher()
+
+    async def prepare(self, version: int) -> None:
+        await self._sim.prepare(version)
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        return await self._sim.publish(version, engines)
+
+
+def test_a_lost_engine_is_back_at_the_fleets_version(caplog: pytest.LogCaptureFixture):
+    async def main() -> None:
+        async with RolloutScheduler(SimFleet(2), workload(), config=CONFIG) as rollouts:
+            await rollouts.next_batch()
+            lose(rollouts, "sim-1")
+            await rollouts.update_weights(Once())
+            assert rollouts.state.tracker.engines == {"sim-0": 1}
+            await asyncio.sleep(5)
+            assert set(rollouts.state.control.standby) == {"sim-1"}
+            await rollouts.update_weights(Once())
+            assert rollouts.state.tracker.engines == {"sim-0": 2, "sim-1": 2}
+            await rollouts.next_batch()
+
+    with caplog.at_level(logging.WARNING, "aprilsched"):
+        run_virtual(main())
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "engine sim-1 is out of use: its machine burnt",
+        "engine sim-1 takes part again, at version 2",
+    ]
+
+
+def test_it_catches_up_alone_with_a_publisher_that_still_holds_the_version():
+    async def main() -> None:
+        async with RolloutScheduler(SimFleet(2), workload(), config=CONFIG) as rollouts:
+            await rollouts.next_batch()
+            lose(rollouts, "sim-1")
+            await rollouts.update_weights(SimPublisher())
+            await asyncio.sleep(5)
+            assert rollouts.state.tracker.engines == {"sim-0": 1, "sim-1": 1}
+
+    run_virtual(main())
+
+
+def test_one_that_keeps_failing_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch):
+    fleet = SimFleet(2)
+    asked: list[float] = []
+
+    async def refuse() -> None:
+        asked.append(asyncio.get_running_loop().time())
+        raise EngineError("sim-1", "is still on fire.")
+
+    async def main() -> None:
+        async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
+            monkeypatch.setattr(fleet.engines[1], "open", refuse)
+            lose(rollouts, "sim-1")
+            await asyncio.sleep(1_000)
+
+    run_virtual(main())
+    waits = [later - earlier for earlier, later in pairwise(asked)]
+    assert waits[:5] == pytest.approx([2, 4, 8, 16, 32], abs=0.1)
+    assert set(waits[6:]) == {60.0}
+
+
+class Torn:
+    """Breaks off after the first bytes, on `engines`, until it is mended."""
+
+    def __init__(self, engines: Sequence[Engine], patch: pytest.MonkeyPatch) -> None:
+        self._engines = engines
+        self._patch = patch
+        self._sim = SimPublisher()
+        self.broken = True
+
+    async def prepare(self, version: int) -> None:
+        await self._sim.prepare(version)
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        if not self.broken:
+            self._patch.undo()
+            return await self._sim.publish(version, engines)
+        for engine in self._engines:
+            error = TornWeights(engine.name, "holds half a model.")
+            self._patch.setattr(engine, "version", _raising(error))
+        return {engine.name: OSError("the link is gone") for engine in engines}
+
+
+def _raising(error: Exception) -> object:
+    async def version() -> int:
+        raise error
+
+    return version
+
+
+def test_a_fleet_that_is_torn_whole_says_so_and_the_next_update_mends_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    fleet = SimFleet(2)
+    publisher = Torn(fleet.engines, monkeypatch)
+
+    async def main() -> None:
+        async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
+            await rollouts.next_batch()
+            with pytest.raises(RefitError, match=r"call update_weights\(\) again"):
+                await rollouts.update_weights(publisher)
+            with pytest.raises(RefitError, match="no engine has the fleet's weights"):
+                await rollouts.next_batch()
+            publisher.broken = False
+            await rollouts.update_weights(publisher)
+            batch = await rollouts.next_batch()
+            assert {segment.version for r in batch.rollouts for segment in r.segments} <= {0, 1}
+
+    run_virtual(main())
+
+
+def test_a_call_cancelled_in_the_pause_leaves_the_fleet_at_the_old_version(
+    caplog: pytest.LogCaptureFixture,
+):
+    async def main() -> None:
+        fleet = SimFleet(2, pause_seconds=3.0)
+        async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
+            waiting = asyncio.create_task(rollouts.next_batch())
+            await asyncio.sleep(0.1)
+            update = asyncio.create_task(rollouts.update_weights(SimPublisher()))
+            await asyncio.sleep(1)
+            update.cancel()
+            batch = await waiting
+            assert batch.version == rollouts.version == 0
+            assert rollouts.state.update is None
+
+    run_virtual(main())
+    assert "version 1 is not in use, the fleet goes on under 0: the call was cancelled" in (
+        caplog.text
+    )
+
+
+class Changing(SimFleet):
+    """A fleet of which one engine leaves and another joins."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.changes: asyncio.Queue[FleetChange] = asyncio.Queue()
+
+    async def watch(self) -> AsyncGenerator[FleetChange, None]:
+        while True:
+            yield await self.changes.get()
+
+
+def test_engines_join_and_leave_while_it_runs():
+    async def main() -> None:
+        fleet, other = Changing(), SimFleet(3)
+        await other.open()
+        joining = other.engines[2]
+        async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
+            await rollouts.next_batch()
+            fleet.changes.put_nowait(FleetChange(left=("sim-0",), joined=(joining,)))
+            await asyncio.sleep(100)
+            assert set(rollouts.state.tracker.engines) == {"sim-1", "sim-2"}
+            batch = await rollouts.next_batch()
+            await rollouts.update_weights(SimPublisher())
+            await rollouts.next_batch()
+            engines = {segment.engine for r in batch.rollouts for segment in r.segments}
+            assert "sim-2" in engines
+
+    run_virtual(main())
