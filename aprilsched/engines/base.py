@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from aprilsched.types import FinishReason, Float32Array, Int32Array, SamplingParams, VersionSpan
 
@@ -17,8 +17,10 @@ __all__ = [
     "Chunk",
     "Engine",
     "Fleet",
+    "FleetChange",
     "GenerationRequest",
     "PauseMode",
+    "WatchesMembership",
 ]
 
 PauseMode: TypeAlias = Literal["retract", "in_place"]
@@ -158,3 +160,30 @@ class Fleet(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FleetChange:
+    """What changed in a fleet since it was last asked; `left` comes before `joined`.
+
+    `joined` are open and probed, of the fleet's model, and of whatever weights they happen to
+    have: ask each for its version. `left` are names; one of them may be back in `joined`.
+    """
+
+    left: tuple[str, ...] = ()
+    joined: tuple[Engine, ...] = ()
+
+
+@runtime_checkable
+class WatchesMembership(Protocol):
+    """A fleet whose engines join and leave while it is open."""
+
+    def watch(self) -> AsyncGenerator[FleetChange, None]:
+        """Every change from now on, as it happens; one reader at a time.
+
+        ``Fleet.engines`` is already as after the change. An engine that left stays open until
+        the next change is asked for, so that its reader can give up its streams first. Trouble
+        with one engine, or with what lists them, changes nothing and ends nothing: it is
+        logged, and looked at again.
+        """
+        ...

@@ -1,27 +1,17 @@
-"""Several SGLang servers of one model, opened together or not at all."""
+"""Several SGLang servers of one model: opened together or not at all, joined and left at will."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
 
+from aprilsched.engines.base import FleetChange
+from aprilsched.engines.sglang.address import ServerAddress
 from aprilsched.engines.sglang.engine import SGLangEngine
 from aprilsched.engines.sglang.limits import SGLangLimits
-from aprilsched.engines.sglang.probe import ServerFacts
+from aprilsched.engines.sglang.members import Members
 from aprilsched.errors import ConfigError
 
 __all__ = ["SGLangFleet"]
-
-_MUST_AGREE: Sequence[tuple[str, Callable[[ServerFacts], Any], str]] = (
-    ("model", lambda facts: facts.model_path, "serve one model in the whole fleet"),
-    ("vocabulary size", lambda facts: facts.vocab_size, "serve one model in the whole fleet"),
-    (
-        "weight version",
-        lambda facts: facts.label,
-        "load the same weights everywhere, under the same weight_version, or restart the servers",
-    ),
-)
 
 
 class SGLangFleet:
@@ -53,29 +43,24 @@ class SGLangFleet:
             raise ConfigError(f"urls is the string {urls!r}; give a list of URLs.")
         if not urls:
             raise ConfigError("The list of servers is empty; give at least one URL.")
-        self._model_path = model_path
-        self._engines = tuple(
-            SGLangEngine(
-                url,
-                admin_key=admin_key,
-                api_key=api_key,
-                stream_interval=stream_interval,
-                limits=limits,
-            )
-            for url in urls
-        )
-        names = [engine.name for engine in self._engines]
+        self._admin_key = admin_key
+        self._api_key = api_key
+        self._stream_interval = stream_interval
+        self._limits = limits
+        engines = [self._engine(url) for url in urls]
+        names = [engine.name for engine in engines]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"The server {twice} is listed twice; give each server once.")
+        self._members = Members(engines, model_path)
 
     def __repr__(self) -> str:
-        return f"SGLangFleet({[engine.name for engine in self._engines]})"
+        return f"SGLangFleet({[engine.name for engine in self.engines]})"
 
     @property
     def engines(self) -> Sequence[SGLangEngine]:
-        """The servers, in the order of their urls."""
-        return self._engines
+        """The servers, in the order of their urls; those added later follow."""
+        return self._members.engines
 
     async def open(self) -> None:
         """Open every server and check that they agree; closes all of them if anything is wrong.
@@ -84,36 +69,46 @@ class SGLangFleet:
             EngineError: if a server cannot be reached or is no SGLang.
             ConfigError: if the servers differ in model or weights.
         """
-        try:
-            outcomes = await asyncio.gather(
-                *(engine.open() for engine in self._engines), return_exceptions=True
-            )
-            failures = [outcome for outcome in outcomes if outcome is not None]
-            for other in failures[1:]:
-                failures[0].add_note(f"also {other}")
-            if failures:
-                raise failures[0]
-            self._check()
-        except BaseException:
-            await self.close()
-            raise
+        await self._members.open()
 
     async def close(self) -> None:
         """Close every server's connections."""
-        await asyncio.gather(*(engine.close() for engine in self._engines))
+        await self._members.close()
 
-    def _check(self) -> None:
-        first, *others = self._engines
-        if self._model_path is not None and first.facts.model_path != self._model_path:
-            raise ConfigError(
-                f"{first.name} serves {first.facts.model_path!r} and not {self._model_path!r}; "
-                "start it with that model or change model_path."
-            )
-        for what, of, remedy in _MUST_AGREE:
-            for other in others:
-                ours, theirs = of(first.facts), of(other.facts)
-                if ours != theirs and ours is not None and theirs is not None:
-                    raise ConfigError(
-                        f"{first.name} and {other.name} disagree on the {what} ({ours!r} and "
-                        f"{theirs!r}); {remedy}."
-                    )
+    async def add(self, url: str) -> None:
+        """Take in one more server while the fleet is open; it may have any version's weights.
+
+        Raises:
+            EngineError: if it cannot be reached or is no SGLang.
+            ConfigError: if the url is bad or there already, or the server has another model.
+        """
+        await self._members.join(self._engine(url))
+
+    async def remove(self, url: str) -> None:
+        """Let a server go; what it generates is lost to the fleet.
+
+        Raises:
+            ConfigError: if it is not in the fleet, or is the last one.
+        """
+        self._members.leave(ServerAddress.parse(url).name)
+
+    async def watch(self) -> AsyncGenerator[FleetChange, None]:
+        """What :meth:`add` and :meth:`remove` do.
+
+        See :class:`aprilsched.engines.base.WatchesMembership`.
+        """
+        while True:
+            await self._members.changed()
+            change = self._members.take()
+            if change is not None:
+                yield change
+            await self._members.close_departed()
+
+    def _engine(self, url: str) -> SGLangEngine:
+        return SGLangEngine(
+            url,
+            admin_key=self._admin_key,
+            api_key=self._api_key,
+            stream_interval=self._stream_interval,
+            limits=self._limits,
+        )

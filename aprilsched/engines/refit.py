@@ -135,10 +135,15 @@ class SleepingEngine(Protocol):
     async def release(self, tags: Sequence[str]) -> None:
         """Free the memory of `tags` ("kv_cache", "weights", "cuda_graph").
 
-        Only while it is paused and nothing runs.
+        Only while it is paused with "retract". Requests may wait meanwhile where
+        ``Capabilities.release_while_paused``. A released cache is an empty one.
         """
         ...
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take the memory of `tags` back; each was released before."""
+        """Take the memory of `tags` back; each was released before.
+
+        Only then may the engine be resumed. Weights come back as they were where
+        ``Capabilities.keeps_released_weights``; elsewhere they need a refit first.
+        """
         ...

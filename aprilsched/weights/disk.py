@@ -1,33 +1,22 @@
 """Weights through a directory that the trainer writes and the engines read.
 
-- An engine never sees half a checkpoint: a version is written beside its place, brought to
-  the disk, and then renamed.
+- An engine never sees half a checkpoint.
 - The version that the engines were last given is never deleted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
-import re
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromDisk
 from aprilsched.errors import ConfigError
+from aprilsched.weights.versions_on_disk import VersionsOnDisk
 
 __all__ = ["DiskPublisher"]
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-_VERSION_DIRECTORY = re.compile(r"version-(\d{8,})")
-_WRITING = ".writing-"
 
 
 class DiskPublisher:
@@ -53,18 +42,16 @@ class DiskPublisher:
         *,
         keep: int = 2,
     ) -> None:
-        if keep < 1:
-            raise ConfigError(f"keep is {keep}; the engines need at least the version they load.")
-        # Absolute, because a server resolves a path against its own working directory.
-        self._directory = Path(os.path.abspath(directory))
+        self._versions = VersionsOnDisk(directory, check=_check, keep=keep)
         self._save = save
-        self._keep = keep
 
     def path(self, version: int) -> Path:
         """Where `version` is, or will be."""
-        if self._save is None:
-            return self._directory
-        return self._directory / f"version-{version:08d}"
+        return self._versions.directory if self._save is None else self._versions.path(version)
+
+    def holds(self, version: int) -> bool:
+        """Whether `version` is still on the disk; without `save` nobody knows what is there."""
+        return self._save is not None and self.path(version).is_dir()
 
     async def prepare(self, version: int) -> None:
         """Write `version` while the engines still generate.
@@ -73,17 +60,9 @@ class DiskPublisher:
             ConfigError: if what is to be published is no checkpoint.
         """
         if self._save is None:
-            await _in_thread(_check, self._directory)
-            return
-        writing = await _in_thread(self._begin)
-        try:
-            pending = await _in_thread(self._save, writing)
-            if inspect.isawaitable(pending):
-                await pending
-            await _in_thread(self._commit, writing, self.path(version))
-        except BaseException:
-            shutil.rmtree(writing, ignore_errors=True)
-            raise
+            await self._versions.check(self.path(version))
+        else:
+            await self._versions.write(version, self._save)
 
     async def publish(
         self, version: int, engines: Sequence[Engine]
@@ -94,39 +73,11 @@ class DiskPublisher:
             ConfigError: if `version` was not prepared.
         """
         path = self.path(version)
-        await _in_thread(_check, path)
+        await self._versions.check(path)
         outcomes = await asyncio.gather(*(_update(engine, path, version) for engine in engines))
         if self._save is not None and not any(outcomes):
-            await _in_thread(self._forget, path)
+            await self._versions.forget(version)
         return {engine.name: outcome for engine, outcome in zip(engines, outcomes, strict=True)}
-
-    def _begin(self) -> Path:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for left_over in self._directory.glob(f"{_WRITING}*"):  # by a trainer that was killed
-            shutil.rmtree(left_over, ignore_errors=True)
-        writing = Path(tempfile.mkdtemp(prefix=_WRITING, dir=self._directory))
-        writing.chmod(0o755)  # mkdtemp's 0700 would hide it from a server of another user
-        return writing
-
-    def _commit(self, writing: Path, final: Path) -> None:
-        _check(writing)
-        for path in (*(path for path in writing.rglob("*") if path.is_file()), writing):
-            _sync(path)
-        if final.exists():  # the same version, prepared again after a failed refit
-            shutil.rmtree(final)
-        writing.rename(final)
-        _sync(self._directory)
-
-    def _forget(self, published: Path) -> None:
-        """Delete the oldest versions; by age, since a restored trainer counts from lower."""
-        others = [
-            path
-            for path in self._directory.iterdir()
-            if _VERSION_DIRECTORY.fullmatch(path.name) and path != published
-        ]
-        others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        for path in others[self._keep - 1 :]:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 async def _update(engine: Engine, path: Path, version: int) -> Exception | None:
@@ -141,26 +92,8 @@ async def _update(engine: Engine, path: Path, version: int) -> Exception | None:
     return None
 
 
-async def _in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in a thread. A thread cannot be stopped: when cancelled, wait for its end."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
-
-
 def _check(path: Path) -> None:
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         raise ConfigError(
             f"{path} holds no checkpoint; it needs a config.json and at least one *.safetensors."
         )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,13 +10,15 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from aprilsched.engines.base import Engine, PauseMode
-from aprilsched.engines.refit import RefitFromDisk
+from aprilsched.engines.refit import RefitFromDisk, SleepingEngine
+from aprilsched.errors import EngineRejected
 from aprilsched.types import VersionSpan
 from tests.sglang.helpers import PROMPT, Stream, greedy, until, whole
 
@@ -229,6 +231,79 @@ async def every_token_arrives_once(subject: Subject) -> None:
         assert all(chunk.spans is None for chunk in stream.chunks[:-1])
 
 
+async def cache_keys_keep_prefixes_apart(subject: Subject) -> None:
+    """Under another key no KV is shared, and the tokens are the same."""
+    found = [
+        await whole(subject.engine, replace(greedy(40), cache_key=key))
+        for key in ("version-1", "version-2", "version-3", None)
+    ]
+    assert not any(stream.last.cached_tokens for stream in found)
+    assert all(stream.ids == found[0].ids for stream in found)
+
+
+async def released_memory_comes_back(subject: Subject) -> None:
+    """Stragglers wait in the pause while the memory is away, and go on with the same tokens."""
+    engine = subject.engine
+    assert isinstance(engine, SleepingEngine)
+    assert engine.capabilities.release_while_paused
+    assert engine.capabilities.keeps_released_weights
+    version = await engine.version()
+    reference = await whole(engine, greedy(400))
+    stream = await Stream(engine, greedy(400)).start().reach(20)
+    await engine.pause("retract")
+    await engine.flush()
+    await engine.release(["kv_cache", "weights"])
+    assert await engine.version() == version
+    await engine.wake(["weights"])
+    await engine.wake(["kv_cache"])
+    await engine.resume()
+    await stream.end()
+    assert stream.ids == reference.ids
+    np.testing.assert_allclose(stream.logprobs, reference.logprobs, atol=1e-3)
+
+
+async def weights_are_taken_while_the_cache_is_away(subject: Subject) -> None:
+    """The order of a trainer on the same GPU: weights wake, the refit, then the cache."""
+    engine = subject.engine
+    assert isinstance(engine, SleepingEngine)
+    assert isinstance(engine, RefitFromDisk)
+    old = await engine.version()
+    stream = await Stream(engine, greedy(400)).start().reach(20)
+    await engine.pause("retract")
+    await engine.flush()
+    await engine.release(["kv_cache", "weights"])
+    await engine.wake(["weights"])
+    await engine.update_from_disk(subject.weights[1], old + 1)
+    await engine.wake(["kv_cache"])
+    await engine.resume()
+    await stream.end()
+    assert stream.last.spans is not None
+    assert [span.version for span in stream.last.spans] == [old, old + 1]
+    boundary = stream.last.spans[1].start
+    prefix = np.concatenate([PROMPT, np.array(stream.ids[:boundary], np.int32)])
+    rest = await whole(engine, greedy(400 - boundary, prompt=prefix))
+    assert stream.ids[boundary:] == rest.ids
+
+
+async def memory_calls_in_a_wrong_order_are_refused(subject: Subject) -> None:
+    """Each of them would kill a server, or let it go on without its memory."""
+    engine = subject.engine
+    assert isinstance(engine, SleepingEngine)
+    await engine.pause("retract")
+    with pytest.raises(EngineRejected, match="was not released"):
+        await engine.wake(["kv_cache"])
+    await engine.release(["kv_cache"])
+    with pytest.raises(EngineRejected, match="released already"):
+        await engine.release(["weights", "kv_cache"])
+    with pytest.raises(EngineRejected, match="was not released"):
+        await engine.wake(["weights", "kv_cache"])
+    with pytest.raises(EngineRejected, match="kv_cache is released; wake it first"):
+        await engine.resume()
+    await engine.wake(["kv_cache"])
+    await engine.resume()
+    assert len(await whole(engine, greedy(8))) == 8
+
+
 async def _abort_until_ended(engine: Engine, stream: Stream) -> None:
     """As the coordinator does it."""
     async with asyncio.timeout(20):
@@ -261,4 +336,8 @@ CHECKS: tuple[Check, ...] = (
     a_re_sent_prefix_continues_the_response,
     leaving_a_stream_ends_its_request,
     leaving_a_held_stream_ends_its_request,
+    cache_keys_keep_prefixes_apart,
+    released_memory_comes_back,
+    weights_are_taken_while_the_cache_is_away,
+    memory_calls_in_a_wrong_order_are_refused,
 )

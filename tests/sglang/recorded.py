@@ -27,11 +27,21 @@ from aprilsched.core.events import EngineLost, Event, Finished, Interrupted, Pro
 from aprilsched.core.invariants import check
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.errors import PromptsExhausted
-from aprilsched.types import VersionSpan
+from aprilsched.types import Int32Array, VersionSpan
 from tests.sglang.helpers import until
 from tests.sglang.server import server_environment, server_python
 
-__all__ = ["BATCHES", "CONFIG", "Recorder", "Run", "long_tail", "record", "scores"]
+__all__ = [
+    "BATCHES",
+    "CONFIG",
+    "Recorder",
+    "Run",
+    "greedy_scores",
+    "long_tail",
+    "record",
+    "scores",
+    "sequence_scores",
+]
 
 BATCHES = 6
 GROUPS = 4
@@ -181,16 +191,30 @@ async def _lose_one(rollouts: RolloutScheduler) -> None:
     rollouts._feed(EngineLost(engine=halfway(), cause="given up by the test"))
 
 
+def greedy_scores(
+    model: Path, rollouts: Sequence[Rollout], folder: Path
+) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
+    """What `model` gives each response token, and what it gives the likeliest one there."""
+    (own,) = scores([model], rollouts, folder)
+    with np.load(folder / f"{model.name}.npz") as arrays:
+        best = [arrays[f"best-{i}"][len(r.prompt_ids) :] for i, r in enumerate(rollouts)]
+    return own, best
+
+
 def scores(
     models: Sequence[Path], rollouts: Sequence[Rollout], folder: Path
 ) -> list[list[NDArray[np.float64]]]:
     """For each model the log-probability that transformers gives every response token."""
+    return sequence_scores(models, [(r.prompt_ids, r.token_ids) for r in rollouts], folder)
+
+
+def sequence_scores(
+    models: Sequence[Path], responses: Sequence[tuple[Int32Array, Int32Array]], folder: Path
+) -> list[list[NDArray[np.float64]]]:
+    """The same for prompts and the responses to them."""
     source = folder / "in.npz"
     targets = [folder / f"{model.name}.npz" for model in models]
-    whole = {
-        str(i): np.concatenate((r.prompt_ids, r.token_ids)).astype(np.int64)
-        for i, r in enumerate(rollouts)
-    }
+    whole = {str(i): np.concatenate(r).astype(np.int64) for i, r in enumerate(responses)}
     np.savez(source, **whole)  # type: ignore[arg-type]
     pairs = [str(part) for pair in zip(models, targets, strict=True) for part in pair]
     done = subprocess.run(
@@ -205,5 +229,5 @@ def scores(
     found: list[list[NDArray[np.float64]]] = []
     for target in targets:
         with np.load(target) as arrays:
-            found.append([arrays[str(i)][len(r.prompt_ids) :] for i, r in enumerate(rollouts)])
+            found.append([arrays[str(i)][len(prompt) :] for i, (prompt, _) in enumerate(responses)])
     return found

@@ -2,7 +2,7 @@
 
 ``python score.py IN.npz MODEL OUT.npz [MODEL OUT.npz]…``: IN holds int64 arrays; each OUT gets for
 every array, under the same name, the float64 log-probability that its MODEL gives each token given
-all before it (0 for the first).
+all before it (0 for the first), and under ``best-NAME`` that of the token it finds likeliest.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -25,8 +25,10 @@ def score(source: str, model_path: str, target: str) -> None:
         for name, ids in np.load(source).items():
             row = torch.from_numpy(ids)
             logits = model(row[None]).logits[0].double()
-            picked = logits.log_softmax(-1)[:-1].gather(1, row[1:, None])[:, 0]
+            logprobs = logits.log_softmax(-1)[:-1]
+            picked = logprobs.gather(1, row[1:, None])[:, 0]
             scores[name] = np.concatenate(([0.0], picked.numpy()))
+            scores[f"best-{name}"] = np.concatenate(([0.0], logprobs.amax(-1).numpy()))
     np.savez(target, **scores)
 
 

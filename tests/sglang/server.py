@@ -16,7 +16,7 @@ import subprocess
 import time
 from pathlib import Path
 
-__all__ = ["CpuServer", "server_environment", "server_python", "write_model"]
+__all__ = ["CpuServer", "free_port", "server_environment", "server_python", "write_model"]
 
 HERE = Path(__file__).parent
 BOOT_SECONDS = 240.0
@@ -64,7 +64,7 @@ class CpuServer:
     def __init__(self, model: Path, log: Path, *extra: str) -> None:
         self.model = model
         self.log = log
-        self.port = _free_port()
+        self.port = free_port()
         self._extra = extra
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -105,6 +105,14 @@ class CpuServer:
     def alive(self) -> bool:
         """Whether the process still runs."""
         return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        """End the process group as a machine does that loses power; it can be started again."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(STOP_SECONDS)
+            self._process = None
 
     def stop(self) -> None:
         """End the process group, gently first."""
@@ -150,7 +158,7 @@ def server_environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port below the ephemeral range.
 
     One of that range, free now, may be the near end of somebody's connection by the time the

@@ -2,6 +2,10 @@
 
 Their safe order around a refit is pause(retract), flush, update, resume. SGLang dispatches a
 pause without waiting for it to take effect, but keeps the order of later calls.
+
+What was released is remembered here, because the server does not look: it dies of waking what was
+not released, and goes on without its memory if it is told to. A call counts as carried out unless
+the server refused it or was not reached.
 """
 
 from __future__ import annotations
@@ -18,13 +22,14 @@ from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sglang.probe import ServerFacts, weight_label
 from aprilsched.engines.sglang.wire import MESSAGE_LIMIT, version_number
-from aprilsched.errors import ControlTimeout, EngineError
+from aprilsched.errors import ControlTimeout, EngineError, EngineRejected, EngineUnreachable
 
 __all__ = ["ServerControl"]
 
 _log = logging.getLogger(__name__)
 _BUSY = 400
 _PAUSED = 503
+_CONFLICT = 409
 _FLUSH_POLL_SECONDS = 0.05
 
 
@@ -36,6 +41,7 @@ class ServerControl:
         self._transport = transport
         self._limits = limits
         self._facts: ServerFacts | None = None
+        self._released: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -67,7 +73,9 @@ class ServerControl:
         await self._control("pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Go on after a pause."""
+        """Go on after a pause; refused while any of its memory is released."""
+        if self._released:
+            raise self._conflict(f"its {min(self._released)} is released; wake it first.")
         body = {"torch_empty_cache": False} if self.facts.torch_empty_cache else {}
         await self._control("continue_generation", body)
 
@@ -96,12 +104,39 @@ class ServerControl:
             ) from error
 
     async def release(self, tags: Sequence[str]) -> None:
-        """Free memory; the server must be paused, with nothing running."""
-        await self._control("release_memory_occupation", {"tags": list(tags)})
+        """Free memory; the server must be paused with retract: it dies while anything runs."""
+        if twice := sorted(self._released.intersection(tags)):
+            raise self._conflict(f"{twice[0]} is released already; release each part once.")
+        await self._lend("release_memory_occupation", tags, self._released.union(tags))
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take memory back; a tag that was not released makes the server's scheduler raise."""
-        await self._control("resume_memory_occupation", {"tags": list(tags)})
+        """Take memory back."""
+        if awake := sorted(set(tags) - self._released):
+            raise self._conflict(f"{awake[0]} was not released; wake only what was.")
+        await self._lend("resume_memory_occupation", tags, self._released.difference(tags))
+
+    async def _lend(self, path: str, tags: Sequence[str], then: frozenset[str]) -> None:
+        before, self._released = self._released, then
+        try:
+            # Not repeated: a second wake kills the server.
+            await self._transport.call(
+                "POST",
+                path,
+                {"tags": list(tags)},
+                timeout=self._limits.control_timeout,
+                repeatable=False,
+            )
+        except (EngineRejected, EngineUnreachable):
+            self._released = before
+            raise
+
+    async def _forget_what_is_over(self) -> None:
+        """A server that is not paused was started anew, whatever the one before it had lent."""
+        if self._released and await self.is_paused() is False:
+            self._released = frozenset()
+
+    def _conflict(self, why: str) -> EngineRejected:
+        return EngineRejected(self.name, why, status=_CONFLICT)
 
     async def _control(
         self, path: str, body: object = None, *, accept: tuple[int, ...] = (200,)

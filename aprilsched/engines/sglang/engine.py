@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 
 import aiohttp
 
@@ -83,6 +83,7 @@ class SGLangEngine(ServerRefit):
         await self._transport.open()
         try:
             self._facts = await probe(self.name, self._transport, self._limits.control_timeout)
+            await self._forget_what_is_over()
         except BaseException:
             await self._transport.close()
             raise
@@ -102,11 +103,9 @@ class SGLangEngine(ServerRefit):
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Stream one response; see :meth:`aprilsched.engines.base.Engine.generate`."""
         self._check_ids(request)
-        interval = self._stream_interval if self.facts.stream_interval else None
-        body = generate_body(request, stream_interval=interval)
         call = self._calls[request.request_id] = Call()
         try:
-            async with self._transport.generate(body) as response:
+            async with self._sent(request) as response:
                 call.attach(response)
                 await self._check_status(response)
                 async with aclosing(self._chunks(request.request_id, response)) as chunks:
@@ -117,7 +116,7 @@ class SGLangEngine(ServerRefit):
                         yield chunk
         except HungUp:
             yield nothing(spans_known=self.capabilities.version_spans)
-        except EngineRejected:
+        except (EngineRejected, EngineUnreachable):
             # The server does not have it. Aborting would end another request of this id.
             call.over = True
             raise
@@ -137,6 +136,13 @@ class SGLangEngine(ServerRefit):
         if call is not None and call.silent:
             call.break_off(HungUp())
         await self._control("abort_request", {"rid": request_id})
+
+    def _sent(
+        self, request: GenerationRequest
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """The open answer to the one call that asks for `request`."""
+        interval = self._stream_interval if self.facts.stream_interval else None
+        return self._transport.generate(generate_body(request, stream_interval=interval))
 
     def _check_ids(self, request: GenerationRequest) -> None:
         vocab = self.facts.vocab_size

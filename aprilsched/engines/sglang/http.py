@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -80,10 +81,15 @@ class Transport:
             if session is not None:
                 await session.close()
 
-    def generate(self, body: dict[str, Any]) -> aiohttp.client._RequestContextManager:  # pyright: ignore[reportPrivateUsage]
+    def generate(
+        self, body: dict[str, Any], *, headers: Mapping[str, str] | None = None
+    ) -> aiohttp.client._RequestContextManager:  # pyright: ignore[reportPrivateUsage]
         """POST /generate, as a context manager over the open response."""
         return self._opened(self._generate).post(
-            self._url / "generate", data=msgspec.json.encode(body), allow_redirects=False
+            self._url / "generate",
+            data=msgspec.json.encode(body),
+            headers=headers,
+            allow_redirects=False,
         )
 
     async def call(
@@ -96,6 +102,7 @@ class Transport:
         accept: tuple[int, ...] = (200,),
         repeatable: bool = True,
         admin: bool = True,
+        headers: Mapping[str, str] | None = None,
     ) -> Answer:
         """One control call, retried where that is safe; raises unless the status is accepted."""
         session = self._opened(self._control if admin else self._generate)
@@ -107,7 +114,7 @@ class Transport:
         )
         try:
             async with asyncio.timeout(timeout):
-                answer: Answer = await retries(self._once, session, method, path, body)
+                answer: Answer = await retries(self._once, session, method, path, body, headers)
         except TimeoutError as error:
             raise ControlTimeout(
                 self._name, f"{method} /{path} did not answer within {timeout:g} s."
@@ -117,12 +124,17 @@ class Transport:
         return answer
 
     async def _once(
-        self, session: aiohttp.ClientSession, method: str, path: str, body: object
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        path: str,
+        body: object,
+        headers: Mapping[str, str] | None,
     ) -> Answer:
         data = None if body is None else msgspec.json.encode(body)
         try:
             async with session.request(
-                method, self._url / path, data=data, allow_redirects=False
+                method, self._url / path, data=data, headers=headers, allow_redirects=False
             ) as response:
                 return Answer(response.status, await self.read(response))
         except (aiohttp.ClientError, OSError) as error:

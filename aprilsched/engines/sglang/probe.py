@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 SPANS_SINCE = (0, 5, 18)
 """First release that reports `weight_versions` and flushes while requests wait in a pause."""
+RELEASE_SINCE = (0, 5, 21)
+"""First release known to free memory while requests wait in a pause; 0.5.17 dies of it."""
 STREAM_INTERVAL_SINCE = (0, 5, 0)
 """First release known to take `stream_interval` among the sampling parameters; an older one
 fails the request over a name that it does not know."""
@@ -139,7 +141,9 @@ def _capabilities(server: ServerInfo) -> Capabilities:
         max_running_requests=running,
         kv_tokens=None if tokens is None else tokens * ranks,
         ranks=(server.tp_size or 1) * (server.pp_size or 1),
-        release_while_paused=recent,
+        release_while_paused=release(server.version) >= RELEASE_SINCE,
+        keeps_released_weights=not server.enable_memory_saver
+        or bool(server.enable_weights_cpu_backup),
         adapters=bool(server.enable_lora),
         server=f"SGLang {server.version or '(unknown version)'}",
     )

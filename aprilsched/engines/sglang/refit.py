@@ -56,9 +56,15 @@ class ServerRefit(ServerControl):
         before = self._torn
         async with self._update(f"loading {path}"):
             try:
+                # Left out, the format is the one that the server was started with: one that
+                # waits with dummy weights for its first refit then loads nothing.
                 await self._load(
                     "update_weights_from_disk",
-                    {"model_path": str(path), "weight_version": str(version)},
+                    {
+                        "model_path": str(path),
+                        "load_format": "auto",
+                        "weight_version": str(version),
+                    },
                 )
             except EngineRejected as error:
                 if any(message in str(error) for message in _UNTOUCHED):
@@ -140,13 +146,17 @@ class ServerRefit(ServerControl):
     # --- adapters ------------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, path: Path) -> None:
-        """Load a LoRA adapter beside the others."""
+        """Load a LoRA adapter beside the others, while they generate."""
         await self._load(
             "load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, loads=False
         )
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter; the server waits for its last request."""
+        """Forget a LoRA adapter.
+
+        The server waits for its last request and loads no other adapter meanwhile. It does not
+        forget the path: a request that names the adapter again would load it again.
+        """
         await self._transport.call(
             "POST",
             "unload_lora_adapter",

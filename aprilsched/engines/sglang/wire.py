@@ -114,6 +114,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
     tp_size: int | None = None
     pp_size: int | None = None
     enable_lora: bool | None = None
+    enable_memory_saver: bool | None = None
+    enable_weights_cpu_backup: bool | None = None
     incremental_streaming_output: bool | None = None
     internal_states: list[InternalState] = []
 

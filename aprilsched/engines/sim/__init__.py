@@ -8,13 +8,14 @@ from aprilsched.engines.sim.clock import run_virtual
 from aprilsched.engines.sim.config import Counters, SimConfig
 from aprilsched.engines.sim.engine import SimEngine
 from aprilsched.engines.sim.fleet import SimFleet
-from aprilsched.engines.sim.publisher import SimPublisher
+from aprilsched.engines.sim.publisher import SimAdapterPublisher, SimPublisher
 from aprilsched.engines.sim.timing import H200_QWEN3_4B, StepTimeModel
 
 __all__ = [
     "H200_QWEN3_4B",
     "Batcher",
     "Counters",
+    "SimAdapterPublisher",
     "SimConfig",
     "SimEngine",
     "SimFleet",

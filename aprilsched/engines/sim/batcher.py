@@ -17,7 +17,8 @@ Invariants:
 - Every submitted request ends with exactly one chunk that has ``finish``.
 
 Differences from SGLang: ticks of ``stream_interval`` steps are the engine's own, not each
-request's; there is no prefix cache across requests; KV outlives a retract until it is flushed.
+request's; there is no prefix cache across requests, so a cache key has nothing to keep apart;
+KV outlives a retract until it is flushed.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Batcher:
         self.version = version
         self.weights_key = weights_key_of_version(version)
         self._pool = KvPool(config)
+        self.adapters: dict[str, int] = {}
+        """The weights key of each adapter that can be sampled with."""
         self._output = Output(config)
         self._batch = RunningBatch(config.stream_interval, self._output)
         self._by_id: dict[str, Sequence] = {}
@@ -107,10 +110,16 @@ class Batcher:
         """Whether the request was sent during the pause and is not registered yet."""
         return request_id in self._held
 
+    def samples_with(self, adapter: str) -> bool:
+        """Whether a request that has not ended yet names `adapter`."""
+        return any(s.request.adapter == adapter for s in self._by_id.values())
+
     def refusal(self, request: GenerationRequest) -> str | None:
         """Why `request` cannot be taken, in one sentence, or None."""
         if request.request_id in self._by_id:
             return f"request id {request.request_id!r} is in use; give every request its own."
+        if request.adapter is not None and request.adapter not in self.adapters:
+            return f"adapter {request.adapter!r} is not loaded; load it first."
         total = len(request.input_ids) + request.sampling.max_new_tokens
         if total > self.config.kv_tokens:
             return (
@@ -129,7 +138,8 @@ class Batcher:
         """
         if (why := self.refusal(request)) is not None:
             raise ValueError(why)
-        sequence = Sequence(request, self._output.stop_ids(request.sampling))
+        adapter = 0 if request.adapter is None else self.adapters[request.adapter]
+        sequence = Sequence(request, self._output.stop_ids(request.sampling), adapter)
         self._by_id[request.request_id] = sequence
         if self._paused or self._pausing:
             self._held[request.request_id] = sequence

@@ -9,19 +9,22 @@ Invariants:
 - What SGLang does at the edges is done here too: a request sent during a pause is held, and an
   abort of it is lost; an abort under an in-place pause takes effect after it, with one more
   token; an abort after a retract gives what was streamed; a request id in use is refused.
+- Memory that is released is neither used nor missed: a call that would is refused.
 - A stream that is left early has its request aborted, even one that a pause still holds.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest, PauseMode
+from aprilsched.engines.sim.adapters import Adapters
 from aprilsched.engines.sim.batcher import Batcher
 from aprilsched.engines.sim.checksum import weights_key_of_files
 from aprilsched.engines.sim.config import Counters, SimConfig
+from aprilsched.engines.sim.memory import Memory
 from aprilsched.engines.sim.pacing import Pacer
 from aprilsched.errors import ConfigError, EngineError, EngineProtocolError, EngineRejected
 
@@ -63,6 +66,8 @@ class SimEngine:
         self._pause_seconds = pause_seconds
         self._pacer = Pacer(name, time_scale)
         self._batcher = Batcher(self._config)
+        self._adapters = Adapters(name, self._batcher)
+        self._memory = Memory()
         self._streams: dict[str, asyncio.Queue[Chunk | EngineError]] = {}
         self._orphans: set[str] = set()
         self._control = asyncio.Lock()
@@ -78,6 +83,9 @@ class SimEngine:
             flush_while_paused=True,
             max_running_requests=self._config.max_running,
             kv_tokens=self._config.kv_tokens,
+            release_while_paused=True,
+            keeps_released_weights=True,
+            adapters=True,
             server="aprilsched simulated engine",
         )
 
@@ -124,6 +132,8 @@ class SimEngine:
     async def restart(self) -> None:
         """Come back after :meth:`crash`: empty, not paused, with the weights of version 0."""
         self._batcher = Batcher(self._config)
+        self._adapters = Adapters(self._name, self._batcher)
+        self._memory = Memory()
         self._orphans.clear()
         await self.open()
 
@@ -131,6 +141,7 @@ class SimEngine:
         for stream in self._streams.values():
             stream.put_nowait(EngineProtocolError(self._name, why))
         self._streams.clear()
+        self._adapters.give_up(EngineProtocolError(self._name, why))
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -138,7 +149,8 @@ class SimEngine:
         """Stream one response; see :class:`~aprilsched.engines.base.Engine`.
 
         Raises:
-            EngineRejected: (400) a request id in use, or more tokens than the KV pool has.
+            EngineRejected: (400) a request id in use, an adapter that is not loaded, or more
+                tokens than the KV pool has.
             EngineUnreachable: the engine is not open.
             EngineProtocolError: the engine was closed or crashed meanwhile.
         """
@@ -205,9 +217,14 @@ class SimEngine:
                 raise EngineRejected(self._name, why, status=400)
 
     async def resume(self) -> None:
-        """Go on, and abort what was given up while a pause held it."""
+        """Go on, and abort what was given up while a pause held it.
+
+        Raises:
+            EngineRejected: (409) memory is released: a real server would go on without it.
+        """
         async with self._control:
             now = self._pacer.now()
+            self._refuse(self._memory.lacks(), 409)
             self._batcher.resume(now)
             for request_id in self._orphans:
                 self._batcher.abort(request_id, now)
@@ -222,10 +239,11 @@ class SimEngine:
 
         Raises:
             EngineRejected: (409) the engine is neither paused nor without requests: a real
-                server would wait here for every running request.
+                server would wait here for every running request. Or its weights are released.
         """
         async with self._control:
             self._pacer.now()
+            self._refuse(self._memory.lacks("weights"), 409)
             await self._pacer.sleep(self._refit_seconds)
             self._pump()
             if not self._batcher.refit(version, weights_key):
@@ -238,6 +256,9 @@ class SimEngine:
         Raises:
             EngineRejected: (400) no such file, (409) as :meth:`refit`.
         """
+        await self.refit(version, await self._weights_key(path))
+
+    async def _weights_key(self, path: Path) -> int:
         try:
             key = await weights_key_of_files(Path(path))
         except OSError as error:
@@ -245,7 +266,62 @@ class SimEngine:
         if key is None:
             why = f"no *.safetensors file in {path}; publish one."
             raise EngineRejected(self._name, why, status=400)
-        await self.refit(version, key)
+        return key
+
+    # -- memory -----------------------------------------------------------------------------
+
+    async def release(self, tags: Sequence[str]) -> None:
+        """Give the memory of `tags` away; a released cache is an empty one.
+
+        Raises:
+            EngineRejected: (409) not paused with "retract", (400) unknown or released already.
+        """
+        async with self._control:
+            self._pump()
+            if self._batcher.paused != "retract":
+                why = "memory is released only under a pause; pause with retract first."
+                raise EngineRejected(self._name, why, status=409)
+            self._refuse(self._memory.release(tags), 400)
+            if "kv_cache" in tags:
+                self._batcher.flush()
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Take the memory of `tags` back.
+
+        Raises:
+            EngineRejected: (400) not released; a real server dies of it.
+        """
+        async with self._control:
+            self._pump()
+            self._refuse(self._memory.wake(tags), 400)
+
+    def _refuse(self, why: str | None, status: int) -> None:
+        if why is not None:
+            raise EngineRejected(self._name, why, status=status)
+
+    # -- adapters ---------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        """Load the adapter in `path`; its weights key is the checksum of its safetensors files.
+
+        Raises:
+            EngineRejected: (400) no such file, or the name is loaded.
+        """
+        await self.add_adapter(name, await self._weights_key(path))
+
+    async def add_adapter(self, name: str, key: int) -> None:
+        """Serve the adapter `name` of weights `key`, beside the others, from now on.
+
+        Raises:
+            EngineRejected: (400) the name is loaded.
+        """
+        self._pacer.now()
+        await self._adapters.load(name, key)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter when its last request has ended; an unknown one is ignored."""
+        self._pump()
+        await self._adapters.unload(name)
 
     # -- time -------------------------------------------------------------------------------
 
@@ -257,6 +333,7 @@ class SimEngine:
                 stream.put_nowait(chunk)
                 if chunk.finish is not None:
                     del self._streams[request_id]
+        self._adapters.look()
         self._schedule()
 
     def _schedule(self) -> None:

@@ -29,7 +29,13 @@ from numpy.typing import NDArray
 
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 
-__all__ = ["ContextState", "ToyModel", "sampling_key", "weights_key_of_version"]
+__all__ = [
+    "ContextState",
+    "ToyModel",
+    "adapted_key",
+    "sampling_key",
+    "weights_key_of_version",
+]
 
 UInt64Array: TypeAlias = NDArray[np.uint64]
 
@@ -62,6 +68,11 @@ def _mix_array(x: UInt64Array) -> UInt64Array:
 def weights_key_of_version(version: int) -> int:
     """A weights key for weights that have no files: another one for every version."""
     return _mix((version * _TOKEN + 1) & _MASK)
+
+
+def adapted_key(weights: int, adapter: int) -> int:
+    """The weights key of a model with an adapter over it; `adapter` 0 is no adapter."""
+    return weights if adapter == 0 else _mix((weights * _PLACE + adapter) & _MASK)
 
 
 def sampling_key(sampling: SamplingParams, request_id: str) -> int:

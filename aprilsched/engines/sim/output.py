@@ -16,7 +16,7 @@ import numpy as np
 
 from aprilsched.engines.base import Chunk
 from aprilsched.engines.sim.config import SimConfig
-from aprilsched.engines.sim.model import ContextState, ToyModel
+from aprilsched.engines.sim.model import ContextState, ToyModel, adapted_key
 from aprilsched.engines.sim.sequence import Sequence, version_spans
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 
@@ -48,6 +48,7 @@ class Output:
     def prefill(self, sequence: Sequence, take: int, key: int) -> None:
         """Compute the KV of the next `take` context tokens under the weights `key`."""
         start, end = sequence.cached, sequence.cached + take
+        key = adapted_key(key, sequence.adapter)
         if self._model is not None:
             ids = sequence.context_ids()
             last = end == len(ids)
@@ -63,7 +64,7 @@ class Output:
         due = [s for s in sequences if steps - s.joined > s.made]
         if due:
             counts = [steps - s.joined - s.made for s in due]
-            blocks = self._sample([s.state for s in due], counts, key)
+            blocks = self._sample(due, [s.state for s in due], counts, key)
             for sequence, (ids, logprobs) in zip(due, blocks, strict=True):
                 sequence.add(ids, logprobs)
 
@@ -88,8 +89,9 @@ class Output:
     def _look_ahead(self, seers: list[Sequence], horizon: int, key: int) -> list[Sequence]:
         counts = [min(s.finish_at, horizon) - s.joined - s.made for s in seers]
         copies = [replace(s.state) for s in seers]
+        sampled = self._sample(seers, copies, counts, key)
         known: list[Sequence] = []
-        for sequence, (ids, _) in zip(seers, self._sample(copies, counts, key), strict=True):
+        for sequence, (ids, _) in zip(seers, sampled, strict=True):
             first = max(sequence.min_new - sequence.made - 1, 0)
             hits = np.flatnonzero(np.isin(ids[first:], list(sequence.stops)))
             if hits.size:
@@ -122,8 +124,23 @@ class Output:
         self._chunks.append((sequence.request.request_id, chunk))
 
     def _sample(
-        self, states: SequenceOf[ContextState], counts: SequenceOf[int], key: int
+        self,
+        sequences: SequenceOf[Sequence],
+        states: SequenceOf[ContextState],
+        counts: SequenceOf[int],
+        key: int,
     ) -> list[_Block]:
-        if self._model is not None:
-            return self._model.sample(states, counts, key)
-        return [(_NO_IDS[:n], _NO_LOGPROBS[:n]) for n in counts]
+        """What follows `states`, one for each of `sequences`; those of one adapter at once."""
+        if self._model is None:
+            return [(_NO_IDS[:n], _NO_LOGPROBS[:n]) for n in counts]
+        rows: dict[int, list[int]] = {}
+        for row, sequence in enumerate(sequences):
+            rows.setdefault(sequence.adapter, []).append(row)
+        if len(rows) == 1:
+            return self._model.sample(states, counts, adapted_key(key, next(iter(rows))))
+        blocks: dict[int, _Block] = {}
+        for adapter, own in rows.items():
+            weights = adapted_key(key, adapter)
+            picked = [states[row] for row in own], [counts[row] for row in own]
+            blocks.update(zip(own, self._model.sample(*picked, weights), strict=True))
+        return [blocks[row] for row in range(len(states))]

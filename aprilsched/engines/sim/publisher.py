@@ -10,7 +10,7 @@ from aprilsched.engines.sim.engine import SimEngine
 from aprilsched.engines.sim.model import weights_key_of_version
 from aprilsched.errors import EngineError, EngineRejected
 
-__all__ = ["SimPublisher"]
+__all__ = ["SimAdapterPublisher", "SimPublisher"]
 
 
 class SimPublisher:
@@ -24,6 +24,10 @@ class SimPublisher:
 
     def __init__(self, weights_key: Callable[[int], int] = weights_key_of_version) -> None:
         self._weights_key = weights_key
+
+    def holds(self, version: int) -> bool:
+        """Any version can be published again: its key follows from its number."""
+        return True
 
     async def prepare(self, version: int) -> None:
         """There is nothing to prepare."""
@@ -42,6 +46,52 @@ async def _refit(engine: Engine, version: int, key: int) -> Exception | None:
         return EngineRejected(engine.name, "SimPublisher refits only SimEngine.", status=501)
     try:
         await engine.refit(version, key)
+    except EngineError as error:
+        return error
+    return None
+
+
+class SimAdapterPublisher:
+    """Gives every version an adapter of its own, without files.
+
+    Args:
+        weights_key: version to the adapter's weights key.
+    """
+
+    def __init__(self, weights_key: Callable[[int], int] = weights_key_of_version) -> None:
+        self._weights_key = weights_key
+
+    def adapter_name(self, version: int) -> str:
+        """What the adapter of `version` is called on the engines."""
+        return f"policy-v{version}"
+
+    def holds(self, version: int) -> bool:
+        """Any version can be published again: its key follows from its number."""
+        return True
+
+    async def prepare(self, version: int) -> None:
+        """There is nothing to prepare."""
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        """Load the adapter of `version` on all `engines`, which go on generating."""
+        name, key = self.adapter_name(version), self._weights_key(version)
+        results = await asyncio.gather(*(_adapt(engine, name, key) for engine in engines))
+        return {engine.name: result for engine, result in zip(engines, results, strict=True)}
+
+    async def retire(self, version: int, engine: Engine) -> None:
+        """Unload the adapter of `version`; nothing samples with it any more."""
+        if isinstance(engine, SimEngine):
+            await engine.unload_adapter(self.adapter_name(version))
+
+
+async def _adapt(engine: Engine, name: str, key: int) -> Exception | None:
+    if not isinstance(engine, SimEngine):
+        why = "SimAdapterPublisher loads adapters only on SimEngine."
+        return EngineRejected(engine.name, why, status=501)
+    try:
+        await engine.add_adapter(name, key)
     except EngineError as error:
         return error
     return None

@@ -46,11 +46,13 @@ def version_spans(
 class Sequence:
     """The mutable state of one request; :class:`~aprilsched.engines.sim.batcher.Batcher` owns it.
 
-    `stops` are the token ids that end the response, none of them before `min_new` tokens.
+    `stops` are the token ids that end the response, none of them before `min_new` tokens;
+    `adapter` is the weights key of its adapter, 0 without one.
     """
 
     request: GenerationRequest
     stops: frozenset[int]
+    adapter: int = 0
     prompt: int = field(init=False)
     limit: int = field(init=False)
     min_new: int = field(init=False)

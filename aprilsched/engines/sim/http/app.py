@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from aprilsched.engines.sim.http import control, info
+from aprilsched.engines.sim.http import control, info, parts
 from aprilsched.engines.sim.http.generate import generate
 from aprilsched.engines.sim.http.keys import SERVED
 from aprilsched.engines.sim.http.refusals import as_json, refusing
@@ -39,6 +39,12 @@ _ADMIN: Sequence[tuple[str, str, Handler]] = (
     ("POST", "/flush_cache", control.flush),
     ("POST", "/update_weights_from_disk", control.update_from_disk),
     ("POST", "/update_weight_version", control.update_version),
+    ("POST", "/begin_weight_update", parts.begin_update),
+    ("POST", "/end_weight_update", parts.end_update),
+    ("POST", "/load_lora_adapter", parts.load_adapter),
+    ("POST", "/unload_lora_adapter", parts.unload_adapter),
+    ("POST", "/release_memory_occupation", parts.release),
+    ("POST", "/resume_memory_occupation", parts.wake),
 )
 
 

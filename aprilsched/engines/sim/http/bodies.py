@@ -18,8 +18,10 @@ from aprilsched.types import SamplingParams
 
 __all__ = [
     "AbortBody",
+    "AdapterBody",
     "DiskBody",
     "GenerateBody",
+    "MemoryBody",
     "PauseBody",
     "VersionBody",
     "decode",
@@ -39,6 +41,8 @@ class GenerateBody(msgspec.Struct, frozen=True):
     rid: str | None = None
     stream: bool = False
     return_logprob: bool = False
+    lora_path: str | None = None
+    extra_key: str | None = None
 
 
 class PauseBody(msgspec.Struct, frozen=True):
@@ -68,6 +72,19 @@ class VersionBody(msgspec.Struct, frozen=True):
 
     new_version: str
     abort_all_requests: bool = True
+
+
+class AdapterBody(msgspec.Struct, frozen=True):
+    """POST /load_lora_adapter and /unload_lora_adapter, which wants no path."""
+
+    lora_name: str
+    lora_path: str = ""
+
+
+class MemoryBody(msgspec.Struct, frozen=True):
+    """POST /release_memory_occupation and /resume_memory_occupation; no tags are all of them."""
+
+    tags: list[str] | None = None
 
 
 class _Sampling(msgspec.Struct, frozen=True):
@@ -146,7 +163,13 @@ def generation_request(body: GenerateBody, rid: str, config: SimConfig) -> Gener
         wrong = smallest if smallest < 0 else largest
         raise Refused(f"input_ids must be in [0, {config.vocab_size - 1}], got {wrong}.")
     ids = np.array(body.input_ids, np.int32)
-    return GenerationRequest(request_id=rid, input_ids=ids, sampling=sampling)
+    return GenerationRequest(
+        request_id=rid,
+        input_ids=ids,
+        sampling=sampling,
+        adapter=body.lora_path,
+        cache_key=body.extra_key,
+    )
 
 
 def _sampling(given: dict[str, Any], vocab_size: int) -> SamplingParams:

@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
 
+from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.engine import SimEngine
 from aprilsched.engines.sim.http.requests import ServedRequests
 from aprilsched.errors import EngineError, EngineRejected
 
@@ -25,6 +27,12 @@ FLUSH_POLL_SECONDS = 0.05
 
 class ServedEngine(ServedRequests):
     """One engine, its requests and its control calls. Lives on one loop."""
+
+    def __init__(self, engine: SimEngine, config: SimConfig, *, time_scale: float) -> None:
+        super().__init__(engine, config, time_scale=time_scale)
+        self.adapters: dict[str, str] = {}
+        """The path of each adapter that is loaded."""
+        self._updating = False
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
         """Stop; "abort" first ends what runs."""
@@ -93,6 +101,32 @@ class ServedEngine(ServedRequests):
         finally:
             if running:
                 await self.engine.resume()
+
+    def begin_update(self) -> bool:
+        """Open an update in parts; False if one is open."""
+        opened, self._updating = not self._updating, True
+        return opened
+
+    def end_update(self) -> bool:
+        """Close it; False if none is open."""
+        closed, self._updating = self._updating, False
+        return closed
+
+    async def load_adapter(self, name: str, path: str) -> str | None:
+        """Serve the adapter in `path` as well; why not, if it cannot be had."""
+        try:
+            await self.engine.load_adapter(name, Path(path))
+        except EngineError as error:
+            return str(error)
+        self.adapters[name] = path
+        return None
+
+    async def unload_adapter(self, name: str) -> str | None:
+        """Forget an adapter once its last request has ended; why not, if it is not there."""
+        if self.adapters.pop(name, None) is None:
+            return f"LoRA with name {name} does not exist."
+        await self.engine.unload_adapter(name)
+        return None
 
     def _version(self, label: str) -> int:
         version = max(self._labels) + 1

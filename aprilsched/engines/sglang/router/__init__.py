@@ -1,0 +1,5 @@
+"""A fleet behind SGLang's router."""
+
+from aprilsched.engines.sglang.router.fleet import SGLangRouterFleet
+
+__all__ = ["SGLangRouterFleet"]

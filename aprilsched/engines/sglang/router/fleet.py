@@ -1,0 +1,169 @@
+"""The workers of an SGLang router as a fleet: the router carries the generations.
+
+Each worker is an engine of its own, because versions, refits, pauses and losses are the workers'
+and not the router's: control calls go to the worker, and a generation goes through the router to
+the worker that the scheduler chose (see ``roster`` for how, and ``engine`` for what guards it).
+The router's own balancing is therefore not used; its list of workers is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+
+from aprilsched.engines.base import FleetChange
+from aprilsched.engines.sglang.address import ServerAddress
+from aprilsched.engines.sglang.engine import SGLangEngine
+from aprilsched.engines.sglang.limits import SGLangLimits
+from aprilsched.engines.sglang.members import Members
+from aprilsched.engines.sglang.router.engine import RoutedEngine
+from aprilsched.engines.sglang.router.roster import Roster, Worker
+from aprilsched.errors import ConfigError, EngineError, EngineUnreachable
+
+__all__ = ["SGLangRouterFleet"]
+
+_log = logging.getLogger(__name__)
+_LISTINGS_UNTIL_GONE = 2
+
+
+class SGLangRouterFleet:
+    """The workers of the router at `url`, which must have the policy consistent_hashing.
+
+    Args:
+        url: where the router listens, as ``http://host:port``.
+        admin_key: the workers' ``--admin-api-key``, where they have one.
+        api_key: the ``--api-key`` of router and workers, where they have one.
+        model_path: refuse workers that serve another model; None takes any one model.
+        limits: timeouts and sizes, for the router and for each worker.
+        poll_s: seconds between two looks at the router's list, for :meth:`watch`.
+
+    Raises:
+        ConfigError: if `url`, a key or `poll_s` cannot be used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        admin_key: str | None = None,
+        api_key: str | None = None,
+        model_path: str | None = None,
+        limits: SGLangLimits | None = None,
+        poll_s: float = 5.0,
+    ) -> None:
+        if not poll_s > 0:
+            raise ConfigError(f"poll_s is {poll_s}; give a number of seconds above 0.")
+        self._admin_key = admin_key
+        self._api_key = api_key
+        self._model_path = model_path
+        self._limits = limits or SGLangLimits()
+        self._poll_s = poll_s
+        self._roster = Roster(url, api_key=api_key, limits=self._limits)
+        self._members = Members((), model_path)
+        self._missing: dict[str, int] = {}
+        self._told: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        return f"SGLangRouterFleet({str(self._roster.url)!r})"
+
+    @property
+    def engines(self) -> Sequence[SGLangEngine]:
+        """One for each worker; known after :meth:`open`."""
+        return self._members.engines
+
+    async def open(self) -> None:
+        """Ask the router for its workers and open each; closes all if anything is wrong.
+
+        Raises:
+            EngineError: if the router or a worker cannot be reached, or is something else.
+            ConfigError: if the router has the wrong policy, or its workers do not agree.
+        """
+        self._missing, self._told = {}, {}
+        await self._roster.open()
+        try:
+            workers = await self._roster.workers()
+            if not any(worker.is_healthy for worker in workers):
+                raise EngineUnreachable(
+                    self._roster.name,
+                    f"lists {len(workers)} workers and none that is healthy; wait until it has "
+                    "found them.",
+                )
+            await self._roster.check_pins()
+            self._members = Members(
+                [self._engine(worker) for worker in _unique(workers)], self._model_path
+            )
+            await self._members.open()
+        except BaseException:
+            await self._roster.close()
+            raise
+
+    async def close(self) -> None:
+        """Close the connections to the router and to every worker."""
+        await self._members.close()
+        await self._roster.close()
+
+    async def watch(self) -> AsyncGenerator[FleetChange, None]:
+        """Workers that the router has found, or lists no longer.
+
+        See :class:`aprilsched.engines.base.WatchesMembership`. One that is unhealthy but listed
+        has not left; and a router that lists nobody has just been started.
+        """
+        while True:
+            await asyncio.sleep(self._poll_s)
+            await self._look()
+            change = self._members.take()
+            if change is not None:
+                yield change
+            await self._members.close_departed()
+
+    async def _look(self) -> None:
+        try:
+            workers = await self._roster.workers()
+        except EngineError as error:
+            self._tell(self._roster.name, str(error))
+            return
+        if not workers:
+            self._tell(self._roster.name, f"the {self._roster.name} lists no worker.")
+            return
+        self._told.pop(self._roster.name, None)
+        listed = {ServerAddress.parse(worker.url).name: worker for worker in workers}
+        for name, worker in listed.items():
+            await self._take_in(name, worker)
+        for engine in self.engines:
+            times = 0 if engine.name in listed else self._missing.get(engine.name, 0) + 1
+            self._missing[engine.name] = times
+            if times >= _LISTINGS_UNTIL_GONE and len(self.engines) > 1:
+                del self._missing[engine.name]
+                self._members.leave(engine.name)
+
+    async def _take_in(self, name: str, worker: Worker) -> None:
+        if not worker.is_healthy or any(name == engine.name for engine in self.engines):
+            return
+        try:
+            await self._members.join(self._engine(worker))
+        except (EngineError, ConfigError) as error:
+            self._tell(name, str(error))
+        else:
+            self._told.pop(name, None)
+
+    def _tell(self, about: str, what: str) -> None:
+        """Log what is wrong once, not at every look."""
+        if self._told.get(about) != what:
+            self._told[about] = what
+            _log.warning("the fleet stays as it is: %s", what)
+
+    def _engine(self, worker: Worker) -> RoutedEngine:
+        return RoutedEngine(
+            worker.url,
+            self._roster,
+            lambda: self.engines,
+            admin_key=self._admin_key,
+            api_key=self._api_key,
+            limits=self._limits,
+        )
+
+
+def _unique(workers: Sequence[Worker]) -> list[Worker]:
+    """Without those that the router lists under several models."""
+    return list({ServerAddress.parse(worker.url).name: worker for worker in workers}.values())

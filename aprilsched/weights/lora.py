@@ -1,0 +1,142 @@
+"""LoRA adapters as versions: each loaded under a name of its own, beside those in use.
+
+The adapter goes through a directory: the trainer writes it and the engines read it (megabytes,
+where weights are gigabytes). The trainer holds the base model and the adapter in training; the
+engines hold the same base model, which is never refitted. Nothing is paused: what was sent under
+an older adapter ends under it, and its KV is never shared with another adapter's.
+
+- An engine never sees half an adapter.
+- An adapter's directory stays for as long as an engine may read it: a server that keeps only so
+  many adapters in memory loads an evicted one again from where it was.
+- A name stands for one adapter: one that an earlier run left under it is unloaded first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from aprilsched.engines.base import Engine
+from aprilsched.engines.refit import TakesAdapters
+from aprilsched.errors import ConfigError, EngineRejected
+from aprilsched.weights.versions_on_disk import VersionsOnDisk
+
+__all__ = ["LoraPublisher"]
+
+
+class LoraPublisher:
+    """Publishes LoRA adapters in the PEFT layout.
+
+    SGLang wants ``--enable-lora --max-lora-rank RANK --lora-target-modules MODULE…``, and
+    ``--max-loras-per-batch`` of at least 3 (the base model counts as one): the new adapter, and
+    the one that stragglers still sample with; more where several versions may be in flight.
+
+    Args:
+        directory: on storage that the trainer and every engine see under the same path. Each
+            version becomes ``directory/version-00000007``.
+        save: writes adapter_config.json and adapter_model.safetensors into the path it is given,
+            which exists and is empty: PEFT's ``model.save_pretrained`` does. A plain function
+            runs in a thread; a coroutine function is awaited.
+        keep: how many versions stay on the disk, besides those that an engine has loaded.
+        name: begins the names of the adapters on the engines; runs that share engines need
+            different ones.
+
+    Raises:
+        ConfigError: if `keep` is below 1 or `name` is empty.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        save: Callable[[Path], object],
+        *,
+        keep: int = 2,
+        name: str = "policy",
+    ) -> None:
+        if not name:
+            raise ConfigError("name is empty; adapters need one on the engines.")
+        self._versions = VersionsOnDisk(directory, check=_check, keep=keep)
+        self._save = save
+        self._name = name
+        self._loaded: dict[int, set[str]] = {}
+        """Which engines may read which version."""
+
+    def adapter_name(self, version: int) -> str:
+        """What the adapter of `version` is called on the engines, as "policy-v7"."""
+        return f"{self._name}-v{version}"
+
+    def path(self, version: int) -> Path:
+        """Where the adapter of `version` is, or will be."""
+        return self._versions.path(version)
+
+    def holds(self, version: int) -> bool:
+        """Whether `version` can still be published."""
+        return self.path(version).is_dir()
+
+    async def prepare(self, version: int) -> None:
+        """Write `version` while the engines generate.
+
+        Raises:
+            ConfigError: if what was written is no adapter.
+        """
+        await self._versions.write(version, self._save)
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        """Let every engine load the adapter of `version`, in parallel, while it generates.
+
+        Raises:
+            ConfigError: if `version` was not prepared.
+        """
+        await self._versions.check(self.path(version))
+        outcomes = await asyncio.gather(*(self._load(engine, version) for engine in engines))
+        if not any(outcomes):
+            await self._versions.forget(version, self._loaded)
+        return {engine.name: outcome for engine, outcome in zip(engines, outcomes, strict=True)}
+
+    async def retire(self, version: int, engine: Engine) -> None:
+        """Unload the adapter of `version` from `engine`.
+
+        Only when nothing samples with it any more: SGLang waits for an adapter's last request,
+        and lets no other adapter be loaded meanwhile.
+
+        Raises:
+            EngineError: if the engine does not answer, or refuses.
+        """
+        if isinstance(engine, TakesAdapters):
+            await engine.unload_adapter(self.adapter_name(version))
+        engines = self._loaded.get(version, set())
+        engines.discard(engine.name)
+        if not engines:
+            self._loaded.pop(version, None)
+
+    async def _load(self, engine: Engine, version: int) -> Exception | None:
+        if not isinstance(engine, TakesAdapters) or not engine.capabilities.adapters:
+            return ConfigError(
+                f"{engine.name} does not serve LoRA adapters; start it with --enable-lora, or use "
+                "another publisher for it."
+            )
+        name, path = self.adapter_name(version), self.path(version)
+        self._loaded.setdefault(version, set()).add(engine.name)
+        try:
+            try:
+                await engine.load_adapter(name, path)
+            except EngineRejected:
+                # An earlier run, or an update that failed elsewhere, may have left the name.
+                await engine.unload_adapter(name)
+                await engine.load_adapter(name, path)
+        except Exception as error:  # one engine's failure must not hide what the others did
+            return error
+        return None
+
+
+def _check(path: Path) -> None:
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    if not all((path / name).is_file() for name in names):
+        raise ConfigError(
+            f"{path} holds no LoRA adapter; it needs {names[0]} and {names[1]}, as PEFT writes "
+            "them."
+        )

@@ -1,0 +1,125 @@
+"""LoRA adapters on a real server and on the embedded engine.
+
+The real server keeps several adapters in one batch; its logprobs are those of the merged weights.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.engine import SimEngine
+from tests.sglang.adapter_contract import (
+    ADAPTER_CHECKS,
+    AdapterCheck,
+    Adapting,
+    adapted,
+    fake_adapters,
+)
+from tests.sglang.conftest import INTERVAL
+from tests.sglang.helpers import PROMPT, whole
+from tests.sglang.recorded import sequence_scores
+from tests.sglang.server import HERE, CpuServer, server_environment, server_python
+from tests.sglang.tiny_adapter import MODULES, RANK
+
+TOLERANCE = 1e-4
+"""Of a logprob, between two products in float32 and one with their sum."""
+LORA = (
+    *("--enable-lora", "--lora-backend", "torch_native"),
+    *("--max-lora-rank", str(RANK), "--lora-target-modules", *MODULES),
+    *("--max-loras-per-batch", "4"),
+)
+
+
+@pytest.fixture(scope="module")
+def adapters(
+    models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[Path, Path], tuple[Path, Path]]:
+    """Two adapters, and the model with each of them merged in."""
+    folder = tmp_path_factory.mktemp("adapters")
+    made = tuple(
+        _write(models[0], folder / f"adapter-{seed}", folder / f"merged-{seed}", seed)
+        for seed in (0, 1)
+    )
+    return (made[0][0], made[1][0]), (made[0][1], made[1][1])
+
+
+@pytest.fixture(scope="module")
+def lora_server(
+    models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CpuServer]:
+    """A server that takes adapters."""
+    server = CpuServer(models[0], tmp_path_factory.mktemp("lora") / "log.txt", *LORA)
+    try:
+        server.start()
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+async def real(
+    lora_server: CpuServer, adapters: tuple[tuple[Path, Path], object], tmp_path: Path
+) -> AsyncIterator[Adapting]:
+    """The adapter of SGLang on a real server."""
+    engine = SGLangEngine(lora_server.url, stream_interval=INTERVAL)
+    await engine.open()
+    yield Adapting(engine=engine, adapters=adapters[0], folder=tmp_path / "versions")
+    await engine.close()
+    assert lora_server.alive(), f"The test killed the server:\n{lora_server.tail()}"
+
+
+@pytest.fixture
+async def embedded(tmp_path: Path) -> AsyncIterator[Adapting]:
+    """The embedded engine; its adapters are the bytes of the files."""
+    engine = SimEngine(config=SimConfig(stream_interval=INTERVAL, vocab_size=512), time_scale=0.5)
+    await engine.open()
+    yield Adapting(engine=engine, adapters=fake_adapters(tmp_path), folder=tmp_path / "versions")
+    await engine.close()
+
+
+@pytest.mark.parametrize("check", ADAPTER_CHECKS, ids=lambda check: check.__name__)
+async def test_sglang(real: Adapting, check: AdapterCheck) -> None:
+    """The real server keeps it."""
+    await check(real)
+
+
+@pytest.mark.parametrize("check", ADAPTER_CHECKS, ids=lambda check: check.__name__)
+async def test_sim(embedded: Adapting, check: AdapterCheck) -> None:
+    """The embedded engine keeps it."""
+    await check(embedded)
+
+
+async def test_logprobs_are_those_of_the_merged_weights(
+    real: Adapting, adapters: tuple[object, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """Each token's, and far from those of the other adapter."""
+    assert real.engine.capabilities.adapters
+    streams = [await whole(real.engine, adapted(await real.load(which), 40)) for which in (0, 1)]
+    responses = [(PROMPT, np.array(stream.ids, np.int32)) for stream in streams]
+    scored = sequence_scores(adapters[1], responses, tmp_path)
+    for which, stream in enumerate(streams):
+        own, other = scored[which][which], scored[1 - which][which]
+        np.testing.assert_allclose(stream.logprobs, own, atol=TOLERANCE)
+        assert np.abs(stream.logprobs - other).max() > 1.0
+
+
+def _write(model: Path, adapter: Path, merged: Path, seed: int) -> tuple[Path, Path]:
+    script = str(HERE / "tiny_adapter.py")
+    done = subprocess.run(
+        [str(server_python()), script, str(model), str(adapter), str(merged), str(seed)],
+        env=server_environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return adapter, merged

@@ -1,0 +1,141 @@
+"""Adapters, memory and update sessions of the embedded engine, behind HTTP and by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from aprilsched.engines.refit import SleepingEngine, TakesAdapters
+from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.engines.sim import SimAdapterPublisher, SimEngine, run_virtual
+from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected
+from aprilsched.weights.base import AdapterPublisher, RepublishingPublisher
+from aprilsched.weights.lora import LoraPublisher
+from tests.sglang.adapter_contract import (
+    ADAPTER_CHECKS,
+    AdapterCheck,
+    Adapting,
+    adapted,
+    fake_adapters,
+)
+from tests.sglang.helpers import Stream, whole
+from tests.support.sim_http import INTERVAL, Raw, served
+
+
+@pytest.mark.parametrize("check", ADAPTER_CHECKS, ids=lambda check: check.__name__)
+async def test_a_served_engine_takes_adapters_like_a_real_one(tmp_path: Path, check: AdapterCheck):
+    async with served() as server:
+        engine = SGLangEngine(server.url, stream_interval=INTERVAL)
+        await engine.open()
+        folder = tmp_path / "versions"
+        await check(Adapting(engine=engine, adapters=fake_adapters(tmp_path), folder=folder))
+        await engine.close()
+
+
+async def test_updates_in_parts_have_a_beginning_and_an_end():
+    async with served() as server, Raw(server.url) as raw:
+        statuses = [
+            (await raw.post(path, {}))[0]
+            for path in ("/end_weight_update", *["/begin_weight_update"] * 2, "/end_weight_update")
+        ]
+        assert statuses == [400, 200, 400, 200]
+        engine = SGLangEngine(server.url)
+        await engine.open()
+        await engine.begin_update()
+        await engine.begin_update()
+        await engine.end_update(7)
+        assert await engine.version() == 7
+        await engine.close()
+
+
+async def test_memory_calls_in_a_wrong_order_fail_and_change_nothing():
+    async with served() as server, Raw(server.url) as raw:
+        body = {"tags": ["weights"]}
+        assert (await raw.post("/release_memory_occupation", body))[0] == 500
+        await raw.post("/pause_generation", {"mode": "retract"})
+        assert (await raw.post("/resume_memory_occupation", body))[0] == 500
+        assert (await raw.post("/release_memory_occupation", {}))[0] == 200
+        assert (await raw.post("/resume_memory_occupation", {}))[0] == 200
+
+
+async def test_an_engine_started_anew_owes_no_memory():
+    """A server that is not paused lends nothing, whatever the one before it had lent."""
+    async with served() as server:
+        engine = SGLangEngine(server.url, stream_interval=INTERVAL)
+        await engine.open()
+        await engine.pause("retract")
+        await engine.release(["kv_cache"])
+        server.engine.crash()
+        await server.engine.restart()
+        with pytest.raises(EngineRejected, match="wake it first"):
+            await engine.resume()
+        await engine.close()
+        await engine.open()
+        await engine.resume()
+        assert len(await whole(engine, adapted(None, 8))) == 8
+        await engine.close()
+
+
+def test_the_parts_satisfy_their_protocols(tmp_path: Path):
+    engine = SimEngine()
+    assert isinstance(engine, TakesAdapters)
+    assert isinstance(engine, SleepingEngine)
+    assert isinstance(SimAdapterPublisher(), AdapterPublisher)
+    publisher = LoraPublisher(tmp_path, lambda path: None)
+    assert isinstance(publisher, AdapterPublisher)
+    assert isinstance(publisher, RepublishingPublisher)
+    assert publisher.adapter_name(7) == "policy-v7"
+
+
+async def test_what_cannot_be_published_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match="keep is 0"):
+        LoraPublisher(tmp_path, lambda path: None, keep=0)
+    with pytest.raises(ConfigError, match="name is empty"):
+        LoraPublisher(tmp_path, lambda path: None, name="")
+    publisher = LoraPublisher(tmp_path, lambda path: None)
+    with pytest.raises(ConfigError, match=r"needs adapter_config\.json"):
+        await publisher.prepare(1)
+    assert not publisher.holds(1)
+    await LoraPublisher(tmp_path, _fill).prepare(1)
+    engine = SimEngine()
+    monkeypatch.setattr(SimEngine, "capabilities", replace(engine.capabilities, adapters=False))
+    (failure,) = (await publisher.publish(1, [engine])).values()
+    assert "does not serve LoRA adapters" in str(failure)
+
+
+def test_a_publisher_of_simulated_adapters_reports_each_engine():
+    async def main() -> None:
+        engine = SimEngine()
+        await engine.open()
+        publisher = SimAdapterPublisher()
+        await publisher.prepare(3)
+        assert await publisher.publish(3, [engine]) == {"sim-0": None}
+        (failure,) = (await publisher.publish(3, [engine])).values()
+        assert isinstance(failure, EngineRejected)
+        name = publisher.adapter_name(3)
+        stream = await Stream(engine, adapted(name, 400)).start().reach(64)
+        retiring = asyncio.create_task(publisher.retire(3, engine))
+        await stream.end()
+        await retiring
+        with pytest.raises(EngineRejected, match="not loaded"):
+            await whole(engine, adapted(name))
+        await publisher.publish(4, [engine])
+        stream = Stream(engine, adapted(publisher.adapter_name(4), 4000)).start()
+        await stream.reach(64)
+        retiring = asyncio.create_task(publisher.retire(4, engine))
+        await asyncio.sleep(0)
+        engine.crash()
+        for broken in (retiring, stream.end()):
+            with pytest.raises(EngineProtocolError):
+                await broken
+        await engine.close()
+
+    run_virtual(main(), idle_timeout=1.0)
+
+
+def _fill(path: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (path / name).write_text("{}")
