@@ -111,12 +111,14 @@ class Run:
         return [rollout for batch in self.batches for rollout in batch.rollouts]
 
 
-def long_tail(count: int, *, longest: int = 900, temperature: float = 1.0) -> list[Prompt]:
-    """Prompts whose responses are short but for one in five of the groups."""
+def long_tail(
+    count: int, *, longest: int = 900, temperature: float = 1.0, every: int = 5
+) -> list[Prompt]:
+    """Prompts whose responses are short, but for one in each of `every` groups."""
     rng = np.random.default_rng(7)
     prompts: list[Prompt] = []
     for index in range(count):
-        last = longest if index % 5 == 2 else _SHORT[1]
+        last = longest if index % every == 2 % every else _SHORT[1]
         lengths = [int(rng.integers(*_SHORT)) for _ in range(GROUP_SIZE - 1)] + [last]
         prompts.append(
             Prompt(

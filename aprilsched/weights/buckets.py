@@ -1,0 +1,78 @@
+"""The trainer's tensors in buckets: one message for many small tensors, bounded memory for all.
+
+- Tensors keep their order; each is in exactly one bucket, and no bucket is empty.
+- A bucket holds at most so many bytes, unless it holds a single tensor that is larger.
+- Engines get a bucket as one row of bytes and look at each part of it as the tensor's own type,
+  which torch allows only where the part begins at a multiple of the size of its elements. A
+  tensor that would begin anywhere else begins the next bucket instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from aprilsched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Bucket", "Buckets", "iter_buckets", "iter_buckets_async"]
+
+Bucket: TypeAlias = "Sequence[tuple[str, Tensor]]"
+
+
+class Buckets:
+    """Packs tensors that come one by one.
+
+    Raises:
+        ConfigError: if `bucket_bytes` is below 1.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        if bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes is {bucket_bytes}; give 1 or more.")
+        self._limit = bucket_bytes
+        self._open: list[tuple[str, Tensor]] = []
+        self._bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> Bucket | None:
+        """Put a tensor in; gives the bucket before it, if that one is now full."""
+        size = tensor.numel() * tensor.element_size()
+        full = None
+        if self._open and (
+            self._bytes + size > self._limit or self._bytes % tensor.element_size() != 0
+        ):
+            full = self.rest()
+        self._open.append((name, tensor))
+        self._bytes += size
+        return full
+
+    def rest(self) -> Bucket | None:
+        """What is in the open bucket, which is then empty; None if nothing is."""
+        left, self._open, self._bytes = self._open, [], 0
+        return left or None
+
+
+def iter_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    """The buckets of `weights`, each made only when it is asked for."""
+    buckets = Buckets(bucket_bytes)
+    for name, tensor in weights:
+        if (full := buckets.add(name, tensor)) is not None:
+            yield full
+            del full  # its tensors may be gone before the next ones are gathered
+    if (last := buckets.rest()) is not None:
+        yield last
+
+
+async def iter_buckets_async(
+    weights: AsyncIterable[tuple[str, Tensor]], bucket_bytes: int
+) -> AsyncIterator[Bucket]:
+    """As :func:`iter_buckets`, for weights that come asynchronously."""
+    buckets = Buckets(bucket_bytes)
+    async for name, tensor in weights:
+        if (full := buckets.add(name, tensor)) is not None:
+            yield full
+            del full
+    if (last := buckets.rest()) is not None:
+        yield last

@@ -1,0 +1,265 @@
+"""Weights through checkpoint-engine (the package of that name), for engines on the same GPUs.
+
+Who moves the bytes: checkpoint-engine's ``ParameterServer``, one process for each GPU of the
+engines. It holds the weights in pinned host memory, brings them to its GPU in buckets,
+broadcasts them among its ranks by NCCL and lets the engine on that GPU read them by CUDA IPC.
+SGLang is told only where to connect.
+
+What the trainer must hold: the weights once in pinned host memory, and on each GPU three buckets
+of free memory (``PS_MAX_BUCKET_SIZE_GB`` each, 8 unless set). The engines' environment needs
+checkpoint-engine as well. ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set
+as torchrun sets them.
+
+The scheduler lives in rank 0. At each version every other rank registers its share, then calls
+``gather_metas(checkpoint)`` and ``update(checkpoint, lambda sockets: None)`` on a server of its
+own; the calls meet those made here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol, cast
+
+from aprilsched.engines.base import Engine
+from aprilsched.engines.refit import RefitFromSockets
+from aprilsched.errors import ConfigError, RefitError
+from aprilsched.weights.threads import in_thread, to_the_end
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CheckpointEnginePublisher", "ParameterServer"]
+
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SocketPaths = list[tuple[str, str]]
+"""The GPU's UUID and its ZeroMQ socket, for each rank of the parameter server."""
+
+
+class ParameterServer(Protocol):
+    """What is used of ``checkpoint_engine.ps.ParameterServer``."""
+
+    def register_checkpoint(
+        self,
+        checkpoint_name: str,
+        *,
+        named_tensors: dict[str, Tensor] | None = None,
+        use_shared_memory_pool: bool = False,
+    ) -> None: ...
+
+    def unregister_checkpoint(self, checkpoint_name: str) -> None: ...
+
+    def gather_metas(self, checkpoint_name: str) -> None: ...
+
+    def update(
+        self,
+        checkpoint_name: str,
+        req_func: Callable[[SocketPaths], None],
+        *,
+        timeout: timedelta = ...,
+    ) -> None: ...
+
+
+class CheckpointEnginePublisher:
+    """Publishes what a ParameterServer holds.
+
+    An update cannot be stopped once the engines read: a cancelled :meth:`publish` returns when
+    it has ended. A parameter server whose engine failed in the middle may wait for it for ever;
+    it is then given up after `patience`, and this publisher refuses to go on with it.
+
+    Args:
+        weights: gives this rank's tensors by their Hugging Face names, afresh for each version;
+            they are copied to host memory in :meth:`prepare`, while the engines generate. None
+            if the trainer registers the checkpoint itself before each version.
+        server: the trainer's parameter server; None to make one. One that is made here leaves
+            the process group alone if torch.distributed is already initialized, and otherwise
+            makes one for each update and destroys it after.
+        checkpoint: the name under which the weights are registered.
+        timeout: seconds for the ranks of the parameter server to meet.
+        patience: seconds for the parameter server to end after every engine has answered.
+
+    Raises:
+        ConfigError: if `timeout` or `patience` is not above 0.
+    """
+
+    def __init__(
+        self,
+        weights: Callable[[], Mapping[str, Tensor]] | None = None,
+        *,
+        server: ParameterServer | None = None,
+        checkpoint: str = "aprilsched",
+        timeout: float = 600.0,
+        patience: float = 30.0,
+    ) -> None:
+        for name, seconds in (("timeout", timeout), ("patience", patience)):
+            if not seconds > 0:
+                raise ConfigError(f"{name} is {seconds}; give a number above 0.")
+        self._weights = weights
+        self._server = server
+        self._checkpoint = checkpoint
+        self._timeout = timeout
+        self._patience = patience
+        self._registered = False
+        self._stuck = False
+
+    async def prepare(self, version: int) -> None:
+        """Copy the weights to host memory and tell the ranks of each other's, engines running.
+
+        Raises:
+            ConfigError: if checkpoint-engine is not installed or its environment is not set.
+        """
+        await in_thread(self._prepare)
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        """Let every engine read the weights from the parameter server on its GPUs.
+
+        Raises:
+            ConfigError: if nothing was prepared, or an engine cannot read from it.
+            RefitError: if the parameter server failed, or hangs, and no engine says why.
+        """
+        if self._server is None:
+            raise ConfigError(f"version {version} is not prepared; await prepare() before.")
+        self._refuse_stuck()
+        update = _Update(version, [_reader(engine) for engine in engines])
+        try:
+            await to_the_end(self._run(self._server, update))
+        except _ServerFailed as failed:
+            if not any(update.outcomes.values()):
+                raise RefitError(
+                    f"The parameter server did not bring version {version} in ({failed.cause})."
+                ) from failed.cause
+        return update.outcomes
+
+    def _prepare(self) -> None:
+        self._refuse_stuck()
+        if self._server is None:
+            self._server = _make_server()
+        if self._weights is not None:
+            tensors = dict(self._weights())
+            if self._registered:
+                self._server.unregister_checkpoint(self._checkpoint)
+            self._registered = False
+            # The pool keeps its memory from version to version: pinning takes longer than copying.
+            self._server.register_checkpoint(
+                self._checkpoint, named_tensors=tensors, use_shared_memory_pool=True
+            )
+            self._registered = True
+        self._server.gather_metas(self._checkpoint)
+
+    def _refuse_stuck(self) -> None:
+        if self._stuck:
+            raise RefitError(
+                "The parameter server still waits for an engine that failed in an earlier "
+                "update; restart the trainer's process, and publish by another way until then."
+            )
+
+    async def _run(self, server: ParameterServer, update: _Update) -> None:
+        loop = asyncio.get_running_loop()
+
+        def call_engines(paths: SocketPaths) -> None:  # runs in a thread of the server's own
+            asyncio.run_coroutine_threadsafe(update.call(paths), loop).result()
+
+        def work() -> None:
+            server.update(self._checkpoint, call_engines, timeout=timedelta(seconds=self._timeout))
+
+        ended = asyncio.ensure_future(_in_daemon(work))
+        answered = asyncio.ensure_future(update.answered.wait())
+        try:
+            # The server bounds its own start, and the engines' adapters bound their answers.
+            await asyncio.wait([ended, answered], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([ended], timeout=self._patience)
+        finally:
+            answered.cancel()
+        if not ended.done():
+            self._stuck = True
+            raise _ServerFailed(TimeoutError("it still waits for an engine"))
+        if (error := ended.result()) is not None:
+            raise _ServerFailed(error)
+
+
+class _Reader(Engine, RefitFromSockets, Protocol):
+    """An engine that can be published to."""
+
+
+def _reader(engine: Engine) -> _Reader:
+    if not isinstance(engine, RefitFromSockets):
+        raise ConfigError(
+            f"{engine.name} does not read from a checkpoint-engine, which would wait for it for "
+            "ever; use another publisher."
+        )
+    return cast(_Reader, engine)
+
+
+class _ServerFailed(Exception):
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class _Update:
+    """One version on its way: who is called, and what came of it."""
+
+    def __init__(self, version: int, engines: Sequence[_Reader]) -> None:
+        self._version = version
+        self._engines = engines
+        self.outcomes: dict[str, Exception | None] = {engine.name: None for engine in engines}
+        self.answered = asyncio.Event()
+
+    async def call(self, paths: SocketPaths) -> None:
+        """Send each engine the sockets of all GPUs; each of its ranks picks its own."""
+        await asyncio.gather(*(self._call(engine, dict(paths)) for engine in self._engines))
+        self.answered.set()
+
+    async def _call(self, engine: _Reader, handles: Mapping[str, str]) -> None:
+        try:
+            await engine.update_from_sockets(handles, self._version)
+        except Exception as error:  # one engine's failure must not hide what the others did
+            self.outcomes[engine.name] = error
+
+
+async def _in_daemon(work: Callable[[], None]) -> Exception | None:
+    """Run `work` in a thread that does not keep the process from exiting; what it raised."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[Exception | None] = loop.create_future()
+
+    def report(error: Exception | None) -> None:
+        if not ended.done():
+            ended.set_result(error)
+
+    def run() -> None:
+        failure: Exception | None = None
+        try:
+            work()
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(report, failure)
+
+    threading.Thread(target=run, name="parameter-server", daemon=True).start()
+    return await ended
+
+
+def _make_server() -> ParameterServer:
+    try:
+        package = importlib.import_module("checkpoint_engine.ps")
+    except ImportError as error:
+        raise ConfigError(
+            f"CheckpointEnginePublisher needs checkpoint-engine ({error}); install it here and "
+            "in the engines' environment."
+        ) from error
+    missing = [name for name in _ENVIRONMENT if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} is not set; start the trainer with torchrun, or give `server`."
+        )
+    from torch import distributed
+
+    # Of its own accord the server destroys the process group that it finds.
+    return package.ParameterServer(auto_pg=not distributed.is_initialized())

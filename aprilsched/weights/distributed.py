@@ -1,0 +1,331 @@
+"""Weights through a torch.distributed group: the trainer broadcasts, every engine receives.
+
+Who moves the bytes: the trainer, as rank 0 of a group that it shares with the ranks of all
+engines, joins the tensors of a bucket into one row of bytes on its device and broadcasts it, over
+NCCL from GPU to GPU, or over gloo through the hosts. Only names and shapes go over HTTP.
+
+What the trainer must hold: torch (and a GPU, for NCCL), all weights under their Hugging Face
+names as whole (gathered) tensors, one bucket of them at a time, memory for a second copy of that
+bucket, and an address that the engines reach. Of a trainer of several processes, one publishes.
+
+- An engine that fails is left behind and tears no other one: the group is made again without it,
+  and everything is sent again from the beginning.
+- The next bucket is not asked for while one is under way. Gathering is often collective itself,
+  and two NCCL communicators at work on one device may wait for each other for ever.
+- Nothing is waited for without a bound. A cancelled publish drops the trainer's side at once, so
+  that no engine goes on waiting for a broadcast. The one exception is a gloo broadcast that hangs
+  in an engine: it is dropped after `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import secrets
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from aprilsched.engines.base import Engine
+from aprilsched.engines.refit import RefitFromGroup, TensorMeta
+from aprilsched.errors import ConfigError, EngineRejected
+from aprilsched.weights.addresses import address_towards
+from aprilsched.weights.buckets import Bucket, iter_buckets, iter_buckets_async
+from aprilsched.weights.process_group import DEVICES, TrainerGroup
+from aprilsched.weights.rounds import (
+    BrokenOff,
+    GroupEngine,
+    each,
+    leave,
+    together,
+    unexplained,
+)
+from aprilsched.weights.threads import in_thread
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
+
+__all__ = ["DistributedPublisher"]
+
+_log = logging.getLogger(__name__)
+
+_Named: TypeAlias = "Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]]"
+Weights: TypeAlias = Callable[[], "_Named | Awaitable[_Named]"]
+
+_UNEXPLAINED = 2
+"""Broadcasts that may break off although every engine answers."""
+
+
+class DistributedPublisher:
+    """Publishes tensors by broadcast, over a group that lasts from one version to the next.
+
+    Args:
+        weights: gives an iterator, plain or asynchronous, over (name, tensor), all weights. It
+            is called afresh for each broadcast, also when one has failed and everything is sent
+            again, so it must be able to begin again. A plain one runs in a thread.
+        backend: "nccl" between GPUs, "gloo" between CPUs; the engines use the same.
+        address: of this machine, as the engines reach it. None takes the one of the interface
+            towards them, or loopback if they are on this machine. An SGLang server that does not
+            reach it waits for half an hour, deaf to everything else.
+        port: where the group's members meet; 0 for any that is free.
+        bucket_bytes: of tensors that are broadcast at a time; a larger tensor goes alone.
+        group: beginning of the group's name.
+        device: where the buckets are joined; None takes the device of the first tensor, if the
+            backend can send from it.
+        timeout_s: for each step: joining, one bucket, one call of an engine.
+
+    Raises:
+        ConfigError: if one of these cannot be.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        backend: str = "nccl",
+        address: str | None = None,
+        port: int = 0,
+        bucket_bytes: int = 512 * 2**20,
+        group: str = "aprilsched",
+        device: str | device | None = None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        if backend not in DEVICES:
+            raise ConfigError(f"backend is {backend!r}; give one of {', '.join(sorted(DEVICES))}.")
+        if not 0 <= port < 2**16:
+            raise ConfigError(f"port is {port}; give 0 (any that is free) to {2**16 - 1}.")
+        if bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes is {bucket_bytes}; give 1 or more.")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s is {timeout_s}; give a number above 0.")
+        self._weights = weights
+        self._backend = backend
+        self._address = address
+        self._port = port
+        self._bucket_bytes = bucket_bytes
+        self._device = device
+        self._timeout_s = timeout_s
+        # An engine keeps the groups of a trainer that was killed, and refuses their names.
+        self._prefix = f"{group}-{secrets.token_hex(4)}"
+        self._made = 0
+        self._group: TrainerGroup | None = None
+        self._name = ""
+        self._members: list[GroupEngine] = []
+
+    async def prepare(self, version: int) -> None:
+        """Import torch, which takes seconds, while the engines still generate.
+
+        Raises:
+            ConfigError: if torch is not installed, or lacks the backend.
+        """
+        await in_thread(_check_torch, self._backend)
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        """Broadcast every bucket to all engines, and name the weights `version`.
+
+        Raises:
+            ConfigError: if torch is not installed, the address is not this machine's, or
+                `weights` gives none.
+        """
+        outcomes: dict[str, Exception | None] = {}
+        takers: list[GroupEngine] = []
+        for engine in engines:
+            if isinstance(engine, RefitFromGroup):
+                takers.append(cast(GroupEngine, engine))
+            else:
+                outcomes[engine.name] = ConfigError(
+                    f"{engine.name} does not join a group; use another publisher for it."
+                )
+        if takers:
+            await in_thread(_check_torch, self._backend)
+            try:
+                outcomes.update(await self._until_whole(version, takers))
+            except BaseException:  # a cancelled one too: engines may wait for a broadcast
+                self.close()
+                raise
+        return outcomes
+
+    async def aclose(self) -> None:
+        """Leave the group, on the engines' side too. A later publish makes a new one."""
+        members, self._members = self._members, []
+        # Ours first: it frees an engine that waits in the group, and could not listen.
+        self.close()
+        if members:
+            await leave(members, self._name)
+
+    def close(self) -> None:
+        """Leave the group on the trainer's side, at once; the engines notice."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    async def _until_whole(
+        self, version: int, engines: list[GroupEngine]
+    ) -> Mapping[str, Exception | None]:
+        outcomes: dict[str, Exception | None] = dict.fromkeys(engine.name for engine in engines)
+        unexplained_left = _UNEXPLAINED
+        while engines:
+            try:
+                outcomes.update(await self._broadcast(version, engines))
+                break
+            except BrokenOff as broken:
+                self.close()
+                _log.warning("the broadcast of version %d broke off: %s", version, broken)
+                outcomes.update((name, broken.failures[name]) for name in broken.behind)
+                engines = [engine for engine in engines if engine.name not in broken.behind]
+                # Who did not answer is not asked to leave either: it would be waited for again.
+                self._members = [
+                    engine
+                    for engine in self._members
+                    if isinstance(broken.failures.get(engine.name), EngineRejected | None)
+                ]
+                unexplained_left -= not broken.behind
+                if unexplained_left == 0:
+                    for engine in engines:
+                        outcomes[engine.name] = unexplained(engine.name, str(broken))
+                    break
+        return outcomes
+
+    async def _broadcast(
+        self, version: int, engines: Sequence[GroupEngine]
+    ) -> Mapping[str, Exception]:
+        """One broadcast from the beginning; gives who failed at the very end."""
+        group = await self._joined(engines)
+        source = _Source(self._weights, self._bucket_bytes)
+        try:
+            # The first one before anything is begun: a mistake of the caller's tears no engine.
+            bucket = await source.next()
+            if bucket is None:
+                raise ConfigError("weights() gave no tensors; it has to give all, each time.")
+            failures = await self._each(engines, lambda engine: engine.begin_update())
+            if failures:
+                raise BrokenOff("an engine did not begin", failures, set(failures))
+            while bucket is not None:
+                await self._hand_over(group, bucket, engines)
+                bucket = None  # before the next one is made, so that only one takes memory
+                bucket = await source.next()
+        finally:
+            await source.close()
+        return await self._each(engines, lambda engine: engine.end_update(version))
+
+    async def _hand_over(
+        self, group: TrainerGroup, bucket: Bucket, engines: Sequence[GroupEngine]
+    ) -> None:
+        metas = [
+            TensorMeta(
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+            )
+            for name, tensor in bucket
+        ]
+        row = await in_thread(_one_row, bucket, self._device, DEVICES[self._backend])
+        await together(
+            group,
+            lambda: group.broadcast(row),
+            engines,
+            lambda engine: engine.receive(metas, group=group.refit.name),
+            timeout_s=self._timeout_s,
+        )
+
+    async def _joined(self, engines: Sequence[GroupEngine]) -> TrainerGroup:
+        """The group of exactly these engines: the one there is, or a new one."""
+        if self._group is not None and self._members == list(engines):
+            return self._group
+        await self.aclose()
+        self._made += 1
+        self._name = f"{self._prefix}-{self._made}"
+        offsets = rank_offsets([engine.capabilities.ranks for engine in engines])
+        address = self._address or address_towards(engine.name for engine in engines)
+        group = self._group = TrainerGroup(
+            self._name,
+            address=address,
+            port=self._port,
+            world_size=offsets[-1],
+            backend=self._backend,
+            timeout_s=self._timeout_s,
+        )
+        self._members = list(engines)
+        offset_of = {id(engine): at for engine, at in zip(engines, offsets, strict=False)}
+        await together(
+            group,
+            group.join,
+            engines,
+            lambda engine: engine.join_group(group.refit, rank_offset=offset_of[id(engine)]),
+            timeout_s=self._timeout_s,
+        )
+        return group
+
+    async def _each(
+        self, engines: Sequence[GroupEngine], call: Callable[[GroupEngine], Awaitable[None]]
+    ) -> Mapping[str, Exception]:
+        return await each(engines, call, timeout_s=self._timeout_s)
+
+
+def rank_offsets(ranks: Sequence[int]) -> list[int]:
+    """The first rank of each engine, rank 0 being the trainer's; and last, the group's size."""
+    offsets = [1]
+    for count in ranks:
+        offsets.append(offsets[-1] + count)
+    return offsets
+
+
+class _Source:
+    """The buckets of one broadcast."""
+
+    def __init__(self, weights: Weights, bucket_bytes: int) -> None:
+        self._weights = weights
+        self._bucket_bytes = bucket_bytes
+        self._given: Any = None
+        self._buckets: Any = None
+
+    async def next(self) -> Bucket | None:
+        """The next bucket; None after the last."""
+        if self._buckets is None:
+            given = await in_thread(self._weights)
+            self._given = await given if inspect.isawaitable(given) else given
+            pack = iter_buckets_async if _asynchronous(self._given) else iter_buckets
+            self._buckets = pack(self._given, self._bucket_bytes)
+        if _asynchronous(self._given):
+            return await anext(self._buckets, None)
+        return await in_thread(next, self._buckets, None)
+
+    async def close(self) -> None:
+        """End an iterator that was left in the middle, so that it lets go of what it gathered."""
+        for part in (self._buckets, self._given):
+            if hasattr(part, "aclose"):
+                await part.aclose()
+            elif inspect.isgenerator(part):
+                await in_thread(part.close)
+        self._buckets = self._given = None
+
+
+def _asynchronous(given: object) -> bool:
+    return hasattr(given, "__aiter__")
+
+
+def _one_row(bucket: Bucket, where: str | device | None, kind: str) -> Tensor:
+    """All bytes of the bucket in the order of its tensors, without gaps: SGLang's layout."""
+    import torch
+
+    first = bucket[0][1].device
+    target = torch.device(where) if where is not None else first if first.type == kind else kind
+    with torch.no_grad():
+        return torch.cat(
+            [
+                tensor.detach().to(target).contiguous().reshape(-1).view(torch.uint8)
+                for _, tensor in bucket
+            ]
+        )
+
+
+def _check_torch(backend: str) -> None:
+    try:
+        from torch import distributed
+    except ImportError as error:
+        raise ConfigError(
+            f"DistributedPublisher needs torch ({error}); install aprilsched[torch]."
+        ) from error
+    if not getattr(distributed, f"is_{backend}_available")():
+        raise ConfigError(f"This torch has no {backend}; install one that has, or set backend.")

@@ -1,0 +1,206 @@
+"""One step that the trainer and all engines of a group do together: joining, or one bucket.
+
+- Every engine is waited for, for a bounded time; then the round is whole or broken off.
+- An engine that does not take part holds up all others inside of torch, where nothing can be
+  cancelled. It is told to leave the group, or the trainer's side is closed: either one ends the
+  others' waiting with an error, which is not their fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+from aprilsched.engines.base import Engine
+from aprilsched.engines.refit import RefitFromGroup
+from aprilsched.errors import AprilschedError, ControlTimeout, EngineError, EngineRejected
+from aprilsched.weights.process_group import GroupBroken, TrainerGroup
+
+__all__ = [
+    "BrokenOff",
+    "GroupEngine",
+    "behind",
+    "each",
+    "leave",
+    "together",
+    "unexplained",
+]
+
+T = TypeVar("T")
+
+_GRACE_SECONDS = 1.0
+"""For the others to end a round without an engine that failed in it."""
+_LEAVE_SECONDS = 10.0
+_OWN_GRACE_SECONDS = 5.0
+"""On top of the time after which torch itself gives up the trainer's side."""
+
+
+class GroupEngine(Engine, RefitFromGroup, Protocol):
+    """An engine that can be in a group."""
+
+
+class BrokenOff(AprilschedError):
+    """The group is of no more use.
+
+    Attributes:
+        failures: what each engine said that failed, in the order in which they did.
+        behind: those whose own fault it was, as far as one can tell.
+    """
+
+    def __init__(self, cause: str, failures: Mapping[str, Exception], behind: set[str]) -> None:
+        super().__init__(cause)
+        self.failures = failures
+        self.behind = behind
+
+
+def behind(
+    failures: Mapping[str, Exception], *, before: Sequence[str], own_failed: bool
+) -> set[str]:
+    """Who is to be left behind.
+
+    When one engine dies, others refuse what they are told because their connection to it broke.
+    So whoever still answers is innocent if somebody else does not. If all answer, those are to
+    blame that had refused `before` the group was closed on the others; but nobody is known to
+    be, if the trainer's own side failed without being closed.
+    """
+    silent = {name for name, error in failures.items() if not isinstance(error, EngineRejected)}
+    return silent or (set[str]() if own_failed else set(before))
+
+
+async def together(
+    group: TrainerGroup,
+    own: Callable[[], None],
+    engines: Sequence[GroupEngine],
+    call: Callable[[GroupEngine], Awaitable[None]],
+    *,
+    timeout_s: float,
+) -> None:
+    """Run `own` in a thread and `call` for each engine, all at the same time.
+
+    Raises:
+        BrokenOff: if one of them failed; the group may be closed then.
+    """
+    failures: dict[str, Exception] = {}
+    before: list[str] | None = None
+    own_failure = cause = ""
+
+    async def trainer() -> None:
+        nonlocal own_failure, cause
+        try:
+            async with asyncio.timeout(timeout_s + _OWN_GRACE_SECONDS):
+                await _in_daemon(own)
+        except GroupBroken as error:
+            cause = str(error)
+        except TimeoutError:
+            cause = f"the trainer's side did not end within {timeout_s:g} s"
+        if cause and before is None:
+            own_failure = cause
+
+    async def member(engine: GroupEngine) -> None:
+        try:
+            await _bounded(engine, call, timeout_s)
+        except Exception as error:  # one engine's failure must not hide what the others did
+            failures[engine.name] = error
+
+    async with asyncio.TaskGroup() as tasks:
+        pending = {tasks.create_task(trainer())}
+        pending |= {tasks.create_task(member(engine)) for engine in engines}
+        while pending:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if before is not None or not (failures or cause):
+                continue
+            if not cause and pending:
+                _, pending = await asyncio.wait(pending, timeout=_GRACE_SECONDS)
+            before = list(failures)
+            if pending:
+                # Ours alone would not do: a gloo broadcast of the trainer's, or of an engine that
+                # passes it on, ends only with the connection to the engine that it waits for.
+                refused = [e for e in engines if isinstance(failures.get(e.name), EngineRejected)]
+                await leave(refused, group.refit.name)
+                group.close()
+    if failures or cause:
+        raise BrokenOff(
+            cause or str(next(iter(failures.values()))),
+            failures,
+            behind(failures, before=before or [], own_failed=bool(own_failure)),
+        )
+
+
+async def each(
+    engines: Sequence[GroupEngine],
+    call: Callable[[GroupEngine], Awaitable[None]],
+    *,
+    timeout_s: float,
+) -> dict[str, Exception]:
+    """Call all engines in parallel; what those said that failed."""
+    failures: dict[str, Exception] = {}
+
+    async def one(engine: GroupEngine) -> None:
+        try:
+            await _bounded(engine, call, timeout_s)
+        except Exception as error:  # one engine's failure must not hide what the others did
+            failures[engine.name] = error
+
+    async with asyncio.TaskGroup() as tasks:
+        for engine in engines:
+            tasks.create_task(one(engine))
+    return failures
+
+
+async def leave(engines: Sequence[GroupEngine], name: str) -> None:
+    """Let engines leave a group, as far as they still answer."""
+    await each(engines, lambda engine: engine.leave_group(name), timeout_s=_LEAVE_SECONDS)
+
+
+async def _in_daemon(work: Callable[[], T]) -> T:
+    """Run `work` in a thread that is left alone when this is cancelled.
+
+    A daemon, and not one of the loop's threads: the loop waits for its own when it ends, and the
+    interpreter too, however long torch takes to give up.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[T] = loop.create_future()
+
+    def tell(result: Callable[[asyncio.Future[T]], None]) -> None:
+        def settle() -> None:
+            if not ended.done():
+                result(ended)
+
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle)
+
+    def run() -> None:
+        try:
+            value = work()
+        except BaseException as error:
+            failure = error
+            tell(lambda future: future.set_exception(failure))
+        else:
+            tell(lambda future: future.set_result(value))
+
+    threading.Thread(target=run, name="aprilsched-group", daemon=True).start()
+    return await ended
+
+
+async def _bounded(
+    engine: GroupEngine, call: Callable[[GroupEngine], Awaitable[None]], seconds: float
+) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await call(engine)
+    except TimeoutError as error:
+        raise ControlTimeout(
+            engine.name, f"did not end its part of the refit within {seconds:g} s."
+        ) from error
+
+
+def unexplained(engine: str, cause: str) -> EngineError:
+    """For an engine that answers, in a group that breaks all the same."""
+    return EngineError(
+        engine,
+        f"the broadcast to it broke off twice ({cause}); check the network between the trainer "
+        "and the engines.",
+    )

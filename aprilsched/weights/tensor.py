@@ -1,0 +1,227 @@
+"""Weights straight out of the trainer's GPU memory, for engines on the same GPUs (CUDA IPC).
+
+Who moves the bytes: the trainer joins the tensors of a bucket into one on its GPU and sends the
+engine a handle of that memory, some hundred bytes, over HTTP; the engine opens the memory and
+copies from GPU to GPU. Nothing goes through the host or a network.
+
+What the trainer must hold: all weights under their Hugging Face names, as whole (gathered) CUDA
+tensors, one bucket of them at a time, and `bucket_bytes` of free GPU memory beside them. It
+needs SGLang installed, in the engines' own version, because the handles are made by its code.
+Every engine runs on the trainer's machine and sees the trainer's GPU; torch's allocator has
+``expandable_segments`` off, whose memory older drivers cannot share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from aprilsched.engines.base import Engine
+from aprilsched.engines.refit import RefitFromTensors
+from aprilsched.errors import ConfigError
+from aprilsched.weights.buckets import Bucket, Buckets, iter_buckets
+from aprilsched.weights.threads import in_thread, to_the_end
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["TensorPublisher"]
+
+_FLATTENED = "flattened_bucket"
+
+
+class _Target(Engine, RefitFromTensors, Protocol):
+    """An engine that can be published to."""
+
+
+class TensorPublisher:
+    """Publishes CUDA tensors by handle.
+
+    A version is whole or torn: an engine that fails in one bucket gets no further one and keeps
+    its old label, while the others go on. The trainer may change its weights again as soon as
+    :meth:`publish` has returned. A cancelled publish returns only when the bucket that is on its
+    way was answered, since the engines are reading the trainer's memory until then.
+
+    Args:
+        weights: gives an iterator over (name, CUDA tensor), all weights, afresh for each
+            version. It runs in a thread, where it may gather shards.
+        bucket_bytes: of tensors that are handed over at a time; a larger tensor goes alone.
+        load_format: how the engine takes a bucket. "flattened_bucket" is one handle for all its
+            tensors; "direct" (under the engine's own parameter names), or the name of a loader
+            that the server was started with, is one handle each.
+
+    Raises:
+        ConfigError: if `bucket_bytes` is below 1.
+    """
+
+    def __init__(
+        self,
+        weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        *,
+        bucket_bytes: int = 512 * 2**20,
+        load_format: str = _FLATTENED,
+    ) -> None:
+        Buckets(bucket_bytes)  # refuses a wrong size now, and not at the first publish
+        self._weights = weights
+        self._bucket_bytes = bucket_bytes
+        self._load_format = load_format
+
+    async def prepare(self, version: int) -> None:
+        """Import SGLang, which takes seconds, while the engines still generate.
+
+        Raises:
+            ConfigError: if SGLang is not installed.
+        """
+        await in_thread(_sglang)
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        """Hand every bucket to every engine, in parallel, and name the weights `version`.
+
+        Raises:
+            ConfigError: if SGLang is not installed, or `weights` gives none, or tensors that are
+                not on a GPU.
+        """
+        outcomes: dict[str, Exception | None] = {engine.name: None for engine in engines}
+        takers: list[_Target] = []
+        for engine in engines:
+            if isinstance(engine, RefitFromTensors):
+                takers.append(cast(_Target, engine))
+            else:
+                outcomes[engine.name] = ConfigError(
+                    f"{engine.name} does not open a trainer's memory; use another publisher for it."
+                )
+        if takers:
+            await self._publish(version, _Takers(takers, outcomes))
+        return outcomes
+
+    async def _publish(self, version: int, takers: _Takers) -> None:
+        sglang = await in_thread(_sglang)
+        buckets = iter(iter_buckets(self._weights(), self._bucket_bytes))
+        # The first one before anything is begun: a mistake of the caller's tears no engine.
+        bucket = await in_thread(_next, buckets)
+        if bucket is None:
+            raise ConfigError("weights() gave no tensors; it has to give all of them each time.")
+        try:
+            await takers.each(lambda engine: engine.begin_update())
+            while bucket is not None and takers.left:
+                await self._hand_over(sglang, bucket, takers)
+                bucket = None  # before the next one is made, so that only one takes memory
+                bucket = await in_thread(_next, buckets)
+        finally:
+            await in_thread(_collect)
+        await takers.each(lambda engine: engine.end_update(version))
+
+    async def _hand_over(self, sglang: _SGLang, bucket: Bucket, takers: _Takers) -> None:
+        # `shared` owns the memory that the engines read; it has to live until all have answered.
+        shared, handles = await in_thread(
+            sglang.share,
+            bucket,
+            [engine.capabilities.ranks for engine in takers.left],
+            flattened=self._load_format == _FLATTENED,
+        )
+        try:
+            of_engine = dict(zip((engine.name for engine in takers.left), handles, strict=True))
+            await takers.each(
+                lambda engine: engine.update_from_tensors(
+                    of_engine[engine.name], load_format=self._load_format
+                )
+            )
+        finally:
+            del shared  # an error's traceback would keep it
+
+
+class _Takers:
+    """The engines that have not failed yet."""
+
+    def __init__(self, engines: Iterable[_Target], outcomes: dict[str, Exception | None]) -> None:
+        self.left = list(engines)
+        self._outcomes = outcomes
+
+    async def each(self, call: Callable[[_Target], Awaitable[None]]) -> None:
+        """Call all in parallel, wait for every answer, and drop those that failed."""
+        await to_the_end(asyncio.gather(*(self._try(engine, call) for engine in self.left)))
+        self.left = [engine for engine in self.left if self._outcomes[engine.name] is None]
+
+    async def _try(self, engine: _Target, call: Callable[[_Target], Awaitable[None]]) -> None:
+        try:
+            await call(engine)
+        except Exception as error:  # one engine's failure must not hide what the others did
+            self._outcomes[engine.name] = error
+
+
+class _SGLang:
+    """The parts of SGLang that make handles which its own servers open."""
+
+    def __init__(self, bucket: Any, serializer: Any) -> None:
+        self._bucket = bucket
+        self._serializer = serializer
+
+    def share(
+        self, bucket: Bucket, ranks: Sequence[int], *, flattened: bool
+    ) -> tuple[object, list[list[str]]]:
+        """The shared memory, and for each engine one handle a rank.
+
+        Each handle is made on its own: torch counts the openings of each, and one that was
+        opened twice would free the memory under the second reader.
+        """
+        import torch
+
+        with torch.no_grad():
+            named = [(name, tensor.detach()) for name, tensor in bucket]
+            payload: Any = named
+            if flattened:
+                joined = self._bucket(named_tensors=named)
+                payload = {
+                    "flattened_tensor": joined.get_flattened_tensor(),
+                    "metadata": joined.get_metadata(),
+                }
+        if bucket[0][1].is_cuda:
+            # The engine reads on a stream of its own: everything must be there already.
+            torch.cuda.synchronize(bucket[0][1].device)
+        return payload, [
+            [self._serializer.serialize(payload, output_str=True) for _ in range(count)]
+            for count in ranks
+        ]
+
+
+def _sglang() -> _SGLang:
+    try:
+        buckets = importlib.import_module("sglang.srt.weight_sync.tensor_bucket")
+        patches = importlib.import_module("sglang.srt.utils.patch_torch")
+        utils = importlib.import_module("sglang.srt.utils.common")
+    except (ImportError, RuntimeError, OSError) as error:  # not there, or not for this torch
+        raise ConfigError(
+            f"TensorPublisher needs SGLang in the trainer's environment ({error}); install the "
+            "version that the engines run."
+        ) from error
+    # Without it a handle names the GPU by its index, which differs between processes.
+    patches.monkey_patch_torch_reductions()
+    return _SGLang(buckets.FlattenedTensorBucket, utils.MultiprocessingSerializer)
+
+
+def _next(buckets: Iterator[Bucket]) -> Bucket | None:
+    bucket = next(buckets, None)
+    if bucket is not None:
+        require_cuda(bucket)
+    return bucket
+
+
+def require_cuda(bucket: Bucket) -> None:
+    """Refuse tensors whose memory no other process can open."""
+    for name, tensor in bucket:
+        if not tensor.is_cuda:
+            raise ConfigError(
+                f"{name} is on {tensor.device}; TensorPublisher hands over CUDA tensors only."
+            )
+
+
+def _collect() -> None:
+    """Give back the memory of the buckets that the engines have closed by now."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()

@@ -1,0 +1,302 @@
+"""One phase in a process of its own: a trainer that hangs or dies takes no other phase with it.
+
+    python phase.py NAME --url URL --out results.jsonl [--device cpu] [--tiny]
+
+Rows go to the results as they are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import links
+import torch
+from model import QWEN3_4B, TINY, RandomWeights
+from refits import SEEDS, Refitter, answer, known_answers, open_engine, request
+
+GIB = 2**30
+MIB = 2**20
+WARM_UPS = 1
+
+
+class Phase:
+    """What every phase has: the settings, the results and a count of versions."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.cuda = given.device == "cuda"
+        self.config = TINY if given.tiny else QWEN3_4B
+        self.buckets = [MIB // 4, MIB] if given.tiny else [512 * MIB, 64 * MIB, 2 * GIB]
+        self.deadline = time.monotonic() + given.seconds
+
+    def write(self, kind: str, **row: Any) -> None:
+        """Append a row, on the disk at once."""
+        row = {"kind": kind, "phase": self.given.name, "at": round(time.time(), 3), **row}
+        with self.given.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+
+    def on(self, gpu: int) -> str:
+        """The name of a GPU; the last one there is, if that one is not."""
+        return f"cuda:{min(gpu, torch.cuda.device_count() - 1)}" if self.cuda else "cpu"
+
+    def time_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    async def repeat(self, way: str, weights: RandomWeights, publisher: Any, **facts: Any) -> None:
+        """Warm-ups and repeats of one way of refitting, by turns with two policies."""
+        engine = await open_engine(self.given.url)
+        state = self.given.out.with_name("answers.json")
+        known = known_answers(state)
+        refitter = Refitter(engine, self.given.url, known)
+        version = await engine.version()
+        slowest = 0.0
+        try:
+            for number in range(-WARM_UPS, self.given.repeats):
+                if self.time_left() < 1.5 * slowest + 2.0:
+                    self.write("note", way=way, text=f"stopped before repeat {number}", **facts)
+                    break
+                started = time.monotonic()
+                version += 1
+                seed = SEEDS[version % len(SEEDS)]
+                weights.draw(seed)
+                row = await refitter.once(publisher, version, seed, weights.bytes)
+                self.write("refit", way=way, repeat=number, warm_up=number < 0, **facts, **row)
+                state.write_text(json.dumps(known))
+                slowest = max(slowest, time.monotonic() - started)
+        finally:
+            await engine.close()
+
+    # --- the phases ----------------------------------------------------------------------------
+
+    async def links(self) -> None:
+        """Copies within and between GPUs, and a broadcast."""
+        size = 16 * MIB if self.given.tiny else 4 * GIB
+        self.write("limit", link="copy_same_gpu", **links.copy(self.on(0), self.on(0), size))
+        if self.cuda and torch.cuda.device_count() > 1:
+            reachable = torch.cuda.can_device_access_peer(1, 0)
+            found = links.copy(self.on(1), self.on(0), size)
+            self.write("limit", link="copy_peer_gpu", peer_access=reachable, **found)
+        backend = "nccl" if self.cuda else "gloo"
+        if self.cuda and torch.cuda.device_count() < 2:
+            self.write("note", text="one GPU: no broadcast between GPUs")
+            return
+        torch.cuda.empty_cache()
+        for size in (GIB // 64,) if self.given.tiny else (64 * MIB, GIB):
+            found = await asyncio.to_thread(links.broadcast, backend, size, 60.0)
+            self.write("limit", link=f"{backend}_broadcast", **found)
+
+    async def tensor(self) -> None:
+        """CUDA IPC, the trainer on the engine's GPU; in a dry run, host memory shared by name."""
+        from aprilsched.weights import tensor
+
+        if not self.cuda:
+            stand_in()
+            torch.multiprocessing.set_sharing_strategy("file_system")
+            tensor.require_cuda = lambda bucket: None
+            patches = importlib.import_module("sglang.srt.utils.patch_torch")
+            patches.monkey_patch_torch_reductions = lambda: None  # it is for CUDA tensors only
+        TensorPublisher = tensor.TensorPublisher
+        weights = RandomWeights(self.config, self.on(0))
+        for size in self.buckets:
+            publisher = TensorPublisher(weights.named, bucket_bytes=size)
+            await self.repeat("tensor", weights, publisher, bucket_bytes=size)
+
+    async def nccl(self) -> None:
+        """Broadcasts, the trainer on a GPU of its own."""
+        from aprilsched.weights.distributed import DistributedPublisher
+
+        if self.cuda and torch.cuda.device_count() < 2:
+            self.write("note", text="skipped: NCCL wants a GPU for each rank, and there is one")
+            return
+        backend = "nccl" if self.cuda else "gloo"
+        weights = RandomWeights(self.config, self.on(1))
+        for size in self.buckets:
+            publisher = DistributedPublisher(
+                weights.named,
+                backend=backend,
+                bucket_bytes=size,
+                device=self.on(1),
+                timeout_s=30.0,
+            )
+            try:
+                await self.repeat(backend, weights, publisher, bucket_bytes=size)
+            finally:
+                await close(publisher)
+
+    async def nccl_reference(self) -> None:
+        """Broadcasts through SGLang's own helper, at one size of bucket."""
+        from reference import ReferencePublisher
+
+        if self.cuda and torch.cuda.device_count() < 2:
+            self.write("note", text="skipped: NCCL wants a GPU for each rank, and there is one")
+            return
+        if not self.cuda:
+            stand_in()
+        backend = "nccl" if self.cuda else "gloo"
+        weights = RandomWeights(self.config, self.on(1))
+        publisher = ReferencePublisher(
+            weights.named, backend=backend, bucket_bytes=self.buckets[0], device=self.on(1)
+        )
+        engine = await open_engine(self.given.url)
+        try:
+            await publisher.join(engine)
+            way = f"{backend}_reference"
+            await self.repeat(way, weights, publisher, bucket_bytes=self.buckets[0])
+        finally:
+            await engine.leave_group("reference")
+            await engine.close()
+
+    async def disk(self) -> None:
+        """A directory of safetensors, written by the trainer and read by the engine."""
+        from aprilsched.weights.disk import DiskPublisher
+
+        weights = RandomWeights(self.config, self.on(0))
+        place = self._place(weights.bytes)
+        facts = {"place": str(place.parent)}
+        try:
+            publisher = DiskPublisher(place, weights.save, keep=1)
+            await self.repeat("disk", weights, publisher, **facts)
+            files = sorted(place.glob("version-*/*.safetensors"))
+            for threads in (1, 8):
+                found = await asyncio.to_thread(links.read_files, files, threads)
+                self.write("limit", link=f"file_read_{threads}_threads", **facts, **found)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _place(self, size: int) -> Path:
+        """Memory where both the old and the new version fit, the disk otherwise."""
+        shm = Path("/dev/shm")  # noqa: S108
+        roomy = shm.is_dir() and shutil.disk_usage(shm).free > 2.3 * size
+        return (shm if roomy else Path(tempfile.gettempdir())) / f"refit-{os.getpid()}"
+
+    async def checkpoint_engine(self) -> None:
+        """checkpoint-engine, one rank on the engine's GPU."""
+        if not self.cuda:
+            self.write("note", text="skipped: checkpoint-engine needs CUDA")
+            return
+        from aprilsched.weights.checkpoint_engine import CheckpointEnginePublisher
+
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29871")
+        os.environ["PS_MAX_BUCKET_SIZE_GB"] = "1"
+        weights = RandomWeights(self.config, self.on(0))
+        publisher = CheckpointEnginePublisher(lambda: weights.tensors)
+        await self.repeat("checkpoint_engine", weights, publisher, bucket_bytes=GIB)
+
+    async def busy(self) -> None:
+        """The same refit by handle while 64 requests run: what the stragglers add."""
+        weights = RandomWeights(self.config, self.on(0))
+        weights.draw(SEEDS[0])
+        engine = await open_engine(self.given.url)
+        try:
+            if self.cuda:
+                from aprilsched.weights.tensor import TensorPublisher
+
+                publisher: Any = TensorPublisher(weights.named, bucket_bytes=512 * MIB)
+            else:
+                from aprilsched.weights.disk import DiskPublisher
+
+                publisher = DiskPublisher(self._place(weights.bytes), weights.save, keep=1)
+            for number in range(3):
+                self.write("busy", repeat=number, **await self._under_load(engine, publisher))
+        finally:
+            await engine.close()
+
+    async def _under_load(self, engine: Any, publisher: Any) -> dict[str, Any]:
+        count, tokens = (4, 200) if self.given.tiny else (64, 2000)
+        requests = [request(tokens, number) for number in range(count)]
+        got = [0] * count
+
+        async def read(number: int) -> None:
+            async for chunk in engine.generate(requests[number]):
+                got[number] += len(chunk.token_ids)
+
+        readers = [asyncio.create_task(read(number)) for number in range(count)]
+        row: dict[str, Any] = {"requests": count}
+        while min(got) == 0 and not any(reader.done() for reader in readers):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        version = await engine.version() + 1
+        await publisher.prepare(version)
+
+        async def abort() -> None:
+            await asyncio.gather(*(engine.abort(each.request_id) for each in requests))
+            await asyncio.gather(*readers)
+
+        steps: list[tuple[str, Callable[[], Awaitable[Any]]]] = [
+            ("abort", abort),
+            ("pause", lambda: engine.pause("retract")),
+            ("flush", engine.flush),
+            ("publish", lambda: publisher.publish(version, [engine])),
+            ("resume", engine.resume),
+        ]
+        row["tokens_before"] = sum(got)
+        try:
+            for name, step in steps:
+                started = time.perf_counter()
+                await step()
+                row[f"{name}_s"] = time.perf_counter() - started
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await engine.resume()
+        row["label_ok"] = await engine.version() == version
+        await answer(engine)
+        return row
+
+
+def stand_in() -> None:
+    """What SGLang's import wants and a machine without a GPU cannot give."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests" / "sglang"))
+    import stand_ins  # pyright: ignore[reportMissingImports]
+
+    stand_ins.install()
+
+
+async def close(publisher: Any) -> None:
+    """Close what can be closed, whatever the publisher calls it."""
+    for name in ("close", "aclose"):
+        if (method := getattr(publisher, name, None)) is not None:
+            closing = method()
+            if inspect.isawaitable(closing):
+                await closing
+            return
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    names = ("links", "tensor", "nccl", "nccl_reference", "disk", "checkpoint_engine", "busy")
+    parser.add_argument("name", choices=names)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=120.0, help="start no repeat after them")
+    given = parser.parse_args()
+    phase = Phase(given)
+    try:
+        asyncio.run(getattr(phase, given.name)())
+    except BaseException as error:
+        traceback.print_exc()
+        phase.write("error", error=f"{type(error).__name__}: {error}"[:2000])
+        sys.stdout.flush()
+        # A thread that hangs in a collective must not keep the process.
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

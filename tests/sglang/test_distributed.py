@@ -1,0 +1,240 @@
+"""Weights by broadcast into real servers: one, two at once, and servers that fail meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from aprilsched.engines.base import Engine
+from aprilsched.engines.refit import RefitFromGroup
+from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.errors import ControlTimeout, EngineRejected, TornWeights
+from aprilsched.types import Rollout
+from aprilsched.weights.distributed import DistributedPublisher
+from aprilsched.weights.process_group import TrainerGroup
+from tests.sglang.conftest import ADMIN_KEY
+from tests.sglang.helpers import PROMPT, greedy, whole
+from tests.sglang.recorded import scores
+from tests.sglang.server import CpuServer
+from tests.sglang.trained import tensors
+from tests.support.group_engine import GroupMember
+
+SMALL = 200_000
+"""Bytes: a dozen buckets for the tiny model, some of several tensors, some of one."""
+TOLERANCE = 1e-4
+
+
+@pytest.fixture
+async def engine(engine: SGLangEngine) -> SGLangEngine:
+    """An open engine, paused and flushed as for a refit."""
+    await engine.pause("retract")
+    await engine.flush()
+    return engine
+
+
+@pytest.fixture
+async def pair(
+    engine: SGLangEngine, clean_pair: tuple[CpuServer, CpuServer]
+) -> AsyncIterator[tuple[SGLangEngine, SGLangEngine]]:
+    """Two such engines."""
+    second = SGLangEngine(clean_pair[1].url, admin_key=ADMIN_KEY)
+    await second.open()
+    await second.pause("retract")
+    await second.flush()
+    yield engine, second
+    await second.close()
+
+
+def publisher(weights: Any, **settings: Any) -> DistributedPublisher:
+    own: dict[str, Any] = {"backend": "gloo", "bucket_bytes": SMALL, "timeout_s": 30.0}
+    return DistributedPublisher(weights, **(own | settings))
+
+
+async def continued(engine: SGLangEngine, tokens: int = 40) -> Any:
+    """What it says after the refit."""
+    await engine.resume()
+    return await whole(engine, greedy(tokens))
+
+
+async def assert_has(
+    engine: SGLangEngine, model: Path, other: Path, version: int, folder: Path
+) -> None:
+    """Its greedy tokens have the logprobs that transformers gives them under `model`."""
+    stream = await continued(engine)
+    assert await engine.version() == version
+    found = SimpleNamespace(prompt_ids=PROMPT, token_ids=np.array(stream.ids))
+    right, wrong = scores([model, other], [cast(Rollout, found)], folder)
+    assert np.abs(stream.logprobs - right[0]).max() < TOLERANCE
+    assert np.median(np.abs(stream.logprobs - wrong[0])) > 0.5
+
+
+async def test_a_server_takes_weights_again_and_again_over_one_group(
+    engine: SGLangEngine, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The second publish brings the old weights back, in one large bucket."""
+    assert isinstance(engine, RefitFromGroup)
+    current = [models[1]]
+    made = publisher(lambda: tensors(current[0]))
+    assert await made.publish(1, [engine]) == {engine.name: None}
+    await assert_has(engine, models[1], models[0], 1, tmp_path)
+    await engine.pause("retract")
+    await engine.flush()
+    current[0] = models[0]
+    group = made._group
+    assert await made.publish(2, [engine]) == {engine.name: None}
+    assert made._group is group
+    await assert_has(engine, models[0], models[1], 2, tmp_path)
+    await made.aclose()
+
+
+async def test_two_servers_take_weights_at_once_in_one_bucket(
+    pair: tuple[SGLangEngine, SGLangEngine], models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    made = publisher(lambda: tensors(models[1]), bucket_bytes=512 * 2**20)
+    assert await made.publish(1, pair) == {engine.name: None for engine in pair}
+    for engine in pair:
+        await assert_has(engine, models[1], models[0], 1, tmp_path)
+    await made.aclose()
+
+
+async def test_types_may_be_mixed_in_a_bucket(
+    engine: SGLangEngine, models: tuple[Path, Path]
+) -> None:
+    """A trainer in bfloat16 that keeps some of its tensors in float32."""
+
+    def mixed() -> Iterator[tuple[str, Tensor]]:
+        for index, (name, tensor) in enumerate(tensors(models[1])):
+            yield name, tensor if index % 3 else tensor.bfloat16()
+
+    made = publisher(mixed)
+    assert await made.publish(1, [engine]) == {engine.name: None}
+    assert len((await continued(engine)).ids) == 40
+    await made.aclose()
+
+
+async def test_weights_that_do_not_fit_are_refused_and_the_next_ones_taken(
+    engine: SGLangEngine, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The server says what is wrong, is known to be torn, and is mended by a whole refit."""
+
+    def cut() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors(models[1]):
+            yield name, tensor[:3] if "embed_tokens" in name else tensor
+
+    given = [cut]
+    made = publisher(lambda: given[0]())
+    outcome = await made.publish(1, [engine])
+    assert isinstance(outcome[engine.name], EngineRejected)
+    assert "Failed to update parameter" in str(outcome[engine.name])
+    with pytest.raises(TornWeights):
+        await engine.version()
+    given[0] = lambda: tensors(models[1])
+    assert await made.publish(2, [engine]) == {engine.name: None}
+    await assert_has(engine, models[1], models[0], 2, tmp_path)
+    await made.aclose()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_a_member_that_fails_in_the_middle_tears_no_server(
+    engine: SGLangEngine, models: tuple[Path, Path], tmp_path: Path, dies: bool
+) -> None:
+    """The server is given everything again in a group without the other one."""
+    other = GroupMember("other", fail_at="receive 3", dies=dies)
+    made = publisher(lambda: tensors(models[1]))
+    outcome = await made.publish(1, [cast(Engine, other), engine])
+    assert outcome[engine.name] is None
+    assert outcome["other"] is not None
+    await assert_has(engine, models[1], models[0], 1, tmp_path)
+    await made.aclose()
+
+
+async def test_a_server_that_stops_answering_is_left_behind_and_comes_back(
+    pair: tuple[SGLangEngine, SGLangEngine],
+    clean_pair: tuple[CpuServer, CpuServer],
+    models: tuple[Path, Path],
+    tmp_path: Path,
+) -> None:
+    """All processes of the second server are frozen in the middle of the first broadcast."""
+    process = clean_pair[1]._process
+    assert process is not None
+    frozen = False
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        nonlocal frozen
+        for index, pair in enumerate(tensors(models[1])):
+            if index == 8 and not frozen:
+                frozen = True
+                os.killpg(process.pid, signal.SIGSTOP)
+            yield pair
+
+    made = publisher(weights, timeout_s=8.0)
+    try:
+        outcome = await made.publish(1, pair)
+    finally:
+        os.killpg(process.pid, signal.SIGCONT)
+    assert outcome[pair[0].name] is None
+    assert isinstance(outcome[pair[1].name], ControlTimeout)
+    assert await made.publish(2, pair) == {engine.name: None for engine in pair}
+    for engine in pair:
+        await assert_has(engine, models[1], models[0], 2, tmp_path)
+    await made.aclose()
+
+
+async def test_a_cancelled_publish_frees_a_server_that_waits_for_a_broadcast(
+    engine: SGLangEngine,
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trainer told it to receive, and is cancelled before it sends anything."""
+    reached, never = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def send_nothing(group: TrainerGroup, flat: Tensor) -> None:
+        loop.call_soon_threadsafe(reached.set)
+        never.wait()
+
+    made = publisher(lambda: tensors(models[1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainerGroup, "broadcast", send_nothing)
+        task = asyncio.create_task(made.publish(1, [engine]))
+        await reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        never.set()
+    assert await made.publish(2, [engine]) == {engine.name: None}
+    await assert_has(engine, models[1], models[0], 2, tmp_path)
+    await made.aclose()
+
+
+async def test_a_trainer_that_went_away_leaves_nothing_in_the_way_of_the_next(
+    engine: SGLangEngine, models: tuple[Path, Path]
+) -> None:
+    """It told the server nothing when it went; the next one's groups have other names."""
+
+    async def half() -> AsyncIterator[tuple[str, Tensor]]:
+        for index, pair in enumerate(tensors(models[1])):
+            if index == 8:
+                raise ZeroDivisionError
+            yield pair
+
+    with pytest.raises(ZeroDivisionError):
+        await publisher(half).publish(1, [engine])
+    made = publisher(lambda: tensors(models[1]))
+    assert await made.publish(1, [engine]) == {engine.name: None}
+    await made.aclose()
+    async with aclosing(engine.generate(greedy(4))) as chunks:
+        await engine.resume()
+        assert [chunk async for chunk in chunks]

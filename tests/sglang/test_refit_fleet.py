@@ -1,0 +1,287 @@
+"""Distributed refits of two real servers while they generate, and the death of one of them.
+
+After each batch the trainer broadcasts really different weights over gloo to both servers, whose
+stragglers wait in a retract pause. In the second run one server is killed, four times, each time
+at another moment, and started again; it rejoins while the run goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.core.commands import Command, Continue, Pause
+from aprilsched.core.control import Mode
+from aprilsched.core.events import Event
+from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.types import Rollout
+from aprilsched.weights.distributed import DistributedPublisher
+from tests.sglang.conftest import ADMIN_KEY
+from tests.sglang.helpers import until
+from tests.sglang.recorded import CONFIG, Recorder, greedy_scores, long_tail
+from tests.sglang.server import CpuServer
+from tests.sglang.trained import tensors
+
+TOLERANCE = 1e-4
+"""Of a logprob, between SGLang's paged decode and one pass of transformers, both in float32."""
+SCORED = 120
+"""Rollouts that are scored again, those of most segments first."""
+BUCKET = 64 * 1024
+"""Several buckets for a model of half a megabyte."""
+
+
+@dataclass
+class Trainer:
+    """Holds the weights of one version at a time, and may be told to do something amid them."""
+
+    models: tuple[Path, Path]
+    version: int = 0
+    amid: Callable[[], None] | None = None
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for index, named in enumerate(tensors(self.models[self.version % 2])):
+            if index == 12 and self.amid is not None:
+                self.amid()
+            yield named
+
+
+@asynccontextmanager
+async def scheduled(
+    urls: Sequence[str], recorder: Recorder, listeners: Sequence[object] = ()
+) -> AsyncGenerator[RolloutScheduler]:
+    """32 rollouts in flight on servers of which some want the admin key."""
+    scheduler = RolloutScheduler(
+        SGLangFleet(urls, admin_key=ADMIN_KEY, stream_interval=16),
+        long_tail(2_000, longest=400, temperature=0.0, every=2),
+        config=SchedulerConfig(straggler="retract", **CONFIG),  # type: ignore[arg-type]
+        listeners=[recorder, *listeners],  # type: ignore[list-item]
+    )
+    recorder.scheduler = scheduler
+    async with scheduler as rollouts:
+        yield rollouts
+
+
+async def step(rollouts: RolloutScheduler, trainer: Trainer, refit: DistributedPublisher) -> Batch:
+    """A batch, then the next version's weights."""
+    batch = await rollouts.next_batch()
+    trainer.version = rollouts.version + 1
+    await rollouts.update_weights(refit)
+    return batch
+
+
+def check(
+    batches: Sequence[Batch], rollouts: RolloutScheduler, recorder: Recorder
+) -> list[Rollout]:
+    """Conservation, versions as the servers report them; gives all that was delivered."""
+    delivered = [rollout for batch in batches for rollout in batch.rollouts]
+    ids = {rollout.rollout_id for rollout in delivered}
+    book = rollouts.state.book
+    assert len(ids) == len(delivered)
+    assert not ids & set(book.rollouts)
+    assert book.ledger.total == 0
+    assert book.counters.launched == len(ids) + len(book.rollouts)
+    return delivered
+
+
+def check_tokens(delivered: Sequence[Rollout], models: tuple[Path, Path], folder: Path) -> None:
+    """Each token is the best one of its own version's model, with that model's logprob."""
+    chosen = sorted(delivered, key=lambda rollout: len(rollout.segments), reverse=True)[:SCORED]
+    by_model = [greedy_scores(model, chosen, folder) for model in models]
+    crossing = 0
+    for index, rollout in enumerate(chosen):
+        at, of = np.arange(len(rollout)), rollout.versions % 2
+        score = np.stack([own[index] for own, _ in by_model])[of, at]
+        best = np.stack([best[index] for _, best in by_model])[of, at]
+        assert np.abs(rollout.logprobs - score).max() < TOLERANCE
+        assert (best - score).max() < TOLERANCE, "not the greedy token of its version"
+        crossing += len(set(of.tolist())) > 1
+    assert crossing > 10, "too few rollouts of several versions to prove anything"
+
+
+async def test_ten_distributed_refits_with_stragglers_in_the_pause(
+    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
+):
+    recorder, trainer = Recorder(), Trainer(models)
+    refit = DistributedPublisher(trainer.weights, backend="gloo", bucket_bytes=BUCKET)
+    async with scheduled([server.url for server in clean_pair], recorder) as rollouts:
+        batches: list[Batch] = []
+        for _ in range(10):
+            batches.append(await rollouts.next_batch())
+            assert len(rollouts.state.book.rollouts) >= 16, "stragglers wait in the pause"
+            trainer.version = rollouts.version + 1
+            report = await rollouts.update_weights(refit)
+            assert not report.quarantined
+        delivered = check(batches, rollouts, recorder)
+        for rollout in delivered:
+            assert rollout.versions_exact
+            assert rollout.versions.tolist() == recorder.reported(rollout)
+        assert rollouts.version == 10
+        await refit.aclose()
+    for server in clean_pair:
+        engine = SGLangEngine(server.url, admin_key=ADMIN_KEY)
+        await engine.open()
+        assert await engine.is_paused() is False
+        assert await engine.version() == 10
+        await engine.close()
+    check_tokens(delivered, models, tmp_path)
+
+
+@dataclass
+class Killer:
+    """Kills a server at a chosen moment of the scheduler's own doings; a listener."""
+
+    victim: CpuServer
+    at: type[Pause | Continue] | None = None
+    kills: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.victim.url.removeprefix("http://")
+
+    def kill(self) -> None:
+        if self.victim.alive():
+            self.victim.kill()
+            self.kills += 1
+
+    def on_event(self, event: Event, now: float) -> None:
+        pass
+
+    def on_command(self, command: Command, now: float) -> None:
+        of_it = isinstance(command, Pause | Continue) and command.engine == self.name
+        if of_it and type(command) is self.at:
+            self.at = None
+            self.kill()
+
+
+@dataclass
+class Deaths:
+    """What is done to kill the server at one of the moments, and the line that tells of it."""
+
+    when: str
+    says: str
+    prepare: Callable[[Killer, Trainer], None] = field(default=lambda killer, trainer: None)
+
+
+MOMENTS = (
+    Deaths("generation", "requests in a row failed"),
+    Deaths("the pause", "pause failed", lambda killer, _: _at(killer, Pause)),
+    Deaths("the broadcast", "refit failed", lambda killer, trainer: _amid(killer, trainer)),
+    Deaths("continue", "continue failed", lambda killer, _: _at(killer, Continue)),
+)
+
+
+def _at(killer: Killer, command: type[Pause | Continue]) -> None:
+    killer.at = command
+
+
+def _amid(killer: Killer, trainer: Trainer) -> None:
+    trainer.amid = killer.kill
+
+
+def decoding(rollouts: RolloutScheduler, engine: str) -> bool:
+    """Is something in the middle of its response there?"""
+    return any(
+        request.engine == engine and request.generated >= 16 and request.remaining >= 100
+        for request in rollouts.state.book.open_requests()
+    )
+
+
+@pytest.mark.timeout(900)
+async def test_a_server_killed_at_any_moment_of_a_refit_costs_nothing_and_rejoins(
+    clean_server: CpuServer,
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+):
+    victim = CpuServer(models[0], tmp_path / "victim.txt")
+    killer, recorder, trainer = Killer(victim), Recorder(), Trainer(models)
+    refit = DistributedPublisher(
+        trainer.weights, backend="gloo", bucket_bytes=BUCKET, timeout_s=30.0
+    )
+    batches: list[Batch] = []
+    said: list[str] = []
+    try:
+        victim.start()
+        victim.wait_ready()
+        urls = [clean_server.url, victim.url]
+        with caplog.at_level(logging.WARNING, "aprilsched"):
+            async with scheduled(urls, recorder, [killer]) as rollouts:
+                batches.append(await step(rollouts, trainer, refit))
+                for moment in MOMENTS:
+                    caplog.clear()
+                    await die(rollouts, killer, trainer, refit, moment, batches)
+                    said += told(caplog, "aprilsched")
+                    await rejoin(rollouts, killer, trainer, refit, batches)
+                delivered = check(batches, rollouts, recorder)
+                modes = {control.mode for control in rollouts.state.control.engines.values()}
+                assert modes <= {Mode.PAUSED, Mode.RUNNING}
+                await refit.aclose()
+    finally:
+        victim.stop()
+    assert killer.kills == len(MOMENTS)
+    for moment, line in zip(MOMENTS, said, strict=True):
+        assert line.startswith(f"engine {killer.name} is out of use: "), moment.when
+        assert moment.says in line, moment.when
+    check_tokens(delivered, models, tmp_path)
+
+
+async def die(
+    rollouts: RolloutScheduler,
+    killer: Killer,
+    trainer: Trainer,
+    refit: DistributedPublisher,
+    moment: Deaths,
+    batches: list[Batch],
+) -> None:
+    """Two batches; the server dies at its moment in the first, the second is the other's alone."""
+    if moment.when == "generation":
+        taking = asyncio.create_task(rollouts.next_batch())
+        await until(lambda: decoding(rollouts, killer.name) or taking.done())
+        killer.kill()
+        batches.append(await taking)
+        await until(lambda: killer.name not in rollouts.state.control.engines)
+    else:
+        batches.append(await rollouts.next_batch())
+        moment.prepare(killer, trainer)
+    trainer.version = rollouts.version + 1
+    await rollouts.update_weights(refit)
+    trainer.amid = None
+    batches.append(await step(rollouts, trainer, refit))
+    assert set(rollouts.state.control.engines) != {killer.name}
+    assert killer.name not in rollouts.state.tracker.engines
+
+
+async def rejoin(
+    rollouts: RolloutScheduler,
+    killer: Killer,
+    trainer: Trainer,
+    refit: DistributedPublisher,
+    batches: list[Batch],
+) -> None:
+    """The server is started again while the run goes on, and takes part at the next version."""
+    killer.victim.start()
+    booting = asyncio.create_task(asyncio.to_thread(killer.victim.wait_ready))
+    while killer.name not in rollouts.state.tracker.engines:
+        batches.append(await step(rollouts, trainer, refit))
+        await asyncio.sleep(2.0)
+    await booting
+    assert rollouts.state.tracker.engines[killer.name] == rollouts.version
+    batches.append(await step(rollouts, trainer, refit))
+
+
+def told(caplog: pytest.LogCaptureFixture, logger: str) -> list[str]:
+    """The errors that were logged: one line for one death."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == logger and record.levelno >= logging.ERROR
+    ]

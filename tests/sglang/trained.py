@@ -1,0 +1,29 @@
+"""A trainer's weights for the tests: the tensors of a checkpoint, read without its library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["tensors"]
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def tensors(model: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint of one file, under its Hugging Face name.
+
+    A safetensors file is the length of a JSON header in 8 bytes, the header, and the data.
+    """
+    data = (model / "model.safetensors").read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        row = torch.frombuffer(bytearray(data[begin + first : begin + last]), dtype=torch.uint8)
+        yield name, row.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])

@@ -1,0 +1,227 @@
+"""The distributed publisher with members in this process: ranks, failures, and making it again.
+
+What a real server does is tested in ``tests/sglang/test_distributed.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from aprilsched.engines.base import Engine
+from aprilsched.engines.sim import SimEngine
+from aprilsched.errors import ConfigError, EngineError, EngineRejected
+from aprilsched.weights.addresses import address_towards
+from aprilsched.weights.distributed import DistributedPublisher, rank_offsets
+from aprilsched.weights.rounds import behind
+from tests.support.group_engine import GroupMember
+
+WEIGHTS = {
+    "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "b": torch.arange(5, dtype=torch.bfloat16),
+    "c": torch.tensor(7.0),
+    "d": torch.arange(64, dtype=torch.float32).reshape(8, 8).t(),
+    "e": torch.ones(3, dtype=torch.int8),
+}
+ALL_CALLS = ["join", "begin", *(f"receive {n}" for n in range(1, 5)), "end"]
+
+
+def weights() -> Iterator[tuple[str, Tensor]]:
+    yield from WEIGHTS.items()
+
+
+def publisher(given: Any = weights, **settings: Any) -> DistributedPublisher:
+    """Over gloo, in four buckets."""
+    own: dict[str, Any] = {"backend": "gloo", "bucket_bytes": 64, "timeout_s": 20.0}
+    return DistributedPublisher(given, **(own | settings))
+
+
+def fleet(*members: GroupMember) -> Sequence[Engine]:
+    return cast(Sequence[Engine], members)
+
+
+def has_all(member: GroupMember) -> bool:
+    return member.weights.keys() == WEIGHTS.keys() and all(
+        torch.equal(tensor, WEIGHTS[name]) for name, tensor in member.weights.items()
+    )
+
+
+def test_each_engine_begins_after_the_ranks_of_those_before_it():
+    assert rank_offsets([]) == [1]
+    assert rank_offsets([1, 2, 4]) == [1, 2, 4, 8]
+
+
+async def test_every_rank_receives_every_byte_and_the_group_lasts():
+    members = [GroupMember(f"m{ranks}", ranks=ranks) for ranks in (1, 2, 4)]
+    made = publisher()
+    for version in (1, 2):
+        for member in members:
+            member.weights.clear()
+        assert await made.publish(version, fleet(*members)) == {"m1": None, "m2": None, "m4": None}
+        assert all(has_all(member) and member.version_now == version for member in members)
+    for member, offset in zip(members, (1, 2, 4), strict=True):
+        assert member.calls == [*ALL_CALLS, *ALL_CALLS[1:]]
+        ((group, found),) = member.joined
+        assert (found, group.world_size, group.backend) == (offset, 8, "gloo")
+    await made.aclose()
+    assert all(member.calls[-1] == "leave" for member in members)
+
+
+async def test_asynchronous_weights_and_those_of_a_coroutine_are_taken():
+    async def one_by_one() -> AsyncIterator[tuple[str, Tensor]]:
+        for pair in WEIGHTS.items():
+            yield pair
+
+    async def gathered() -> list[tuple[str, Tensor]]:
+        return list(WEIGHTS.items())
+
+    for given in (one_by_one, gathered):
+        member = GroupMember("m")
+        made = publisher(given)
+        assert await made.publish(1, fleet(member)) == {"m": None}
+        assert has_all(member)
+        made.close()
+
+
+async def test_another_set_of_engines_gets_a_group_of_its_own():
+    first, second = GroupMember("first"), GroupMember("second")
+    made = publisher()
+    await made.publish(1, fleet(first))
+    await made.publish(2, fleet(first, second))
+    assert has_all(second)
+    (one, _), (two, _) = first.joined
+    assert one.name != two.name
+    assert first.calls[7:9] == ["leave", "join"]
+    made.close()
+
+
+@pytest.mark.parametrize("fail_at", ["join", "begin", "receive 1", "receive 3"])
+@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("place", [0, 1, 2])
+async def test_an_engine_that_fails_is_left_behind_and_tears_no_other(
+    fail_at: str, dies: bool, place: int
+):
+    members = [GroupMember("m0"), GroupMember("m1"), GroupMember("m2")]
+    bad = members[place]
+    bad.fail_at, bad.dies = fail_at, dies
+    made = publisher()
+    outcome = dict(await made.publish(1, fleet(*members)))
+    assert isinstance(outcome.pop(bad.name), EngineError if dies else EngineRejected)
+    assert list(outcome.values()) == [None, None]
+    assert all(has_all(m) and m.version_now == 1 for m in members if m is not bad)
+    assert bad.version_now == 0
+    made.close()
+
+
+async def test_a_failure_at_the_very_end_repeats_nothing():
+    good, bad = GroupMember("good"), GroupMember("bad", fail_at="end")
+    made = publisher()
+    outcome = await made.publish(1, fleet(good, bad))
+    assert outcome["good"] is None
+    assert isinstance(outcome["bad"], EngineRejected)
+    assert good.calls == ALL_CALLS
+    made.close()
+
+
+async def test_every_engine_may_fail():
+    members = [GroupMember(f"m{i}", fail_at="receive 2", dies=True) for i in range(2)]
+    outcome = await publisher().publish(1, fleet(*members))
+    assert all(isinstance(error, EngineError) for error in outcome.values())
+
+
+async def test_a_cancelled_publish_frees_the_engines_and_the_next_one_succeeds():
+    """The trainer is stuck in its own gathering; the members wait for nothing afterwards."""
+    reached = asyncio.Event()
+
+    async def stuck() -> AsyncIterator[tuple[str, Tensor]]:
+        yield "a", WEIGHTS["a"]
+        yield "d", WEIGHTS["d"]
+        yield "b", WEIGHTS["b"]
+        reached.set()
+        await asyncio.Event().wait()
+
+    given: list[Any] = [stuck, weights]
+    member = GroupMember("m")
+    made = publisher(lambda: given.pop(0)())
+    task = asyncio.create_task(made.publish(1, fleet(member)))
+    await reached.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await made.publish(2, fleet(member)) == {"m": None}
+    assert has_all(member)
+    made.close()
+
+
+async def test_a_mistake_in_the_weights_tears_no_engine():
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        raise ZeroDivisionError
+        yield  # pyright: ignore[reportUnreachable]
+
+    member = GroupMember("m")
+    with pytest.raises(ZeroDivisionError):
+        await publisher(broken).publish(1, fleet(member))
+    with pytest.raises(ConfigError, match="gave no tensors"):
+        await publisher(dict).publish(1, fleet(member))
+    assert "begin" not in member.calls
+
+
+async def test_an_engine_that_joins_no_group_is_refused():
+    engine = cast(Engine, SimEngine("sim"))
+    outcome = await publisher().publish(1, [engine])
+    assert isinstance(outcome[engine.name], ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"backend": "mpi"}, "gloo, nccl"),
+        ({"port": -1}, "port is -1"),
+        ({"bucket_bytes": 0}, "bucket_bytes is 0"),
+        ({"timeout_s": 0.0}, "timeout_s is 0"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], part: str):
+    with pytest.raises(ConfigError, match=part):
+        publisher(**settings)
+
+
+async def test_a_missing_backend_and_a_foreign_address_are_refused():
+    if not torch.distributed.is_nccl_available():
+        with pytest.raises(ConfigError, match="has no nccl"):
+            await publisher(backend="nccl").prepare(1)
+    with pytest.raises(ConfigError, match="give the address of this machine"):
+        await publisher(address="192.0.2.1").publish(1, fleet(GroupMember("m")))
+
+
+def test_the_address_is_that_of_the_way_to_the_engines():
+    assert address_towards([]) == "127.0.0.1"
+    names = ["127.0.0.1:30000", "localhost:1", "[::1]:2/path", "sim-0", "a.invalid:1"]
+    assert address_towards(names) == "127.0.0.1"
+
+
+REFUSED = EngineRejected("x", "refused", status=400)
+SILENT = EngineError("x", "the connection broke")
+
+
+@pytest.mark.parametrize(
+    ("failures", "before", "own_failed", "expected"),
+    [
+        ({"a": REFUSED}, ["a"], False, {"a"}),
+        ({"a": REFUSED, "b": REFUSED}, ["a", "b"], False, {"a", "b"}),
+        ({"a": REFUSED, "b": REFUSED}, ["a"], False, {"a"}),
+        ({"a": REFUSED, "b": REFUSED}, ["a"], True, set[str]()),
+        ({"a": REFUSED, "b": SILENT}, ["a"], False, {"b"}),
+        ({"a": REFUSED, "b": SILENT}, ["a", "b"], True, {"b"}),
+        ({}, [], True, set[str]()),
+    ],
+)
+def test_who_is_left_behind(
+    failures: dict[str, Exception], before: list[str], own_failed: bool, expected: set[str]
+):
+    assert behind(failures, before=before, own_failed=own_failed) == expected
