@@ -18,13 +18,14 @@ from aprilsched.engines.sglang.probe import ServerFacts
 from aprilsched.engines.sglang.sse import EventSplitter
 from aprilsched.errors import EngineError
 
-__all__ = ["CALL_SECONDS", "Client", "Generation", "until"]
+__all__ = ["CALL_SECONDS", "INTERVAL", "Client", "Generation", "until"]
 
 CALL_SECONDS = 10.0
 _ANY = tuple(range(200, 600))
 _PROMPT_TOKENS = 8
 _POLL_SECONDS = 0.02
-_INTERVAL = 8
+INTERVAL = 8
+"""Tokens between two events that a request asks for, where it may."""
 
 
 async def until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -116,7 +117,7 @@ class Client:
                 return False
             await asyncio.sleep(_POLL_SECONDS)
 
-    def body(self, tokens: int, rid: str) -> dict[str, Any]:
+    def body(self, tokens: int, rid: str, *, prompt_tokens: int = _PROMPT_TOKENS) -> dict[str, Any]:
         """A greedy request whose ids every model knows."""
         vocab = self._facts.vocab_size or _PROMPT_TOKENS
         params: dict[str, Any] = {
@@ -125,16 +126,21 @@ class Client:
             "ignore_eos": True,
         }
         if self._facts.stream_interval:
-            params["stream_interval"] = _INTERVAL
-        ids = [index % vocab for index in range(_PROMPT_TOKENS)]
+            params["stream_interval"] = INTERVAL
+        ids = [index % vocab for index in range(prompt_tokens)]
         return {"input_ids": ids, "sampling_params": params, "rid": rid, "return_logprob": True}
 
-    async def whole(self, tokens: int) -> dict[str, Any]:
+    async def whole(
+        self, tokens: int, *, prompt_tokens: int = _PROMPT_TOKENS, extra_key: str | None = None
+    ) -> dict[str, Any]:
         """A response that is not streamed."""
+        body = self.body(tokens, uuid.uuid4().hex, prompt_tokens=prompt_tokens)
+        if extra_key is not None:
+            body["extra_key"] = extra_key
         answer = await self._transport.call(
             "POST",
             "generate",
-            self.body(tokens, uuid.uuid4().hex),
+            body,
             timeout=CALL_SECONDS,
             repeatable=False,
             admin=False,

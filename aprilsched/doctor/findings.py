@@ -17,6 +17,8 @@ __all__ = [
     "Verdict",
     "failed",
     "left_out",
+    "never_met",
+    "not_tried",
     "passed",
     "warned",
 ]
@@ -44,12 +46,12 @@ class Verdict:
 
 
 def passed(seen: str) -> Verdict:
-    """As the scheduler wants it."""
+    """As the scheduler wants it, or kept from a run by the scheduler alone."""
     return Verdict(status="pass", seen=seen)
 
 
 def warned(seen: str) -> Verdict:
-    """Not verified, or to be known about."""
+    """Not tried though it depends on the server, or to be known about."""
     return Verdict(status="warn", seen=seen)
 
 
@@ -73,6 +75,11 @@ class PauseNotes:
     held_completed: bool | None = None
     finish: str | None = None
     same_tokens: bool | None = None
+    abort_ended_during: bool | None = None
+    """Whether another stream, aborted in the pause, ended before continue."""
+    abort_finish: str | None = None
+    abort_tokens: int | None = None
+    """Tokens that the aborted stream still gave."""
 
 
 @dataclass(slots=True)
@@ -81,7 +88,8 @@ class Notes:
 
     facts: ServerFacts
     version: tuple[int, int, int]
-    simulated: bool = False
+    info: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What /server_info tells."""
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     paths: frozenset[str] = frozenset()
     paused_before: bool = False
@@ -90,6 +98,8 @@ class Notes:
     health_status: int | None = None
     whole: dict[str, Any] | None = None
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    cached: list[int] = field(default_factory=list[int])
+    """Cached tokens of one prompt under one cache key, the same again, and another."""
     aborted: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     abort_seconds: float | None = None
     unknown_abort_status: int | None = None
@@ -103,6 +113,11 @@ class Notes:
     label_after: str | None = None
     paused_after: bool | None = None
     running_after: int | None = None
+
+    @property
+    def simulated(self) -> bool:
+        """Whether it says that it is an embedded engine."""
+        return bool(self.info.get("simulated", False))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,3 +150,13 @@ def left_out(notes: Notes, scenario: str, why: str = "") -> Verdict:
     if scenario in notes.trouble:
         return failed(f"the probe {notes.trouble[scenario]}")
     return warned("left out: the probe saw nothing")
+
+
+def never_met(_: Notes) -> Verdict:
+    """For a hazard that no server can bring into a run: the scheduler never does what causes it."""
+    return passed("not tried: the scheduler never brings it about")
+
+
+def not_tried(_: Notes) -> Verdict:
+    """For a hazard that depends on the server."""
+    return warned("not tried: known of every release up to 0.5.23")

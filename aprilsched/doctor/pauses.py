@@ -40,17 +40,25 @@ async def retract(client: Client, notes: Notes) -> None:
 
 
 async def in_place(client: Client, notes: Notes) -> None:
-    """A stream through pause(in_place) and continue."""
+    """A stream through pause(in_place) and continue, and one that is aborted in between."""
     noted = notes.in_place
     reference = await _reference(client, notes, noted)
-    stream = await _paused(client, noted, "in_place") if reference is not None else None
-    if reference is None or stream is None:
+    if reference is None:
+        return
+    other = client.stream(TOKENS)
+    stream = await _paused(client, noted, "in_place", beside=1)
+    if stream is None:
         return
     try:
+        before = None if other.done else other.tokens
+        await client.post("abort_request", {"rid": other.rid})
         await _watch(client, noted, stream)
+        noted.abort_ended_during = None if before is None else other.done
     finally:
         await _go_on(client)
     await _end(noted, stream, reference)
+    if before is not None and await until(lambda: other.done, END_SECONDS):
+        noted.abort_finish, noted.abort_tokens = other.finish, other.tokens - before
 
 
 async def _reference(client: Client, notes: Notes, noted: PauseNotes) -> list[int] | None:
@@ -68,13 +76,18 @@ async def _reference(client: Client, notes: Notes, noted: PauseNotes) -> list[in
     return None
 
 
-async def _paused(client: Client, noted: PauseNotes, mode: PauseMode) -> Generation | None:
-    """A stream of ours that the pause interrupts; None if there was none to interrupt."""
+async def _paused(
+    client: Client, noted: PauseNotes, mode: PauseMode, *, beside: int = 0
+) -> Generation | None:
+    """A stream of ours that the pause interrupts; None if there was none to interrupt.
+
+    `beside` others of ours run as well.
+    """
     stream = client.stream(TOKENS)
     if not await until(lambda: bool(stream.events), END_SECONDS) or stream.done:
         noted.why_not = "a response of ours was over before it could be paused"
         return None
-    if not await client.idle(0.0, most=1):
+    if not await client.idle(0.0, most=1 + beside):
         noted.why_not = "others' requests are on it"
         return None
     loop = asyncio.get_running_loop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
@@ -16,6 +17,8 @@ from aprilsched.errors import EngineError
 __all__ = ["SCENARIOS", "Scenario"]
 
 SHORT, LONG = 24, 192
+CACHED = 257
+"""Prompt tokens, so that a cache of pages of 256 tokens has one to share."""
 FIRST_SECONDS = 10.0
 LEFT_SECONDS = 3.0
 
@@ -24,8 +27,7 @@ Scenario = Callable[[Client, Notes], Awaitable[None]]
 
 async def describe(client: Client, notes: Notes) -> None:
     """What the server tells about itself."""
-    info = msgspec.json.decode((await client.get("server_info")).body)
-    notes.simulated = bool(info.get("simulated", False))
+    notes.info = msgspec.json.decode((await client.get("server_info")).body)
     answer = await client.get("openapi.json")
     if answer.status == 200:
         schema = msgspec.json.decode(answer.body)
@@ -54,6 +56,16 @@ async def responses(client: Client, notes: Notes) -> None:
     generation = client.stream(SHORT)
     await until(lambda: generation.done, FIRST_SECONDS)
     notes.events = generation.events
+
+
+async def cache_keys(client: Client, notes: Notes) -> None:
+    """One long prompt under one cache key, under the same again, and under another."""
+    if notes.paused_before:
+        return
+    one, other = uuid.uuid4().hex, uuid.uuid4().hex
+    for key in (one, one, other):
+        answer = await client.whole(1, prompt_tokens=CACHED, extra_key=key)
+        notes.cached.append(int(answer["meta_info"]["cached_tokens"]))
 
 
 async def aborts(client: Client, notes: Notes) -> None:
@@ -105,6 +117,7 @@ SCENARIOS: Sequence[tuple[str, Scenario]] = (
     ("describe", describe),
     ("health", health),
     ("responses", responses),
+    ("cache_keys", cache_keys),
     ("aborts", aborts),
     ("hanging_up", hanging_up),
     ("retract", retract),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aprilsched.doctor.checks import known, pausing, requests, server, tokens
+from aprilsched.doctor.checks import known, pausing, requests, server, tokens, weights
 from aprilsched.doctor.findings import Check
 
 __all__ = ["CHECKS"]
@@ -14,6 +14,7 @@ CHECKS: Sequence[Check] = (
     *tokens.CHECKS,
     *requests.CHECKS,
     *pausing.CHECKS,
+    *weights.CHECKS,
     *known.CHECKS,
     *server.LAST,
 )

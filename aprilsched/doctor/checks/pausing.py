@@ -97,6 +97,17 @@ def loads(notes: Notes) -> Verdict:
     return passed(f"/v1/loads tells {noted.running_told} requests while paused")
 
 
+def abort_in_place(notes: Notes) -> Verdict:
+    """A stream that is aborted between pause(in_place) and continue."""
+    noted = notes.in_place
+    if noted.abort_finish is None:
+        return left_out(notes, "in_place", noted.why_not or "")
+    when = "before" if noted.abort_ended_during else "after"
+    more = f"{noted.abort_tokens} more tokens arrived"
+    seen = f"ended {when} continue with {noted.abort_finish!r}, {more}"
+    return passed(seen) if noted.abort_finish == "abort" else warned(seen)
+
+
 CHECKS: Sequence[Check] = (
     Check(
         name="pause retract",
@@ -114,7 +125,10 @@ CHECKS: Sequence[Check] = (
         name="flush after retract (hazard 3)",
         judge=flush,
         meaning="Without a flush, tokens attend to keys of older weights.",
-        action='flushes between pause and update; where it cannot, use straggler="abort"',
+        action=(
+            'flushes between pause and update; where it cannot, use straggler="abort" with '
+            'kv_after_refit="apart"'
+        ),
     ),
     Check(
         name="held requests (hazard 4)",
@@ -126,7 +140,7 @@ CHECKS: Sequence[Check] = (
         name="ready while paused (hazard 6)",
         judge=ready,
         meaning="/ready is how a pause shows from outside.",
-        action="none; routers and watchdogs should ask it",
+        action="asks it before it probes by a request; routers and watchdogs should ask it too",
     ),
     Check(
         name="loads while paused (hazard 7)",
@@ -145,5 +159,11 @@ CHECKS: Sequence[Check] = (
         judge=goes_on_in_place,
         meaning="Nothing is recomputed.",
         action="delivers it in a later batch",
+    ),
+    Check(
+        name="abort under in_place (hazard 5)",
+        judge=abort_in_place,
+        meaning="It takes effect only after continue, with one token of the new version.",
+        action="repeats the abort until the stream ends, and believes the spans for that token",
     ),
 )

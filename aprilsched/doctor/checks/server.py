@@ -102,7 +102,7 @@ CHECKS: Sequence[Check] = (
         name="left paused (hazard 12)",
         judge=paused_before,
         meaning="A control call that was cancelled between pause and continue stops it for ever.",
-        action="follows every pause by a continue; this one, post continue_generation by hand",
+        action="follows every pause by a continue, and continues every server that it opens",
     ),
     Check(
         name="idle",
@@ -120,7 +120,7 @@ CHECKS: Sequence[Check] = (
         name="room",
         judge=room,
         meaning="A batch larger than this can never run at once.",
-        action="places requests by it",
+        action="leaves what does not fit in the server's queue; bound it with max_in_flight",
     ),
     Check(
         name="weight version",
@@ -132,7 +132,7 @@ CHECKS: Sequence[Check] = (
         name="health (hazard 6)",
         judge=health,
         meaning="/health generates a token, so it hangs while paused; a router may eject it then.",
-        action="asks /ready and /model_info only; let routers ask /ready too",
+        action="asks it never, and /ready and /model_info instead; let routers do the same",
     ),
 )
 LAST: Sequence[Check] = (

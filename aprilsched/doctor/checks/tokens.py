@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from aprilsched.doctor.client import INTERVAL
 from aprilsched.doctor.findings import Check, Notes, Verdict, failed, left_out, passed, warned
 
 __all__ = ["CHECKS"]
@@ -26,9 +27,13 @@ def form(notes: Notes) -> Verdict:
 
 def interval(notes: Notes) -> Verdict:
     """Who sets the distance of events."""
-    if notes.facts.stream_interval:
-        return passed("a request may set stream_interval")
-    return warned("a request cannot set stream_interval")
+    if not notes.facts.stream_interval:
+        return warned("a request cannot set stream_interval")
+    if not notes.events:
+        return left_out(notes, "responses")
+    total = notes.events[-1]["meta_info"]["completion_tokens"]
+    seen = f"asked for {INTERVAL}, {total} tokens came in {len(notes.events)} events"
+    return passed(seen) if len(notes.events) * INTERVAL >= total else warned(seen)
 
 
 def logprobs(notes: Notes) -> Verdict:
@@ -102,7 +107,10 @@ CHECKS: Sequence[Check] = (
         name="version spans",
         judge=spans,
         meaning="Without spans, nobody knows which policy sampled a straggler's tokens.",
-        action='refuses straggler="retract" and "in_place" without them; use "abort" there',
+        action=(
+            'refuses straggler="retract" and "in_place" without them; use "abort" there, or set '
+            "allow_inexact_versions"
+        ),
     ),
     Check(
         name="greedy repeats",

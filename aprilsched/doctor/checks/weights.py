@@ -1,0 +1,190 @@
+"""How new weights, adapters and memory come and go, and what cached KV they meet.
+
+Only the cache's keys are tried; the rest would change the server or kill it. A line passes if the
+server says that it has what is needed, or if the scheduler keeps the hazard away on every server;
+what depends on the server and is not tried warns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from aprilsched.doctor.findings import (
+    Check,
+    Notes,
+    Verdict,
+    failed,
+    left_out,
+    never_met,
+    passed,
+    warned,
+)
+
+__all__ = ["CHECKS"]
+
+
+def brackets(notes: Notes) -> Verdict:
+    """From the server's own schema."""
+    if notes.facts.update_sessions:
+        return passed("it has begin_weight_update and end_weight_update")
+    if not notes.paths:
+        return warned("it publishes no schema, so it is taken to have no begin_weight_update")
+    return passed("it has no begin_weight_update")
+
+
+def ranks(notes: Notes) -> Verdict:
+    """From the server's arguments."""
+    count, copies = notes.facts.capabilities.ranks, notes.info.get("dp_size") or 1
+    seen = f"{count} rank{'s' if count > 1 else ''} (tp_size times pp_size)"
+    if copies > 1 and not notes.info.get("enable_dp_attention"):
+        return warned(f"{seen}, dp_size {copies} without dp attention: updates from disk only")
+    return passed(seen)
+
+
+def label_default(notes: Notes) -> Verdict:
+    """From the server's own schema."""
+    return _default(notes, "UpdateWeightVersionReqInput", "abort_all_requests", True)
+
+
+def pause_default(notes: Notes) -> Verdict:
+    """From the server's own schema."""
+    return _default(notes, "PauseGenerationReqInput", "mode", "abort")
+
+
+def _default(notes: Notes, body: str, name: str, dangerous: object) -> Verdict:
+    """Passes whatever it is: the scheduler never leaves it to the default."""
+    field: dict[str, Any] = notes.schemas.get(body, {}).get(name, {})
+    if "default" not in field:
+        return passed(f"its schema does not tell the default of {name}")
+    found = field["default"]
+    danger = " (every request ends)" if found == dangerous else ""
+    return passed(f"the default of {name} is {found!r}{danger}")
+
+
+def flush_in_update(notes: Notes) -> Verdict:
+    """Warns: the scheduler never does it, but whoever updates the same server by hand may."""
+    if notes.simulated:
+        return warned("not tried: the simulated server refuses it, where a real one dies")
+    return warned(f"not tried: {notes.facts.capabilities.server} asserts that it is idle")
+
+
+def failed_load(notes: Notes) -> Verdict:
+    """Warns: only some failures are answered at all."""
+    if notes.simulated:
+        return warned("not tried: the simulated server keeps its old weights")
+    return warned("not tried: it loads the same directory once more, and dies if that fails too")
+
+
+def release(notes: Notes) -> Verdict:
+    """From the version; never tried, since an older one dies of it."""
+    if notes.facts.capabilities.release_while_paused:
+        return warned("not tried: known to be possible since 0.5.21")
+    return warned("not tried: 0.5.17 asserts that nothing waits, and dies")
+
+
+def kept(notes: Notes) -> Verdict:
+    """From the server's arguments."""
+    if not notes.info.get("enable_memory_saver"):
+        return warned("no memory saver: a release frees nothing, and the weights stay")
+    if notes.facts.capabilities.keeps_released_weights:
+        return passed("a copy of the weights stays on the CPU")
+    return warned("released weights are gone until an update brings new ones")
+
+
+def adapters(notes: Notes) -> Verdict:
+    """From the server's arguments."""
+    if notes.facts.capabilities.adapters:
+        return passed("LoRA is enabled")
+    return warned("LoRA is not enabled")
+
+
+def cache_keys(notes: Notes) -> Verdict:
+    """One prompt three times: twice under one key, then under another."""
+    if len(notes.cached) < 3:
+        return left_out(notes, "cache_keys")
+    _, again, other = notes.cached
+    seen = f"{again} cached tokens under the same key, {other} under another"
+    if other:
+        return failed(seen)
+    return passed(seen) if again else warned(f"{seen}: it shares no cache, so keys do not show")
+
+
+CHECKS: Sequence[Check] = (
+    Check(
+        name="cache keys",
+        judge=cache_keys,
+        meaning="A key for each version keeps old KV from new requests where none is flushed.",
+        action='sends one with kv_after_refit="apart"',
+    ),
+    Check(
+        name="default of a pause",
+        judge=pause_default,
+        meaning="A bare pause_generation can end every request.",
+        action="always sends the mode",
+    ),
+    Check(
+        name="update outside of a pause (hazard 8)",
+        judge=never_met,
+        meaning="It waits for every running request.",
+        action="pauses first",
+    ),
+    Check(
+        name="flush within an update (hazard 3)",
+        judge=flush_in_update,
+        meaning="An update with flush_cache=true, its default, can kill a busy scheduler.",
+        action="flushes while paused, then updates with flush_cache=false; do so by hand too",
+    ),
+    Check(
+        name="failed load from disk",
+        judge=failed_load,
+        meaning="Weights are written in place: what failed half-way is not rolled back.",
+        action="takes such weights for torn and sends nothing there until a whole refit is in",
+    ),
+    Check(
+        name="brackets of an update",
+        judge=brackets,
+        meaning="Tensor and distributed updates must be put between these two where they exist.",
+        action="puts them there, and closes one that a failure left open",
+    ),
+    Check(
+        name="default of a new label",
+        judge=label_default,
+        meaning="A bare update_weight_version can end every request.",
+        action=(
+            "labels tensor and distributed updates by it with abort_all_requests=false, others "
+            "within the update"
+        ),
+    ),
+    Check(
+        name="ranks",
+        judge=ranks,
+        meaning="Each takes its own part of a tensor or distributed update.",
+        action="counts them for the trainer's group (rank offsets) and sends a handle to each",
+    ),
+    Check(
+        name="LoRA adapters",
+        judge=adapters,
+        meaning="Adapters load beside each other while the server generates.",
+        action="publishes adapters only where it is; start the server with --enable-lora",
+    ),
+    Check(
+        name="unload of an adapter in use",
+        # Passes: an adapter is unloaded when nothing of ours samples with it any more.
+        judge=never_met,
+        meaning="It waits for the adapter's last request, and no other adapter loads meanwhile.",
+        action="unloads one only when its own last request under it has ended",
+    ),
+    Check(
+        name="release while requests wait",
+        judge=release,
+        meaning="Stragglers can sleep inside the engine only where memory may go under them.",
+        action="keeps them inside since 0.5.21; elsewhere calls them back before asleep()",
+    ),
+    Check(
+        name="released weights",
+        judge=kept,
+        meaning="--enable-memory-saver lends memory; --enable-weights-cpu-backup keeps weights.",
+        action="generates nothing on an engine whose weights were lost until a refit is in",
+    ),
+)
