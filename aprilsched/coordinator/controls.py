@@ -27,7 +27,7 @@ from aprilsched.core.events import (
 )
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import SleepingEngine
-from aprilsched.errors import EngineError
+from aprilsched.errors import EngineError, EngineUnreachable
 
 __all__ = ["EngineControls"]
 
@@ -108,6 +108,8 @@ class EngineControls:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await engine.resume()
+        except EngineUnreachable as error:
+            log.debug("%s is not there to be told to continue: %s", engine.name, error)
         except (EngineError, TimeoutError) as error:
             log.warning("%s is lost and could not be told to continue: %s", engine.name, error)
 

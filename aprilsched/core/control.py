@@ -66,7 +66,9 @@ class EngineControl:
     name: str
     mode: Mode = Mode.RUNNING
     strikes: int = 0
-    """Failed attempts in a row."""
+    """Failures in a row; attempts that were under way together are one."""
+    struck_at: float = -1.0
+    """When the last of them was."""
     flushed: bool = False
     """The KV was flushed in this pause, so its requests are prefilled again."""
     paused_by: PauseKind = "retract"

@@ -61,6 +61,7 @@ def dispatch(state: SchedulerState) -> None:
 def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     version = state.tracker.trainer
     state.book.open_attempt(request, engine, version=version, adapter=state.adapter)
+    request.sent_at = state.now
     rollout = request.rollout
     state.commands.append(
         Send(

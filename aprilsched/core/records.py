@@ -35,6 +35,7 @@ class RequestRecord:
     open: bool = False
     """An attempt is with an engine and has not come back."""
     engine: str = ""
+    sent_at: float = 0.0
     version: int = 0
     """Under which the attempt samples now."""
     adapter: int | None = None

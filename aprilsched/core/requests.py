@@ -70,12 +70,19 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
         state.book.counters.retries += rollout.group.dropped is None
         take_back(state, request)
     if not event.final:
-        _strike(state, engine, event.cause)
+        _strike(state, engine, event.cause, sent_at=request.sent_at)
 
 
-def _strike(state: SchedulerState, engine: str, cause: str) -> None:
-    """A dead engine answers fastest, has the least load and so draws every request: stop it."""
+def _strike(state: SchedulerState, engine: str, cause: str, *, sent_at: float) -> None:
+    """A dead engine answers fastest, has the least load and so draws every request: stop it.
+
+    What breaks off together counts once: a moment without network, or a trainer that holds the
+    event loop up until every connection has timed out, must not cost the whole fleet.
+    """
     control = state.control.engines[engine]
+    if sent_at <= control.struck_at:
+        return
+    control.struck_at = state.now
     control.strikes += 1
     if control.strikes >= state.rules.engine_strikes:
-        lose(state, engine, f"{control.strikes} requests in a row failed: {cause}")
+        lose(state, engine, f"it failed {control.strikes} times in a row: {cause}")

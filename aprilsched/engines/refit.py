@@ -88,6 +88,10 @@ class RefitFromGroup(_RefitInBuckets, Protocol):
         """
         ...
 
+    def in_group(self, name: str) -> bool:
+        """Whether it is a member; a server that was started anew is not."""
+        ...
+
     async def leave_group(self, name: str) -> None:
         """Leave a group; one that it is not in is ignored."""
         ...

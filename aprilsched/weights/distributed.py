@@ -231,7 +231,8 @@ class DistributedPublisher:
 
     async def _joined(self, engines: Sequence[GroupEngine]) -> TrainerGroup:
         """The group of exactly these engines: the one there is, or a new one."""
-        if self._group is not None and self._members == list(engines):
+        whole = all(engine.in_group(self._name) for engine in engines)
+        if self._group is not None and self._members == list(engines) and whole:
             return self._group
         await self.aclose()
         self._made += 1

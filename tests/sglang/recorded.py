@@ -34,9 +34,11 @@ from tests.sglang.server import server_environment, server_python
 __all__ = [
     "BATCHES",
     "CONFIG",
+    "SCORED",
+    "TOLERANCE",
     "Recorder",
     "Run",
-    "greedy_scores",
+    "check_greedy",
     "long_tail",
     "record",
     "scores",
@@ -51,6 +53,9 @@ CONFIG: dict[str, object] = {
     "group_size": GROUP_SIZE,
     "over_provision": 2.0,
 }
+SCORED = 120
+TOLERANCE = 1e-4
+"""Of a logprob, between SGLang's paged decode and one pass of transformers, both in float32."""
 _SHORT = (8, 48)
 
 
@@ -193,7 +198,24 @@ async def _lose_one(rollouts: RolloutScheduler) -> None:
     rollouts._feed(EngineLost(engine=halfway(), cause="given up by the test"))
 
 
-def greedy_scores(
+def check_greedy(delivered: Sequence[Rollout], models: Sequence[Path], folder: Path) -> int:
+    """Each token is the best one of its own version's model, with that model's logprob.
+
+    Version v has the weights of ``models[v % 2]``. Looks at :data:`SCORED` rollouts, those of most
+    segments first, and gives how many of them are of several versions.
+    """
+    chosen = sorted(delivered, key=lambda rollout: len(rollout.segments), reverse=True)[:SCORED]
+    by_model = [_greedy_scores(model, chosen, folder) for model in models]
+    for index, rollout in enumerate(chosen):
+        at, of = np.arange(len(rollout)), rollout.versions % 2
+        score = np.stack([own[index] for own, _ in by_model])[of, at]
+        best = np.stack([best[index] for _, best in by_model])[of, at]
+        assert np.abs(rollout.logprobs - score).max() < TOLERANCE
+        assert (best - score).max() < TOLERANCE, "not the greedy token of its version"
+    return sum(len(set(rollout.versions.tolist())) > 1 for rollout in chosen)
+
+
+def _greedy_scores(
     model: Path, rollouts: Sequence[Rollout], folder: Path
 ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
     """What `model` gives each response token, and what it gives the likeliest one there."""

@@ -23,11 +23,8 @@ from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.types import Rollout
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import greedy, reset, settled, until, whole
-from tests.sglang.recorded import BATCHES, Run, long_tail, record, scores
+from tests.sglang.recorded import BATCHES, TOLERANCE, Run, long_tail, record, scores
 from tests.sglang.server import CpuServer
-
-TOLERANCE = 1e-4
-"""Of a logprob, between SGLang's paged decode and one pass of transformers, both in float32."""
 
 
 def wait(work: Coroutine[Any, Any, Any]) -> Any:

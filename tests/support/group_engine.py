@@ -77,6 +77,9 @@ class GroupMember:
         except RuntimeError as error:
             raise EngineRejected(self.name, str(error).splitlines()[0], status=400) from None
 
+    def in_group(self, name: str) -> bool:
+        return name in self._groups
+
     async def leave_group(self, name: str) -> None:
         self.calls.append("leave")
         self._groups.pop(name, None)

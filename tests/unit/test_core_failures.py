@@ -62,11 +62,20 @@ def test_late_tokens_of_a_dropped_rollout_are_counted_as_discarded():
 def test_an_engine_that_fails_again_and_again_is_lost_and_draws_no_more_requests():
     driver = Driver(config(batch_groups=4, max_attempts=9))
     driver.request_batch()
-    for _ in range(3):
-        key = next(k for k, send in driver.sends.items() if send.engine == "a")
-        driver.fail(key)
+    request = next(k[0] for k, send in driver.sends.items() if send.engine == "a")
+    for _ in range(5):
+        driver.fail(next(key for key in driver.sends if key[0] == request))
     assert [loss.engine for loss in driver.lost] == ["a"]
     assert {send.engine for send in driver.sends.values()} == {"b"}
+    assert len(driver.sends) == 8
+
+
+def test_what_breaks_off_together_is_one_failure_of_its_engine():
+    driver = Driver(config(batch_groups=4, max_attempts=9))
+    driver.request_batch()
+    for key in driver.attempts():
+        driver.fail(key)
+    assert not driver.lost
     assert len(driver.sends) == 8
 
 

@@ -154,5 +154,8 @@ class ServerControl:
                 {"rid": request_id},
                 timeout=self._limits.abort_timeout,
             )
+        except EngineUnreachable as error:
+            # Gone, or out of reach: whoever loses the engine says so once, not for each request.
+            _log.debug("request %s was not aborted: %s", request_id, error)
         except EngineError as error:
             _log.warning("request %s may decode unseen: %s", request_id, error)

@@ -81,6 +81,7 @@ class SGLangEngine(ServerRefit):
     async def open(self) -> None:
         """Connect and probe; closes again what it opened if the server cannot be used."""
         await self._transport.open()
+        self._groups.clear()
         try:
             self._facts = await probe(self.name, self._transport, self._limits.control_timeout)
             await self._forget_what_is_over()

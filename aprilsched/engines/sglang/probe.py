@@ -39,6 +39,7 @@ class ServerFacts:
         vocab_size: ids of this and above kill SGLang's scheduler; None where it is not known.
         torch_empty_cache: whether continue_generation knows this switch.
         update_sessions: whether tensors are refused outside of begin and end (0.5.21).
+        pipelined: whether its layers are spread over several pipeline stages.
     """
 
     model_path: str
@@ -49,6 +50,7 @@ class ServerFacts:
     stream_interval: bool
     torch_empty_cache: bool
     update_sessions: bool
+    pipelined: bool
 
 
 def release(version: str) -> tuple[int, int, int]:
@@ -107,6 +109,7 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
         stream_interval=found >= STREAM_INTERVAL_SINCE,
         torch_empty_cache="torch_empty_cache" in schema.properties("ContinueGenerationReqInput"),
         update_sessions="/begin_weight_update" in schema.paths,
+        pipelined=(server.pp_size or 1) > 1,
     )
 
 

@@ -22,7 +22,7 @@ from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sglang.probe import decode
 from aprilsched.engines.sglang.wire import MESSAGE_LIMIT, UpdateAnswer
-from aprilsched.errors import EngineRejected, TornWeights
+from aprilsched.errors import EngineError, EngineRejected, TornWeights
 
 __all__ = ["ServerRefit"]
 
@@ -38,16 +38,19 @@ class ServerRefit(ServerControl):
         super().__init__(name, transport, limits)
         self._torn = ""
         """What was begun and has not ended well."""
+        self._groups: set[str] = set()
 
     async def version(self) -> int:
         """The policy version that the server reports, unless its weights are torn."""
+        # Asked in any case: a server that is gone is worse than one that is torn.
+        version = await super().version()
         if self._torn:
             raise TornWeights(
                 self.name,
                 f"{self._torn} did not end well, so its weights are neither old nor new; "
                 "it needs a whole refit.",
             )
-        return await super().version()
+        return version
 
     # --- from disk -----------------------------------------------------------------------------
 
@@ -96,6 +99,12 @@ class ServerRefit(ServerControl):
 
     async def join_group(self, group: RefitGroup, *, rank_offset: int) -> None:
         """Join a group of the trainer's; answers when all its members have."""
+        if self.facts.pipelined:
+            raise EngineError(
+                self.name,
+                "cannot join a group: SGLang gives two stages of a pipeline the same rank; start "
+                "it with --pp-size 1, or publish from disk.",
+            )
         await self._load(
             "init_weights_update_group",
             {
@@ -108,9 +117,15 @@ class ServerRefit(ServerControl):
             },
             loads=False,
         )
+        self._groups.add(group.name)
+
+    def in_group(self, name: str) -> bool:
+        """Whether it joined, and is the same process since."""
+        return name in self._groups
 
     async def leave_group(self, name: str) -> None:
         """Leave a group; one that the server does not know is ignored."""
+        self._groups.discard(name)
         await self._control(
             "destroy_weights_update_group", {"group_name": name}, accept=(200, _REFUSED)
         )

@@ -1,0 +1,59 @@
+"""Sleep and wake around a training step, on a real server.
+
+The CPU server frees nothing, but it keeps the order: it dies if memory is released while something
+runs, or woken that was not released.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from aprilsched import Batch, DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.engines.sglang import SGLangEngine
+from tests.sglang.helpers import settled
+from tests.sglang.recorded import Recorder, check_greedy, long_tail
+from tests.sglang.server import CpuServer
+
+STEPS = 5
+
+
+@pytest.mark.parametrize("straggler", ["retract", "abort"])
+async def test_stragglers_sleep_through_a_training_step_and_end_on_the_new_weights(
+    clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path, straggler: StragglerRule
+):
+    recorder = Recorder()
+    scheduler = RolloutScheduler(
+        SGLangFleet([clean_server.url], stream_interval=16),
+        long_tail(60, longest=400, temperature=0.0, every=2),
+        config=SchedulerConfig(
+            batch_groups=4, group_size=4, over_provision=2.0, straggler=straggler
+        ),
+        listeners=[recorder],
+    )
+    recorder.scheduler = scheduler
+    batches: list[Batch] = []
+    async with scheduler as rollouts:
+        for step in range(STEPS):
+            batches.append(await rollouts.next_batch())
+            async with rollouts.asleep():
+                released = {c.released for c in rollouts.state.control.engines.values()}
+                assert released == {frozenset({"kv_cache", "weights"})}
+                if straggler == "retract":
+                    held = rollouts.state.book.open_attempts
+                    assert held == len(list(rollouts.state.book.open_requests()))
+                await rollouts.update_weights(DiskPublisher(models[(step + 1) % 2]))
+        book = rollouts.state.book
+        delivered = [rollout for batch in batches for rollout in batch.rollouts]
+        assert book.counters.launched == len(delivered) + len(book.rollouts)
+    for rollout in delivered:
+        assert rollout.versions.tolist() == recorder.reported(rollout)
+    crossing = check_greedy(delivered, models, tmp_path)
+    assert crossing > 3, "too few rollouts of several versions to prove anything"
+    await settled(clean_server.url)
+    engine = SGLangEngine(clean_server.url)
+    await engine.open()
+    assert await engine.is_paused() is False
+    await engine.close()

@@ -1,0 +1,163 @@
+"""Sleep and adapters through the real coordinator on the embedded engine, on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from aprilsched import (
+    LongTailWorkload,
+    RolloutScheduler,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+)
+from aprilsched.engines.sim import SimAdapterPublisher, run_virtual
+from aprilsched.errors import ConfigError, RefitError
+from aprilsched.types import Batch
+
+
+def workload() -> LongTailWorkload:
+    return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def carried_over(batch: Batch) -> int:
+    return sum(len(rollout.segments) > 1 for rollout in batch.rollouts)
+
+
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run"])
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+def test_a_colocated_trainer_sleeps_refits_and_goes_on_with_its_stragglers(
+    straggler: str, pace: str
+):
+    async def main() -> None:
+        settings = config(straggler=straggler, pace=pace)
+        async with RolloutScheduler(SimFleet(2), workload(), config=settings) as rollouts:
+            carried = 0
+            for step in range(4):
+                batch = await rollouts.next_batch()
+                carried += carried_over(batch)
+                async with rollouts.asleep():
+                    await asyncio.sleep(10)
+                    assert all(c.released for c in rollouts.state.control.engines.values())
+                    await rollouts.update_weights(SimPublisher())
+                assert rollouts.version == step + 1
+            if straggler != "run":
+                assert carried > 0
+            book = rollouts.state.book
+            assert book.ledger.total == 0
+
+    run_virtual(main())
+
+
+def test_what_cannot_be_done_asleep_is_refused():
+    async def main() -> None:
+        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+            async with rollouts.asleep(tags=["kv_cache"]):
+                with pytest.raises(ConfigError, match="the engines are asleep"):
+                    await rollouts.next_batch()
+                with pytest.raises(ConfigError, match="asleep already"):
+                    async with rollouts.asleep():
+                        pass
+                with pytest.raises(ConfigError, match="outside of asleep"):
+                    await rollouts.update_weights(SimAdapterPublisher())
+            with pytest.raises(ConfigError, match="give some of kv_cache"):
+                async with rollouts.asleep(tags=["kv"]):
+                    pass
+            await rollouts.next_batch()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("cancelled", ["falling asleep", "asleep"])
+def test_a_trainer_that_is_cancelled_leaves_the_engines_awake(cancelled: str):
+    async def main() -> None:
+        fleet = SimFleet(2, pause_seconds=2.0)
+        async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
+            await rollouts.next_batch()
+            await asyncio.sleep(10)
+
+            async def train() -> None:
+                async with rollouts.asleep(tags=["kv_cache"]):
+                    await asyncio.sleep(1_000)
+
+            task = asyncio.create_task(train())
+            await asyncio.sleep(1 if cancelled == "falling asleep" else 100)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert not any(c.released for c in rollouts.state.control.engines.values())
+            await rollouts.next_batch()
+
+    run_virtual(main())
+
+
+def test_weights_that_were_not_brought_back_are_an_error_and_an_update_mends_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    fleet = SimFleet(1)
+
+    async def main() -> None:
+        async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
+            await rollouts.next_batch()
+            for control in rollouts.state.control.engines.values():
+                control.keeps_weights = False
+            with pytest.raises(RefitError, match=r"call update_weights\(\) first"):
+                async with rollouts.asleep():
+                    pass
+            await rollouts.update_weights(SimPublisher())
+            await rollouts.next_batch()
+
+    run_virtual(main())
+
+
+def test_closing_a_scheduler_that_sleeps_wakes_its_engines():
+    fleet = SimFleet(2)
+
+    async def fall_asleep_and_close() -> None:
+        async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
+            await rollouts.next_batch()
+            await rollouts.asleep().__aenter__()
+
+    async def main() -> None:
+        await fall_asleep_and_close()
+        async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
+            await rollouts.next_batch()
+
+    run_virtual(main())
+
+
+def test_adapters_come_in_without_a_pause_and_leave_with_their_last_request():
+    fleet = SimFleet(2)
+    unloaded: list[str] = []
+    for engine in fleet.engines:
+        unload = engine.unload_adapter
+
+        async def note(name: str, unload: object = unload) -> None:
+            unloaded.append(name)
+            await unload(name)  # type: ignore[operator]
+
+        engine.unload_adapter = note  # type: ignore[method-assign]
+
+    async def main() -> None:
+        settings = config(pace="asynchronous")
+        async with RolloutScheduler(fleet, workload(), config=settings) as rollouts:
+            for _ in range(8):
+                batch = await rollouts.next_batch()
+                for rollout in batch.rollouts:
+                    assert len(set(rollout.versions.tolist())) == 1
+                    assert rollout.versions_exact
+                await rollouts.update_weights(SimAdapterPublisher())
+            assert rollouts.state.book.counters.updates == 8
+            assert {len(loaded) for loaded in rollouts.state.adapters.values()} <= {1, 2, 3, 4, 5}
+            with pytest.raises(ConfigError, match="go on publishing adapters"):
+                await rollouts.update_weights(SimPublisher())
+
+    run_virtual(main())
+    assert "policy-v1" in unloaded
