@@ -13,11 +13,16 @@ from aprilsched.coordinator import (
     TurnOutput,
 )
 from aprilsched.engines.fleet import SGLangFleet
+from aprilsched.engines.sglang.router import SGLangRouterFleet
 from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.errors import AprilschedError
 from aprilsched.sampling import sampling_params
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment
+from aprilsched.weights.checkpoint_engine import CheckpointEnginePublisher
 from aprilsched.weights.disk import DiskPublisher
+from aprilsched.weights.distributed import DistributedPublisher
+from aprilsched.weights.lora import LoraPublisher
+from aprilsched.weights.tensor import TensorPublisher
 from aprilsched.workload import LongTailWorkload
 
 __version__ = "0.1.0"
@@ -25,19 +30,24 @@ __version__ = "0.1.0"
 __all__ = [
     "AprilschedError",
     "Batch",
+    "CheckpointEnginePublisher",
     "DiskPublisher",
+    "DistributedPublisher",
     "Group",
     "LongTailWorkload",
+    "LoraPublisher",
     "Prompt",
     "RefitReport",
     "Rollout",
     "RolloutScheduler",
     "SGLangFleet",
+    "SGLangRouterFleet",
     "SamplingParams",
     "SchedulerConfig",
     "Segment",
     "SimFleet",
     "SimPublisher",
+    "TensorPublisher",
     "Turn",
     "TurnOutput",
     "__version__",

@@ -64,6 +64,7 @@ class Recorder:
     """A listener that checks the core after every event and keeps what the servers said."""
 
     scheduler: RolloutScheduler | None = None
+    commands: list[Command] = field(default_factory=list[Command])
     sends: dict[tuple[int, int], Send] = field(default_factory=dict[tuple[int, int], Send])
     arrived: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     spans: dict[tuple[int, int], tuple[VersionSpan, ...] | None] = field(
@@ -83,6 +84,7 @@ class Recorder:
                 pass
 
     def on_command(self, command: Command, now: float) -> None:
+        self.commands.append(command)
         if isinstance(command, Send):
             self.sends[command.request_id, command.attempt] = command
 

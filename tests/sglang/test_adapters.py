@@ -5,6 +5,7 @@ The real server keeps several adapters in one batch; its logprobs are those of t
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from aprilsched import Batch, LoraPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.core.commands import Pause
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.engine import SimEngine
@@ -24,7 +27,7 @@ from tests.sglang.adapter_contract import (
 )
 from tests.sglang.conftest import INTERVAL
 from tests.sglang.helpers import PROMPT, whole
-from tests.sglang.recorded import sequence_scores
+from tests.sglang.recorded import Recorder, check_greedy, long_tail, sequence_scores
 from tests.sglang.server import HERE, CpuServer, server_environment, server_python
 from tests.sglang.tiny_adapter import MODULES, RANK
 
@@ -123,3 +126,45 @@ def _write(model: Path, adapter: Path, merged: Path, seed: int) -> tuple[Path, P
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return adapter, merged
+
+
+async def test_rollouts_are_of_the_adapters_they_were_sent_under(
+    lora_server: CpuServer,
+    adapters: tuple[tuple[Path, Path], tuple[Path, Path]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Six versions come in without a pause; each response is of one, and scores as its own."""
+    recorder, newest = Recorder(), [0]
+    publisher = LoraPublisher(
+        tmp_path / "versions",
+        lambda path: shutil.copytree(adapters[0][newest[0] % 2], path, dirs_exist_ok=True),
+        name="rollouts",
+    )
+    scheduler = RolloutScheduler(
+        SGLangFleet([lora_server.url], stream_interval=INTERVAL),
+        long_tail(80, longest=150, temperature=0.0, every=2),
+        config=SchedulerConfig(
+            batch_groups=4, group_size=4, over_provision=2.0, pace="asynchronous"
+        ),
+        listeners=[recorder],
+    )
+    recorder.scheduler = scheduler
+    batches: list[Batch] = []
+    async with scheduler as rollouts:
+        for version in range(1, 7):
+            batches.append(await rollouts.next_batch())
+            newest[0] = version
+            await rollouts.update_weights(publisher)
+        batches.append(await rollouts.next_batch())
+        loaded = rollouts.state.adapters[next(iter(rollouts.state.control.engines))]
+        assert len(loaded) < 4, "older adapters are unloaded"
+    assert not any(isinstance(command, Pause) for command in recorder.commands)
+    assert not caplog.records
+    delivered = [rollout for batch in batches for rollout in batch.rollouts]
+    for rollout in delivered:
+        assert rollout.versions_exact
+        assert len(set(rollout.versions.tolist())) == 1
+    under_adapters = [rollout for rollout in delivered if rollout.versions[0] > 0]
+    assert len({int(rollout.versions[0]) for rollout in under_adapters}) >= 3
+    check_greedy(under_adapters, adapters[1], tmp_path)
