@@ -53,7 +53,7 @@ CONFIG: dict[str, object] = {
     "group_size": GROUP_SIZE,
     "over_provision": 2.0,
 }
-SCORED = 120
+SCORED = 80
 TOLERANCE = 1e-4
 """Of a logprob, between SGLang's paged decode and one pass of transformers, both in float32."""
 _SHORT = (8, 48)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -144,17 +145,15 @@ async def test_mistakes_are_named_before_an_engine_is_touched() -> None:
     assert not engine.calls
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("checkpoint_engine") is not None, reason="it is installed"
-)
-async def test_without_the_package_it_says_what_to_install() -> None:
+async def test_without_the_package_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("checkpoint_engine", "checkpoint_engine.ps"):
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match="install it here"):
         await CheckpointEnginePublisher(weights).prepare(3)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("checkpoint_engine") is None, reason="checkpoint-engine is not there"
-)
 @pytest.mark.parametrize(
     "name", ["register_checkpoint", "unregister_checkpoint", "gather_metas", "update"]
 )

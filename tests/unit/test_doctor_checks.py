@@ -25,6 +25,7 @@ def notes(able: Capabilities = BARE, *, sessions: bool = False, **seen: Any) -> 
         stream_interval=True,
         torch_empty_cache=False,
         update_sessions=sessions,
+        pipelined=False,
     )
     return Notes(facts=facts, version=(0, 5, 17), **seen)
 
