@@ -135,7 +135,7 @@ class FleetControl:
         for control in self.standby.values():
             # Of an engine on standby nothing is wanted but that it can be refitted.
             if goal.kind == "refit" or control.catching_up:
-                refit = Goal(kind="refit")
+                refit = goal if goal.kind == "refit" else Goal(kind="refit")
                 command = _next_call(control, refit, "retract", flush=self._flushes(control))
                 if command is not None:
                     commands.append(command)

@@ -98,6 +98,7 @@ def lose(state: SchedulerState, engine: str, cause: str) -> None:
         return
     _leave(state, engine, cause)
     del control.standby[engine]
+    state.adapters.pop(engine, None)
     last = not control.engines and not control.standby
     state.commands.append(LoseEngine(engine=engine, cause=cause, standby=False, last=last))
 

@@ -61,11 +61,19 @@ def on_refitted(state: SchedulerState, event: Refitted) -> None:
         return  # what an engine answers that was lost and is back counts for nothing
     if control.mode is Mode.REFITTING:
         control.mode = Mode.PAUSED
-        control.torn = event.version is None
     if event.catch_up:
+        _note_torn(control, event, state.tracker.trainer)
         _caught_up(state, event)
     elif update is not None and event.engine in update.refitting:
-        update.answers.setdefault(event.engine, (event.version, event.cause))
+        _note_torn(control, event, update.version)
+        version = None if control.torn else event.version
+        update.answers.setdefault(event.engine, (version, event.cause))
+
+
+def _note_torn(control: EngineControl, event: Refitted, wanted: int) -> None:
+    """Only the whole new version mends torn weights, whatever label is shown meanwhile."""
+    took = event.version == wanted and not event.cause
+    control.torn = not took and (control.torn or event.version is None)
 
 
 def advance(state: SchedulerState) -> None:
@@ -146,7 +154,7 @@ def _caught_up(state: SchedulerState, event: Refitted) -> None:
     if event.version == state.tracker.trainer and not event.cause and not _loading(state):
         promote(state, event.engine)
         if state.adapter is not None:
-            state.adapters[event.engine] = {state.adapter}
+            state.adapters.setdefault(event.engine, set()).add(state.adapter)
     else:
         control.tried = state.tracker.trainer
 

@@ -91,6 +91,18 @@ def test_a_restarted_engine_gets_the_adapter_in_use():
     assert driver.state.tracker.engines == {"a": 1, "b": 1}
 
 
+def test_a_lost_engine_takes_its_adapters_with_it():
+    driver = Driver(config(batch_groups=1, group_size=2, over_provision=1.0), engines=("a", "b"))
+    driver.update(beside=True)
+    driver.update(beside=True)
+    driver.retired.clear()
+    driver.feed(ev.EngineLost(engine="b", cause="killed"))
+    driver.update(beside=True)
+    driver.settle()
+    assert {retired.engine for retired in driver.retired} <= {"a"}
+    assert set(driver.state.adapters) == {"a"}
+
+
 def test_one_with_another_base_model_does_not():
     driver = Driver(config())
     driver.update()

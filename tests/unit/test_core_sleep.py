@@ -98,6 +98,21 @@ def test_weights_that_were_released_and_not_brought_back_never_generate():
     assert len(driver.sends) == 8
 
 
+def test_a_refit_that_fails_asleep_leaves_released_weights_torn_whatever_the_label_says():
+    driver = Driver(config())
+    fall_asleep(driver)
+    driver.feed(ev.UpdateRequested(version=1))
+    driver.settle_controls()
+    driver.answer_refit(a=(0, "no such file"), b=(0, "no such file"))
+    assert set(driver.state.control.standby) == {"a", "b"}
+    driver.update()
+    released = {control.released for control in driver.state.control.engines.values()}
+    assert released == {frozenset({"kv_cache"})}, "the trainer still has the rest"
+    driver.feed(ev.WakeRequested())
+    driver.settle()
+    assert len(driver.sends) == 8
+
+
 @pytest.mark.parametrize(("keeps", "tags"), [(True, TAGS), (False, ("kv_cache",))])
 def test_without_a_refit_they_go_on_if_the_weights_are_what_they_were(
     keeps: bool, tags: tuple[str, ...]
