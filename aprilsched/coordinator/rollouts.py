@@ -14,7 +14,7 @@ from aprilsched.coordinator.callbacks import Accept, Episode, GroupReward, Rewar
 from aprilsched.coordinator.prompts import PromptSource, checked
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
-from aprilsched.coordinator.weights import Weights
+from aprilsched.coordinator.updates import Updates
 from aprilsched.coordinator.work import Work
 from aprilsched.core import events as ev
 from aprilsched.core.state import SchedulerState
@@ -90,7 +90,7 @@ class RolloutScheduler:
             run_id=run_id or uuid.uuid4().hex[:12],
         )
         self._waits = self._session.waits
-        self._weights = Weights(self._session)
+        self._updates = Updates(self._session)
         self._evaluations = 0
 
     async def __aenter__(self) -> Self:
@@ -121,7 +121,7 @@ class RolloutScheduler:
         self._session.check_open()
         if self._session.state.sleep is not None:
             raise ConfigError("the engines are asleep; leave the asleep() block first.")
-        self._weights.check_whole()
+        self._updates.check_whole()
 
     # --- batches -------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class RolloutScheduler:
             ConfigError: if `version` is not newer than the one in use, or whole weights are
                 published where adapters are in use.
         """
-        return await self._weights.update(publisher, version)
+        return await self._updates.update(publisher, version)
 
     def asleep(
         self, *, tags: Sequence[str] = ("kv_cache", "weights")
@@ -232,4 +232,4 @@ class RolloutScheduler:
             RefitError: at the end, if weights were released, the servers did not keep them, and
                 no update brought new ones.
         """
-        return self._weights.asleep(tags)
+        return self._updates.asleep(tags)

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromGroup, TensorMeta
 from aprilsched.errors import ConfigError, EngineRejected
-from aprilsched.weights.addresses import address_towards
 from aprilsched.weights.buckets import Bucket, iter_buckets, iter_buckets_async
-from aprilsched.weights.process_group import DEVICES, TrainerGroup
-from aprilsched.weights.rounds import (
+from aprilsched.weights.group.addresses import address_towards
+from aprilsched.weights.group.process_group import DEVICES, TrainerGroup
+from aprilsched.weights.group.rounds import (
     BrokenOff,
     GroupEngine,
     each,

@@ -19,14 +19,14 @@ from aprilsched.engines.refit import SleepingEngine
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.weights.base import AdapterPublisher, RepublishingPublisher, WeightPublisher
 
-__all__ = ["Weights"]
+__all__ = ["Updates"]
 
 log = logging.getLogger("aprilsched")
 
 _TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
-class Weights:
+class Updates:
     """Updates and sleep of one session."""
 
     def __init__(self, session: Session) -> None:

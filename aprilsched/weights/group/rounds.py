@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromGroup
 from aprilsched.errors import AprilschedError, ControlTimeout, EngineError, EngineRejected
-from aprilsched.weights.process_group import GroupBroken, TrainerGroup
+from aprilsched.weights.group.process_group import GroupBroken, TrainerGroup
 
 __all__ = [
     "BrokenOff",
