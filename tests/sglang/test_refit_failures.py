@@ -1,0 +1,102 @@
+"""Updates that fail on the trainer's side: a real server goes on under the old version and says so.
+
+Each time the server is in the middle of long responses, and paused for the refit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from aprilsched import DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.core.commands import Command, Pause
+from aprilsched.engines.base import Engine
+from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.errors import RefitError
+from tests.sglang.helpers import until
+from tests.sglang.recorded import Recorder, long_tail
+from tests.sglang.server import CpuServer
+
+
+class Raises:
+    """A publisher that loses its file system."""
+
+    async def prepare(self, version: int) -> None:
+        pass
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        raise OSError("no space left on the device")
+
+
+class Hangs(Raises):
+    """A publisher that waits for somebody who never comes."""
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        await asyncio.Event().wait()
+        return {}
+
+
+class CancelsInThePause(Recorder):
+    """Cancels the trainer's call as soon as the pause is commanded."""
+
+    task: asyncio.Task[object] | None = None
+
+    def on_command(self, command: Command, now: float) -> None:
+        super().on_command(command, now)
+        if isinstance(command, Pause) and self.task is not None:
+            self.task.cancel()
+
+
+@pytest.mark.parametrize("failing", ["raises", "hangs", "is cancelled"])
+async def test_the_server_goes_on_under_the_old_version_and_the_next_update_works(
+    clean_server: CpuServer,
+    models: tuple[Path, Path],
+    caplog: pytest.LogCaptureFixture,
+    failing: str,
+):
+    recorder = CancelsInThePause()
+    scheduler = RolloutScheduler(
+        SGLangFleet([clean_server.url], stream_interval=16),
+        long_tail(60, longest=400, every=2),
+        config=SchedulerConfig(
+            batch_groups=4,
+            group_size=4,
+            over_provision=2.0,
+            pace="asynchronous",
+            refit_timeout_s=2.0 if failing == "hangs" else 60.0,
+        ),
+        listeners=[recorder],
+    )
+    recorder.scheduler = scheduler
+    async with scheduler as rollouts:
+        await rollouts.next_batch()
+        if failing == "is cancelled":
+            recorder.task = asyncio.create_task(rollouts.update_weights(DiskPublisher(models[1])))
+            with pytest.raises(asyncio.CancelledError):
+                await recorder.task
+            await until(lambda: rollouts.state.update is None)
+            recorder.task = None
+            cause = "the call was cancelled before any weights were loaded"
+        else:
+            cause = "no space left" if failing == "raises" else "did not finish within 2 s"
+            with pytest.raises(RefitError, match=cause):
+                await rollouts.update_weights(Raises() if failing == "raises" else Hangs())
+        assert "version 1 is not in use, the fleet goes on under 0: " in caplog.text
+        assert cause in caplog.text
+        for _ in range(2):
+            batch = await rollouts.next_batch()
+            assert {int(v) for r in batch.rollouts for v in r.versions} == {0}
+        await rollouts.update_weights(DiskPublisher(models[1]))
+        assert rollouts.state.tracker.engines.popitem()[1] == 1
+    engine = SGLangEngine(clean_server.url)
+    await engine.open()
+    assert await engine.is_paused() is False
+    assert await engine.version() == 1
+    await engine.close()
