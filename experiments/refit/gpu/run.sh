@@ -19,5 +19,5 @@ export SGLANG_IS_FLASHINFER_AVAILABLE=false TOKENIZERS_PARALLELISM=false HF_HUB_
 # Trainer and server have to agree in these, or NCCL waits for ever; multicast stays off.
 export NCCL_CUMEM_ENABLE=0 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 python3 -c 'import torch, aiohttp, msgspec, tenacity, yarl, safetensors; print(torch.cuda.device_count(), "GPUs")' || exit 1
-cd "$root/experiments/refit/gpu" && python3 measure.py --out "$out" "$@"
+cd "$root/experiments/refit/gpu" && python3 "${SCRIPT:-measure.py}" --out "$out" "$@"
 rm -rf "$site"

@@ -108,7 +108,7 @@ class _Process:
 class GpuServer(_Process):
     """Half of the first GPU; the other half is for a trainer beside it."""
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, *extra: str) -> None:
         port = _free_port()
         settings = {
             "--model-path": str(model),
@@ -133,6 +133,7 @@ class GpuServer(_Process):
             *(part for pair in settings.items() for part in pair),
             "--skip-tokenizer-init",
             "--incremental-streaming-output",
+            *extra,
         ]
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
         super().__init__(command, env, port, log)
