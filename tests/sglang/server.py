@@ -148,6 +148,8 @@ class CpuServer:
         flags = [
             "--skip-tokenizer-init",
             "--disable-overlap-schedule",
+            # An idle scheduler polls with a whole core, which the other servers need.
+            "--sleep-on-idle",
             "--incremental-streaming-output",
         ]
         return [*(part for pair in settings.items() for part in pair), *flags, *self._extra]
