@@ -66,4 +66,4 @@ class Membership:
             log.warning("engine %s joined but does not work yet: %s", engine.name, error)
             self._readmission.expect(engine.name)
         else:
-            self._feed(EngineJoined(engine=info))
+            self._feed(EngineJoined(info=info))

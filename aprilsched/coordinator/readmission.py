@@ -73,7 +73,7 @@ class Readmission:
                 log.debug("%s is not back: %s", name, error)
                 delay = min(_LAST_S, 2 * delay)
             else:
-                self._feed(EngineJoined(engine=info))
+                self._feed(EngineJoined(info=info))
                 return
 
     async def _try(self, name: str) -> EngineInfo:

@@ -41,7 +41,7 @@ def on_opened(state: SchedulerState, event: Opened) -> None:
 
 def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:
     """A new engine, or a lost one that is back: in use if it has the fleet's version."""
-    engine = event.engine
+    engine = event.info
     if state.control.of(engine.name) is not None:
         return
     refitting = state.update is not None and state.update.refitting

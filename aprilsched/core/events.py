@@ -295,7 +295,7 @@ class ControlFailed:
 class EngineJoined:
     """An engine is there: a new one, or one that was lost and is back."""
 
-    engine: EngineInfo
+    info: EngineInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

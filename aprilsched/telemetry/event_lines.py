@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from aprilsched.core.events import EngineInfo
 from aprilsched.types import Batch, Group, Rollout, SamplingParams, VersionSpan
 
 __all__ = ["FIELDS", "plain_fields"]
@@ -74,6 +75,14 @@ def _delivered(rollout: Rollout) -> dict[str, Any]:
     }
 
 
+def _version(version: int | None) -> dict[str, Any]:
+    return {"torn": True} if version is None else {"version": version}
+
+
+def _info(info: EngineInfo) -> dict[str, Any]:
+    return {"engine": info.name, **_version(info.version)}
+
+
 FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "token_ids": _tokens,
     "input_ids": _tokens,
@@ -86,6 +95,8 @@ FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "rollout": _rollout,
     "group": _group,
     "batch": _batch,
+    "info": _info,
+    "version": _version,
 }
 
 _NAMES: dict[type, tuple[str, ...]] = {}

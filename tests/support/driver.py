@@ -251,7 +251,7 @@ class Driver:
     def come_back(self, engine: str, version: int | None = -1) -> None:
         """A lost engine, restarted."""
         self.gone.remove(engine)
-        self.feed(ev.EngineJoined(engine=self.info(engine, version)))
+        self.feed(ev.EngineJoined(info=self.info(engine, version)))
 
     def settle_controls(self) -> None:
         while self.controls:

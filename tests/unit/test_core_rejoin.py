@@ -112,7 +112,7 @@ def test_an_update_does_not_wait_for_one_that_is_catching_up():
 
 def test_one_with_the_fleets_version_takes_part_at_once():
     driver = Driver(config())
-    driver.feed(ev.EngineJoined(engine=driver.info("c")))
+    driver.feed(ev.EngineJoined(info=driver.info("c")))
     assert driver.admitted == [do.AdmitEngine(engine="c", version=0)]
     driver.request_batch()
     assert "c" in driver.state.tracker.engines
@@ -122,7 +122,7 @@ def test_one_that_joins_while_weights_are_loaded_stands_by():
     driver = Driver(config())
     driver.feed(ev.UpdateRequested(version=1))
     driver.settle_controls()
-    driver.feed(ev.EngineJoined(engine=driver.info("c")))
+    driver.feed(ev.EngineJoined(info=driver.info("c")))
     assert standby(driver) == {"c"}
     driver.settle()
     assert driver.state.tracker.engines == {"a": 1, "b": 1}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aprilsched.analysis.lines import read_lines
 from aprilsched.core import commands as do
 from aprilsched.core import events as ev
 from aprilsched.telemetry import event_log
@@ -50,6 +51,9 @@ EVENTS: list[ev.Event] = [
     ),
     ev.TurnRequested(rollout_id=2, input_ids=TOKENS, sampling=SamplingParams()),
     ev.ControlFailed(engine="a", call="pause", cause="slow"),
+    ev.EngineJoined(info=ev.EngineInfo(name="a", version=None)),
+    ev.Refitted(engine="a", version=None, cause="half of it is missing"),
+    ev.Released(engine="a", tags=("kv_cache", "weights")),
 ]
 COMMANDS: list[do.Command] = [
     do.Send(
@@ -70,6 +74,9 @@ COMMANDS: list[do.Command] = [
     do.Judge(group=GROUP),
     do.Deliver(batch=BATCH),
     do.DeliverEvaluation(evaluation_id=1, batch=BATCH),
+    do.Refit(version=2, engines=("a", "b")),
+    do.LoseEngine(engine="a", cause="gone", last=False, standby=True),
+    do.AdmitEngine(engine="a", version=2),
     do.EndOfPrompts(),
 ]
 
@@ -119,6 +126,15 @@ def test_what_a_delivery_says(tmp_path: Path):
             "versions_exact": True,
         }
     ]
+
+
+def test_what_engines_say_of_themselves_can_be_read_again(tmp_path: Path):
+    lines = written(tmp_path / "events.jsonl")
+    joined = next(line for line in lines if line.get("event") == "EngineJoined")
+    assert (joined["engine"], joined["torn"]) == ("a", True)
+    read = list(read_lines(tmp_path / "events.jsonl"))
+    assert [line.engine for line in read if line.event == "Refitted"] == ["a"]
+    assert [line.version for line in read if line.command == "AdmitEngine"] == [2]
 
 
 def test_progress_is_a_count(tmp_path: Path):
