@@ -6,6 +6,7 @@ go on elsewhere with their tokens, and nobody waits for it to come back.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import aclosing
@@ -61,7 +62,9 @@ class Membership:
     async def _join(self, engine: Engine) -> None:
         self._engines[engine.name] = engine
         try:
-            info = await examine(engine, self._config)
+            # One that holds its token back must not keep the fleet's other changes waiting.
+            async with asyncio.timeout(self._config.control_timeout_s):
+                info = await examine(engine, self._config)
         except (AprilschedError, TimeoutError) as error:
             log.warning("engine %s joined but does not work yet: %s", engine.name, error)
             self._readmission.expect(engine.name)

@@ -15,7 +15,7 @@ from aprilsched.engines.base import Engine, GenerationRequest
 from aprilsched.errors import ConfigError, EngineError, TornWeights
 from aprilsched.types import SamplingParams
 
-__all__ = ["check_engine", "check_engines", "examine"]
+__all__ = ["check_engines", "examine"]
 
 
 async def check_engines(engines: Sequence[Engine], config: SchedulerConfig) -> Opened:
@@ -28,7 +28,7 @@ async def check_engines(engines: Sequence[Engine], config: SchedulerConfig) -> O
     if not engines:
         raise ConfigError("the fleet has no engines; give at least one.")
     for engine in engines:
-        check_engine(engine, config)
+        _check_engine(engine, config)
     # A run that was killed may have left its engines paused. Continuing twice is harmless.
     await asyncio.gather(*(engine.resume() for engine in engines))
     versions = await asyncio.gather(*(engine.version() for engine in engines))
@@ -52,7 +52,7 @@ async def examine(engine: Engine, config: SchedulerConfig) -> EngineInfo:
         ConfigError: if it cannot keep what `config` promises.
         EngineError: if it does not answer, or does not generate.
     """
-    check_engine(engine, config)
+    _check_engine(engine, config)
     await engine.resume()
     try:
         version: int | None = await engine.version()
@@ -71,7 +71,7 @@ async def examine(engine: Engine, config: SchedulerConfig) -> EngineInfo:
     raise EngineError(engine.name, "ended a response of one token without it.")
 
 
-def check_engine(engine: Engine, config: SchedulerConfig) -> None:
+def _check_engine(engine: Engine, config: SchedulerConfig) -> None:
     """Raises ConfigError if the engine cannot keep what `config` promises."""
     able = engine.capabilities
     mixes = config.straggler in ("retract", "in_place")

@@ -1,4 +1,4 @@
-"""Real servers for the tests: at most two in a session, booted when a test first asks."""
+"""Real servers for the tests: shared by all tests, booted when one first asks."""
 
 from __future__ import annotations
 
