@@ -18,10 +18,8 @@ own; the calls meet those made here.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
@@ -29,7 +27,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromSockets
 from aprilsched.errors import ConfigError, RefitError
-from aprilsched.weights.threads import in_thread, to_the_end
+from aprilsched.weights.threads import in_daemon, in_thread, to_the_end
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,7 +167,7 @@ class CheckpointEnginePublisher:
         def work() -> None:
             server.update(self._checkpoint, call_engines, timeout=timedelta(seconds=self._timeout))
 
-        ended = asyncio.ensure_future(_in_daemon(work))
+        ended = asyncio.ensure_future(in_daemon(work, name="parameter-server"))
         answered = asyncio.ensure_future(update.answered.wait())
         try:
             # The server bounds its own start, and the engines' adapters bound their answers.
@@ -179,8 +177,10 @@ class CheckpointEnginePublisher:
             answered.cancel()
         if not ended.done():
             self._stuck = True
+            # Whatever it says one day, nobody asks for it any more.
+            ended.add_done_callback(lambda task: task.cancelled() or task.exception())
             raise _ServerFailed(TimeoutError("it still waits for an engine"))
-        if (error := ended.result()) is not None:
+        if (error := ended.exception()) is not None:
             raise _ServerFailed(error)
 
 
@@ -198,7 +198,7 @@ def _reader(engine: Engine) -> _Reader:
 
 
 class _ServerFailed(Exception):
-    def __init__(self, cause: Exception) -> None:
+    def __init__(self, cause: BaseException) -> None:
         super().__init__(str(cause))
         self.cause = cause
 
@@ -222,28 +222,6 @@ class _Update:
             await engine.update_from_sockets(handles, self._version)
         except Exception as error:  # one engine's failure must not hide what the others did
             self.outcomes[engine.name] = error
-
-
-async def _in_daemon(work: Callable[[], None]) -> Exception | None:
-    """Run `work` in a thread that does not keep the process from exiting; what it raised."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[Exception | None] = loop.create_future()
-
-    def report(error: Exception | None) -> None:
-        if not ended.done():
-            ended.set_result(error)
-
-    def run() -> None:
-        failure: Exception | None = None
-        try:
-            work()
-        except Exception as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(report, failure)
-
-    threading.Thread(target=run, name="parameter-server", daemon=True).start()
-    return await ended
 
 
 def _make_server() -> ParameterServer:

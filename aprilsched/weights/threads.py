@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
-__all__ = ["in_thread", "to_the_end"]
+__all__ = ["in_daemon", "in_thread", "to_the_end"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,3 +46,33 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         return result.pop()
     finally:
         result.clear()
+
+
+async def in_daemon(work: Callable[[], T], *, name: str) -> T:
+    """Run `work` in a thread that is left alone when this is cancelled.
+
+    A daemon, and not one of the loop's threads: the loop waits for its own when it ends, and the
+    interpreter too, however long torch takes to give up.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[T] = loop.create_future()
+
+    def tell(result: Callable[[asyncio.Future[T]], None]) -> None:
+        def settle() -> None:
+            if not ended.done():
+                result(ended)
+
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle)
+
+    def run() -> None:
+        try:
+            value = work()
+        except BaseException as error:
+            failure = error
+            tell(lambda future: future.set_exception(failure))
+        else:
+            tell(lambda future: future.set_result(value))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await ended

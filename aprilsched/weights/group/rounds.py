@@ -9,15 +9,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromGroup
 from aprilsched.errors import AprilschedError, ControlTimeout, EngineError, EngineRejected
 from aprilsched.weights.group.process_group import GroupBroken, TrainerGroup
+from aprilsched.weights.threads import in_daemon
 
 __all__ = [
     "BrokenOff",
@@ -28,8 +27,6 @@ __all__ = [
     "together",
     "unexplained",
 ]
-
-T = TypeVar("T")
 
 _GRACE_SECONDS = 1.0
 """For the others to end a round without an engine that failed in it."""
@@ -91,7 +88,7 @@ async def together(
         nonlocal own_failure, cause
         try:
             async with asyncio.timeout(timeout_s + _OWN_GRACE_SECONDS):
-                await _in_daemon(own)
+                await in_daemon(own, name="aprilsched-group")
         except GroupBroken as error:
             cause = str(error)
         except TimeoutError:
@@ -153,36 +150,6 @@ async def each(
 async def leave(engines: Sequence[GroupEngine], name: str) -> None:
     """Let engines leave a group, as far as they still answer."""
     await each(engines, lambda engine: engine.leave_group(name), timeout_s=_LEAVE_SECONDS)
-
-
-async def _in_daemon(work: Callable[[], T]) -> T:
-    """Run `work` in a thread that is left alone when this is cancelled.
-
-    A daemon, and not one of the loop's threads: the loop waits for its own when it ends, and the
-    interpreter too, however long torch takes to give up.
-    """
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[T] = loop.create_future()
-
-    def tell(result: Callable[[asyncio.Future[T]], None]) -> None:
-        def settle() -> None:
-            if not ended.done():
-                result(ended)
-
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle)
-
-    def run() -> None:
-        try:
-            value = work()
-        except BaseException as error:
-            failure = error
-            tell(lambda future: future.set_exception(failure))
-        else:
-            tell(lambda future: future.set_result(value))
-
-    threading.Thread(target=run, name="aprilsched-group", daemon=True).start()
-    return await ended
 
 
 async def _bounded(
