@@ -87,6 +87,7 @@ RULES: dict[str, Rule] = {
     ),
     "aprilsched.sampling": Rule(ours=("aprilsched.errors", "aprilsched.types"), others=NUMPY),
     "aprilsched.tensors": Rule(ours=("aprilsched.errors", "aprilsched.types"), others=NUMPY),
+    "aprilsched.timing": Rule(others=NUMPY, pure=True),
     "aprilsched.workload": Rule(ours=("aprilsched.errors", "aprilsched.types"), others=NUMPY),
     "aprilsched.core": Rule(
         ours=("aprilsched.core", "aprilsched.errors", "aprilsched.types"),
@@ -107,6 +108,7 @@ RULES: dict[str, Rule] = {
         ours=(
             "aprilsched.engines",
             "aprilsched.errors",
+            "aprilsched.timing",
             "aprilsched.types",
             "aprilsched.weights.base",
             "aprilsched.workload",

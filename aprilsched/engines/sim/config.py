@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aprilsched.engines.sim.timing import H200_QWEN3_4B, StepTimeModel
 from aprilsched.errors import ConfigError
+from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
 
 __all__ = ["Counters", "SimConfig"]
 
