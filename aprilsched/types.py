@@ -86,6 +86,8 @@ class SamplingParams:
 
     def after(self, generated: int) -> SamplingParams:
         """The parameters that finish a response of which `generated` tokens are known."""
+        if not generated:
+            return self
         return replace(
             self,
             max_new_tokens=self.max_new_tokens - generated,

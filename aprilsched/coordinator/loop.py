@@ -1,12 +1,11 @@
 """The heart of the shell: events go into the core one at a time, commands go to who does them.
 
-Everything runs on one event loop, so the core needs no lock; an event that comes up while another
-is handled waits its turn in the inbox.
+Everything runs on one thread, so the core needs no lock; an event that comes up while another is
+handled waits its turn in the inbox.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,10 +22,13 @@ Perform = Callable[[Any], None]
 
 
 class EventLoop:
-    """Feeds the core, tells the listeners, carries commands out."""
+    """Feeds the core, tells the listeners, carries commands out. `clock` says the time in seconds."""
 
-    def __init__(self, core: Scheduler, listeners: Sequence[Listener]) -> None:
+    def __init__(
+        self, core: Scheduler, listeners: Sequence[Listener], *, clock: Callable[[], float]
+    ) -> None:
         self.core = core
+        self._clock = clock
         self.performers: dict[type[Command], Perform] = {}
         self._listeners = tuple(listeners)
         self._inbox: deque[Event] = deque()
@@ -56,7 +58,7 @@ class EventLoop:
             self._busy = False
 
     def _handle(self, event: Event) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         commands = self.core.handle(event, now)
         for listener in self._listeners:
             listener.on_event(event, now)

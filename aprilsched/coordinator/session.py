@@ -54,7 +54,7 @@ class Session:
         self.waits = Waits()
         self._fleet = fleet
         self._work = work
-        self._loop = EventLoop(Scheduler(rules), listeners)
+        self._loop = EventLoop(Scheduler(rules), listeners, clock=_now)
         self.attempts = Attempts(
             run_id=run_id,
             engines=self.engines,
@@ -232,6 +232,10 @@ class Session:
                 f"{command.cause}; mend that, or raise max_failed_groups."
             )
         )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _first(error: BaseException) -> BaseException:

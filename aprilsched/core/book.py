@@ -15,7 +15,7 @@ from aprilsched.core.lifecycle import Move, State
 from aprilsched.core.ready import Ready
 from aprilsched.core.records import GroupRecord, RequestRecord, RolloutRecord
 from aprilsched.core.waiting import Waiting
-from aprilsched.types import NO_VERSION, Int32Array, Prompt, SamplingParams, VersionSpan
+from aprilsched.types import Int32Array, Prompt, SamplingParams, VersionSpan
 
 __all__ = ["Book"]
 
@@ -37,6 +37,9 @@ class Book:
         """Rollouts of training groups that are not generated to their end."""
         self.open: Counter[str] = Counter()
         """Open attempts by engine."""
+        self.open_attempts = 0
+        """Attempts with engines, those of dropped rollouts and of evaluations included."""
+        self._open_on: dict[str, dict[int, RequestRecord]] = {}
         self.called_back = 0
         """Open attempts that were told to abort."""
         self.ledger = Ledger()
@@ -120,6 +123,8 @@ class Book:
         request.open = True
         request.crossed = request.aborting = False
         self.open[engine] += 1
+        self.open_attempts += 1
+        self._open_on.setdefault(engine, {})[request.request_id] = request
 
     def attempt(self, request_id: int, attempt: int) -> RequestRecord | None:
         """The request, if this attempt of it is still open; late news of others is void."""
@@ -132,6 +137,8 @@ class Book:
         """The attempt came back; `spans` is what the engine says of its tokens' versions."""
         request.open = False
         self.open[request.engine] -= 1
+        self.open_attempts -= 1
+        del self._open_on[request.engine][request.request_id]
         self.called_back -= request.aborting
         log = request.rollout.log
         # An engine's label is of its base model: it says nothing of adapters.
@@ -150,11 +157,8 @@ class Book:
 
     def open_requests(self, engine: str | None = None) -> Iterator[RequestRecord]:
         """Requests with an open attempt (on `engine`), those of dropped rollouts included."""
-        return (
-            request
-            for request in list(self.requests.values())
-            if request.open and (engine is None or request.engine == engine)
-        )
+        engines = self._open_on if engine is None else (engine,)
+        return iter([r for name in engines for r in self._open_on.get(name, {}).values()])
 
     def call_back(self, request: RequestRecord) -> None:
         """Its open attempt is told to abort."""
@@ -179,7 +183,7 @@ class Book:
         for member in group.members:
             member.move(Move.DELIVER)
             self.counters.delivered += 1
-            self.counters.tokens_delivered += _sampled_tokens(member)
+            self.counters.tokens_delivered += member.log.sampled_tokens
         self._remove(group)
 
     def drop(
@@ -190,7 +194,7 @@ class Book:
         for member in group.members:
             member.move(Move.DROP)
             is_sibling = culprit is not None and member.rollout_id != culprit
-            tokens = _sampled_tokens(member)
+            tokens = member.log.sampled_tokens
             self.counters.tokens_discarded += tokens
             self.ledger.add(
                 Entry(
@@ -223,16 +227,3 @@ class Book:
 
     def training_groups(self) -> Iterator[GroupRecord]:
         return (group for group in self.groups.values() if group.evaluation_id is None)
-
-    @property
-    def open_attempts(self) -> int:
-        """Attempts with engines, those of dropped rollouts and of evaluations included."""
-        return sum(self.open.values())
-
-
-def _sampled_tokens(rollout: RolloutRecord) -> int:
-    return sum(
-        segment.end - segment.start
-        for segment in rollout.log.segments()
-        if segment.version != NO_VERSION
-    )

@@ -16,7 +16,7 @@ generated on standby; the next refit that reaches such an engine brings it (back
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, TypeAlias
@@ -96,6 +96,11 @@ class FleetControl:
         self._flushes_cache = flushes
         self.engines: dict[str, EngineControl] = {}
         self.standby: dict[str, EngineControl] = {}
+        self._goal: Goal | None = None
+        """What the last calls were given for."""
+        self._touched: set[str] = set()
+        """Engines whose record has changed since. In a fleet of thousands, looking at every
+        engine after every event would take longer than everything else."""
 
     def join(self, engine: EngineInfo, *, standby: bool) -> EngineControl:
         """An engine is connected; not `standby` only with the fleet's version."""
@@ -107,7 +112,12 @@ class FleetControl:
             base=engine.version or 0,
         )
         (self.standby if standby else self.engines)[engine.name] = control
+        self.touch(engine.name)
         return control
+
+    def touch(self, engine: str) -> None:
+        """Its record has changed: the next :meth:`reconcile` looks at it."""
+        self._touched.add(engine)
 
     def of(self, engine: str) -> EngineControl | None:
         """Its record, in use or on standby; None if it is lost."""
@@ -122,24 +132,34 @@ class FleetControl:
         control = self.engines.get(engine)
         return control is not None and control.mode is Mode.RUNNING
 
-    def reconcile(self, goal: Goal, *, idle: frozenset[str]) -> list[Command]:
-        """The next calls. Engines in `idle` hold no requests; a mere pause leaves them alone."""
-        commands: list[Command] = []
-        for control in self.engines.values():
-            rests = control.name in idle and control.mode is Mode.RUNNING
-            if rests and goal.kind == "pause" and not goal.away:
-                continue
-            command = _next_call(control, goal, self._pause(goal), flush=self._flushes(control))
-            if command is not None:
-                commands.append(command)
-        for control in self.standby.values():
-            # Of an engine on standby nothing is wanted but that it can be refitted.
-            if goal.kind == "refit" or control.catching_up:
-                refit = goal if goal.kind == "refit" else Goal(kind="refit")
-                command = _next_call(control, refit, "retract", flush=self._flushes(control))
-                if command is not None:
-                    commands.append(command)
-        return commands
+    def reconcile(self, goal: Goal, *, idle: Callable[[str], bool]) -> list[Command]:
+        """The next calls. An engine that is `idle` holds no requests; a mere pause leaves it
+        alone."""
+        if goal == self._goal:
+            if not self._touched:
+                return []
+            names = self._touched
+            controls = [c for name in sorted(names) if (c := self.of(name)) is not None]
+        else:
+            controls = list(self.all())
+        self._goal, self._touched = goal, set()
+        calls = (self._next(control, goal, idle) for control in controls)
+        return [call for call in calls if call is not None]
+
+    def _next(
+        self, control: EngineControl, goal: Goal, idle: Callable[[str], bool]
+    ) -> Command | None:
+        flush = self._flushes(control)
+        if control.name in self.engines:
+            rests = goal.kind == "pause" and not goal.away and control.mode is Mode.RUNNING
+            if rests and idle(control.name):
+                return None
+            return _next_call(control, goal, self._pause(goal), flush=flush)
+        # Of an engine on standby nothing is wanted but that it can be refitted.
+        if goal.kind != "refit" and not control.catching_up:
+            return None
+        refit = goal if goal.kind == "refit" else Goal(kind="refit")
+        return _next_call(control, refit, "retract", flush=flush)
 
     def refittable(self, control: EngineControl) -> bool:
         """Paused, its cache as the refit wants it, its weights' memory there."""
@@ -155,6 +175,7 @@ class FleetControl:
         if control is None or control.mode is not doing:
             return None
         control.mode = done
+        self.touch(engine)
         return control
 
     def _pause(self, goal: Goal) -> PauseKind:
@@ -180,7 +201,9 @@ def _next_call(
     if back:
         control.mode = Mode.WAKING
         return Wake(engine=name, tags=tuple(sorted(back)))
-    if goal.kind == "run":
+    if goal.kind == "run" or (goal.away and control.paused_by != "retract"):
+        # An engine that was still pausing in place when its memory was asked for goes on first:
+        # memory is released only under a retract.
         control.mode = Mode.CONTINUING
         return Continue(engine=name)
     if flush and (goal.kind == "refit" or goal.away):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from aprilsched.core.batches import full
 from aprilsched.core.commands import Send
 from aprilsched.core.control import RUN, Goal
 from aprilsched.core.dropping import abort
-from aprilsched.core.policies.placement import place
+from aprilsched.core.policies.placement import Places
 from aprilsched.core.records import RequestRecord
 from aprilsched.core.state import SchedulerState
 
@@ -33,29 +35,37 @@ def interrupt(state: SchedulerState) -> None:
 
 def steer(state: SchedulerState) -> None:
     """Give the next control call of every engine that is not where it should be."""
-    idle = frozenset(engine for engine in state.control.engines if not state.book.open[engine])
-    state.commands.extend(state.control.reconcile(_goal(state), idle=idle))
+    calls = state.control.reconcile(_goal(state), idle=lambda name: not state.book.open[name])
+    state.commands.extend(calls)
 
 
 def dispatch(state: SchedulerState) -> None:
     """Send what waits to engines that run; nothing is ever sent to a paused one (hazard 4)."""
-    if not state.book.queue or _goal(state).kind != "run":
+    book, rules = state.book, state.rules
+    if not book.queue or _goal(state).kind != "run":
         return
-    loads = {e: state.book.open[e] for e in state.control.engines if state.control.runs(e)}
-    training = _training_runs(state)
-    limit = state.rules.max_in_flight
-    while loads and (limit is None or state.book.open_attempts < limit):
-        request = state.book.queue.first(training=training)
+    training, limit = _training_runs(state), rules.max_in_flight
+    if book.queue.first(training=training) is None:
+        return
+    places = _places(state)
+    while limit is None or book.open_attempts < limit:
+        request = book.queue.first(training=training)
         if request is None:
             return
-        engine = place(
-            loads,
-            prefer=request.rollout.group.engine,
-            avoid=request.avoid,
-            slack=state.rules.group_size,
-        )
-        loads[engine] += 1
+        engine = places.take(prefer=request.rollout.group.engine, avoid=request.avoid)
+        if engine is None:
+            return
         _send(state, request, engine)
+
+
+def _places(state: SchedulerState) -> Places:
+    book, engines = state.book, state.control.engines
+    loads = {name: book.open[name] for name in engines if state.control.runs(name)}
+    share = None
+    if len(loads) < len(engines):
+        # After a pause the first engine to go on would otherwise draw a whole wave.
+        share = math.ceil((book.open_attempts + len(book.queue)) / len(engines))
+    return Places(loads, slack=state.rules.group_size, share=share)
 
 
 def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:

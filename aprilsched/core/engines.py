@@ -57,6 +57,7 @@ def promote(state: SchedulerState, engine: str) -> None:
     control = state.control.standby.pop(engine)
     control.catching_up = False
     state.control.engines[engine] = control
+    state.control.touch(engine)
     state.tracker.join(engine, state.tracker.trainer)
     state.commands.append(AdmitEngine(engine=engine, version=state.tracker.trainer))
 
@@ -114,6 +115,7 @@ def _leave(state: SchedulerState, engine: str, cause: str) -> None:
     control = state.control.engines.pop(engine, None)
     if control is not None:
         state.control.standby[engine] = control
+        state.control.touch(engine)
         state.tracker.leave(engine)
     for request in state.book.open_requests(engine):
         state.book.close_attempt(request, None)

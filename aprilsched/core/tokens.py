@@ -122,6 +122,16 @@ class TokenLog:
         return tuple(out)
 
     @property
+    def sampled_tokens(self) -> int:
+        """Tokens that a policy sampled."""
+        count = begin = 0
+        for run in self._runs:
+            if run.version != NO_VERSION:
+                count += run.end - begin
+            begin = run.end
+        return count
+
+    @property
     def oldest_version(self) -> int | None:
         """The oldest version among the sampled tokens; None if there are none."""
         versions = [run.version for run in self._runs if run.version != NO_VERSION]

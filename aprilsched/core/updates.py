@@ -42,6 +42,7 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
         # It was about to catch up with a version that is soon the last but one.
         if control.catching_up and control.mode is not Mode.REFITTING and state.adapter is None:
             control.catching_up = False
+            state.control.touch(control.name)
     state.update = Update(
         version=event.version, beside=event.beside, republishable=event.republishable
     )
@@ -61,6 +62,7 @@ def on_refitted(state: SchedulerState, event: Refitted) -> None:
         return  # what an engine answers that was lost and is back counts for nothing
     if control.mode is Mode.REFITTING:
         control.mode = Mode.PAUSED
+        state.control.touch(control.name)
     if event.catch_up:
         _note_torn(control, event, state.tracker.trainer)
         _caught_up(state, event)
@@ -127,6 +129,7 @@ def _begin_catch_up(state: SchedulerState, control: EngineControl) -> None:
     if state.adapter is None:
         # The next calls, which pause and flush it, are the fleet control's.
         control.catching_up = True
+        state.control.touch(control.name)
     elif _has_base(state, control):
         control.catching_up = True
         _refit_alone(state, control)
@@ -151,6 +154,7 @@ def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
 def _caught_up(state: SchedulerState, event: Refitted) -> None:
     control = state.control.standby[event.engine]
     control.catching_up = False
+    state.control.touch(control.name)
     if event.version == state.tracker.trainer and not event.cause and not _loading(state):
         promote(state, event.engine)
         if state.adapter is not None:

@@ -1,0 +1,143 @@
+"""One modelled engine on the agenda: a batcher, woken at its next event and at no other time.
+
+Invariants:
+- What was sent at one instant is all in the queue before a pass is planned, because the engine
+  is looked at only when its turn on the agenda comes.
+- Every attempt that was sent is answered by exactly one Finished or Interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aprilsched.core.commands import Abort, Flush, Pause, Send
+from aprilsched.core.events import Continued as ContinuedEvent
+from aprilsched.core.events import (
+    ControlFailed,
+    Event,
+    Finished,
+    Flushed,
+    Interrupted,
+    Paused,
+    Progress,
+    Refitted,
+)
+from aprilsched.engines.base import Chunk, GenerationRequest
+from aprilsched.engines.sim.batcher import Batcher
+from aprilsched.engines.sim.config import SimConfig
+from aprilsched.simulation.agenda import Agenda
+
+__all__ = ["ModelledEngine"]
+
+
+class ModelledEngine:
+    """Carries out what the scheduler commands, and feeds back what happens."""
+
+    def __init__(
+        self,
+        name: str,
+        config: SimConfig,
+        agenda: Agenda,
+        feed: Callable[[Event], None],
+        *,
+        pause_seconds: float,
+    ) -> None:
+        self.name = name
+        self.batcher = Batcher(config)
+        self._agenda = agenda
+        self._feed = feed
+        self._pause_seconds = pause_seconds
+        self._attempts: dict[str, tuple[int, int]] = {}
+        self._armed: float | None = None
+
+    # --- commands ------------------------------------------------------------------------------
+
+    def send(self, command: Send) -> None:
+        key = (command.request_id, command.attempt)
+        name = f"{key[0]}-{key[1]}"
+        self._attempts[name] = key
+        request = GenerationRequest(
+            request_id=name, input_ids=command.input_ids, sampling=command.sampling
+        )
+        self.batcher.submit(request, self._agenda.now)
+        self._arm()
+
+    def abort(self, command: Abort) -> None:
+        self.batcher.abort(f"{command.request_id}-{command.attempt}", self._agenda.now)
+        # Ended at once if it waited in the queue; the others end with the step in progress.
+        self._agenda.at(self._agenda.now, self._look)
+        self._arm()
+
+    def pause(self, command: Pause) -> None:
+        now = self._agenda.now
+        self.batcher.pause(command.mode, now)
+        stopped = self.batcher.next_event_time()
+        self._arm()
+        stands = (now if stopped is None else stopped) + self._pause_seconds
+        self._agenda.at(stands, self._confirm_pause)
+
+    def flush(self, _: Flush) -> None:
+        if self.batcher.flush():
+            self._feed(Flushed(engine=self.name))
+        else:
+            cause = "the cache is in use"
+            self._feed(ControlFailed(engine=self.name, call="flush", cause=cause))
+
+    def resume(self) -> None:
+        self.batcher.resume(self._agenda.now)
+        self._arm()
+        self._feed(ContinuedEvent(engine=self.name))
+
+    def refit(self, version: int) -> None:
+        took = self.batcher.refit(version)
+        has = version if took else self.batcher.version
+        cause = "" if took else "it was not paused"
+        self._feed(Refitted(engine=self.name, version=has, cause=cause))
+
+    # --- time ----------------------------------------------------------------------------------
+
+    def _confirm_pause(self) -> None:
+        self._look()
+        self._feed(Paused(engine=self.name))
+
+    def _arm(self) -> None:
+        due = self.batcher.next_event_time()
+        if due is not None and (self._armed is None or due < self._armed):
+            self._armed = due
+            self._agenda.at(due, self._wake)
+
+    def _wake(self) -> None:
+        # A wake-up that an earlier one has overtaken.
+        if self._armed is not None and self._armed <= self._agenda.now:
+            self._look()
+
+    def _look(self) -> None:
+        """Let the batcher's time catch up, and report."""
+        if self._armed is not None and self._armed <= self._agenda.now:
+            self._armed = None
+        for name, chunk in self.batcher.advance(self._agenda.now):
+            self._report(name, chunk)
+        self._arm()
+
+    def _report(self, name: str, chunk: Chunk) -> None:
+        request_id, attempt = self._attempts[name]
+        if len(chunk.token_ids):
+            self._feed(
+                Progress(
+                    request_id=request_id,
+                    attempt=attempt,
+                    token_ids=chunk.token_ids,
+                    logprobs=chunk.logprobs,
+                )
+            )
+        if chunk.finish is None:
+            return
+        del self._attempts[name]
+        if chunk.finish == "abort":
+            self._feed(Interrupted(request_id=request_id, attempt=attempt, spans=chunk.spans))
+        else:
+            self._feed(
+                Finished(
+                    request_id=request_id, attempt=attempt, reason=chunk.finish, spans=chunk.spans
+                )
+            )

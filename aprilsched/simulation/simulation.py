@@ -1,0 +1,158 @@
+"""A whole run in virtual time: core, engines, trainer, prompts and rewards on one agenda.
+
+Invariant: the decisions are those of production, since the same core makes them; only who carries
+its commands out is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.coordinator.loop import EventLoop
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.core.scheduler import Scheduler
+from aprilsched.core.state import SchedulerState
+from aprilsched.engines.sim.config import SimConfig
+from aprilsched.errors import AprilschedError, FleetLost, RunGivenUp
+from aprilsched.simulation.agenda import Agenda
+from aprilsched.simulation.costs import Costs
+from aprilsched.simulation.engine import ModelledEngine
+from aprilsched.simulation.trainer import ModelledTrainer
+from aprilsched.telemetry.base import Listener
+from aprilsched.types import Group, Prompt
+
+__all__ = ["Simulation"]
+
+
+class Simulation:
+    """One run; :meth:`run` does it.
+
+    Args:
+        config: how rollouts are scheduled. Episodes are not simulated.
+        prompts: their responses are as long as their ``max_new_tokens`` say.
+        engines: how many, all alike.
+        engine: what one is.
+        costs: latencies of everything else.
+        update_every: batches between two versions; 0 for one version all along.
+        accept: filters groups, as in RolloutScheduler.
+        listeners: are shown every event and command.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        prompts: Iterable[Prompt],
+        *,
+        engines: int = 1,
+        engine: SimConfig | None = None,
+        costs: Costs | None = None,
+        batches: int = 40,
+        update_every: int = 1,
+        accept: Callable[[Group], bool] | None = None,
+        listeners: Sequence[Listener] = (),
+    ) -> None:
+        self.agenda = Agenda()
+        self._costs = costs or Costs()
+        self._prompts: Iterator[Prompt] = iter(prompts)
+        self._accept = accept
+        self._failure: AprilschedError | None = None
+        rules = config.rules(
+            reward_scope="rollout" if self._costs.reward_seconds else "none",
+            accepts=accept is not None,
+            episodes=False,
+        )
+        self._loop = EventLoop(Scheduler(rules), listeners, clock=lambda: self.agenda.now)
+        model = engine or SimConfig(make_tokens=False, stream_interval=1 << 30)
+        self.engines = {
+            name: ModelledEngine(
+                name, model, self.agenda, self._loop.feed, pause_seconds=self._costs.pause_seconds
+            )
+            for name in (f"sim-{index}" for index in range(engines))
+        }
+        self.trainer = ModelledTrainer(
+            self.agenda,
+            self._loop.feed,
+            batches=batches,
+            update_every=update_every,
+            train_seconds=self._costs.train_seconds,
+        )
+        self._wire()
+
+    @property
+    def state(self) -> SchedulerState:
+        return self._loop.core.state
+
+    def run(self) -> None:
+        """To the last batch, or to the end of the prompts.
+
+        Raises:
+            AprilschedError: what would have ended a real run: no engine left, or too many
+                groups that failed.
+        """
+        feed = self._loop.feed
+        infos = (ev.EngineInfo(name=name, version=0) for name in self.engines)
+        feed(ev.Opened(engines=tuple(infos)))
+        self.trainer.begin()
+        while not self.trainer.done and self._failure is None:
+            if not self.agenda.step():
+                raise AssertionError("nothing is due and the trainer still waits")
+        if self._failure is not None:
+            raise self._failure
+
+    # --- commands ------------------------------------------------------------------------------
+
+    def _wire(self) -> None:
+        engines, trainer = self.engines, self.trainer
+        self._loop.performers.update(
+            {
+                do.FetchPrompts: self._fetch,
+                do.Send: lambda c: engines[c.engine].send(c),
+                do.Abort: lambda c: engines[c.engine].abort(c),
+                do.Pause: lambda c: engines[c.engine].pause(c),
+                do.Flush: lambda c: engines[c.engine].flush(c),
+                do.Continue: lambda c: engines[c.engine].resume(),
+                do.Refit: self._refit,
+                do.Score: self._score,
+                do.Judge: self._judge,
+                do.CancelWork: lambda _: None,
+                do.AdmitEngine: lambda _: None,
+                do.LoseEngine: self._lose_engine,
+                do.GiveUp: self._give_up,
+                do.FinishUpdate: trainer.finish_update,
+                do.Deliver: trainer.deliver,
+                do.EndOfPrompts: trainer.end,
+            }
+        )
+
+    def _fetch(self, command: do.FetchPrompts) -> None:
+        prompts = tuple(islice(self._prompts, command.count))
+        last = len(prompts) < command.count
+        self._loop.feed(ev.PromptsArrived(prompts=prompts, last=last))
+
+    def _refit(self, command: do.Refit) -> None:
+        def loaded() -> None:
+            for name in command.engines:
+                self.engines[name].refit(command.version)
+
+        self.agenda.after(self._costs.refit_seconds, loaded)
+
+    def _score(self, command: do.Score) -> None:
+        rollout_id = command.rollout.rollout_id
+        self.agenda.after(
+            self._costs.reward_seconds,
+            lambda: self._loop.feed(ev.Rewarded(rollout_id=rollout_id, reward=0.0)),
+        )
+
+    def _judge(self, command: do.Judge) -> None:
+        accepted = self._accept is None or self._accept(command.group)
+        self._loop.feed(ev.Judged(group_id=command.group.group_id, accepted=accepted))
+
+    def _lose_engine(self, command: do.LoseEngine) -> None:
+        if command.last:
+            self._failure = FleetLost(f"no engine is left: {command.cause}")
+
+    def _give_up(self, command: do.GiveUp) -> None:
+        self._failure = RunGivenUp(f"{command.groups} groups in a row failed: {command.cause}")

@@ -1,0 +1,173 @@
+"""The heap simulation against the real coordinator on a virtual clock.
+
+Whoever trusts a figure of ``simulate`` trusts that the two shells around the core do the same
+thing at the same modelled time.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.coordinator import RolloutScheduler
+from aprilsched.core import commands as do
+from aprilsched.core.commands import Command
+from aprilsched.core.events import Event
+from aprilsched.engines.sim import SimConfig, SimFleet, SimPublisher, run_virtual
+from aprilsched.errors import ConfigError
+from aprilsched.simulation import Costs, Simulation
+from aprilsched.types import Group
+from aprilsched.workload import LongTailWorkload
+
+WORKLOAD = LongTailWorkload(median=60, cap=600, group_size=4, seed=3)
+MODEL = SimConfig(make_tokens=False, max_running=32, kv_tokens=20_000, stream_interval=64)
+BATCHES = 6
+
+Delivered = tuple[float, list[tuple[int, int, list[tuple[int, int, int]]]]]
+
+
+class Deliveries:
+    """When each batch was delivered, and the versions of every response in it."""
+
+    def __init__(self) -> None:
+        self.seen: list[Delivered] = []
+
+    def on_event(self, event: Event, now: float) -> None:
+        pass
+
+    def on_command(self, command: Command, now: float) -> None:
+        if isinstance(command, do.Deliver):
+            rows = [
+                (r.rollout_id, len(r), [(s.start, s.end, s.version) for s in r.segments])
+                for r in command.batch.rollouts
+            ]
+            self.seen.append((now, rows))
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {
+        "batch_groups": 8,
+        "group_size": 4,
+        "over_provision": 2.0,
+        "dispatch_rate": 10**9,
+    }
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def on_the_virtual_clock(settings: SchedulerConfig, engines: int) -> list[Delivered]:
+    deliveries = Deliveries()
+
+    async def run() -> None:
+        fleet = SimFleet(
+            engines,
+            max_running=MODEL.max_running,
+            kv_tokens=MODEL.kv_tokens,
+            stream_interval=MODEL.stream_interval,
+        )
+        async with RolloutScheduler(
+            fleet, WORKLOAD, config=settings, listeners=[deliveries], run_id="run"
+        ) as rollouts:
+            for _ in range(BATCHES):
+                await rollouts.next_batch()
+                await rollouts.update_weights(SimPublisher())
+
+    run_virtual(run())
+    return deliveries.seen
+
+
+def on_the_heap(settings: SchedulerConfig, engines: int) -> list[Delivered]:
+    deliveries = Deliveries()
+    Simulation(
+        settings, WORKLOAD, engines=engines, engine=MODEL, batches=BATCHES, listeners=[deliveries]
+    ).run()
+    return deliveries.seen
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"over_provision": 1.0},
+        {"straggler": "in_place", "refill": "pool"},
+        {"straggler": "run"},
+    ],
+    ids=str,
+)
+def test_both_shells_do_the_same(changes: dict[str, object]) -> None:
+    settings = config(**changes)
+    virtual, heap = on_the_virtual_clock(settings, 1), on_the_heap(settings, 1)
+    assert [rows for _, rows in heap] == [rows for _, rows in virtual]
+    assert [now for now, _ in heap] == pytest.approx([now for now, _ in virtual], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "engines"),
+    [
+        ({"straggler": "retract"}, 1),
+        ({"straggler": "abort"}, 1),
+        ({"pace": "asynchronous", "max_staleness": 2}, 1),
+        ({"batch_groups": 32}, 4),
+    ],
+    ids=str,
+)
+def test_both_shells_take_as_long(changes: dict[str, object], engines: int) -> None:
+    """On the loop a wave arrives some turns after the continue, in a prefill pass of its own;
+    on the heap in the same one. So the runs are alike, not equal."""
+    settings = config(**changes)
+    virtual, heap = on_the_virtual_clock(settings, engines), on_the_heap(settings, engines)
+    assert heap[-1][0] == pytest.approx(virtual[-1][0], rel=0.05)
+
+
+def test_the_same_run_twice_is_the_same() -> None:
+    assert on_the_heap(config(), 3) == on_the_heap(config(), 3)
+
+
+def test_no_engine_draws_the_whole_wave_after_a_pause() -> None:
+    settings = config(batch_groups=32)
+    simulation = Simulation(settings, WORKLOAD, engines=8, engine=MODEL, batches=BATCHES)
+    simulation.run()
+    generated = [engine.batcher.counters.generated for engine in simulation.engines.values()]
+    assert max(generated) < 1.5 * min(generated)
+
+
+@pytest.mark.parametrize(
+    ("costs", "longer"),
+    [
+        (Costs(train_seconds=2.0), 2.0),
+        (Costs(refit_seconds=1.5), 1.5),
+        (Costs(reward_seconds=0.5), 0.5),
+    ],
+    ids=["trainer", "refit", "reward"],
+)
+def test_every_cost_is_paid_once_a_batch(costs: Costs, longer: float) -> None:
+    free, dear = Deliveries(), Deliveries()
+    settings = config(over_provision=1.0)
+    for deliveries, paid in ((free, Costs()), (dear, costs)):
+        Simulation(
+            settings, WORKLOAD, engine=MODEL, costs=paid, batches=4, listeners=[deliveries]
+        ).run()
+    extra = dear.seen[-1][0] - free.seen[-1][0]
+    # The last batch is delivered before its own training and refit, but after its reward.
+    times = 4 if costs.reward_seconds else 3
+    assert extra == pytest.approx(times * longer, rel=0.01)
+
+
+def test_costs_below_zero_are_refused() -> None:
+    with pytest.raises(ConfigError, match="give 0 or more"):
+        Costs(train_seconds=-1.0)
+
+
+def test_accept_filters_groups() -> None:
+    def even(group: Group) -> bool:
+        return group.group_id % 2 == 0
+
+    simulation = Simulation(config(), WORKLOAD, engine=MODEL, batches=BATCHES, accept=even)
+    simulation.run()
+    assert simulation.trainer.batches == BATCHES
+    assert simulation.state.book.ledger.rollouts
+
+
+def test_the_end_of_the_prompts_ends_the_run() -> None:
+    few = LongTailWorkload(median=60, cap=600, group_size=4, count=10)
+    simulation = Simulation(config(), few, engine=MODEL, batches=BATCHES)
+    simulation.run()
+    assert simulation.state.book.counters.delivered == 40
