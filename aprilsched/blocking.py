@@ -28,6 +28,7 @@ from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.core.state import SchedulerState
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import PromptsExhausted, SchedulerClosed
+from aprilsched.planning import Planner
 from aprilsched.telemetry.base import Listener
 from aprilsched.types import Batch, Prompt
 from aprilsched.weights.base import WeightPublisher
@@ -53,6 +54,7 @@ class RolloutScheduler:
         accept: Accept | None = None,
         episode: Episode | None = None,
         config: SchedulerConfig | None = None,
+        planner: Planner | None = None,
         listeners: Sequence[Listener] = (),
         run_id: str | None = None,
     ) -> None:
@@ -64,6 +66,7 @@ class RolloutScheduler:
             accept=accept,
             episode=episode,
             config=config,
+            planner=planner,
             listeners=listeners,
             run_id=run_id,
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, get_args
 
-from aprilsched.core.policies.over_provision import FixedRatio
+from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, OverProvision
 from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
+from aprilsched.core.policies.resume import ResumeOrder
 from aprilsched.core.policies.staleness import StalenessGate, StalenessRule
 from aprilsched.core.policies.stop import StopAt, StopUnit
 from aprilsched.core.policies.straggler import StragglerRule
@@ -35,12 +36,28 @@ class SchedulerConfig:
     """Groups (prompts) in a batch."""
     group_size: int = 8
     """Rollouts of one prompt."""
-    over_provision: float = 1.5
-    """Ratio of groups kept open to groups in a batch; 1 waits for every last response."""
+    over_provision: float | Literal["auto", "kv"] = 1.5
+    """Ratio of groups kept open to groups in a batch; 1 waits for every last response. "auto"
+    chooses it, and how to refill, while the run goes on: the least stale schedule within 2 % of
+    the fastest, from the lengths seen and the engines' time model. "kv" fills the KV pool to
+    kv_target, step by step."""
+    kv_target: float = 0.8
+    """Of the KV pool, at the peak of a batch; for over_provision="kv"."""
     refill: RefillRule = "wave"
     """"wave": once at the begin of each batch (APRIL); "pool": a constant number in flight."""
     refill_groups: int = 4
     """Groups that a pool starts together; one by one costs a third of the throughput."""
+    refill_until: float = 1.0
+    """Share of a batch that is complete when its pool is no longer refilled."""
+    resume_order: ResumeOrder = "carried"
+    """Which waiting request goes first: "carried" ones, those with the "shortest" or those with
+    the "longest" expected rest."""
+    placement: Literal["prefix", "spread"] = "prefix"
+    """"prefix" keeps a group on one engine, which has its prompt cached; "spread" sends each
+    rollout to the engine with the least to do."""
+    rebalance: bool = False
+    """When a batch is full, call carried rollouts of an overloaded engine back, so that they go
+    on at one with less to do."""
     stop: StopUnit = "groups"
     """What fills a batch: batch_groups groups, or whole groups that hold at least
     batch_samples rollouts or batch_tokens response tokens."""
@@ -91,8 +108,12 @@ class SchedulerConfig:
         return Rules(
             batch_groups=self.batch_groups,
             group_size=self.group_size,
-            over_provision=FixedRatio(ratio=self.over_provision),
+            over_provision=self._over_provision(),
             refill=self._refill(),
+            automatic=self.over_provision == "auto",
+            resume=self.resume_order,
+            spread=self.placement == "spread",
+            rebalance=self.rebalance,
             stop=StopAt(unit=self.stop, amount=self._amount()),
             straggler=self.straggler,
             kv=self._kv(),
@@ -115,7 +136,15 @@ class SchedulerConfig:
         return self.kv_after_refit
 
     def _refill(self) -> Refill:
-        return Wave() if self.refill == "wave" else ConstantPool(together=self.refill_groups)
+        if self.refill == "wave":
+            return Wave()
+        return ConstantPool(together=self.refill_groups, until=self.refill_until)
+
+    def _over_provision(self) -> OverProvision:
+        if self.over_provision == "kv":
+            return KvTarget(target=self.kv_target)
+        ratio = self.over_provision
+        return FixedRatio(ratio=1.0 if isinstance(ratio, str) else ratio)
 
     def _amount(self) -> int:
         if self.stop == "samples":
@@ -129,16 +158,20 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; give {least} or more.")
-        if isinstance(cast("object", self.over_provision), str):
+        ratio = self.over_provision
+        if isinstance(ratio, str):
+            if ratio not in ("auto", "kv"):
+                raise ConfigError(
+                    f'over_provision is {ratio!r}; give a number such as 1.5, "auto" or "kv".'
+                )
+        elif not 1 <= ratio <= 64:
             raise ConfigError(
-                f"over_provision is {self.over_provision!r}; give a number such as 1.5 "
-                "(choosing it automatically is not available yet)."
+                f"over_provision is {ratio}; give a ratio from 1 (wait for all) to 64."
             )
-        if not 1 <= self.over_provision <= 64:
-            raise ConfigError(
-                f"over_provision is {self.over_provision}; give a ratio from 1 (wait for all) "
-                "to 64."
-            )
+        for name in ("kv_target", "refill_until"):
+            share = getattr(self, name)
+            if not 0 < share <= 1:
+                raise ConfigError(f"{name} is {share}; give a share above 0 and at most 1.")
 
     def _check_choices(self) -> None:
         for name, choices in _CHOICES.items():
@@ -202,4 +235,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "straggler": get_args(StragglerRule),
     "pace": get_args(Pace),
     "staleness_rule": get_args(StalenessRule),
+    "resume_order": get_args(ResumeOrder),
+    "placement": ("prefix", "spread"),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = ["COMMANDS"]
 
 COMMANDS: dict[str, str] = {
+    "calibrate": "fit the step-time model of a server to its own log",
     "doctor": "probe live SGLang servers: capabilities and hazards, pass, warn or fail",
     "run": "drive batches of rollouts on the embedded engine or on SGLang servers",
     "serve-sim": "serve the embedded engine behind SGLang's own HTTP API, for tests",

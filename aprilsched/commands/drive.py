@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from aprilsched.commands.config_file import as_toml
 from aprilsched.commands.setup import Setup, run_on_clock
 from aprilsched.coordinator import RolloutScheduler
+from aprilsched.core.lengths.groups import group_lengths
 from aprilsched.errors import AprilschedError, PromptsExhausted
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary
@@ -83,6 +84,7 @@ class Run:
             listeners=listeners if self._progress is None else [*listeners, self._progress],
             run_id=setup.run_id,
         )
+        self._summary.ledger = self._scheduler.state.book.ledger
         async with self._scheduler as rollouts:
             self._folder.create(as_toml(settings))
             self._log.start()
@@ -135,4 +137,10 @@ class Run:
         if self._scheduler is None:
             raise AssertionError("the folder is made by the scheduler's own block")
         book = self._scheduler.state.book
-        return Remainder(in_flight=list(book.rollouts), counters=book.counters, ledger=book.ledger)
+        training = [group for group in book.groups.values() if group.evaluation_id is None]
+        return Remainder(
+            in_flight=list(book.rollouts),
+            counters=book.counters,
+            ledger=book.ledger,
+            open_groups=[group_lengths(group) for group in training],
+        )

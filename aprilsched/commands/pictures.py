@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -12,15 +12,16 @@ from aprilsched.analysis.run import read_run
 __all__ = ["draw_comparison"]
 
 
-def draw_comparison(root: Path, policies: Sequence[str], messages: Console) -> None:
+def draw_comparison(root: Path, folders: Mapping[str, str], messages: Console) -> None:
     """comparison.png in `root`, and timeline.png and lengths.png in the folder of each policy."""
     try:
         from aprilsched.analysis import plots
     except ImportError:
         messages.print("No pictures: matplotlib is missing (pip install 'aprilsched[plots]').")
         return
-    runs = {name: read_run(root / name) for name in policies}
+    runs = {name: read_run(root / folder) for name, folder in folders.items()}
     plots.save(plots.comparison(runs), root / "comparison.png")
     for name, run in runs.items():
-        plots.save(plots.timeline(run, title=name), root / name / "timeline.png")
-        plots.save(plots.lengths(run, title=name), root / name / "lengths.png")
+        folder = root / folders[name]
+        plots.save(plots.timeline(run, title=name), folder / "timeline.png")
+        plots.save(plots.lengths(run, title=name), folder / "lengths.png")

@@ -98,6 +98,8 @@ class SimSettings:
     """Tokens between two chunks of a response."""
     refit_seconds: float = 0.0
     """That new weights need to get in."""
+    reward_seconds: float = 0.0
+    """That scoring one rollout takes; simulate only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """``aprilsched simulate``: policies on the same workload and seed, in virtual time.
 
-Every policy goes through the real RolloutScheduler on the embedded engine, with new weights after
-each batch, and leaves a whole run folder.
+Every policy is decided by the production core, against modelled engines, with new weights after
+each batch; all see the same prompts and lengths. Each leaves a whole run folder.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import tyro
 from rich.console import Console
 
 from aprilsched.commands.comparison import Comparison, compare, verdict
-from aprilsched.commands.drive import Run
 from aprilsched.commands.pictures import draw_comparison
-from aprilsched.commands.policies import POLICIES, chosen
+from aprilsched.commands.policies import Policy, chosen
 from aprilsched.commands.settings import (
     RunSettings,
     SchedulerFlags,
@@ -27,26 +26,25 @@ from aprilsched.commands.settings import (
     WorkloadSettings,
 )
 from aprilsched.commands.setup import Setup, prepare
+from aprilsched.commands.simulated import SimulatedRun
 from aprilsched.commands.tables import comparison_table
+from aprilsched.simulation.simulation import NEVER
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.progress import Progress
 from aprilsched.telemetry.run_folder import RunFolder, default_path, write_json
 
 __all__ = ["SimulateCommand", "main"]
 
-_INTERRUPTED = 130
-
-# Chunks of a quarter of a response are enough here: a batch ends at the same instant whatever the
-# interval, and the run takes two thirds of the time.
-_STREAM_INTERVAL = 256
+DEFAULT_POLICIES = "sync,april,slime,areal,copris,auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateCommand:
     """Compare scheduling policies on one workload, in virtual time."""
 
-    policy: str = ",".join(POLICIES)
-    """Which, with commas between."""
+    policy: str = DEFAULT_POLICIES
+    """Which, with commas between. Settings follow a colon: april:over_provision=1.25|1.5|2 is
+    three of them."""
     batches: int = 40
     """Of each policy."""
     seed: int = 0
@@ -57,26 +55,39 @@ class SimulateCommand:
     """Groups (prompts) in a batch."""
     group_size: int = 8
     """Rollouts of one prompt."""
+    kv: Literal["recompute", "keep"] = "recompute"
+    """What a refit does to what is in flight: prefilled again, or kept with its older keys."""
+    max_staleness: int | None = None
+    """Bound on the staleness of what counts, for policies that set none."""
+    train_seconds: float = 0.0
+    """What the trainer takes over a batch."""
+    sim: SimSettings = field(default_factory=lambda: SimSettings(stream_interval=NEVER))
     out: Path | None = None
     """The folder for the results; runs/TIME-SEED if not given. It must be new or empty."""
     json: bool = False
-    """Print the comparison as JSON on stdout; everything else goes to stderr."""
+    """Print a list of objects as JSON on stdout, one for each policy; all else goes to stderr."""
     quiet: bool = False
     """No progress; the figures at the end all the same."""
     workload: Annotated[WorkloadSettings, tyro.conf.arg(name="")] = field(
         default_factory=WorkloadSettings
     )
 
-    def settings(self, policy: str) -> RunSettings:
+    def settings(self, policy: Policy) -> RunSettings:
         """What the run of one policy does."""
-        flags = SchedulerFlags(batch_groups=self.batch_groups, group_size=self.group_size)
+        flags = SchedulerFlags(
+            batch_groups=self.batch_groups,
+            group_size=self.group_size,
+            straggler="in_place" if self.kv == "keep" else "retract",
+            max_staleness=self.max_staleness,
+        )
         return RunSettings(
             batches=self.batches,
             seed=self.seed,
             burn_in=self.burn_in,
-            sim=SimSettings(stream_interval=_STREAM_INTERVAL),
+            train_seconds=self.train_seconds,
+            sim=self.sim,
             workload=self.workload,
-            scheduler=POLICIES[policy].apply(flags),
+            scheduler=policy.apply(flags),
         )
 
 
@@ -92,41 +103,53 @@ def main(arguments: Sequence[str]) -> int:
         prog="aprilsched simulate",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    setups = {name: prepare(command.settings(name)) for name in chosen(command.policy)}
+    policies = chosen(command.policy)
+    setups = [(policy, prepare(command.settings(policy))) for policy in policies]
     root = RunFolder(command.out or default_path(command.seed)).path
     messages = Console(stderr=True)
     summaries: dict[str, RunSummary] = {}
-    for name, setup in setups.items():
-        progress = None if command.quiet else _progress(name, setup, messages)
-        summary = Run(setup, RunFolder(root / name), progress).execute()
-        if summary.interrupted:
-            return _INTERRUPTED
-        summaries[name] = summary
-    comparison = compare(summaries)
+    runs: dict[str, SimulatedRun] = {}
+    for policy, setup in setups:
+        progress = None if command.quiet else _progress(policy.name, setup, messages)
+        run = SimulatedRun(setup, RunFolder(root / policy.folder), progress)
+        summaries[policy.name] = run.execute()
+        runs[policy.name] = run
+    comparison = compare(
+        summaries,
+        {name: run.generated_tokens_per_s for name, run in runs.items()},
+        {name: run.schedule for name, run in runs.items()},
+    )
     write_json(root / "comparison.json", comparison)
-    draw_comparison(root, list(summaries), messages)
-    _show(command, summaries, comparison)
+    draw_comparison(root, {policy.name: policy.folder for policy in policies}, messages)
+    _show(command, policies, summaries, comparison)
     messages.print(f"The results are in {root}", soft_wrap=True, highlight=False)
     return 0
 
 
 def _show(
-    command: SimulateCommand, summaries: Mapping[str, RunSummary], comparison: Comparison
+    command: SimulateCommand,
+    policies: Sequence[Policy],
+    summaries: Mapping[str, RunSummary],
+    comparison: Comparison,
 ) -> None:
     if command.json:
-        sys.stdout.write(msgspec.json.encode(comparison).decode() + "\n")
+        sys.stdout.write(msgspec.json.encode(comparison.policies).decode() + "\n")
         return
     console = Console()
     console.print(comparison_table(summaries))
-    for name in summaries:
-        console.print(f"{name}: {POLICIES[name].what}", soft_wrap=True, highlight=False)
+    chose = {row.policy: row.schedule for row in comparison.policies}
+    for policy in policies:
+        text = f"{policy.name}: {policy.what}"
+        if chose[policy.name]:
+            text += f" It chose {chose[policy.name]}."
+        console.print(text, soft_wrap=True, highlight=False)
     console.print(verdict(comparison), soft_wrap=True, highlight=False)
 
 
 def _progress(name: str, setup: Setup, console: Console) -> Progress:
     return Progress(
         console,
-        title=f"{name:5}",
+        title=f"{name:6}",
         batches=setup.settings.batches,
         batch_groups=setup.config.batch_groups,
         group_size=setup.config.group_size,

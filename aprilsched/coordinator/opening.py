@@ -95,4 +95,5 @@ def _info(engine: Engine, version: int | None) -> EngineInfo:
         version=version,
         holds_stragglers=able.release_while_paused,
         keeps_weights=able.keeps_released_weights,
+        kv_tokens=able.kv_tokens,
     )

@@ -20,6 +20,7 @@ from aprilsched.core import events as ev
 from aprilsched.core.state import SchedulerState
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, PromptsExhausted
+from aprilsched.planning import Planner
 from aprilsched.telemetry.base import Listener
 from aprilsched.types import Batch, Prompt
 from aprilsched.weights.base import WeightPublisher
@@ -45,6 +46,8 @@ class RolloutScheduler:
         accept: ``accept(group)`` keeps or rejects a scored group; rejected ones are replaced.
         episode: ``async episode(turn, prompt)`` drives a rollout of several turns.
         config: how to schedule.
+        planner: chooses schedules for ``over_provision="auto"``, with the step-time model of
+            the engines; by default that of an H200 with a 4B model.
         listeners: see every event and command (telemetry).
         run_id: prefix of the request ids; random unless given.
 
@@ -63,6 +66,7 @@ class RolloutScheduler:
         accept: Accept | None = None,
         episode: Episode | None = None,
         config: SchedulerConfig | None = None,
+        planner: Planner | None = None,
         listeners: Sequence[Listener] = (),
         run_id: str | None = None,
     ) -> None:
@@ -86,6 +90,7 @@ class RolloutScheduler:
             config=self.config,
             rules=rules,
             work=work,
+            planner=planner or Planner(),
             listeners=listeners,
             run_id=run_id or uuid.uuid4().hex[:12],
         )

@@ -17,6 +17,7 @@ from aprilsched.coordinator.controls import EngineControls
 from aprilsched.coordinator.loop import EventLoop
 from aprilsched.coordinator.membership import Membership
 from aprilsched.coordinator.opening import check_engines
+from aprilsched.coordinator.planning import Planning
 from aprilsched.coordinator.readmission import Readmission
 from aprilsched.coordinator.refits import Refits
 from aprilsched.coordinator.tasks import Tasks
@@ -29,6 +30,7 @@ from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state import SchedulerState
 from aprilsched.engines.base import Engine, Fleet
 from aprilsched.errors import FleetLost, RunGivenUp, SchedulerClosed
+from aprilsched.planning import Planner
 from aprilsched.telemetry.base import Listener
 
 __all__ = ["Session"]
@@ -46,6 +48,7 @@ class Session:
         config: SchedulerConfig,
         rules: Rules,
         work: Work,
+        planner: Planner,
         listeners: Sequence[Listener],
         run_id: str,
     ) -> None:
@@ -80,6 +83,7 @@ class Session:
             config=config,
             readmission=self._readmission,
         )
+        self._planning = Planning(planner=planner, rules=rules, feed=self.feed)
         self._stopping = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
         self._wire()
@@ -130,6 +134,7 @@ class Session:
             self.refits,
             self._readmission,
             self._membership,
+            self._planning,
             self._work,
         )
         try:
@@ -180,6 +185,7 @@ class Session:
                 do.Judge: work.judge,
                 do.CancelWork: work.cancel,
                 do.GiveUp: self._give_up,
+                do.Plan: self._planning.plan,
                 do.Send: attempts.send,
                 do.Abort: attempts.abort,
                 do.Pause: controls.pause,

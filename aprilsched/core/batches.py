@@ -9,6 +9,7 @@ from __future__ import annotations
 from aprilsched.core.assembly import batch_of
 from aprilsched.core.commands import Deliver, DeliverEvaluation, EndOfPrompts
 from aprilsched.core.events import BatchRequested, BatchWithdrawn
+from aprilsched.core.planning import retarget
 from aprilsched.core.records import GroupRecord
 from aprilsched.core.state import SchedulerState
 from aprilsched.types import NO_VERSION
@@ -82,6 +83,9 @@ def _deliver_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
     for group in groups:
         state.book.deliver(group)
     counters.batches += 1
+    state.delivered.append((sum(len(g.members) for g in groups), batch.tokens))
+    state.expectations.renew()
+    retarget(state)
     counters.tokens_masked += sum(
         int((rollout.versions[~rollout.loss_mask] != NO_VERSION).sum())
         for rollout in batch.rollouts

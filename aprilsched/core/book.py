@@ -7,11 +7,12 @@ moves; it decides nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from aprilsched.core.counters import Counters
 from aprilsched.core.ledger import Entry, Ledger, Reason
 from aprilsched.core.lifecycle import Move, State
+from aprilsched.core.policies.resume import Place
 from aprilsched.core.ready import Ready
 from aprilsched.core.records import GroupRecord, RequestRecord, RolloutRecord
 from aprilsched.core.waiting import Waiting
@@ -21,14 +22,14 @@ __all__ = ["Book"]
 
 
 class Book:
-    """Records by id, and what is counted about them."""
+    """Records by id, and what is counted about them. `place` orders what waits to be sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Callable[[RequestRecord], Place]) -> None:
         self.groups: dict[int, GroupRecord] = {}
         self.rollouts: dict[int, RolloutRecord] = {}
         self.requests: dict[int, RequestRecord] = {}
         """Current requests, and those of dropped rollouts until their attempt comes back."""
-        self.queue = Waiting()
+        self.queue = Waiting(place)
         self.ready = Ready()
         """Complete training groups, in the order of their completion."""
         self.training = 0
@@ -39,6 +40,10 @@ class Book:
         """Open attempts by engine."""
         self.open_attempts = 0
         """Attempts with engines, those of dropped rollouts and of evaluations included."""
+        self.held_tokens = 0
+        """Prompt and response tokens of those attempts: what the fleet's KV pool should hold."""
+        self.peak_tokens = 0
+        """The most of them since the begin of the batch in work."""
         self._open_on: dict[str, dict[int, RequestRecord]] = {}
         self.called_back = 0
         """Open attempts that were told to abort."""
@@ -124,6 +129,7 @@ class Book:
         request.crossed = request.aborting = False
         self.open[engine] += 1
         self.open_attempts += 1
+        self.hold(len(rollout.prompt_ids) + known)
         self._open_on.setdefault(engine, {})[request.request_id] = request
 
     def attempt(self, request_id: int, attempt: int) -> RequestRecord | None:
@@ -138,6 +144,7 @@ class Book:
         request.open = False
         self.open[request.engine] -= 1
         self.open_attempts -= 1
+        self.held_tokens -= len(request.rollout.prompt_ids) + len(request.rollout.log)
         del self._open_on[request.engine][request.request_id]
         self.called_back -= request.aborting
         log = request.rollout.log
@@ -146,6 +153,11 @@ class Book:
             log.assign(request.attempt_start, spans, engine=request.engine)
         elif request.crossed and len(log) > request.attempt_start:
             log.exact = False
+
+    def hold(self, tokens: int) -> None:
+        """So many more tokens are with engines."""
+        self.held_tokens += tokens
+        self.peak_tokens = max(self.peak_tokens, self.held_tokens)
 
     def requeue(self, request: RequestRecord) -> None:
         """The rest of a request waits to be sent, with all tokens known."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.policies.schedule import Schedule
 from aprilsched.types import Batch, Float32Array, Group, Int32Array, Prompt, Rollout, SamplingParams
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "Judge",
     "LoseEngine",
     "Pause",
+    "Plan",
     "Refit",
     "Release",
     "ResolveTurn",
@@ -231,6 +234,27 @@ class GiveUp:
     cause: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Plan:
+    """Choose a schedule on this evidence; answered by Planned.
+
+    Attributes:
+        ended: groups that have ended, those launched last.
+        open: groups under way, as they are now.
+        prompt_tokens: mean length of the prompts.
+        engines: how many are in use.
+        kv_tokens: their KV pools together; None where one of them does not say.
+        current: the schedule in force.
+    """
+
+    ended: tuple[GroupLengths, ...]
+    open: tuple[GroupLengths, ...]
+    prompt_tokens: float
+    engines: int
+    kv_tokens: int | None
+    current: Schedule
+
+
 # --- the trainer -----------------------------------------------------------------------------
 
 
@@ -274,6 +298,7 @@ Command: TypeAlias = (
     | Judge
     | CancelWork
     | GiveUp
+    | Plan
     | Deliver
     | EndOfPrompts
     | DeliverEvaluation

@@ -82,6 +82,8 @@ class EngineControl:
     """Memory can be released while requests wait in a pause."""
     base: int = 0
     """The version of the weights it came with, below any adapter."""
+    kv_tokens: int | None = None
+    """The size of its KV pool."""
     catching_up: bool = False
     """On standby, with a refit to the fleet's version under way for it alone."""
     tried: int = -1
@@ -110,6 +112,7 @@ class FleetControl:
             keeps_weights=engine.keeps_weights,
             holds_stragglers=engine.holds_stragglers,
             base=engine.version or 0,
+            kv_tokens=engine.kv_tokens,
         )
         (self.standby if standby else self.engines)[engine.name] = control
         self.touch(engine.name)
@@ -126,6 +129,16 @@ class FleetControl:
     def all(self) -> Iterator[EngineControl]:
         yield from self.engines.values()
         yield from self.standby.values()
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """The KV pools in use together; None where one of them is unknown."""
+        total = 0
+        for control in self.engines.values():
+            if control.kv_tokens is None:
+                return None
+            total += control.kv_tokens
+        return total or None
 
     def runs(self, engine: str) -> bool:
         """May a request be sent to it now?"""

@@ -65,7 +65,9 @@ def _places(state: SchedulerState) -> Places:
     if len(loads) < len(engines):
         # After a pause the first engine to go on would otherwise draw a whole wave.
         share = math.ceil((book.open_attempts + len(book.queue)) / len(engines))
-    return Places(loads, slack=state.rules.group_size, share=share)
+    # The other way to place a group: no engine is preferred for its prefix.
+    slack = -1 if state.rules.spread else state.rules.group_size
+    return Places(loads, slack=slack, share=share)
 
 
 def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from aprilsched.core.policies.schedule import Schedule
 from aprilsched.types import (
     FinishReason,
     Float32Array,
@@ -35,6 +36,7 @@ __all__ = [
     "Judged",
     "Opened",
     "Paused",
+    "Planned",
     "Progress",
     "PromptsArrived",
     "Refitted",
@@ -60,12 +62,14 @@ class EngineInfo:
         version: of the weights it has; None if they are torn.
         holds_stragglers: it can release memory while requests wait in a pause.
         keeps_weights: weights that it released come back as they were.
+        kv_tokens: the size of its KV pool, in tokens; None if it does not say.
     """
 
     name: str
     version: int | None
     holds_stragglers: bool = False
     keeps_weights: bool = False
+    kv_tokens: int | None = None
 
 
 # --- the trainer -----------------------------------------------------------------------------
@@ -127,6 +131,14 @@ class SleepRequested:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WakeRequested:
     """The trainer gives the memory back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """Answer to Plan. None keeps the schedule in force; `cause` says what went wrong, if so."""
+
+    schedule: Schedule | None
+    cause: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,6 +327,7 @@ Event: TypeAlias = (
     | UpdateWithdrawn
     | SleepRequested
     | WakeRequested
+    | Planned
     | PromptsArrived
     | Progress
     | Finished

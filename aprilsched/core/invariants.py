@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from aprilsched.core.control import Mode
 from aprilsched.core.lifecycle import GENERATING, TERMINAL, State
-from aprilsched.core.policies.resume import carried_first
-from aprilsched.core.records import GroupRecord, RolloutRecord
+from aprilsched.core.records import GroupRecord, RequestRecord, RolloutRecord
 from aprilsched.core.state import SchedulerState
 from aprilsched.errors import InvariantViolation
 
@@ -63,24 +62,24 @@ def _counts(state: SchedulerState) -> None:
         ("ready rollouts", book.ready.samples, sum(len(g.members) for g in book.ready)),
         ("ready tokens", book.ready.tokens, sum(g.tokens for g in book.ready)),
         ("attempts called back", book.called_back, called_back),
+        ("tokens with engines", book.held_tokens, sum(map(_context, book.open_requests()))),
     ):
         _hold(counted == there, f"{what} are booked as {counted} and are {there}")
+
+
+def _context(request: RequestRecord) -> int:
+    return len(request.rollout.prompt_ids) + len(request.rollout.log)
 
 
 def _queue(state: SchedulerState) -> None:
     queue = state.book.queue
     places = list(queue.places())
     _hold(len(places) == len(queue), f"{len(queue)} requests wait in {len(places)} places")
-    for place, request in places:
-        moved = place != carried_first(request)
-        _hold(not moved, f"request {request.request_id} waits at {place}, not at its place")
     for training in (True, False):
-        waiting = [p for p, r in places if training or r.rollout.group.evaluation_id is not None]
+        waiting = [p for p in places if training or p[1].rollout.group.evaluation_id is not None]
         first = queue.first(training=training)
-        _hold(
-            (carried_first(first) if first else None) == min(waiting, default=None),
-            "the queue does not begin with its first request",
-        )
+        expected = min(waiting, key=lambda p: (p[0], p[1].request_id), default=(None, None))[1]
+        _hold(first is expected, "the queue does not begin with its first request")
 
 
 def _rollout(state: SchedulerState, rollout: RolloutRecord) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from aprilsched.core.batches import full
 from aprilsched.core.commands import FetchPrompts, StartEpisode
 from aprilsched.core.events import EvaluationRequested, PromptsArrived
+from aprilsched.core.planning import retarget
 from aprilsched.core.policies.refill import PoolView
 from aprilsched.core.records import GroupRecord
 from aprilsched.core.state import SchedulerState
@@ -52,7 +53,9 @@ def _may_launch(state: SchedulerState) -> bool:
 
 def _count(state: SchedulerState) -> int:
     rules = state.rules
-    count = rules.refill.launches(_pool_view(state))
+    if not state.target_groups:
+        retarget(state)
+    count = state.schedule.refill.launches(_pool_view(state))
     admissible = rules.staleness.admissible(
         batch_groups=rules.batch_groups,
         outstanding=state.book.training,
@@ -71,7 +74,7 @@ def _pool_view(state: SchedulerState) -> PoolView:
     return PoolView(
         batch_groups=rules.batch_groups,
         group_size=rules.group_size,
-        target_groups=rules.over_provision.target_groups(rules.batch_groups),
+        target_groups=state.target_groups,
         open_groups=book.training - len(book.ready),
         ready_groups=len(book.ready),
         in_flight=book.generating,

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from aprilsched.core.policies.over_provision import OverProvision
 from aprilsched.core.policies.refill import Refill
+from aprilsched.core.policies.resume import ResumeOrder
 from aprilsched.core.policies.staleness import StalenessGate
 from aprilsched.core.policies.stop import StopAt
 from aprilsched.core.policies.straggler import StragglerRule
@@ -27,6 +28,13 @@ class Rules:
     group_size: int
     over_provision: OverProvision
     refill: Refill
+    automatic: bool
+    """Both are chosen while the run goes on, and these are not looked at."""
+    resume: ResumeOrder
+    spread: bool
+    """The rollouts of a group go to whichever engine has least to do, not to one of them."""
+    rebalance: bool
+    """Carried rollouts of an engine that holds more than its share move to others."""
     stop: StopAt
     straggler: StragglerRule
     kv: CachedKV

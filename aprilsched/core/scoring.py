@@ -18,6 +18,8 @@ def finish(state: SchedulerState, rollout: RolloutRecord, reward: float | None) 
     """A rollout is generated to its end; `reward` is what its episode says, if it says one."""
     group = rollout.group
     state.book.finish(rollout)
+    if group.complete and group.evaluation_id is None:
+        state.expectations.add(group)
     scope = state.rules.reward_scope
     if scope == "none" or reward is not None:
         _score(state, rollout, reward)

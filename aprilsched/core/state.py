@@ -7,7 +7,10 @@ from collections import deque
 from aprilsched.core.book import Book
 from aprilsched.core.commands import Command
 from aprilsched.core.control import FleetControl
+from aprilsched.core.expectation import Expectations
 from aprilsched.core.loan import Sleep
+from aprilsched.core.policies.resume import place_of
+from aprilsched.core.policies.schedule import FIRST_SCHEDULE, Schedule
 from aprilsched.core.policies.straggler import pause_mode
 from aprilsched.core.records import GroupRecord
 from aprilsched.core.refit import Update
@@ -15,7 +18,10 @@ from aprilsched.core.rules import Rules
 from aprilsched.core.versions import PolicyVersionTracker
 from aprilsched.types import Prompt
 
-__all__ = ["SchedulerState"]
+__all__ = ["RECENT_BATCHES", "SchedulerState"]
+
+RECENT_BATCHES = 4
+"""Delivered batches in which a drift of the lengths is looked for."""
 
 
 class SchedulerState:
@@ -23,11 +29,27 @@ class SchedulerState:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.book = Book()
+        self.expectations = Expectations()
+        self.book = Book(lambda r: place_of(r, rules.resume, self.expectations.remaining))
         self.tracker = PolicyVersionTracker()
         self.control = FleetControl(
             pause_mode=pause_mode(rules.straggler), flushes=rules.kv == "recompute"
         )
+        self.schedule = (
+            FIRST_SCHEDULE
+            if rules.automatic
+            else Schedule(over_provision=rules.over_provision, refill=rules.refill)
+        )
+        """What is in force now."""
+        self.target_groups = 0
+        """Groups to keep open for the batch in work."""
+        self.delivered: deque[tuple[int, int]] = deque(maxlen=RECENT_BATCHES)
+        """Responses and tokens of the last batches."""
+        self.planning = False
+        """A schedule has been asked for."""
+        self.planned_at = 0
+        """Batches that had been delivered then."""
+        self.planned_mean = 0.0
         self.now = 0.0
         self.commands: list[Command] = []
         self.wanted = False

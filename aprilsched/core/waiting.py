@@ -1,35 +1,35 @@
 """The requests that wait to be sent, in the order in which they are.
 
-Invariants: a request's place (:func:`carried_first`) does not change while it waits, since no
-token of it arrives then; the top of either heap waits. So taking the next one costs the
-logarithm of how many wait, and nothing is sorted after each event.
+Invariants: a request's place is given when it begins to wait and does not change, since no token
+of it arrives then (what its siblings show meanwhile counts when it waits again); the top of
+either heap waits. So taking the next one costs the logarithm of how many wait, and nothing is
+sorted after each event.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterator
 
-from aprilsched.core.policies.resume import carried_first
+from aprilsched.core.policies.resume import Place
 from aprilsched.core.records import RequestRecord
 
-__all__ = ["Place", "Waiting"]
-
-Place: TypeAlias = tuple[bool, int, int]
+__all__ = ["Waiting"]
 
 
 class Waiting:
-    """Requests by id and by place; those of evaluations can be taken alone."""
+    """Requests by id and by the `place` they are given; those of evaluations can be taken
+    alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Callable[[RequestRecord], Place]) -> None:
+        self._place = place
         self._waiting: dict[int, RequestRecord] = {}
         self._training: list[tuple[Place, int]] = []
         self._evaluations: list[tuple[Place, int]] = []
 
     def add(self, request: RequestRecord) -> None:
         self._waiting[request.request_id] = request
-        heapq.heappush(self._heap(request), (carried_first(request), request.request_id))
+        heapq.heappush(self._heap(request), (self._place(request), request.request_id))
 
     def discard(self, request: RequestRecord) -> None:
         """It was sent, or its group was dropped. From within a heap it goes when it comes up."""

@@ -17,6 +17,7 @@ from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state import SchedulerState
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.errors import AprilschedError, FleetLost, RunGivenUp
+from aprilsched.planning import Planner
 from aprilsched.simulation.agenda import Agenda
 from aprilsched.simulation.costs import Costs
 from aprilsched.simulation.engine import ModelledEngine
@@ -24,7 +25,11 @@ from aprilsched.simulation.trainer import ModelledTrainer
 from aprilsched.telemetry.base import Listener
 from aprilsched.types import Group, Prompt
 
-__all__ = ["Simulation"]
+__all__ = ["NEVER", "Simulation"]
+
+NEVER = 1 << 30
+"""A stream interval: chunks come only when a response ends or is paused, which changes no
+decision and makes a run twice as fast."""
 
 
 class Simulation:
@@ -38,6 +43,8 @@ class Simulation:
         costs: latencies of everything else.
         update_every: batches between two versions; 0 for one version all along.
         accept: filters groups, as in RolloutScheduler.
+        planner: chooses schedules for ``over_provision="auto"``; one that knows the engines' own
+            model unless given.
         listeners: are shown every event and command.
     """
 
@@ -52,6 +59,7 @@ class Simulation:
         batches: int = 40,
         update_every: int = 1,
         accept: Callable[[Group], bool] | None = None,
+        planner: Planner | None = None,
         listeners: Sequence[Listener] = (),
     ) -> None:
         self.agenda = Agenda()
@@ -65,7 +73,9 @@ class Simulation:
             episodes=False,
         )
         self._loop = EventLoop(Scheduler(rules), listeners, clock=lambda: self.agenda.now)
-        model = engine or SimConfig(make_tokens=False, stream_interval=1 << 30)
+        model = engine or SimConfig(make_tokens=False, stream_interval=NEVER)
+        self._rules = rules
+        self._planner = planner or Planner(model.timing, max_running=model.max_running)
         self.engines = {
             name: ModelledEngine(
                 name, model, self.agenda, self._loop.feed, pause_seconds=self._costs.pause_seconds
@@ -93,7 +103,10 @@ class Simulation:
                 groups that failed.
         """
         feed = self._loop.feed
-        infos = (ev.EngineInfo(name=name, version=0) for name in self.engines)
+        infos = (
+            ev.EngineInfo(name=name, version=0, kv_tokens=e.batcher.config.kv_tokens)
+            for name, e in self.engines.items()
+        )
         feed(ev.Opened(engines=tuple(infos)))
         self.trainer.begin()
         while not self.trainer.done and self._failure is None:
@@ -117,6 +130,7 @@ class Simulation:
                 do.Refit: self._refit,
                 do.Score: self._score,
                 do.Judge: self._judge,
+                do.Plan: self._plan,
                 do.CancelWork: lambda _: None,
                 do.AdmitEngine: lambda _: None,
                 do.LoseEngine: self._lose_engine,
@@ -149,6 +163,9 @@ class Simulation:
     def _judge(self, command: do.Judge) -> None:
         accepted = self._accept is None or self._accept(command.group)
         self._loop.feed(ev.Judged(group_id=command.group.group_id, accepted=accepted))
+
+    def _plan(self, command: do.Plan) -> None:
+        self._loop.feed(ev.Planned(schedule=self._planner.plan(command, self._rules)))
 
     def _lose_engine(self, command: do.LoseEngine) -> None:
         if command.last:

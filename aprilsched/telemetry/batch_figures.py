@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aprilsched.telemetry.figures import (
     BatchFigures,
@@ -31,9 +32,12 @@ Bound = Callable[[Sequence[int], Sequence[int]], float]
 """Prompt lengths and response lengths to T_bound of the whole fleet, in seconds."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measured:
-    """A batch's figures, and the exact counts behind its shares and means."""
+    """A batch's figures, and the exact counts behind its shares and means.
+
+    Arrays are int64 [n], one entry for each rollout.
+    """
 
     figures: BatchFigures
     length: int
@@ -42,6 +46,12 @@ class Measured:
     staleness_sum: int
     staleness_max_trained: int
     masked: int
+    lengths: NDArray[np.int64]
+    sampled_by_rollout: NDArray[np.int64]
+    """Tokens that a policy sampled."""
+    off_policy_by_rollout: NDArray[np.int64]
+    staleness_by_rollout: NDArray[np.int64]
+    """Sum over those tokens."""
 
 
 def measure(
@@ -52,9 +62,11 @@ def measure(
     versions = np.concatenate([rollout.versions for rollout in rollouts])
     in_loss = np.concatenate([rollout.loss_mask for rollout in rollouts])
     sampled = versions != NO_VERSION
-    ages = batch.version - versions[sampled].astype(np.int64)
+    age = np.where(sampled, batch.version - versions.astype(np.int64), 0)
+    ages = age[sampled]
     trained = ages[in_loss[sampled]]
     lengths = [len(rollout) for rollout in rollouts]
+    ends = np.cumsum(lengths)
     t_bound = None if bound is None else bound([len(r.prompt_ids) for r in rollouts], lengths)
     off_policy = int((ages > 0).sum())
     return Measured(
@@ -78,6 +90,10 @@ def measure(
         staleness_sum=int(ages.sum()),
         staleness_max_trained=int(trained.max(initial=0)),
         masked=int((sampled & ~in_loss).sum()),
+        lengths=np.array(lengths, dtype=np.int64),
+        sampled_by_rollout=_sums(sampled, ends),
+        off_policy_by_rollout=_sums(age > 0, ends),
+        staleness_by_rollout=_sums(age, ends),
     )
 
 
@@ -149,6 +165,12 @@ def bias(batches: Sequence[Measured], burn_in: int, workload_mean: float | None)
         delivered_mean_length=overall,
         delivered_mean_length_by_batch=[batch.figures.mean_length for batch in batches],
     )
+
+
+def _sums(values: NDArray[np.generic], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sums of consecutive parts of `values` that end at `ends`; a part may be empty."""
+    running = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
+    return np.diff(running[ends], prepend=0)
 
 
 def _mean_length(batches: Sequence[Measured]) -> float | None:

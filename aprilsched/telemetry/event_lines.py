@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from aprilsched.core.events import EngineInfo
+from aprilsched.core.policies.schedule import Schedule
 from aprilsched.types import Batch, Group, Rollout, SamplingParams, VersionSpan
 
 __all__ = ["FIELDS", "plain_fields"]
@@ -83,6 +84,10 @@ def _info(info: EngineInfo) -> dict[str, Any]:
     return {"engine": info.name, **_version(info.version)}
 
 
+def _schedule(schedule: Schedule | None) -> dict[str, Any]:
+    return {} if schedule is None else {"schedule": schedule.why}
+
+
 FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "token_ids": _tokens,
     "input_ids": _tokens,
@@ -96,6 +101,10 @@ FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "group": _group,
     "batch": _batch,
     "info": _info,
+    "ended": lambda groups: {"ended": len(groups)},
+    "open": lambda groups: {"open": len(groups)},
+    "current": _schedule,
+    "schedule": _schedule,
     "version": _version,
 }
 

@@ -11,6 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from aprilsched.telemetry.bias_figures import (
+    CensoringFigures,
+    DecileFigures,
+    InFlightFigures,
+    LawFigures,
+    TransientFigures,
+)
+
 __all__ = [
     "BatchFigures",
     "BiasFigures",
@@ -120,6 +128,17 @@ class BiasFigures:
     """Of the batches after the burn-in."""
     delivered_mean_length: float | None
     delivered_mean_length_by_batch: list[float]
+    drawn: LawFigures | None = None
+    """The law that lengths are drawn from, by Kaplan and Meier's estimate: everything launched,
+    with what is in flight or was dropped unfinished as censored."""
+    delivered: LawFigures | None = None
+    """Of what the trainer got."""
+    in_flight: InFlightFigures | None = None
+    transient: TransientFigures | None = None
+    by_length_decile: DecileFigures | None = None
+    dropped_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    """Discarded, by reason, as the ledger counts them."""
+    censoring: CensoringFigures = field(default_factory=lambda: CensoringFigures(policies=[]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ and dropped, so that they would show an error in the scheduler's own counters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,8 +14,10 @@ from aprilsched.core import commands as do
 from aprilsched.core import events as ev
 from aprilsched.core.counters import Counters
 from aprilsched.core.ledger import Ledger
+from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.batch_figures import Bound, Measured
+from aprilsched.telemetry.bias import BiasCollector
 from aprilsched.telemetry.figures import (
     RolloutFigures,
     RunSummary,
@@ -36,6 +38,8 @@ class Remainder:
     """Ids of the rollouts that it still holds."""
     counters: Counters
     ledger: Ledger
+    open_groups: Sequence[GroupLengths] = ()
+    """Training groups that it holds, with the lengths of their rollouts so far."""
 
 
 def default_burn_in(batches: int) -> int:
@@ -52,6 +56,10 @@ class Summary:
         bound: T_bound of a batch; None where no step-time model is known.
         workload_mean: the mean response length, where it is known beforehand.
         burn_in: batches left out of the steady state; :func:`default_burn_in` unless given.
+
+    Attributes:
+        ledger: the scheduler's own, if drops are to be judged while the run goes on: one warning
+            to the logger "aprilsched" when they censor lengths.
     """
 
     def __init__(
@@ -84,13 +92,17 @@ class Summary:
         self._dropped: set[int] = set()
         self._duplicated: set[int] = set()
         self._evaluated = 0
+        self.ledger: Ledger | None = None
+        self._bias = BiasCollector()
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.Opened: self._opened,
             ev.BatchRequested: self._batch_requested,
             ev.UpdateRequested: self._update_requested,
             ev.Continued: self._continued,
-            do.Send: self._launch,
-            do.StartEpisode: self._launch,
+            ev.Finished: self._bias.endings.request_finished,
+            ev.EpisodeFinished: self._bias.endings.episode_finished,
+            do.Send: self._send,
+            do.StartEpisode: self._start_episode,
             do.CancelWork: self._cancel_work,
             do.Pause: self._pause,
             do.LoseEngine: self._continued,
@@ -140,7 +152,12 @@ class Summary:
             efficiency=of.efficiency(batches) if batches else None,
             off_policy_token_share=of.off_policy_token_share(batches),
             staleness=of.staleness(batches),
-            bias=of.bias(batches, burn_in, self._workload_mean),
+            bias=self._bias.figures(
+                of.bias(batches, burn_in, self._workload_mean),
+                batches,
+                remainder.open_groups,
+                remainder.ledger,
+            ),
             steady_state=of.steady_state(batches, burn_in),
             per_batch=[batch.figures for batch in batches],
         )
@@ -177,11 +194,18 @@ class Summary:
 
     # --- rollouts ------------------------------------------------------------------------------
 
-    def _launch(self, command: do.Send | do.StartEpisode) -> None:
+    def _send(self, command: do.Send) -> None:
         self._sent.add(command.rollout_id)
+        self._bias.endings.sent(command)
+
+    def _start_episode(self, command: do.StartEpisode) -> None:
+        self._sent.add(command.rollout_id)
+        self._bias.endings.episode_started(command)
 
     def _cancel_work(self, command: do.CancelWork) -> None:
         self._dropped.update(command.rollout_ids)
+        if self.ledger is not None:
+            self._bias.drop(self.ledger)
 
     def _deliver(self, command: do.Deliver) -> None:
         self._arrive(command.batch)
@@ -191,12 +215,14 @@ class Summary:
                 command.batch, seconds=took, trainer_seconds=self._trainer, bound=self._bound
             )
         )
+        self._bias.deliver(command.batch, self.batches[-1])
         self._trainer = 0.0
         self._delivered_at = self._now
         self._idle_since = self._now
 
     def _deliver_evaluation(self, command: do.DeliverEvaluation) -> None:
         self._evaluated += sum(1 for _ in command.batch.rollouts)
+        self._bias.endings.left(rollout.rollout_id for rollout in command.batch.rollouts)
         self._arrive(command.batch)
 
     def _arrive(self, batch: Batch) -> None:

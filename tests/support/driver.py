@@ -64,6 +64,7 @@ class Driver:
     sends: dict[Key, do.Send] = field(default_factory=dict[Key, do.Send])
     aborts: dict[Key, do.Abort] = field(default_factory=dict[Key, do.Abort])
     controls: list[Control] = field(default_factory=list[Control])
+    plans: list[do.Plan] = field(default_factory=list[do.Plan])
     refits: list[do.Refit] = field(default_factory=list[do.Refit])
     scores: list[do.Score] = field(default_factory=list[do.Score])
     group_scores: list[do.ScoreGroup] = field(default_factory=list[do.ScoreGroup])
@@ -146,6 +147,8 @@ class Driver:
                 self.episodes_started.append(command)
             case do.ResolveTurn():
                 self.resolved.append(command)
+            case do.Plan():
+                self.plans.append(command)
             case do.GiveUp():
                 self.given_up.append(command)
             case do.CancelWork():

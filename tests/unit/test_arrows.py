@@ -104,6 +104,7 @@ RULES: dict[str, Rule] = {
         others=NUMPY,
         pure=True,
     ),
+    "aprilsched.presets": Rule(ours=("aprilsched.config",), others=frozenset(), pure=True),
     "aprilsched.engines": Rule(
         ours=(
             "aprilsched.engines",
@@ -146,6 +147,8 @@ RULES: dict[str, Rule] = {
             "aprilsched.core.counters",
             "aprilsched.core.events",
             "aprilsched.core.ledger",
+            "aprilsched.core.policies.schedule",
+            "aprilsched.core.lengths",
             "aprilsched.errors",
             "aprilsched.telemetry",
             "aprilsched.types",
@@ -154,11 +157,15 @@ RULES: dict[str, Rule] = {
     "aprilsched.analysis": Rule(
         ours=(
             "aprilsched.analysis",
+            "aprilsched.core.lengths",
             "aprilsched.errors",
             "aprilsched.telemetry",
             "aprilsched.types",
         ),
         others=DEPENDENCIES | PLOTS,
+    ),
+    "aprilsched.calibration": Rule(
+        ours=("aprilsched.calibration", "aprilsched.errors", "aprilsched.timing"), others=NUMPY
     ),
     # The engine protocol, but no particular engine: that is what lets a test bring its own.
     "aprilsched.coordinator": Rule(
@@ -169,10 +176,33 @@ RULES: dict[str, Rule] = {
             "aprilsched.engines.base",
             "aprilsched.engines.refit",
             "aprilsched.errors",
+            "aprilsched.planning",
             "aprilsched.store",
             "aprilsched.telemetry",
             "aprilsched.types",
             "aprilsched.weights.base",
+        )
+    ),
+    # Pure arithmetic for one command of the core; both shells carry it out.
+    "aprilsched.planning": Rule(
+        ours=("aprilsched.core", "aprilsched.planning", "aprilsched.timing"),
+        others=NUMPY,
+        pure=True,
+    ),
+    # The second shell: the coordinator's loop, and modelled engines instead of real ones.
+    "aprilsched.simulation": Rule(
+        ours=(
+            "aprilsched.config",
+            "aprilsched.coordinator.loop",
+            "aprilsched.core",
+            "aprilsched.engines.base",
+            "aprilsched.engines.sim",
+            "aprilsched.errors",
+            "aprilsched.planning",
+            "aprilsched.simulation",
+            "aprilsched.telemetry",
+            "aprilsched.timing",
+            "aprilsched.types",
         )
     ),
     # The outermost ring puts the parts together and is imported by none of them.

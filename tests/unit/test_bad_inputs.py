@@ -177,6 +177,23 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]):
 
 
 def test_an_unknown_policy(capsys: pytest.CaptureFixture[str]):
-    assert main(["simulate", "--policy", "wait,aprl"]) == 2
+    assert main(["simulate", "--policy", "sync,aprl"]) == 2
     captured = capsys.readouterr()
     assert captured.err == "aprilsched: 'aprl' is no policy; the nearest known one is april.\n"
+
+
+@pytest.mark.parametrize(
+    ("policy", "part"),
+    [
+        ("april:over_provison=2", "the nearest one is over_provision"),
+        ("april:over_provision", "sets nothing"),
+        ("april:over_provision=0.5", "give a ratio from 1"),
+        ("april,april", "named twice"),
+        (",", "names nothing"),
+    ],
+)
+def test_a_policy_with_wrong_settings(policy: str, part: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["simulate", "--policy", policy]) == 2
+    captured = capsys.readouterr()
+    assert part in captured.err
+    assert captured.err.count("\n") == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from aprilsched.core import commands as do
 from aprilsched.core import events as ev
 from aprilsched.core.counters import Counters
 from aprilsched.core.ledger import Entry, Ledger, Reason
+from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Remainder, Summary, default_burn_in
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment
@@ -64,6 +67,7 @@ Step = tuple[float, ev.Event | do.Command]
 def summed(
     *steps: Step,
     in_flight: Sequence[int] = (),
+    open_groups: Sequence[GroupLengths] = (),
     ledger: Ledger | None = None,
     trainer_waits: bool = True,
     workload_mean: float | None = None,
@@ -80,7 +84,12 @@ def summed(
             summary.on_event(what, now)  # type: ignore[arg-type]
         else:
             summary.on_command(what, now)  # type: ignore[arg-type]
-    remainder = Remainder(in_flight=in_flight, counters=Counters(), ledger=ledger or Ledger())
+    remainder = Remainder(
+        in_flight=in_flight,
+        counters=Counters(),
+        ledger=ledger or Ledger(),
+        open_groups=open_groups,
+    )
     return summary.result(remainder, clock="virtual")
 
 
@@ -207,3 +216,174 @@ def test_evaluations_are_told_apart():
     summary = summed((0.0, OPENED), (1.0, do.DeliverEvaluation(evaluation_id=1, batch=batch)))
     assert summary.rollouts.evaluated == summary.rollouts.delivered == 1
     assert summary.batches == 0
+
+
+# --- bias ----------------------------------------------------------------------------------------
+
+
+def finish(rollout_id: int, attempt: int = 1) -> ev.Finished:
+    return ev.Finished(request_id=rollout_id, attempt=attempt, reason="stop")
+
+
+def held(launched: int, tokens: Sequence[int], finished: Sequence[bool]) -> GroupLengths:
+    return GroupLengths(
+        launched=launched,
+        tokens=np.array(tokens, dtype=np.int64),
+        finished=np.array(finished, dtype=np.bool_),
+    )
+
+
+def entry(rollout_id: int, tokens: int, reason: Reason = Reason.STALE) -> Entry:
+    return Entry(
+        rollout_id=rollout_id, group_id=9, reason=reason, cause="old", tokens=tokens, at=0.0
+    )
+
+
+def test_the_drawn_law_counts_what_is_in_flight():
+    """Finished 10, 20, 30 and one beyond 15: its half of the mass goes to 20 and 30."""
+    bias = summed(
+        (0.0, OPENED),
+        *((0.0, send(i)) for i in (1, 2, 3, 4)),
+        (1.0, deliver(0, 0, rollout(1, [0] * 10), rollout(2, [0] * 20))),
+        open_groups=[held(104, [30, 15], [True, False])],
+    ).bias
+    assert bias.drawn is not None
+    assert bias.delivered is not None
+    assert bias.in_flight is not None
+    expected = (10 + 20 + 30 + 25) / 4
+    assert bias.drawn.mean == pytest.approx(expected)
+    assert bias.drawn.responses == 4
+    assert (bias.delivered.mean, bias.delivered.p50, bias.delivered.p99) == (15, 10, 20)
+    assert (bias.in_flight.rollouts, bias.in_flight.unfinished) == (2, 1)
+    assert bias.in_flight.mean_tokens_so_far == 22.5
+    assert bias.in_flight.expected_mean_length == pytest.approx(27.5)
+    assert bias.delivered_mean_length == 15, "what was there before is there still"
+
+
+def test_the_transient_is_what_is_in_flight():
+    bias = summed(
+        (0.0, OPENED),
+        *((0.0, send(i)) for i in (1, 2, 3, 4)),
+        (1.0, deliver(0, 0, rollout(1, [0] * 10), rollout(2, [0] * 20))),
+        open_groups=[held(103, [30, 15], [True, False])],
+        workload_mean=20.0,
+    ).bias.transient
+    assert bias is not None
+    assert (bias.mean, bias.reference) == (20.0, "workload_mean")
+    assert bias.measured == pytest.approx(15 / 20 - 1)
+    assert bias.predicted == pytest.approx(-2 * (27.5 / 20 - 1) / 2)
+    assert bias.measured_by_batch == [bias.measured]
+    # |2 * 0.375| / (0.01 * 2) batches, and one is there.
+    assert bias.further_batches_to_1_percent == 38 - 1
+
+
+def test_the_transient_by_batch_knows_what_was_launched_when():
+    steps: list[Step] = [(0.0, OPENED)]
+    # Groups 1, 4 and 7 with one rollout each: 2, 5 and 8.
+    steps += [(0.0, send(2)), (0.0, send(5))]
+    steps += [(1.0, deliver(0, 0, grouped(1, 2, 10)))]
+    steps += [(1.0, send(8)), (2.0, deliver(1, 0, grouped(7, 8, 20)))]
+    steps += [(3.0, deliver(2, 0, grouped(4, 5, 60)))]
+    bias = summed(*steps, workload_mean=30.0).bias.transient
+    assert bias is not None
+    assert bias.predicted_by_batch == pytest.approx([-1.0, -0.5, 0])
+    assert bias.measured_by_batch == pytest.approx([-2 / 3, -0.5, 0])
+    assert bias.predicted == 0
+
+
+def grouped(group_id: int, rollout_id: int, tokens: int) -> Rollout:
+    return replace(rollout(rollout_id, [0] * tokens), group_id=group_id)
+
+
+def test_without_drops_the_two_sides_agree_on_the_run_s_own_mean():
+    bias = summed(
+        (0.0, OPENED),
+        (1.0, deliver(0, 0, rollout(1, [0] * 10), rollout(2, [0] * 20))),
+        open_groups=[held(103, [30, 15], [True, False])],
+    ).bias.transient
+    assert bias is not None
+    assert bias.reference == "drawn"
+    assert bias.predicted == pytest.approx(bias.measured)
+
+
+def test_staleness_is_told_by_length():
+    rollouts = [rollout(i, [3 - min(3, i)] * (10 * (i + 1))) for i in range(10)]
+    found = summed((0.0, OPENED), (1.0, deliver(0, 3, *rollouts))).bias.by_length_decile
+    assert found is not None
+    assert found.mean_length == [10.0 * (i + 1) for i in range(10)]
+    assert found.staleness_mean == [0, 1, 2, 3, 3, 3, 3, 3, 3, 3]
+    assert found.off_policy_token_share == [0] + [1] * 9
+    few = summed((0.0, OPENED), (1.0, deliver(0, 3, *rollouts[:9]))).bias
+    assert few.by_length_decile is None
+
+
+def test_tokens_of_the_environment_are_of_no_policy_and_no_length_0_breaks_it():
+    rollouts = [rollout(i, [0, -1, 1] if i % 2 else []) for i in range(10)]
+    summary = summed((0.0, OPENED), (1.0, deliver(0, 1, *rollouts)))
+    found = summary.bias.by_length_decile
+    assert found is not None
+    assert found.mean_length == [0] * 5 + [3] * 5
+    assert found.staleness_mean == [0] * 5 + [0.5] * 5
+
+
+def test_a_policy_that_censors_is_named_with_its_effect():
+    ledger = Ledger()
+    ledger.add(entry(3, 30))
+    ledger.add(entry(4, 10))
+    ledger.add(entry(5, 10, Reason.REJECTED))
+    bias = summed(
+        (0.0, OPENED),
+        *((0.0, send(i)) for i in (1, 2, 3, 4, 5)),
+        (0.5, finish(3, attempt=9)),
+        *((0.5, finish(i)) for i in (1, 2, 4, 5)),
+        (1.0, deliver(0, 0, rollout(1, [0] * 20), rollout(2, [0] * 20))),
+        ledger=ledger,
+    ).bias
+    assert bias.dropped_tokens == {"rejected": 10, "stale": 40}
+    assert bias.drawn is not None
+    assert bias.drawn.mean == pytest.approx((10 + 10 + 20 + 20 + 31) / 5), "3 has not finished"
+    assert bias.censoring.policies == ["stale"]
+    mean = bias.drawn.mean
+    assert bias.censoring.effect == pytest.approx(-2 * ((31 + 10) / 2 / mean - 1) / 2)
+    assert bias.censoring.by_reason["stale"].rollouts == 2
+    assert bias.censoring.warning is not None
+    assert summed((0.0, OPENED)).bias.censoring.policies == []
+
+
+def test_an_episode_has_finished_when_it_says_so():
+    ledger = Ledger()
+    ledger.add(entry(3, 30))
+    ledger.add(entry(4, 30))
+    start = [
+        do.StartEpisode(rollout_id=i, index=0, prompt=PROMPT, sampling=SamplingParams())
+        for i in (3, 4)
+    ]
+    steps = [(0.0, OPENED), *((0.0, s) for s in start), (0.0, send(3)), (0.0, send(4))]
+    bias = summed(
+        *steps,
+        (1.0, finish(3)),
+        (1.0, finish(4)),
+        (2.0, ev.EpisodeFinished(rollout_id=4)),
+        (3.0, deliver(0, 0, rollout(1, [0] * 10))),
+        ledger=ledger,
+    ).bias
+    assert bias.drawn is not None
+    assert bias.drawn.mean == pytest.approx((10 + 30 + 31) / 3)
+
+
+def test_drops_of_long_responses_are_warned_of_once_while_the_run_goes_on(
+    caplog: pytest.LogCaptureFixture,
+):
+    summary = Summary(trainer_waits=True)
+    summary.ledger = ledger = Ledger()
+    cancel = do.CancelWork(group_id=9, rollout_ids=(), reason="stale", cause="old")
+    summary.on_event(OPENED, 0.0)
+    with caplog.at_level(logging.WARNING, "aprilsched"):
+        summary.on_command(deliver(0, 0, *(rollout(i, [0] * 10) for i in range(20))), 1.0)
+        assert caplog.messages == []
+        for i in range(20, 40):
+            ledger.add(entry(i, 40))
+            summary.on_command(cancel, 2.0)
+    (message,) = caplog.messages
+    assert "stale" in message
+    assert "shorter" in message

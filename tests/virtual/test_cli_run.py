@@ -166,15 +166,18 @@ def test_json_leaves_stdout_to_the_summary(tmp_path: Path, capsys: pytest.Captur
 def test_simulate_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["--batches", "6", "--batch-groups", "4", "--group-size", "4", *SHORT]
     out = tmp_path / "out"
-    assert main(["simulate", "--policy", "wait,april", *arguments, "--out", str(out)]) == 0
+    assert main(["simulate", "--policy", "sync,april", *arguments, "--out", str(out)]) == 0
     captured = capsys.readouterr()
     assert "Best: april, +" in captured.out
     assert str(out) in captured.err
     comparison = json.loads((out / "comparison.json").read_text())
     assert comparison["best"] == "april"
-    assert comparison["policies"]["wait"]["speedup"] == 1
-    assert comparison["policies"]["wait"]["steady_state"]["off_policy_token_share"] == 0
-    for policy in ("wait", "april"):
+    sync, april = comparison["policies"]
+    assert sync["policy"] == "sync"
+    assert sync["speedup"] == 1
+    assert sync["off_policy_share"] == 0
+    assert april["generated_tokens_per_s"] > 0
+    for policy in ("sync", "april"):
         files = {path.name for path in (out / policy).iterdir()}
         assert files >= {"config.toml", "events.jsonl", "summary.json"}
 
@@ -183,5 +186,23 @@ def test_simulate_draws(tmp_path: Path):
     pytest.importorskip("matplotlib")
     arguments = ["--batches", "3", "--batch-groups", "2", "--group-size", "2", *SHORT]
     assert main(["simulate", "--quiet", "--json", *arguments, "--out", str(tmp_path / "o")]) == 0
-    for name in ("comparison.png", "pool/timeline.png", "pool/lengths.png"):
+    for name in ("comparison.png", "april/timeline.png", "april/lengths.png"):
         assert (tmp_path / "o" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_simulate_prints_a_list_of_objects(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--batches", "6", "--batch-groups", "4", "--group-size", "4", *SHORT]
+    policies = ["--policy", "sync,april:over_provision=1.5|2,auto", "--kv", "keep", "--json"]
+    out = str(tmp_path / "o")
+    assert main(["simulate", "--quiet", *policies, *arguments, "--out", out]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    names = [row["policy"] for row in rows]
+    assert names == ["sync", "april:over_provision=1.5", "april:over_provision=2", "auto"]
+    contract = {
+        "policy", "efficiency", "delivered_tokens_per_s", "generated_tokens_per_s",
+        "off_policy_share", "staleness_mean", "staleness_max", "length_bias", "wall_s", "batches",
+    }  # fmt: skip
+    for row in rows:
+        assert contract <= row.keys()
+        assert row["batches"] == 6
+        assert 0 < row["efficiency"] < 1.2

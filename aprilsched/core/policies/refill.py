@@ -65,13 +65,25 @@ class Wave:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConstantPool:
-    """Keep the same number of rollouts generating, refilled `together` groups at a time."""
+    """Keep the same number of rollouts generating, refilled `together` groups at a time.
+
+    `until`: the share of a batch that is complete when refilling ends for that batch (a taper).
+    What is started near a batch's end is interrupted at once, so under recompute it costs more
+    prefill than it fills idle steps.
+    """
 
     together: int
+    until: float = 1.0
 
     def launches(self, view: PoolView) -> int:
         if not (view.batch_open or view.wave_due or view.asynchronous):
             return 0
+        if not view.wave_due and view.batch_open and self._tapers(view):
+            return 0
         free = view.target_groups * view.group_size - view.in_flight
         together = min(self.together, view.target_groups)
         return free // (together * view.group_size) * together
+
+    def _tapers(self, view: PoolView) -> bool:
+        # As long as something generates, the batch fills without new groups.
+        return view.ready_groups >= self.until * view.batch_groups and view.in_flight > 0

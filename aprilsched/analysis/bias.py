@@ -1,0 +1,153 @@
+"""Is a run biased? Conservation, laws, staleness by length and censors, from arrays alone.
+
+Lengths are in tokens; a bias is a share of the mean length, 0 for none and -0.1 for 10 % short.
+:mod:`aprilsched.analysis.transients` has the bias that goes away,
+:mod:`aprilsched.analysis.drain` what it costs to be rid of it, and
+:mod:`aprilsched.analysis.equivalence` tests laws against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from aprilsched.core.lengths.identity import bias_without, expected_lengths
+from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
+from aprilsched.telemetry.bias_figures import LawFigures
+from aprilsched.telemetry.laws import deciles, law_figures, sample_law
+
+__all__ = [
+    "CensorEffect",
+    "Conservation",
+    "LawComparison",
+    "censor_effect",
+    "compare_laws",
+    "conservation",
+    "deciles",
+    "drawn_law",
+    "tokens_by_reason",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conservation:
+    """Ids of rollouts that are not in exactly one place; all empty when nothing is wrong."""
+
+    lost: frozenset[int]
+    """Launched, and nowhere."""
+    twice: frozenset[int]
+    """In two places, or delivered twice."""
+    unknown: frozenset[int]
+    """Somewhere, and never launched."""
+
+    @property
+    def holds(self) -> bool:
+        return not (self.lost or self.twice or self.unknown)
+
+
+def conservation(
+    launched: Iterable[int],
+    *,
+    delivered: Iterable[int],
+    in_flight: Iterable[int] = (),
+    dropped: Iterable[int] = (),
+) -> Conservation:
+    """Is every launched id delivered once, in flight, or dropped? No tolerance."""
+    ids, counts = np.unique([*delivered, *in_flight, *dropped], return_counts=True)
+    somewhere = frozenset(int(i) for i in ids)
+    known = frozenset(launched)
+    return Conservation(
+        lost=known - somewhere,
+        twice=frozenset(int(i) for i in ids[counts > 1]),
+        unknown=somewhere - known,
+    )
+
+
+def drawn_law(lengths: ArrayLike, partials: ArrayLike = ()) -> KaplanMeier:
+    """The law behind finished `lengths` int64 [n] and tokens so far of the unfinished, [m].
+
+    Raises:
+        ValueError: if both are empty.
+    """
+    finished = np.asarray(lengths, dtype=np.int64)
+    open_ = np.asarray(partials, dtype=np.int64)
+    censored = np.repeat([False, True], [finished.size, open_.size])
+    return kaplan_meier(np.concatenate((finished, open_)), censored)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LawComparison:
+    """What was delivered beside what was drawn."""
+
+    delivered: LawFigures
+    drawn: LawFigures
+    mean: float
+    """delivered / drawn - 1, like the three others."""
+    p50: float
+    p90: float
+    p99: float
+
+
+def compare_laws(delivered: NDArray[np.int64], drawn: KaplanMeier) -> LawComparison:
+    """Delivered lengths int64 [n] against the law that they are drawn from.
+
+    Raises:
+        ValueError: if nothing was delivered.
+    """
+    ours, theirs = sample_law(delivered), law_figures(drawn)
+    if ours is None:
+        raise ValueError("nothing was delivered; compare a run of at least one batch.")
+    return LawComparison(
+        delivered=ours,
+        drawn=theirs,
+        mean=ours.mean / theirs.mean - 1,
+        p50=ours.p50 / theirs.p50 - 1,
+        p90=ours.p90 / theirs.p90 - 1,
+        p99=ours.p99 / theirs.p99 - 1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CensorEffect:
+    """What a policy that drops responses does to the mean length of the others, for good."""
+
+    dropped: int
+    shift: float
+    """-0.1: what is left is 10 % shorter than what was drawn."""
+    warning: str | None
+
+
+def censor_effect(
+    law: KaplanMeier,
+    tokens: NDArray[np.int64],
+    finished: NDArray[np.bool_],
+    *,
+    kept: int,
+    threshold: float = 0.01,
+) -> CensorEffect:
+    """The effect of having dropped responses with `tokens` int64 [m], `finished` bool [m] or not.
+
+    `kept` responses were not dropped. Shifts of less than `threshold` give no warning. Where the
+    law has a tail without finished responses the true effect is larger.
+    """
+    final = expected_lengths(law, tokens, finished)
+    mean = law.mean()
+    shift = bias_without(final.size, float(final.mean()), kept, mean) if final.size else 0.0
+    text = (
+        f"dropping {final.size} responses makes the other {kept} {abs(shift):.1%} "
+        f"{'shorter' if shift < 0 else 'longer'} on average, and more batches will not mend it"
+    )
+    return CensorEffect(
+        dropped=final.size, shift=shift, warning=text if abs(shift) >= threshold else None
+    )
+
+
+def tokens_by_reason(reasons: Sequence[str], tokens: Sequence[int]) -> Mapping[str, int]:
+    """Tokens of dropped rollouts, summed by reason."""
+    totals: dict[str, int] = {}
+    for reason, count in zip(reasons, tokens, strict=True):
+        totals[reason] = totals.get(reason, 0) + count
+    return dict(sorted(totals.items()))

@@ -1,0 +1,85 @@
+"""What it costs to be rid of the transient bias: wait for it, or begin in another way.
+
+All of it follows from the conservation identity and from what is in flight; times are those of a
+full engine, with one token of each response in `step_seconds`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.core.lengths.identity import batches_until, bias_without
+from aprilsched.core.lengths.kaplan_meier import KaplanMeier
+
+__all__ = ["DrainPlan", "expected_longest_rest", "plan_drain"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrainPlan:
+    """Seconds are those of work that the fleet does not do, as time of the whole fleet."""
+
+    bias_now: float
+    further_batches: int
+    """Until the transient is below what was asked, with as many in flight as now."""
+    staggered_launch_seconds: float
+    """To begin without it: spread the first launches evenly over the first mean response, as if
+    the run had gone on before. The fleet is half empty for that time."""
+    drained_epoch_seconds: float
+    """To end it at once: launch nothing until all in flight have finished. The fleet idles for
+    the longest rest minus the mean one."""
+
+
+def plan_drain(
+    law: KaplanMeier,
+    tokens: NDArray[np.int64],
+    *,
+    bias: float,
+    delivered: int,
+    per_batch: float,
+    step_seconds: float,
+) -> DrainPlan:
+    """The plan for what is in flight now.
+
+    Args:
+        law: of the lengths.
+        tokens: int64 [I], so far, of the unfinished.
+        bias: the largest that is accepted, as a share of the mean; 0.01 is 1 %.
+        delivered: responses delivered so far.
+        per_batch: responses in a batch.
+        step_seconds: an engine's time for one more token of everything that it decodes.
+
+    Raises:
+        ValueError: if `bias` or `per_batch` is not above 0.
+    """
+    mean = law.mean()
+    rest = law.residual_mean(tokens)
+    final = float((tokens + rest).mean()) if tokens.size else mean
+    needed = batches_until(
+        bias, in_flight=tokens.size, excess=final / mean - 1, per_batch=per_batch
+    )
+    idle = expected_longest_rest(law, tokens) - float(rest.mean()) if tokens.size else 0.0
+    return DrainPlan(
+        bias_now=bias_without(tokens.size, final, delivered, mean),
+        further_batches=max(0, needed - int(delivered // per_batch)),
+        staggered_launch_seconds=mean * step_seconds / 2,
+        drained_epoch_seconds=idle * step_seconds,
+    )
+
+
+def expected_longest_rest(law: KaplanMeier, tokens: NDArray[np.int64]) -> float:
+    """E[max over the unfinished of L - tokens], in tokens, as if they were independent.
+
+    The integral over t of 1 - prod(1 - S(tokens + t) / S(tokens)); 0 for none.
+    """
+    if not tokens.size:
+        return 0.0
+    span = max(1, law.end - int(tokens.min()))
+    grid = np.union1d(np.linspace(0, span, min(span, 512) + 1).astype(np.int64), [0, 1])
+    alive = np.maximum(law.survival_at(tokens), np.finfo(np.float64).tiny)
+    over = law.survival_at(tokens[:, None] + grid[None, :-1]) / alive[:, None]
+    # What is beyond the law's end has one token to go.
+    over[law.survival_at(tokens) == 0, 0] = 1.0
+    return float(((1 - np.prod(1 - over, axis=0)) * np.diff(grid)).sum())

@@ -1,0 +1,49 @@
+"""A run folder as the arrays that :mod:`~aprilsched.analysis.bias` and its siblings take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.analysis.run import Run
+
+__all__ = ["DeliveredLengths", "delivered_lengths", "lengths_by_batch"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DeliveredLengths:
+    """All delivered responses of a run, int64 [n] each: `lengths` in tokens, the batch (from 0)
+    that each was `delivered_in` and the one that was in work when it was `launched_in`."""
+
+    rollout_ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    delivered_in: NDArray[np.int64]
+    launched_in: NDArray[np.int64]
+
+
+def delivered_lengths(run: Run) -> DeliveredLengths:
+    """Those of `run`; a launch is the first time that a request was sent."""
+    first: dict[int, float] = {}
+    for attempt in run.attempts:
+        first[attempt.rollout_id] = min(attempt.start, first.get(attempt.rollout_id, np.inf))
+    batches = [len(delivery.rollouts) for delivery in run.deliveries]
+    rollouts = [rollout for delivery in run.deliveries for rollout in delivery.rollouts]
+    launched = [first.get(rollout.rollout_id, 0.0) for rollout in rollouts]
+    # What is launched at the very time of a delivery is launched for the next batch.
+    times = np.array([delivery.time for delivery in run.deliveries], dtype=np.float64)
+    return DeliveredLengths(
+        rollout_ids=np.array([rollout.rollout_id for rollout in rollouts], dtype=np.int64),
+        lengths=np.array([rollout.tokens for rollout in rollouts], dtype=np.int64),
+        delivered_in=np.repeat(np.arange(len(batches)), batches),
+        launched_in=np.searchsorted(times, launched, side="right").astype(np.int64),
+    )
+
+
+def lengths_by_batch(run: Run) -> list[NDArray[np.int64]]:
+    """Delivered lengths, int64 [n] by batch: what the test of equivalence resamples."""
+    return [
+        np.array([rollout.tokens for rollout in delivery.rollouts], dtype=np.int64)
+        for delivery in run.deliveries
+    ]

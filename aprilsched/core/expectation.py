@@ -1,0 +1,74 @@
+"""How many tokens a response is expected to need still.
+
+The law is that of the run so far, unfinished responses counted as censored. A group's finished
+members are evidence for the others: on the scale of log lengths, with a share w of the variance
+in common and k finished siblings whose mean log length is d above the law's, the expectation of a
+member's log length is w * k / (w * k + 1 - w) * d above the law's (the posterior mean of a normal
+random effect). The law is stretched by the exponential of that.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from aprilsched.core.lengths.groups import group_lengths
+from aprilsched.core.lengths.kaplan_meier import KaplanMeier
+from aprilsched.core.lengths.observed import ObservedLengths
+from aprilsched.core.lifecycle import GENERATING
+from aprilsched.core.records import GroupRecord, RequestRecord
+
+__all__ = ["Expectations"]
+
+_SHARED = 0.5
+"""Share of the log variance within a group while it cannot be estimated."""
+
+
+class Expectations:
+    """What the run has seen, and what follows from it for those still generating."""
+
+    def __init__(self) -> None:
+        self.observed = ObservedLengths()
+        self._law: KaplanMeier | None = None
+        self._mean_log = 0.0
+        self._shared = _SHARED
+        self._stale = True
+
+    def add(self, group: GroupRecord) -> None:
+        """A group has ended, complete or dropped."""
+        self.observed.add_group(group_lengths(group))
+
+    def renew(self) -> None:
+        """A batch was delivered: the law is estimated again when it is next asked for."""
+        self._stale = True
+
+    def remaining(self, request: RequestRecord) -> float:
+        """Expected tokens to the end of the response; its limit while nothing is known."""
+        if self._stale:
+            self._estimate()
+        if self._law is None:
+            return float(request.remaining)
+        stretch = self._stretch(request.rollout.group)
+        so_far = len(request.rollout.log)
+        left = stretch * float(self._law.residual_mean(so_far / stretch))
+        return min(left, float(request.remaining))
+
+    def _stretch(self, group: GroupRecord) -> float:
+        finished = [len(m.log) for m in group.members if m.state not in GENERATING]
+        if not finished:
+            return 1.0
+        above = sum(math.log(max(n, 1)) for n in finished) / len(finished) - self._mean_log
+        weight = self._shared * len(finished)
+        return math.exp(weight / (weight + 1 - self._shared) * above)
+
+    def _estimate(self) -> None:
+        self._stale = False
+        self._law = self.observed.law()
+        if self._law is None:
+            return
+        mass = -np.diff(self._law.survival, prepend=1.0)
+        self._mean_log = float((mass * np.log(self._law.lengths)).sum() / mass.sum())
+        shared = self.observed.shared_log_variance()
+        # Never quite 1, where one sibling would decide everything.
+        self._shared = _SHARED if shared is None else min(shared, 0.95)

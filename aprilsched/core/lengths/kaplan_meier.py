@@ -1,0 +1,135 @@
+"""The product-limit estimate of the length law, with unfinished responses as censored ones.
+
+Kaplan and Meier, 1958: at each length t where d responses end and n had at least t tokens,
+S(t) = prod (1 - d / n). A response in flight with t tokens says that its length is above t, so
+it counts among the n up to t. That is unbiased as long as what stopped the observation (the end
+of the run, an eviction by age) depends on the length only through the tokens so far; to look at
+finished responses alone is not.
+
+The tail, Efron's rule: where the longest observation is an unfinished one, nothing is known
+beyond it, and the mass that is left is taken to end with its next token. So means are lower
+bounds by at most `tail` times what is missing there; `tail` says how much mass that concerns.
+
+Invariant: `survival` falls strictly from below 1, is constant between two entries of `lengths`,
+and is taken as 0 from `end` on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["KaplanMeier", "kaplan_meier"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KaplanMeier:
+    """A length law. Lengths are in tokens; arrays have one entry for each length that was seen
+    to end a response, ascending, m in all.
+
+    Attributes:
+        lengths: int64 [m].
+        survival: float64 [m], P(L > lengths).
+        variance: float64 [m], Greenwood's of `survival`: S**2 * sum d / (n * (n - d)). It takes
+            responses as independent, so within groups of like length it is too small.
+        observations: responses behind it, unfinished ones included.
+        tail: the mass beyond the longest finished response, 0 if none was unfinished there.
+        end: from here on survival is taken as 0.
+    """
+
+    lengths: NDArray[np.int64]
+    survival: NDArray[np.float64]
+    variance: NDArray[np.float64]
+    observations: int
+    tail: float
+    end: int
+
+    def survival_at(self, at: ArrayLike) -> NDArray[np.float64]:
+        """P(L > at), of the shape of `at`."""
+        times, steps = self._steps()
+        return steps[np.searchsorted(times, np.asarray(at), side="right") - 1]
+
+    def quantile(self, q: ArrayLike) -> NDArray[np.int64]:
+        """The shortest length t with P(L <= t) >= q, of the shape of `q` (0 to 1)."""
+        return self.residual_quantile(q, 0)
+
+    def residual_quantile(self, q: ArrayLike, at: ArrayLike) -> NDArray[np.int64]:
+        """The same of the law of L given L > at: with uniform `q` these are draws from it.
+
+        Beyond `end` the answer is the next token. `q` and `at` broadcast.
+        """
+        times, steps = self._steps()
+        left = (1 - np.asarray(q, dtype=np.float64)) * self.survival_at(at)
+        # Products of many factors miss round numbers by some units of the last place.
+        index = np.searchsorted(-steps, -left - 1e-12, side="left")
+        found = times[np.minimum(index, len(times) - 1)]
+        return np.maximum(found, np.asarray(at, dtype=np.int64) + 1)
+
+    def mean(self) -> float:
+        """E[L], by the rule for the tail."""
+        return float(self._integral(np.array([0]))[0])
+
+    def restricted_mean(self, cap: float) -> float:
+        """E[min(L, cap)]: the integral of the survival up to `cap`."""
+        whole, beyond = self._integral(np.array([0.0, min(cap, self.end)]))
+        return float(whole - beyond)
+
+    def residual_mean(self, at: ArrayLike) -> NDArray[np.float64]:
+        """E[L - at | L > at], of the shape of `at`; 1 from `end` on (the next token)."""
+        start = np.asarray(at, dtype=np.float64)
+        alive = self.survival_at(start)
+        return np.divide(
+            self._integral(start), alive, out=np.ones_like(start, dtype=np.float64), where=alive > 0
+        )
+
+    def _steps(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Survival as a step function that begins with 1 at 0 and ends with 0 at `end`."""
+        last = [] if self.tail == 0 else [self.end]
+        times = np.concatenate(([0], self.lengths, last)).astype(np.int64)
+        return times, np.concatenate(([1.0], self.survival, [0.0] * len(last)))
+
+    def _integral(self, start: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The integral of the survival from each of `start` to `end`."""
+        times, steps = self._steps()
+        area = np.append(np.cumsum((np.diff(times) * steps[:-1])[::-1])[::-1], 0.0)
+        index = np.searchsorted(times, start, side="right") - 1
+        return area[index] - steps[index] * (start - times[index])
+
+
+def kaplan_meier(lengths: ArrayLike, censored: ArrayLike) -> KaplanMeier:
+    """The estimate from `lengths` int64 [n], of which `censored` bool [n] are tokens so far.
+
+    Raises:
+        ValueError: if there is no observation, shapes differ, a finished length is below 1 or
+            tokens so far are negative.
+    """
+    seen = np.asarray(lengths, dtype=np.int64)
+    open_ = np.asarray(censored, dtype=np.bool_)
+    _check(seen, open_)
+    times, ends = np.unique(seen[~open_], return_counts=True)
+    at_risk = len(seen) - np.searchsorted(np.sort(seen), times, side="left")
+    alive = at_risk > ends
+    survival = np.where(alive, np.cumprod(1 - ends / at_risk), 0.0).astype(np.float64)
+    terms = np.divide(ends, at_risk * (at_risk - ends), out=np.zeros(len(times)), where=alive)
+    greenwood: NDArray[np.float64] = survival**2 * np.cumsum(terms)
+    tail = float(survival[-1]) if len(times) else 1.0
+    return KaplanMeier(
+        lengths=times,
+        survival=survival,
+        variance=greenwood,
+        observations=len(seen),
+        tail=tail,
+        end=int(seen.max()) + 1 if tail > 0 else int(times[-1]),
+    )
+
+
+def _check(seen: NDArray[np.int64], censored: NDArray[np.bool_]) -> None:
+    if seen.ndim != 1 or seen.shape != censored.shape or seen.size == 0:
+        raise ValueError(
+            f"lengths have shape {seen.shape} and censored {censored.shape}; give one flag for "
+            "each length, and at least one."
+        )
+    if seen.min() < 0 or (~censored & (seen < 1)).any():
+        raise ValueError("a length is below 1; give finished lengths from 1 and tokens from 0.")

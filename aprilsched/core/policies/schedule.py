@@ -1,0 +1,37 @@
+"""What automatic over-provisioning chooses: the part of the rules that may change during a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aprilsched.core.policies.over_provision import FixedRatio, OverProvision
+from aprilsched.core.policies.refill import Refill, Wave
+
+__all__ = ["FIRST_SCHEDULE", "Schedule"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """A schedule and what it is expected to do (None where nothing is known yet).
+
+    Attributes:
+        over_provision: how many groups are kept open.
+        refill: when new ones are started.
+        efficiency: expected T_bound / T.
+        off_policy_share: expected share of delivered tokens of an older version.
+        why: one sentence for people.
+    """
+
+    over_provision: OverProvision
+    refill: Refill
+    efficiency: float | None = None
+    off_policy_share: float | None = None
+    why: str = ""
+
+
+FIRST_SCHEDULE = Schedule(
+    over_provision=FixedRatio(ratio=1.5),
+    refill=Wave(),
+    why="nothing is known of the lengths yet: half a batch more than needed, in waves",
+)
+"""Near every optimum's flat part, and never very stale."""

@@ -1,0 +1,151 @@
+"""The least stale schedule within 2 % of the fastest.
+
+Optima are flat: around the fastest schedule many others are as fast within noise, with very
+different staleness. So speed decides only down to `TOLERANCE`, and staleness among the rest.
+
+Invariants: what passes the user's staleness bound or the KV pool is never chosen while anything
+else can be; a choice is a function of its arguments, with no chance in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from aprilsched.core.commands import Plan
+from aprilsched.core.lengths.observed import ObservedLengths
+from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.rules import Rules
+from aprilsched.planning.candidates import candidates, named
+from aprilsched.planning.setting import Outcome, Setting
+from aprilsched.planning.trial import try_out
+from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
+
+__all__ = ["TOLERANCE", "Planner", "Tried", "choose"]
+
+TOLERANCE = 0.02
+"""Speed that may be given for less staleness."""
+_STAYS = 0.01
+"""A schedule in force may be that much slower still before another one replaces it."""
+_STALER = 0.03
+"""And that much staler, as a share of the tokens."""
+_TOO_STALE = 0.005
+"""Share of the tokens that may pass the user's bound: those have loss mask 0, or are evicted."""
+_MOST_GROUPS = 128
+"""A larger batch is tried out as an equal share of it on fewer engines."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tried:
+    """A schedule and what it would do."""
+
+    schedule: Schedule
+    outcome: Outcome
+
+
+class Planner:
+    """Chooses schedules for runs on engines of one kind.
+
+    Args:
+        model: how long an engine takes (``aprilsched calibrate`` fits one).
+        max_running: most requests that one engine decodes together.
+        inline: choose on the caller's thread. For virtual clocks, which do not wait for threads;
+            on a real one the event loop would stand still for a second.
+    """
+
+    def __init__(
+        self,
+        model: StepTimeModel = H200_QWEN3_4B,
+        *,
+        max_running: int = 512,
+        inline: bool = False,
+    ) -> None:
+        self.model = model
+        self.max_running = max_running
+        self.inline = inline
+
+    def plan(self, command: Plan, rules: Rules) -> Schedule | None:
+        """The schedule to change to; None to keep the one in force."""
+        setting = self.setting(command, rules)
+        tried = trials(setting)
+        best = choose(tried, setting)
+        now = next((t for t in tried if _same(t.schedule, command.current)), None)
+        if now is not None and _may_stay(now, best, tried, setting):
+            return None
+        return best.schedule
+
+    def setting(self, command: Plan, rules: Rules) -> Setting:
+        """What candidates are tried out on."""
+        scale = max(1, min(command.engines, rules.batch_groups // _MOST_GROUPS))
+        observed = ObservedLengths(window=10**9)
+        for group in command.ended:
+            observed.add_group(group)
+        batch_groups = -(-rules.batch_groups // scale)
+        lengths = observed.draw_groups(
+            _groups_needed(batch_groups), group_size=rules.group_size, open_groups=command.open
+        )
+        kv = command.kv_tokens
+        return Setting(
+            lengths=lengths,
+            batch_groups=batch_groups,
+            engines=max(1, round(command.engines / scale)),
+            model=self.model,
+            max_running=self.max_running,
+            kv_tokens=None if kv is None else kv // command.engines,
+            prompt_tokens=command.prompt_tokens,
+            keeps_kv=rules.kv == "keep",
+            max_staleness=rules.staleness.bound,
+        )
+
+
+def trials(setting: Setting) -> list[Tried]:
+    """Every candidate tried out, with what it is expected to do written into it."""
+    tried: list[Tried] = []
+    for schedule in candidates(batch_groups=setting.batch_groups, engines=setting.engines):
+        outcome = try_out(schedule, setting)
+        why = (
+            f"{named(schedule)}: {outcome.efficiency:.1%} of the bound with "
+            f"{outcome.off_policy_share:.0%} of the tokens off-policy expected"
+        )
+        known = replace(
+            schedule,
+            efficiency=outcome.efficiency,
+            off_policy_share=outcome.off_policy_share,
+            why=why,
+        )
+        tried.append(Tried(schedule=known, outcome=outcome))
+    return tried
+
+
+def choose(tried: Sequence[Tried], setting: Setting) -> Tried:
+    """The least stale within `TOLERANCE` of the fastest, of those that are allowed."""
+    allowed = [t for t in tried if _allowed(t.outcome, setting)]
+    if not allowed:
+        # Nothing fits: the one that asks for the least is the best that can be done.
+        return min(tried, key=lambda t: (t.outcome.too_stale_share, t.outcome.peak_kv))
+    fastest = max(t.outcome.efficiency for t in allowed)
+    near = [t for t in allowed if t.outcome.efficiency >= (1 - TOLERANCE) * fastest]
+    return min(near, key=lambda t: t.outcome.off_policy_share)
+
+
+def _allowed(outcome: Outcome, setting: Setting) -> bool:
+    fits = setting.kv_tokens is None or outcome.peak_kv <= setting.kv_tokens
+    return fits and outcome.too_stale_share <= _TOO_STALE
+
+
+def _may_stay(now: Tried, best: Tried, tried: Sequence[Tried], setting: Setting) -> bool:
+    fastest = max((t.outcome.efficiency for t in tried if _allowed(t.outcome, setting)), default=0)
+    return (
+        _allowed(now.outcome, setting)
+        and now.outcome.efficiency >= (1 - TOLERANCE - _STAYS) * fastest
+        and now.outcome.off_policy_share <= best.outcome.off_policy_share + _STALER
+    )
+
+
+def _same(one: Schedule, other: Schedule) -> bool:
+    return one.over_provision == other.over_provision and one.refill == other.refill
+
+
+def _groups_needed(batch_groups: int) -> int:
+    """Enough that no group is used twice in a trial's counted batches."""
+    return 28 * batch_groups

@@ -1,0 +1,112 @@
+"""Known recipes as settings: each sets what its source sets and leaves the rest as it is.
+
+Used as ``april(SchedulerConfig(batch_groups=64))``, or by name on the command line. What happens
+to stragglers (`straggler`) stays the configuration's own in all of them: retract with recompute,
+in_place with KV kept, or abort, which is what most of the sources do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeAlias, TypeVar
+
+from aprilsched.config import SchedulerConfig
+
+__all__ = ["PRESETS", "Preset", "april", "areal", "auto", "copris", "pool", "slime", "sync"]
+
+C = TypeVar("C", bound=SchedulerConfig)
+Preset: TypeAlias = Callable[[C], C]
+
+
+def sync(config: C) -> C:
+    """Wait for every last response.
+
+    Source: synchronous on-policy RL, PPO and GRPO as first published.
+    Known cost: engines decode a few stragglers, and then nothing, at the end of each batch.
+    """
+    return replace(config, over_provision=1.0, refill="wave")
+
+
+def april(config: C) -> C:
+    """Launch twice the batch, hand over the first half, carry the rest.
+
+    Source: APRIL (arXiv 2509.18521), with the ratio of its experiments: 64 prompts for a batch
+    of 32.
+    Known cost: every carried rollout is prefilled again at each refit, and three quarters of the
+    tokens are off-policy on its own example.
+    """
+    return replace(config, over_provision=2.0, refill="wave")
+
+
+def slime(config: C) -> C:
+    """Launch half a batch too many, carry what is left over.
+
+    Source: THUDM/slime, ``--partial-rollout`` with an ``--over-sampling-batch-size`` above the
+    batch size, which is a free choice there (1.5 batches here).
+    Known cost: as APRIL's, for less of both. Its ``--mask-offpolicy-in-partial-rollout`` is not
+    part of this: it leaves carried tokens, which are those of long responses, out of the loss.
+    """
+    return replace(config, over_provision=1.5, refill="wave")
+
+
+def areal(config: C) -> C:
+    """Generate on while the trainer trains, up to four versions stale, one group at a time.
+
+    Source: AReaL (arXiv 2505.24298), ``max_head_offpolicyness=4`` as in its documentation, and
+    one batch's worth of rollouts at the same time.
+    Known cost: a prefill pass for each group that is admitted, everything in flight prefilled
+    again at each update, and the highest off-policy share for its speed.
+    """
+    return replace(
+        config,
+        pace="asynchronous",
+        over_provision=1.0,
+        refill="pool",
+        refill_groups=1,
+        max_staleness=4,
+    )
+
+
+def copris(config: C) -> C:
+    """Constant concurrency: a pool of one and a half batches, carried rollouts first.
+
+    Source: CoPRIS (arXiv 2511.05589), which keeps a fixed number of rollouts in flight, ends the
+    batch early and resumes unfinished ones first; its number is a setting (1.5 batches here).
+    Known cost: all of the pool is interrupted at each update. Refilled one by one it also makes
+    a prefill pass for each group.
+    """
+    return replace(
+        config, over_provision=1.5, refill="pool", refill_groups=1, resume_order="carried"
+    )
+
+
+def pool(config: C) -> C:
+    """Keep one batch's worth generating, refilled four groups at a time.
+
+    Source: the constant pool of fully asynchronous trainers, with coalesced refills.
+    Known cost: nearly everything is in flight at a refit: most prefill again, most staleness.
+    """
+    return replace(config, over_provision=1.0, refill="pool", refill_groups=4)
+
+
+def auto(config: C) -> C:
+    """Choose ratio and refill while the run goes on.
+
+    Source: this project. The least stale schedule within 2 % of the fastest, by trying each out
+    on lengths like those seen, again whenever they drift (:mod:`aprilsched.planning`).
+    Known cost: a second of one core for each choice, and a step-time model of the engines.
+    """
+    return replace(config, over_provision="auto")
+
+
+PRESETS: dict[str, Callable[[SchedulerConfig], SchedulerConfig]] = {
+    "sync": sync,
+    "april": april,
+    "slime": slime,
+    "areal": areal,
+    "copris": copris,
+    "pool": pool,
+    "auto": auto,
+}
+"""By name."""

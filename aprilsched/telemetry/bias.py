@@ -1,0 +1,169 @@
+"""What a run says about its own bias: laws, the transient, staleness by length, censors.
+
+Invariant: every training rollout that was launched is in exactly one of three places here:
+delivered, open (in flight, or waiting for its batch), or dropped. The drawn law is estimated
+from all three, so a response counts whether or not the schedule let it through. (What was
+dropped of an evaluation cannot be told apart in the ledger and counts among the dropped.)
+
+Work is done for each rollout that is sent, finishes or is dropped, and for each batch; nothing
+is done for a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.core.ledger import Ledger
+from aprilsched.core.lengths.groups import GroupLengths, pooled
+from aprilsched.core.lengths.identity import batches_until, bias_without, expected_lengths
+from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
+from aprilsched.telemetry.batch_figures import Measured
+from aprilsched.telemetry.bias_figures import InFlightFigures, TransientFigures
+from aprilsched.telemetry.censoring import Drops, censoring
+from aprilsched.telemetry.endings import Endings
+from aprilsched.telemetry.figures import BiasFigures
+from aprilsched.telemetry.laws import deciles, law_figures, sample_law
+from aprilsched.telemetry.transients import running_bias, transient_by_batch
+from aprilsched.types import Batch
+
+__all__ = ["BiasCollector"]
+
+_GOAL = 0.01
+
+
+class BiasCollector:
+    """Gathers what :meth:`figures` needs while a run goes on."""
+
+    def __init__(self) -> None:
+        self.endings = Endings()
+        self._drops = Drops()
+        self._newest: list[int] = []
+        """The newest rollout's id at each delivery."""
+        self._groups: list[NDArray[np.int64]] = []
+        """The group of each delivered rollout, by batch."""
+        self._delivered = 0
+        self._delivered_tokens = 0
+
+    def deliver(self, batch: Batch, measured: Measured) -> None:
+        self._newest.append(self.endings.newest)
+        rollouts = list(batch.rollouts)
+        self._groups.append(np.array([r.group_id for r in rollouts], dtype=np.int64))
+        self._delivered += len(rollouts)
+        self._delivered_tokens += measured.length
+        self.endings.left(rollout.rollout_id for rollout in rollouts)
+
+    def drop(self, ledger: Ledger) -> None:
+        """Something went to the ledger; warn if that censors lengths."""
+        self._drops.take(ledger, self.endings.finished)
+        self._drops.warn(self._delivered, self._delivered_tokens)
+
+    def figures(
+        self,
+        basis: BiasFigures,
+        batches: Sequence[Measured],
+        open_groups: Sequence[GroupLengths],
+        ledger: Ledger,
+    ) -> BiasFigures:
+        """`basis` and what is estimated here. `open_groups`: training groups not delivered."""
+        self._drops.take(ledger, self.endings.finished)
+        lengths = _joined([batch.lengths for batch in batches])
+        tokens, finished = pooled(open_groups)
+        law = self._law(lengths, tokens, finished)
+        known = basis.workload_mean_length
+        mean = known if known is not None or law is None else law.mean()
+        return BiasFigures(
+            first_batch_length_bias=basis.first_batch_length_bias,
+            bias_estimate=basis.bias_estimate,
+            bias_reference=basis.bias_reference,
+            workload_mean_length=basis.workload_mean_length,
+            long_run_mean_length=basis.long_run_mean_length,
+            delivered_mean_length=basis.delivered_mean_length,
+            delivered_mean_length_by_batch=basis.delivered_mean_length_by_batch,
+            drawn=None if law is None else law_figures(law),
+            delivered=sample_law(lengths),
+            in_flight=None if law is None else _in_flight(law, tokens, finished),
+            transient=self._transient(law, mean, known is not None, batches, open_groups),
+            by_length_decile=deciles(
+                lengths,
+                _joined([batch.sampled_by_rollout for batch in batches]),
+                _joined([batch.off_policy_by_rollout for batch in batches]),
+                _joined([batch.staleness_by_rollout for batch in batches]),
+            ),
+            dropped_tokens={str(reason): n for reason, n in sorted(ledger.tokens.items())},
+            censoring=censoring(self._drops.taken, law, lengths.size + tokens.size),
+        )
+
+    def _law(
+        self, lengths: NDArray[np.int64], tokens: NDArray[np.int64], finished: NDArray[np.bool_]
+    ) -> KaplanMeier | None:
+        """Of all that was launched; None until one response has finished."""
+        drops = self._drops.taken
+        dropped = np.array([drop.entry.tokens for drop in drops], dtype=np.int64)
+        ended = np.array([drop.finished for drop in drops], dtype=np.bool_)
+        seen = np.concatenate((lengths, tokens, dropped))
+        censored = np.concatenate((np.zeros(lengths.size, dtype=np.bool_), ~finished, ~ended))
+        if censored.all():
+            return None
+        return kaplan_meier(np.where(censored, seen, np.maximum(seen, 1)), censored)
+
+    def _transient(
+        self,
+        law: KaplanMeier | None,
+        mean: float | None,
+        known: bool,
+        batches: Sequence[Measured],
+        open_groups: Sequence[GroupLengths],
+    ) -> TransientFigures | None:
+        if law is None or not mean or not batches:
+            return None
+        tokens, finished = pooled(open_groups)
+        final = expected_lengths(law, tokens, finished)
+        expected = float(final.mean()) if final.size else mean
+        lengths = [batch.lengths for batch in batches]
+        measured = running_bias(lengths, mean)
+        owners = [np.full(len(group.tokens), group.launched) for group in open_groups]
+        return TransientFigures(
+            predicted=bias_without(final.size, expected, self._delivered, mean),
+            measured=measured[-1],
+            mean=mean,
+            reference="workload_mean" if known else "drawn",
+            predicted_by_batch=transient_by_batch(
+                lengths=lengths,
+                groups=self._groups,
+                newest=self._newest,
+                open_lengths=final,
+                open_groups=_joined(owners),
+                mean=mean,
+            ),
+            measured_by_batch=measured,
+            further_batches_to_1_percent=max(
+                0,
+                batches_until(
+                    _GOAL,
+                    in_flight=final.size,
+                    excess=expected / mean - 1,
+                    per_batch=self._delivered / len(batches),
+                )
+                - len(batches),
+            ),
+        )
+
+
+def _in_flight(
+    law: KaplanMeier, tokens: NDArray[np.int64], finished: NDArray[np.bool_]
+) -> InFlightFigures:
+    final = expected_lengths(law, tokens, finished)
+    some = tokens.size > 0
+    return InFlightFigures(
+        rollouts=tokens.size,
+        unfinished=int((~finished).sum()),
+        mean_tokens_so_far=float(tokens.mean()) if some else 0.0,
+        expected_mean_length=float(final.mean()) if some else 0.0,
+    )
+
+
+def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)

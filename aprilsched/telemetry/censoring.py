@@ -1,0 +1,134 @@
+"""Does a schedule drop long responses? The effect on everything else, and a warning about it.
+
+A response that was dropped for its age or its failure had more time to be so the longer it was.
+What the user's own accept function rejects is a choice, not a censor: its effect is given, and
+no warning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from aprilsched.core.ledger import Entry, Ledger, Reason
+from aprilsched.core.lengths.identity import bias_without, expected_lengths
+from aprilsched.core.lengths.kaplan_meier import KaplanMeier
+from aprilsched.telemetry.bias_figures import CensoringFigures, DropFigures
+
+__all__ = ["CENSORS", "Drop", "Drops", "censoring", "warning_of"]
+
+log = logging.getLogger("aprilsched")
+
+CENSORS = frozenset({Reason.STALE, Reason.FAILED, Reason.SIBLING_FAILED, Reason.EPISODE_FAILED})
+"""Reasons that can fall on long responses more often than on short ones."""
+
+_ENOUGH = 8
+"""Drops before there is a warning: one that was long is no policy."""
+_LEAST_EFFECT = 0.001
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drop:
+    """A dropped rollout and whether it had been generated to its end."""
+
+    entry: Entry
+    finished: bool
+
+
+class Drops:
+    """The entries of a ledger, each taken once, and the warning, given once.
+
+    A ledger keeps only its latest entries, so it must be looked at from time to time.
+    """
+
+    def __init__(self) -> None:
+        self.taken: list[Drop] = []
+        self._seen = 0
+        self._rollouts = 0
+        self._tokens = 0
+        self._warned = False
+
+    def take(self, ledger: Ledger, finished: set[int]) -> None:
+        """Take what is new; `finished` names rollouts that were generated to their end."""
+        new = min(ledger.total - self._seen, len(ledger.entries))
+        self._seen = ledger.total
+        for entry in list(islice(reversed(ledger.entries), new))[::-1]:
+            self.taken.append(Drop(entry=entry, finished=entry.rollout_id in finished))
+            if entry.reason in CENSORS:
+                self._rollouts += 1
+                self._tokens += entry.tokens
+
+    def warn(self, delivered: int, delivered_tokens: int) -> None:
+        """Warn, once, when the dropped were longer (so far) than the delivered are."""
+        if self._warned or not delivered or self._rollouts < _ENOUGH:
+            return
+        so_far, mean = self._tokens / self._rollouts, delivered_tokens / delivered
+        drawn = (self._tokens + delivered_tokens) / (self._rollouts + delivered)
+        effect = bias_without(self._rollouts, so_far, delivered, drawn)
+        if so_far > mean and effect < -_LEAST_EFFECT:
+            self._warned = True
+            reasons = sorted({d.entry.reason for d in self.taken if d.entry.reason in CENSORS})
+            log.warning("%s", warning_of(reasons, self._rollouts, effect))
+
+
+def censoring(drops: Sequence[Drop], law: KaplanMeier | None, kept: int) -> CensoringFigures:
+    """The effect of `drops` on the `kept` other rollouts of a run with this length law.
+
+    Where no response of some length ever finishes the law cannot know how long the dropped would
+    have become, so effects are lower bounds.
+    """
+    by_reason: dict[str, list[Drop]] = {}
+    for drop in drops:
+        by_reason.setdefault(str(drop.entry.reason), []).append(drop)
+    figures = {reason: _figures(found, law, kept) for reason, found in sorted(by_reason.items())}
+    policies = [reason for reason, found in figures.items() if _censors(reason, found)]
+    effect = _together({reason: figures[reason] for reason in policies})
+    rollouts = sum(figures[reason].rollouts for reason in policies)
+    return CensoringFigures(
+        policies=policies,
+        by_reason=figures,
+        effect=effect,
+        warning=warning_of(policies, rollouts, effect) if policies else None,
+    )
+
+
+def warning_of(reasons: Sequence[str], rollouts: int, effect: float | None) -> str:
+    """One sentence: what censors, how much, what to change."""
+    size = "" if effect is None else f" by at least {abs(effect):.1%}"
+    shift = "longer" if effect is not None and effect > 0 else "shorter"
+    return (
+        f"{rollouts} rollouts were dropped ({', '.join(reasons)}), which makes what is delivered "
+        f"{shift}{size} for good; raise max_staleness or set staleness_rule to mask or finish for "
+        "stale ones, and mend the cause of failed ones."
+    )
+
+
+def _figures(drops: Sequence[Drop], law: KaplanMeier | None, kept: int) -> DropFigures:
+    tokens = np.array([drop.entry.tokens for drop in drops], dtype=np.int64)
+    finished = np.array([drop.finished for drop in drops], dtype=np.bool_)
+    final = None if law is None else float(expected_lengths(law, tokens, finished).mean())
+    effect = None
+    if law is not None and final is not None and kept > 0:
+        effect = bias_without(len(drops), final, kept, law.mean())
+    return DropFigures(
+        rollouts=len(drops),
+        tokens=int(tokens.sum()),
+        expected_mean_length=final,
+        effect=effect,
+    )
+
+
+def _censors(reason: str, figures: DropFigures) -> bool:
+    if reason not in CENSORS:
+        return False
+    # An eviction selects by age whatever came of it; a failure may have hit anybody.
+    return reason == Reason.STALE or (figures.effect or 0.0) < -_LEAST_EFFECT
+
+
+def _together(figures: Mapping[str, DropFigures]) -> float | None:
+    effects = [found.effect for found in figures.values() if found.effect is not None]
+    return sum(effects) if effects else None

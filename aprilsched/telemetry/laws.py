@@ -1,0 +1,66 @@
+"""Length laws as figures, and staleness by length. Pure functions."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
+from aprilsched.telemetry.bias_figures import DecileFigures, LawFigures
+
+__all__ = ["deciles", "law_figures", "sample_law"]
+
+_PERCENTILES = np.arange(1, 101) / 100
+_DECILES = 10
+
+
+def law_figures(law: KaplanMeier) -> LawFigures:
+    """The figures of an estimate."""
+    percentiles = law.quantile(_PERCENTILES)
+    return LawFigures(
+        mean=law.mean(),
+        p50=float(percentiles[49]),
+        p90=float(percentiles[89]),
+        p99=float(percentiles[98]),
+        percentiles=percentiles.tolist(),
+        responses=law.observations,
+        unresolved=law.tail,
+    )
+
+
+def sample_law(lengths: NDArray[np.int64]) -> LawFigures | None:
+    """The figures of lengths int64 [n] that are all known; None for none.
+
+    A response of no tokens (its episode only has the environment's) counts as one of 1 token.
+    """
+    if not lengths.size:
+        return None
+    return law_figures(kaplan_meier(np.maximum(lengths, 1), np.zeros(lengths.size, dtype=np.bool_)))
+
+
+def deciles(
+    lengths: NDArray[np.int64],
+    sampled: NDArray[np.int64],
+    off_policy: NDArray[np.int64],
+    staleness: NDArray[np.int64],
+) -> DecileFigures | None:
+    """Staleness by length; None for fewer than 10 responses.
+
+    All int64 [n], one entry for each response: its length, its tokens that a policy sampled,
+    those of them that an older policy sampled, and the sum of their staleness.
+    """
+    if lengths.size < _DECILES:
+        return None
+    parts = np.array_split(np.argsort(lengths, kind="stable"), _DECILES)
+    tokens = [max(1, int(sampled[part].sum())) for part in parts]
+    return DecileFigures(
+        mean_length=[float(lengths[part].mean()) for part in parts],
+        staleness_mean=_shares(staleness, parts, tokens),
+        off_policy_token_share=_shares(off_policy, parts, tokens),
+    )
+
+
+def _shares(
+    values: NDArray[np.int64], parts: list[NDArray[np.int64]], tokens: list[int]
+) -> list[float]:
+    return [int(values[part].sum()) / n for part, n in zip(parts, tokens, strict=True)]

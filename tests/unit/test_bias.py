@@ -1,0 +1,319 @@
+"""Bias from arrays: conservation, laws, the transient, censors, and what it costs to be rid."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from aprilsched.analysis.bias import (
+    censor_effect,
+    compare_laws,
+    conservation,
+    drawn_law,
+    tokens_by_reason,
+)
+from aprilsched.analysis.bias_plots import figure_of
+from aprilsched.analysis.drain import expected_longest_rest, plan_drain
+from aprilsched.analysis.transients import live_transient, realised_transient
+from aprilsched.core.ledger import Entry, Ledger, Reason
+from aprilsched.core.lengths.kaplan_meier import kaplan_meier
+from aprilsched.telemetry.censoring import Drops, censoring
+from aprilsched.telemetry.figures import BiasFigures
+from aprilsched.telemetry.laws import deciles, law_figures, sample_law
+from aprilsched.telemetry.transients import running_bias, transient_by_batch
+
+Ints = NDArray[np.int64]
+
+
+def drawn(n: int, seed: int) -> Ints:
+    rng = np.random.default_rng(seed)
+    return np.clip(np.rint(60 * np.exp(0.9 * rng.standard_normal(n))), 1, 600).astype(np.int64)
+
+
+def first_come(lengths: Ints, *, batch: int, pool: int) -> tuple[Ints, Ints]:
+    """The batch that each is delivered in and the one that it is launched in.
+
+    All decode together, one token a step; a batch is the next `batch` that finish, and then as
+    many are launched.
+    """
+    launched = np.full(len(lengths), len(lengths))
+    delivered = np.full(len(lengths), len(lengths))
+    left = lengths.copy()
+    queue = list(range(len(lengths)))
+    running: list[int] = []
+    for index in range(len(lengths) // batch):
+        while len(running) < pool and queue:
+            running.append(queue.pop(0))
+            launched[running[-1]] = index
+        running.sort(key=lambda i: int(left[i]))
+        steps = left[running[batch - 1]]
+        delivered[running[:batch]] = index
+        running = running[batch:]
+        left[running] -= steps
+    return delivered, launched
+
+
+LENGTHS = drawn(2048, 6)
+DELIVERED, LAUNCHED = first_come(LENGTHS, batch=64, pool=128)
+
+
+def test_conservation_names_what_is_wrong():
+    good = conservation([1, 2, 3, 4], delivered=[1, 2], in_flight=[3], dropped=[4])
+    assert good.holds
+    bad = conservation([1, 2, 3, 4], delivered=[1, 1, 2], in_flight=[2, 9])
+    assert (bad.lost, bad.twice, bad.unknown) == ({3, 4}, {1, 2}, {9})
+    assert not bad.holds
+
+
+def test_laws_side_by_side():
+    law = drawn_law([1, 2, 3, 4], [4])
+    found = compare_laws(np.array([1, 2, 3, 4]), law)
+    assert found.drawn.mean == pytest.approx(law.mean())
+    assert found.delivered.mean == 2.5
+    assert found.mean == pytest.approx(2.5 / law.mean() - 1)
+    assert found.drawn.unresolved == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="nothing was delivered"):
+        compare_laws(np.empty(0, dtype=np.int64), law)
+
+
+def test_a_law_s_percentiles():
+    figures = sample_law(np.arange(1, 201))
+    assert figures is not None
+    assert figures.percentiles[:3] == [2, 4, 6]
+    assert figures.percentiles[-1] == 200
+    assert (figures.p50, figures.p90, figures.p99) == (100, 180, 198)
+    assert sample_law(np.empty(0, dtype=np.int64)) is None
+
+
+@pytest.mark.parametrize("batches", [1, 2, 5, 20])
+def test_the_identity_holds_exactly_in_a_drained_run(batches: int):
+    both = realised_transient(LENGTHS, DELIVERED, LAUNCHED, batches=batches)
+    assert both.in_flight == 64
+    assert both.predicted == pytest.approx(both.measured, rel=1e-9)
+    assert both.predicted < 0
+
+
+def test_with_the_law_s_mean_the_sides_differ_by_the_chance_of_the_prompts():
+    mean = float(LENGTHS.mean())
+    both = realised_transient(LENGTHS, DELIVERED, LAUNCHED, batches=8, mean=mean)
+    launched = LENGTHS[LAUNCHED < 8]
+    chance = (launched.mean() / mean - 1) * launched.size / (8 * 64)
+    assert both.measured - both.predicted == pytest.approx(chance)
+
+
+def test_the_transient_by_batch_is_that_of_each_batch():
+    order = [np.flatnonzero(np.equal(DELIVERED, k)) for k in range(20)]
+    open_ = np.flatnonzero((LAUNCHED < 20) & (DELIVERED >= 20))
+    mean = float(LENGTHS.mean())
+    found = transient_by_batch(
+        lengths=[LENGTHS[ids] for ids in order],
+        groups=order,
+        newest=[int(np.flatnonzero(np.less_equal(LAUNCHED, k)).max()) for k in range(20)],
+        open_lengths=LENGTHS[open_].astype(np.float64),
+        open_groups=open_,
+        mean=mean,
+    )
+    expected = [
+        realised_transient(LENGTHS, DELIVERED, LAUNCHED, batches=k + 1, mean=mean)
+        for k in range(20)
+    ]
+    assert found == pytest.approx([both.predicted for both in expected])
+    measured = running_bias([LENGTHS[ids] for ids in order], mean)
+    assert measured == pytest.approx([both.measured for both in expected])
+
+
+def test_the_live_transient_foretells_the_realised_one():
+    live: list[float] = []
+    realised: list[float] = []
+    for seed in range(40):
+        lengths = drawn(1024, seed)
+        delivered, launched = first_come(lengths, batch=64, pool=128)
+        open_ = (launched < 8) & (delivered >= 8)
+        # What a rollout has had is not known here, so it is looked at after half of its length.
+        tokens = lengths[open_] // 2
+        done = np.zeros(tokens.size, dtype=np.bool_)
+        mu = float(lengths.mean())
+        live.append(live_transient(lengths[delivered < 8], tokens, done, mean=mu).predicted)
+        real = realised_transient(lengths, delivered, launched, batches=8, mean=mu)
+        realised.append(real.predicted)
+    assert np.mean(live) == pytest.approx(np.mean(realised), rel=0.35)
+    assert np.mean(live) < -0.02
+
+
+def test_the_live_transient_is_self_consistent():
+    both = live_transient(LENGTHS[:300], np.array([50, 100, 80]), np.array([False, False, True]))
+    assert both.in_flight == 3
+    assert both.predicted == pytest.approx(both.measured)
+
+
+def test_staleness_by_decile():
+    lengths = np.arange(20)[::-1] + 1
+    found = deciles(lengths, lengths, lengths // 2, lengths * 3)
+    assert found is not None
+    assert found.mean_length == [1.5 + 2 * i for i in range(10)]
+    assert found.staleness_mean == [3] * 10
+    assert found.off_policy_token_share[0] == pytest.approx(1 / 3)
+    assert deciles(lengths[:9], lengths[:9], lengths[:9], lengths[:9]) is None
+
+
+def test_the_effect_of_a_censor_is_what_it_did():
+    """Everything above 200 tokens dropped at 200, half of the responses never looked at."""
+    lengths = drawn(20_000, 2)
+    at_risk = np.arange(20_000) % 2 == 0
+    gone = at_risk & (lengths > 200)
+    kept = lengths[~gone]
+    tokens = np.full(int(gone.sum()), 200)
+    law = drawn_law(kept, tokens)
+    found = censor_effect(law, tokens, np.zeros(tokens.size, dtype=np.bool_), kept=kept.size)
+    assert found.shift == pytest.approx(kept.mean() / lengths.mean() - 1, rel=0.05)
+    assert found.warning is not None
+    assert "shorter" in found.warning
+    nothing = censor_effect(law, tokens[:0], np.empty(0, dtype=np.bool_), kept=10)
+    assert (nothing.shift, nothing.warning) == (0, None)
+
+
+def test_tokens_by_reason():
+    assert tokens_by_reason(["stale", "failed", "stale"], [1, 2, 3]) == {"failed": 2, "stale": 4}
+
+
+def entry(rollout_id: int, tokens: int, reason: Reason = Reason.STALE) -> Entry:
+    return Entry(rollout_id=rollout_id, group_id=0, reason=reason, cause="", tokens=tokens, at=0.0)
+
+
+def ledger_of(*entries: Entry) -> Ledger:
+    ledger = Ledger()
+    for one in entries:
+        ledger.add(one)
+    return ledger
+
+
+def test_drops_are_taken_once_in_their_order():
+    drops = Drops()
+    ledger = ledger_of(entry(1, 5), entry(2, 6))
+    drops.take(ledger, {2})
+    drops.take(ledger, {2})
+    ledger.add(entry(3, 7))
+    drops.take(ledger, {2})
+    assert [drop.entry.rollout_id for drop in drops.taken] == [1, 2, 3]
+    assert [drop.finished for drop in drops.taken] == [False, True, False]
+
+
+def warnings(caplog: pytest.LogCaptureFixture, *entries: Entry, rounds: int = 1) -> list[str]:
+    drops = Drops()
+    ledger = ledger_of(*entries)
+    with caplog.at_level(logging.WARNING, "aprilsched"):
+        for _ in range(rounds):
+            drops.take(ledger, set())
+            drops.warn(100, 100 * 50)
+    return caplog.messages
+
+
+def test_one_warning_with_the_size_when_long_ones_are_dropped(caplog: pytest.LogCaptureFixture):
+    (message,) = warnings(caplog, *(entry(i, 150) for i in range(10)), rounds=3)
+    # 110 of mean 59.1 were drawn, and 100 of 50 are left.
+    assert "15.4%" in message
+    assert "stale" in message
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [entry(i, 150) for i in range(3)],
+        [entry(i, 50) for i in range(10)],
+        [entry(i, 20) for i in range(10)],
+        [entry(i, 150, Reason.REJECTED) for i in range(10)],
+    ],
+    ids=["few", "as long", "short", "chosen by the user"],
+)
+def test_no_warning(caplog: pytest.LogCaptureFixture, entries: list[Entry]):
+    assert warnings(caplog, *entries) == []
+
+
+def test_who_censors():
+    law = kaplan_meier([10, 20, 30, 40], [False] * 4)
+    ledger = ledger_of(entry(1, 30), entry(2, 10, Reason.FAILED), entry(3, 30, Reason.REJECTED))
+    drops = Drops()
+    drops.take(ledger, {2})
+    found = censoring(drops.taken, law, kept=10)
+    assert found.policies == ["stale"], "what failed was short, and rejecting is the user's choice"
+    assert found.by_reason["stale"].expected_mean_length == 40
+    assert found.effect == found.by_reason["stale"].effect == pytest.approx(-(40 / 25 - 1) / 10)
+    assert found.by_reason["failed"].effect == pytest.approx(-(10 / 25 - 1) / 10)
+    assert found.by_reason["rejected"].effect == pytest.approx(-0.06)
+    assert found.warning is not None
+    assert "at least 6.0%" in found.warning
+    nothing = censoring([], law, kept=10)
+    assert (nothing.policies, nothing.effect, nothing.warning) == ([], None, None)
+
+
+def test_the_longest_rest_by_hand():
+    law = kaplan_meier([10, 20], [False, False])
+    assert expected_longest_rest(law, np.array([], dtype=np.int64)) == 0
+    assert expected_longest_rest(law, np.array([0])) == pytest.approx(15)
+    # Two fair coins of 10 or 20: the longest is 20 three times in four.
+    assert expected_longest_rest(law, np.array([0, 0])) == pytest.approx(17.5)
+    assert expected_longest_rest(law, np.array([15])) == pytest.approx(5)
+    assert expected_longest_rest(law, np.array([99])) == pytest.approx(1)
+
+
+def test_the_longest_rest_is_that_of_draws():
+    law = drawn_law(drawn(4000, 1))
+    tokens = np.arange(0, 100, 2)
+    u = np.random.default_rng(3).random((4000, tokens.size))
+    rests = law.residual_quantile(u, tokens) - tokens
+    assert expected_longest_rest(law, tokens) == pytest.approx(rests.max(axis=1).mean(), rel=0.02)
+
+
+def test_the_plan_says_how_long_and_at_what_price():
+    law = kaplan_meier([10, 20], [False, False])
+    plan = plan_drain(
+        law, np.array([10, 10]), bias=0.01, delivered=20, per_batch=10, step_seconds=0.5
+    )
+    # Both will have 20 tokens, a third above the mean.
+    assert plan.bias_now == pytest.approx(-2 / 3 / 20)
+    assert plan.further_batches == 7 - 2
+    assert plan.staggered_launch_seconds == 15 * 0.5 / 2
+    assert plan.drained_epoch_seconds == 0, "both end together"
+    idle = plan_drain(
+        law, np.array([0, 10, 15]), bias=0.01, delivered=20, per_batch=10, step_seconds=0.5
+    )
+    assert idle.drained_epoch_seconds > 0
+    none = plan_drain(
+        law, np.array([], dtype=np.int64), bias=0.1, delivered=0, per_batch=10, step_seconds=1
+    )
+    assert (none.bias_now, none.further_batches, none.drained_epoch_seconds) == (0, 0, 0)
+
+
+def test_the_picture_of_a_run_that_knows_nothing_and_of_one_that_knows_all():
+    basis = BiasFigures(
+        first_batch_length_bias=None,
+        bias_estimate=None,
+        bias_reference=None,
+        workload_mean_length=None,
+        long_run_mean_length=None,
+        delivered_mean_length=None,
+        delivered_mean_length_by_batch=[],
+    )
+    assert isinstance(figure_of(basis), Figure)
+    law = drawn_law(LENGTHS)
+    known = figure_of(
+        BiasFigures(
+            first_batch_length_bias=None,
+            bias_estimate=None,
+            bias_reference=None,
+            workload_mean_length=None,
+            long_run_mean_length=None,
+            delivered_mean_length=None,
+            delivered_mean_length_by_batch=[],
+            drawn=law_figures(law),
+            delivered=sample_law(LENGTHS[:500]),
+            by_length_decile=deciles(LENGTHS, LENGTHS, LENGTHS, LENGTHS),
+        )
+    )
+    laws, _, stale = known.axes
+    assert len(laws.get_lines()) == 4
+    assert len(stale.patches) == 10

@@ -1,0 +1,294 @@
+"""Reading logs and fitting step times: known models come back, disturbed windows do not count."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aprilsched.calibration import (
+    LogLine,
+    fit,
+    load_model,
+    predicted_seconds,
+    read_log,
+    save_model,
+    windows_of,
+)
+from aprilsched.calibration.least_squares import nonnegative, robust
+from aprilsched.cli import main
+from aprilsched.errors import ConfigError
+from aprilsched.timing import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
+
+LOG = """\
+[2025-11-02 19:50:38] server_args=ServerArgs(model_path='m', decode_log_interval=40)
+[2025-11-02 19:50:40] Prefill batch, #new-seq: 1, #new-token: 70, #cached-token: 2, \
+token usage: 0.00, #running-req: 0, #queue-req: 511, cuda graph: False, \
+input throughput (token/s): 9.1
+[2025-11-02 19:50:41] Prefill batch. #new-seq: 16, #new-token: 1024, #cached-token: 0, \
+token usage: 0.01, #running-req: 1, #queue-req: 0,
+[2025-11-02 19:50:41] Decode batch. #running-req: 64, #token: 2432, token usage: 0.00, \
+cuda graph: True, gen throughput (token/s): 5292.08, #queue-req: 3,
+[2025-11-02 19:50:41] INFO:     127.0.0.1:41822 - "POST /generate HTTP/1.1" 200 OK
+[2025-11-02 19:50:42.137 TP0] Decode batch [120], #running-req: 64, #token: 4992, \
+token usage: 0.01, cuda graph: True, gen throughput (token/s): 15144.05, #queue-req: 0
+[2025-11-02 19:50:42 DP1 TP0] Decode batch, #running-req: 7, #full token: 900, \
+full token usage: 0.01, #swa token: 3, swa token usage: 0.00, npu graph: True, \
+gen throughput (token/s): 812.50, #queue-req: 0
+"""
+
+TRUE = StepTimeModel(t0=5e-3, t1=2e-5, t2=6e-8, prefill_pass=11e-3, prefill_rate=40_000.0)
+
+
+def synthetic(model: StepTimeModel, count: int, noise: float, seed: int = 0) -> list[LogLine]:
+    """Lines that an engine of this model writes, one window in five with prefill passes."""
+    rng = np.random.default_rng(seed)
+    lines: list[LogLine] = []
+    for number in range(count):
+        running = int(512 ** rng.uniform(0, 1))
+        if number % 2:
+            running = int(rng.integers(1, 513))
+        kv = running * int(rng.uniform(100, 6000)) + 40 * running
+        for window in range(5):
+            passes = int(rng.integers(1, 12)) if window == 2 else 0
+            prefilled = passes * int(rng.integers(10, 8000))
+            seconds = model.decode_seconds(running, kv - 39 * running, 40)
+            seconds += passes * model.prefill_pass + prefilled / model.prefill_rate
+            seconds *= 1 + noise * rng.standard_normal()
+            lines.append(
+                LogLine(
+                    engine="",
+                    time="",
+                    running=running,
+                    kv=kv,
+                    tokens_per_s=40 * running / seconds,
+                    passes=passes,
+                    prefilled=prefilled,
+                )
+            )
+            kv += 40 * running
+    return lines
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "server.log"
+    path.write_text(LOG, encoding="utf-8")
+    return path
+
+
+def test_server_log_lines_of_both_versions(log: Path) -> None:
+    first, second, other = read_log(log)
+    assert (first.running, first.kv, first.tokens_per_s) == (64, 2432, 5292.08)
+    assert (first.passes, first.prefilled, first.time) == (2, 1094, "19:50:41")
+    assert (second.running, second.kv, second.passes) == (64, 4992, 0)
+    assert second.engine == first.engine == ""
+    assert (other.engine, other.running, other.kv, other.passes) == ("DP1", 7, 900, 0)
+
+
+def test_a_window_is_what_lies_between_two_lines_of_one_engine(log: Path) -> None:
+    windows = windows_of(read_log(log))
+    assert len(windows) == 1
+    assert windows.seconds[0] == pytest.approx(40 * 64 / 15144.05)
+    assert windows.kv[0] == pytest.approx(2432 + 64 * 20.5)
+    assert windows.steady.tolist() == [True]
+
+
+def test_a_shrinking_batch_counts_with_its_mean_and_a_changed_one_not_at_all() -> None:
+    rows = [(100, 50_000), (96, 52_000), (40, 30_000), (40, 0)]
+    lines = [LogLine(engine="", time="", running=b, kv=kv, tokens_per_s=9800.0) for b, kv in rows]
+    windows = windows_of(lines)
+    assert windows.running.tolist() == [98, 68]
+    assert windows.kv[0] == 51_000
+    assert windows.seconds[0] == pytest.approx(0.4)
+    assert windows.steady.tolist() == [True, False]
+    assert not windows.stalled.any()
+
+
+def test_a_table_reads_like_a_log(tmp_path: Path) -> None:
+    path = tmp_path / "decode.csv"
+    path.write_text(
+        "run,time,running_requests,kv_tokens,decode_tokens_per_s,queued_requests,"
+        "prefill_batches_since,prefill_tokens_since,cached_tokens_since\n"
+        "run1,19:34:46,83,3818,10821.53,0,5,2656,0\n"
+        "run1,19:34:46,83,7138,17715.09,0,0,0,0\n",
+        encoding="utf-8",
+    )
+    first, second = read_log(path)
+    assert first == LogLine(
+        engine="run1",
+        time="19:34:46",
+        running=83,
+        kv=3818,
+        tokens_per_s=10821.53,
+        passes=5,
+        prefilled=2656,
+    )
+    assert second.passes == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no decode lines"),
+        ("hello\n" * 3, "no decode lines"),
+        ("running_requests,kv_tokens,decode_tokens_per_s\n1,2,fast\n", "Line 2 of the table"),
+        ("running_requests,kv_tokens,decode_tokens_per_s\n1\n", "Line 2 of the table"),
+    ],
+)
+def test_what_is_no_log_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "x.log"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        read_log(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_log(tmp_path / "none.log")
+
+
+def test_too_many_lines_are_refused(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aprilsched.calibration.logs.MAX_LINES", 2)
+    with pytest.raises(ConfigError, match="more than 2"):
+        read_log(log)
+
+
+def test_a_line_without_end_is_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "long.log"
+    path.write_text("x" * 5000 + LOG.splitlines()[-1] + "\n" + LOG, encoding="utf-8")
+    assert [line.running for line in read_log(path)] == [64, 64, 7]
+
+
+def test_nonnegative_least_squares_meets_its_conditions() -> None:
+    rng = np.random.default_rng(3)
+    bound = 0
+    for _ in range(100):
+        rows = rng.standard_normal((12, 4)) * 10.0 ** rng.integers(-6, 6, 4)
+        target = rng.standard_normal(12)
+        gram, moment = rows.T @ rows, rows.T @ target
+        x = nonnegative(gram, moment)
+        slope = (moment - gram @ x) / np.sqrt(np.diag(gram))
+        assert (x >= 0).all()
+        assert (slope <= 1e-9).all()
+        assert slope[x > 0] == pytest.approx(0, abs=1e-9)
+        bound += int((x == 0).any())
+    assert bound > 50
+
+
+def test_a_fifth_of_stalled_windows_does_not_move_a_robust_fit() -> None:
+    rng = np.random.default_rng(4)
+    rows = rng.uniform(1, 2, (200, 2))
+    measured = rows @ np.array([2.0, 3.0]) * (1 + 0.01 * rng.standard_normal(200))
+    measured[::5] *= 4
+    assert robust(rows, measured) == pytest.approx([2.0, 3.0], rel=0.03)
+    plain = np.linalg.lstsq(rows, measured)[0]
+    assert plain.sum() > 1.3 * 5
+
+
+def test_a_linear_model_comes_back_within_its_errors() -> None:
+    found = fit(windows_of(synthetic(TRUE, 80, 0.01)))
+    assert (found.model.fill, found.model.t0_wide) == (0.0, 0.0)
+    for name, error in found.errors.items():
+        true = getattr(TRUE, name)
+        assert abs(getattr(found.model, name) - true) < 4 * error
+        assert error < 0.06 * true
+    assert set(found.errors) == {"t0", "t1", "t2", "prefill_pass", "prefill_rate"}
+    assert found.steady.median < 0.01
+    assert found.steady.total == pytest.approx(1, abs=0.01)
+    assert sum(bucket.windows for bucket in found.steady.by_batch) == found.steady.windows
+    assert found.stalled is not None
+    assert found.steady.windows >= 240
+    assert found.stalled.windows == 80
+
+
+def test_the_further_terms_come_back_where_they_are() -> None:
+    found = fit(windows_of(synthetic(H200_QWEN3_4B_REFINED, 120, 0.005)), replicates=2).model
+    assert found.fill == pytest.approx(9, abs=1)
+    assert found.wide_from == 256
+    assert found.t0_wide == pytest.approx(1.301e-3, rel=0.25)
+    linear = fit(
+        windows_of(synthetic(H200_QWEN3_4B_REFINED, 120, 0.005)), linear=True, replicates=2
+    )
+    assert linear.model.fill == 0
+    assert linear.steady.median > 0.01
+
+
+def test_what_the_windows_do_not_tell_is_assumed() -> None:
+    lines = [line for line in synthetic(TRUE, 60, 0.01) if not line.passes]
+    found = fit(windows_of(lines), replicates=2)
+    assert found.assumed == ("prefill_pass", "prefill_rate")
+    assert found.model.prefill_rate == H200_QWEN3_4B.prefill_rate
+    assert found.stalled is None
+    assert "prefill_rate" not in found.errors
+
+
+def test_too_few_windows_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 20"):
+        fit(windows_of(synthetic(TRUE, 4, 0.01)))
+
+
+def test_predicted_seconds_are_the_model_s() -> None:
+    windows = windows_of(synthetic(TRUE, 10, 0.0))
+    steady = windows.where(windows.steady)
+    assert predicted_seconds(TRUE, steady) == pytest.approx(steady.seconds)
+    stalled = windows.where(windows.stalled)
+    assert predicted_seconds(TRUE, stalled) == pytest.approx(stalled.seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize("model", [TRUE, H200_QWEN3_4B_REFINED, replace(TRUE, t1=1 / 3)])
+def test_a_model_is_read_back_equal(tmp_path: Path, model: StepTimeModel) -> None:
+    save_model(model, tmp_path / "model.toml", ("made by a test",))
+    assert load_model(tmp_path / "model.toml") == model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"t2": "t2 = -1e-9"}, "t2 = -1e-09; give a number of 0 or more"),
+        ({"t0": "t0 = true"}, "give a number"),
+        ({"t0": "t0 = nan"}, "of 0 or more"),
+        ({"prefill_rate": "prefill_rate = 0"}, "above 0"),
+        ({"prefill_chunk": "prefill_chunk = 1.5"}, "whole number"),
+        ({"t1": ""}, "has no t1"),
+        ({"t1": "t9 = 1"}, "'t9', which no model has"),
+        ({"[timing]": "[other]"}, "no table"),
+        ({"t0": "t0 ="}, "no TOML"),
+    ],
+)
+def test_a_wrong_model_file_is_refused(
+    tmp_path: Path, change: dict[str, str], message: str
+) -> None:
+    path = tmp_path / "model.toml"
+    save_model(TRUE, path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    ((start, new),) = change.items()
+    changed = [new if line.split(" = ")[0] == start else line for line in lines]
+    assert changed != lines
+    path.write_text("\n".join(changed), encoding="utf-8")
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+        load_model(path)
+
+
+def test_the_command_prints_a_model_and_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "decode.csv"
+    rows = [
+        f"{line.running},{line.kv},{line.tokens_per_s},{line.passes},{line.prefilled}"
+        for line in synthetic(TRUE, 30, 0.01)
+    ]
+    header = (
+        "running_requests,kv_tokens,decode_tokens_per_s,prefill_batches_since,prefill_tokens_since"
+    )
+    path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+    out, plot = tmp_path / "model.toml", tmp_path / "fit.png"
+    options = ["--linear", "--out", str(out), "--plot", str(plot)]
+    assert main(["calibrate", str(path), "--json", *options]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["model"]["t0"] == load_model(out).t0 == pytest.approx(TRUE.t0, rel=0.1)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert main(["calibrate", str(path), "--linear"]) == 0
+    assert "ns a context token" in capsys.readouterr().out
+    assert main(["calibrate", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err

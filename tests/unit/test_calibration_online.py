@@ -1,0 +1,134 @@
+"""The fit that follows a live engine."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from aprilsched.calibration import Observation, OnlineFit
+from aprilsched.errors import ConfigError
+from aprilsched.timing import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
+
+PRIOR = H200_QWEN3_4B
+OTHER = replace(PRIOR, t0=6e-3, t1=2.2e-5, t2=3e-8, prefill_pass=30e-3, prefill_rate=35_000.0)
+PLACES = [(4, 20_000), (60, 30_000), (200, 60_000), (300, 300_000), (512, 150_000)]
+
+
+def seen(model: StepTimeModel, rng: np.random.Generator, noise: float) -> Observation:
+    """40 steps of any batch with up to two prefill passes."""
+    running = float(rng.integers(1, 513)) if rng.random() < 0.5 else 512 ** rng.uniform(0, 1)
+    kv = running * float(rng.uniform(50, 2000))
+    passes = int(rng.integers(0, 3))
+    prefilled = int(passes * rng.integers(10, 8000))
+    seconds = 40 * model.step_seconds(running, kv)
+    seconds += passes * model.prefill_pass + prefilled / model.prefill_rate
+    seconds *= 1 + noise * float(rng.standard_normal())
+    return Observation(
+        running=running,
+        kv_tokens=kv,
+        seconds_per_step=seconds / 40,
+        seconds=seconds,
+        prefill_passes=passes,
+        prefilled_tokens=prefilled,
+    )
+
+
+def slower(observation: Observation, factor: float) -> Observation:
+    return replace(
+        observation,
+        seconds=factor * observation.seconds,
+        seconds_per_step=factor * observation.seconds_per_step,
+    )
+
+
+def worst(model: StepTimeModel, true: StepTimeModel) -> float:
+    """The largest relative error of a step at a few places."""
+    ratios = [model.step_seconds(b, kv) / true.step_seconds(b, kv) - 1 for b, kv in PLACES]
+    return float(np.abs(ratios).max())
+
+
+def test_without_observations_it_is_the_prior() -> None:
+    assert OnlineFit(PRIOR).model == PRIOR
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_true_model_is_found_from_noisy_windows(seed: int) -> None:
+    rng, online = np.random.default_rng(seed), OnlineFit(PRIOR)
+    assert worst(PRIOR, OTHER) > 0.25
+    for _ in range(200):
+        online.observe(seen(OTHER, rng, 0.03))
+    assert worst(online.model, OTHER) < 0.06
+    assert online.model.prefill_seconds(8000) == pytest.approx(OTHER.prefill_seconds(8000), rel=0.1)
+    assert online.windows == 200
+
+
+def test_a_change_is_followed_within_a_few_memories() -> None:
+    rng, online = np.random.default_rng(1), OnlineFit(PRIOR, memory=20)
+    changed = replace(OTHER, t0=3e-3, t2=8e-8)
+    for _ in range(100):
+        online.observe(seen(OTHER, rng, 0.02))
+    assert worst(online.model, changed) > 0.3
+    for _ in range(120):
+        online.observe(seen(changed, rng, 0.02))
+    assert worst(online.model, changed) < 0.06
+
+
+@pytest.mark.parametrize("prior", [PRIOR, H200_QWEN3_4B_REFINED])
+def test_no_coefficient_is_ever_negative(prior: StepTimeModel) -> None:
+    rng, online = np.random.default_rng(2), OnlineFit(prior, memory=10, clip=10)
+    none = replace(prior, t0=0.0, t0_wide=0.0, prefill_pass=0.0)
+    touched = False
+    for _ in range(300):
+        online.observe(seen(none, rng, 0.3))
+        values = [getattr(online.model, field.name) for field in fields(StepTimeModel)]
+        assert all(value >= 0 for value in values)
+        touched |= online.model.t0 == 0 or online.model.prefill_pass == 0
+        assert (online.model.t0_wide > 0) <= (prior.t0_wide > 0)
+    assert touched
+
+
+@pytest.mark.parametrize("factor", [1000.0, 0.001])
+def test_one_wild_window_moves_the_next_prediction_by_at_most_the_clip(factor: float) -> None:
+    rng = np.random.default_rng(3)
+    wild = seen(PRIOR, rng, 0.0)
+    online = OnlineFit(PRIOR, clip=0.1)
+    online.observe(slower(wild, factor))
+    moved = online.model.step_seconds(wild.running, wild.kv_tokens)
+    first = moved / PRIOR.step_seconds(wild.running, wild.kv_tokens) - 1
+    assert 0.01 < abs(first) <= 0.1
+    online = OnlineFit(PRIOR, clip=0.1)
+    for _ in range(100):
+        online.observe(seen(PRIOR, rng, 0.01))
+    before = online.model
+    online.observe(slower(wild, factor))
+    assert 0 < worst(online.model, before) < 0.02
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seconds": 0.0},
+        {"seconds": float("nan")},
+        {"seconds": float("inf")},
+        {"running": 0.0},
+        {"seconds_per_step": 0.0},
+        {"seconds_per_step": float("nan")},
+        {"seconds_per_step": 1e9},
+    ],
+)
+def test_windows_that_say_nothing_do_not_count(change: dict[str, float]) -> None:
+    online = OnlineFit(PRIOR)
+    usable = seen(OTHER, np.random.default_rng(0), 0.0)
+    online.observe(replace(usable, **change))
+    assert (online.windows, online.model) == (0, PRIOR)
+    online.observe(usable)
+    assert online.windows == 1
+    assert online.model != PRIOR
+
+
+@pytest.mark.parametrize("name", ["prior_weight", "memory", "clip"])
+def test_settings_are_positive(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 0.0"):
+        OnlineFit(PRIOR, **{name: 0.0})

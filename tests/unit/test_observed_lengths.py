@@ -1,0 +1,194 @@
+"""The running record: its window, what groups share, and groups like those observed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from aprilsched.core.lengths.draws import hashed_uniforms, resampled
+from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.lengths.identity import batches_until, bias_without, expected_lengths
+from aprilsched.core.lengths.kaplan_meier import kaplan_meier
+from aprilsched.core.lengths.observed import ObservedLengths
+from aprilsched.core.lengths.variance import shared_log_variance
+
+
+def drawn(groups: int, size: int, seed: int, shared: float = 0.5) -> NDArray[np.int64]:
+    """Lengths [groups, size] of median 60, sigma 0.9."""
+    rng = np.random.default_rng(seed)
+    x = np.sqrt(shared) * rng.standard_normal((groups, 1))
+    x = x + np.sqrt(1 - shared) * rng.standard_normal((groups, size))
+    return np.clip(np.rint(60 * np.exp(0.9 * x)), 1, 600).astype(np.int64)
+
+
+def cut_off(lengths: NDArray[np.int64], per_launch: float) -> list[GroupLengths]:
+    """Group i was launched `per_launch` tokens before group i + 1, and the run stops now."""
+    groups: list[GroupLengths] = []
+    for i, row in enumerate(lengths):
+        age = int((len(lengths) - i) * per_launch)
+        groups.append(GroupLengths(launched=i, tokens=np.minimum(row, age), finished=row <= age))
+    return groups
+
+
+def record(groups: list[GroupLengths], window: int) -> tuple[ObservedLengths, list[GroupLengths]]:
+    """The complete ones in a record, in the order in which they completed, and the open ones."""
+    observed = ObservedLengths(window=window)
+    complete = [group for group in groups if group.complete]
+    for group in sorted(complete, key=lambda g: g.launched + int(g.tokens.max())):
+        observed.add_group(group)
+    return observed, [group for group in groups if not group.complete]
+
+
+def test_the_window_goes_by_launches_and_not_by_completions():
+    observed = ObservedLengths(window=6)
+    for launched in (5, 0, 4, 1, 3):
+        observed.add_group(GroupLengths.whole(launched, [launched + 1, launched + 1]))
+    assert len(observed) == 6
+    assert [group.launched for group in observed.cohort()] == [3, 4, 5]
+    waiting = GroupLengths(launched=2, tokens=np.array([7]), finished=np.array([False]))
+    assert [group.launched for group in observed.cohort([waiting])] == [3, 4, 5]
+    young = GroupLengths(launched=9, tokens=np.array([7, 7]), finished=np.array([False, False]))
+    assert [group.launched for group in observed.cohort([young])] == [4, 5, 9]
+
+
+def test_there_is_no_law_before_something_has_finished():
+    observed = ObservedLengths()
+    young = GroupLengths(launched=1, tokens=np.array([7, 3]), finished=np.array([False, False]))
+    assert observed.law() is None
+    assert observed.law([young]) is None
+    half = GroupLengths(launched=1, tokens=np.array([7, 3]), finished=np.array([False, True]))
+    law = observed.law([half])
+    assert law is not None
+    assert law.observations == 2
+    with pytest.raises(ValueError, match="draw later"):
+        observed.draw_groups(4, group_size=2, open_groups=[young])
+
+
+def test_the_law_of_a_running_system_is_not_that_of_its_complete_groups():
+    truth = drawn(100_000, 4, 99).mean()
+    means: list[float] = []
+    complete: list[float] = []
+    for seed in range(60):
+        observed, waiting = record(cut_off(drawn(400, 4, seed), 2.0), window=1200)
+        law = observed.law(waiting)
+        assert law is not None
+        means.append(law.mean())
+        complete.append(float(np.mean([g.tokens.mean() for g in observed.cohort()])))
+    error = np.std(means) / np.sqrt(60)
+    assert np.mean(means) == pytest.approx(truth, abs=4 * error)
+    assert np.mean(complete) < truth - 8 * error
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.3, 0.6, 0.9])
+def test_the_shared_log_variance_is_found(shared: float):
+    rng = np.random.default_rng(5)
+    x = np.sqrt(shared) * rng.standard_normal((1500, 1))
+    x = x + np.sqrt(1 - shared) * rng.standard_normal((1500, 8))
+    lengths = np.rint(5000 * np.exp(0.5 * x)).astype(np.int64)
+    groups = [GroupLengths.whole(i, row[: 4 + i % 5].tolist()) for i, row in enumerate(lengths)]
+    assert shared_log_variance(groups) == pytest.approx(shared, abs=0.03)
+
+
+def test_the_shared_log_variance_by_hand():
+    logs = [[1.0, 3.0], [5.0, 7.0]]
+    groups = [GroupLengths.whole(i, np.exp(log).round().tolist()) for i, log in enumerate(logs)]
+    a, b = (np.log(group.tokens) for group in groups)
+    within = (np.var(a) * 2 + np.var(b) * 2) / 2
+    between = 2 * np.var([a.mean(), b.mean()]) * 2
+    shared = (between - within) / 2
+    assert shared_log_variance(groups) == pytest.approx(shared / (shared + within))
+
+
+def test_what_does_not_say_how_much_is_shared():
+    assert shared_log_variance([]) is None
+    assert shared_log_variance([GroupLengths.whole(0, [3, 4])]) is None
+    assert shared_log_variance([GroupLengths.whole(i, [3]) for i in range(9)]) is None
+    assert shared_log_variance([GroupLengths.whole(i, [3, 3]) for i in range(9)]) is None
+
+
+def test_groups_are_drawn_whole_and_as_often_as_each_other():
+    observed = ObservedLengths()
+    for launched, row in enumerate(drawn(50, 4, 1)):
+        observed.add_group(GroupLengths.whole(launched, row.tolist()))
+    rows = sorted(group.tokens.tolist() for group in observed.cohort())
+    groups = observed.draw_groups(150, group_size=4)
+    assert sorted(groups.tolist()) == sorted(rows * 3)
+    assert groups.tolist() == observed.draw_groups(150, group_size=4).tolist()
+    assert groups.tolist() != observed.draw_groups(150, group_size=4, seed=1).tolist()
+    assert observed.draw_groups(9, group_size=2).shape == (9, 2)
+    with pytest.raises(ValueError, match="no group of 5"):
+        observed.draw_groups(9, group_size=5)
+
+
+def test_drawn_groups_are_as_long_as_those_still_open_will_be():
+    """A sixth of the cohort is open: taken as it is, groups would be too short."""
+    truth = drawn(100_000, 4, 99).mean()
+    means: list[float] = []
+    as_is: list[float] = []
+    for seed in range(60):
+        groups = cut_off(drawn(300, 4, seed), 2.2)
+        observed, waiting = record(groups, window=10_000)
+        assert len(waiting) > 30
+        synthetic = observed.draw_groups(600, group_size=4, open_groups=waiting, seed=seed)
+        means.append(float(synthetic.mean()))
+        as_is.append(float(np.mean([group.tokens.mean() for group in groups])))
+    error = np.std(means) / np.sqrt(60)
+    assert np.mean(means) == pytest.approx(truth, abs=4 * error)
+    assert np.mean(as_is) < truth - 8 * error
+
+
+def test_what_is_known_of_an_open_group_stays():
+    observed = ObservedLengths()
+    observed.add_group(GroupLengths.whole(0, [50, 90]))
+    half = GroupLengths(launched=1, tokens=np.array([30, 60]), finished=np.array([True, False]))
+    drawn_groups = observed.draw_groups(40, group_size=2, open_groups=[half]).tolist()
+    assert sorted(drawn_groups) == [[30, 90]] * 20 + [[50, 90]] * 20
+
+
+def test_hashed_uniforms_are_uniform_and_independent_of_each_other():
+    u = hashed_uniforms((64, 1000), seed=7)
+    assert 0 < u.min() < u.max() < 1
+    counts = np.bincount((u.ravel() * 64).astype(np.int64), minlength=64)
+    assert float(((counts - 1000) ** 2 / 1000).sum()) < 63 + 5 * np.sqrt(2 * 63)
+    flat = u.ravel() - 0.5
+    for lag in (1, 2, 1000):
+        assert abs(float((flat[lag:] * flat[:-lag]).mean()) * 12) < 5 / np.sqrt(flat.size)
+    other = hashed_uniforms((64, 1000), seed=8).ravel() - 0.5
+    assert abs(float((flat * other).mean()) * 12) < 5 / np.sqrt(flat.size)
+
+
+@pytest.mark.parametrize(("population", "count"), [(7, 3), (7, 7), (7, 40), (1, 5)])
+def test_resampling_takes_each_as_often_as_it_can(population: int, count: int):
+    for seed in range(20):
+        taken = np.bincount(resampled(population, count, seed=seed), minlength=population)
+        assert taken.sum() == count
+        assert taken.max() - taken.min() <= 1
+
+
+def test_resampling_favours_no_place():
+    taken = np.zeros(10)
+    for seed in range(3000):
+        taken += np.bincount(resampled(10, 3, seed=seed), minlength=10)
+    assert taken / 3000 == pytest.approx(np.full(10, 0.3), abs=0.05)
+
+
+def test_the_identity_is_exact():
+    lengths = drawn(200, 1, 3).ravel()
+    away, here = lengths[150:], lengths[:150]
+    bias = bias_without(50, float(away.mean()), 150, float(lengths.mean()))
+    assert bias == pytest.approx(here.mean() / lengths.mean() - 1)
+    assert bias_without(0, 9.0, 5, 3.0) == bias_without(5, 9.0, 0, 3.0) == 0
+
+
+def test_batches_until_the_transient_is_small():
+    assert batches_until(0.01, in_flight=128, excess=0.9, per_batch=128) == 90
+    assert bias_without(128, 1.9, 90 * 128, 1.0) == pytest.approx(-0.01)
+    with pytest.raises(ValueError, match="above 0"):
+        batches_until(0, in_flight=1, excess=1, per_batch=1)
+
+
+def test_expected_lengths_are_known_or_conditional():
+    law = kaplan_meier([2, 4, 8], [False, False, False])
+    final = expected_lengths(law, np.array([3, 3]), np.array([True, False]))
+    assert final.tolist() == [3, 6]
