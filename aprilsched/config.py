@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, TypeAlias, get_args
 
 from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, OverProvision
@@ -10,7 +10,7 @@ from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
 from aprilsched.core.policies.resume import ResumeOrder
 from aprilsched.core.policies.staleness import StalenessGate, StalenessRule
 from aprilsched.core.policies.stop import StopAt, StopUnit
-from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.core.policies.straggler import Prices, StragglerRule
 from aprilsched.core.rules import CachedKV, Pace, RewardScope, Rules
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
@@ -66,7 +66,10 @@ class SchedulerConfig:
     straggler: StragglerRule = "retract"
     """What happens to those still running: "retract" (paused, KV recomputed), "in_place"
     (paused, KV kept: later tokens attend to stale keys), "abort" (called back, sent again),
-    "run" (they run to their end; nothing is ever of two versions)."""
+    "run" (they run to their end; nothing is ever of two versions), "choose" (each what costs
+    least, by `prices` and its expected rest)."""
+    prices: Prices = field(default_factory=Prices)
+    """What interrupting and waiting cost; for straggler="choose"."""
     kv_after_refit: KVAfterRefit = "auto"
     """What becomes of KV that older weights computed: "recompute" (the cache is flushed), "keep"
     (later tokens attend to stale keys), "apart" (a cache key for each version, for servers that
@@ -116,6 +119,7 @@ class SchedulerConfig:
             rebalance=self.rebalance,
             stop=StopAt(unit=self.stop, amount=self._amount()),
             straggler=self.straggler,
+            prices=self.prices,
             kv=self._kv(),
             pace=self.pace,
             staleness=StalenessGate(bound=self.max_staleness, rule=self.staleness_rule),
@@ -172,6 +176,10 @@ class SchedulerConfig:
             share = getattr(self, name)
             if not 0 < share <= 1:
                 raise ConfigError(f"{name} is {share}; give a share above 0 and at most 1.")
+        for price in fields(self.prices):
+            value = getattr(self.prices, price.name)
+            if value < 0 or (value == 0 and price.name == "prefill_tokens_per_s"):
+                raise ConfigError(f"prices.{price.name} is {value}; give a number above 0.")
 
     def _check_choices(self) -> None:
         for name, choices in _CHOICES.items():
@@ -226,6 +234,7 @@ _KV: dict[StragglerRule, tuple[CachedKV, ...]] = {
     "in_place": ("keep", "apart"),
     "abort": ("recompute", "apart"),
     "run": ("recompute", "apart"),
+    "choose": ("recompute", "apart"),
 }
 
 _CHOICES: dict[str, tuple[str, ...]] = {

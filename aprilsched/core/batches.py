@@ -20,6 +20,7 @@ __all__ = [
     "full",
     "on_batch_requested",
     "on_batch_withdrawn",
+    "training_runs",
 ]
 
 
@@ -40,6 +41,14 @@ def full(state: SchedulerState) -> bool:
     if state.rules.staleness.rule != "finish":
         return True
     return not any(not g.complete and _due(state, g) for g in state.book.training_groups())
+
+
+def training_runs(state: SchedulerState) -> bool:
+    """Should training rollouts be generated now?"""
+    refits = state.update is not None and not state.update.beside
+    if refits or state.sleep is not None:
+        return False
+    return state.asynchronous or (state.wanted and not full(state))
 
 
 def deliver_evaluations(state: SchedulerState) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from aprilsched.core.batches import full
+from aprilsched.core.batches import training_runs
 from aprilsched.core.commands import Send
 from aprilsched.core.control import RUN, Goal
 from aprilsched.core.dropping import abort
@@ -27,7 +27,7 @@ def interrupt(state: SchedulerState) -> None:
     called_back = state.rules.straggler == "abort" or lent
     if not called_back or book.called_back == book.open_attempts:
         return
-    if state.evaluations or _training_runs(state):
+    if state.evaluations or training_runs(state):
         return
     for request in book.open_requests():
         abort(state, request)
@@ -44,7 +44,7 @@ def dispatch(state: SchedulerState) -> None:
     book, rules = state.book, state.rules
     if not book.queue or _goal(state).kind != "run":
         return
-    training, limit = _training_runs(state), rules.max_in_flight
+    training, limit = training_runs(state), rules.max_in_flight
     if book.queue.first(training=training) is None:
         return
     places = _places(state)
@@ -90,20 +90,10 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     )
 
 
-def _training_runs(state: SchedulerState) -> bool:
-    """Should training rollouts be generated now?"""
-    if _refits(state) or state.sleep is not None:
-        return False
-    return state.asynchronous or (state.wanted and not full(state))
-
-
-def _refits(state: SchedulerState) -> bool:
-    """Is an update under way for which engines pause?"""
-    return state.update is not None and not state.update.beside
-
-
 def _goal(state: SchedulerState) -> Goal:
     update, sleep = state.update, state.sleep
+    if state.running_out or state.calling_back:
+        return RUN
     if update is not None and not update.beside:
         # Until it may pause the engines, an update waits for what runs in them to end.
         if not update.quiet:
@@ -111,6 +101,6 @@ def _goal(state: SchedulerState) -> Goal:
         return Goal(kind="refit", away=sleep.away_in_refit if sleep else frozenset())
     if sleep is not None and not sleep.waking:
         return Goal(kind="pause", away=sleep.away) if sleep.quiet else RUN
-    if state.rules.straggler in ("abort", "run") or state.evaluations or _training_runs(state):
+    if state.rules.straggler in ("abort", "run") or state.evaluations or training_runs(state):
         return RUN
     return Goal(kind="pause")

@@ -5,6 +5,9 @@ members are evidence for the others: on the scale of log lengths, with a share w
 in common and k finished siblings whose mean log length is d above the law's, the expectation of a
 member's log length is w * k / (w * k + 1 - w) * d above the law's (the posterior mean of a normal
 random effect). The law is stretched by the exponential of that.
+
+A request's own limit is not looked at: workloads with lengths drawn beforehand give each request
+its length as its limit, and a policy that saw it would know what no policy can.
 """
 
 from __future__ import annotations
@@ -44,15 +47,26 @@ class Expectations:
         self._stale = True
 
     def remaining(self, request: RequestRecord) -> float:
-        """Expected tokens to the end of the response; its limit while nothing is known."""
+        """Expected tokens to the end of the response; 0 while nothing is known."""
         if self._stale:
             self._estimate()
         if self._law is None:
-            return float(request.remaining)
+            return 0.0
         stretch = self._stretch(request.rollout.group)
         so_far = len(request.rollout.log)
-        left = stretch * float(self._law.residual_mean(so_far / stretch))
-        return min(left, float(request.remaining))
+        return stretch * float(self._law.residual_mean(so_far / stretch))
+
+    def ends_within(self, request: RequestRecord, tokens: int) -> float:
+        """Probability that the response ends within so many more tokens; 0 while nothing is
+        known."""
+        if self._stale:
+            self._estimate()
+        if self._law is None:
+            return 0.0
+        stretch = self._stretch(request.rollout.group)
+        so_far = len(request.rollout.log)
+        now, then = self._law.survival_at(np.array([so_far, so_far + tokens]) / stretch)
+        return float(1 - then / now) if now > 0 else 1.0
 
     def _stretch(self, group: GroupRecord) -> float:
         finished = [len(m.log) for m in group.members if m.state not in GENERATING]

@@ -10,7 +10,7 @@ from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.resume import ResumeOrder
 from aprilsched.core.policies.staleness import StalenessGate
 from aprilsched.core.policies.stop import StopAt
-from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.core.policies.straggler import Prices, StragglerRule
 from aprilsched.types import SamplingParams
 
 __all__ = ["CachedKV", "Pace", "RewardScope", "Rules"]
@@ -37,6 +37,8 @@ class Rules:
     """Carried rollouts of an engine that holds more than its share move to others."""
     stop: StopAt
     straggler: StragglerRule
+    prices: Prices
+    """What interrupting and waiting cost, for the straggler rule "choose"."""
     kv: CachedKV
     """What becomes of the cached KV at a refit: flushed, kept, or kept apart by version."""
     pace: Pace

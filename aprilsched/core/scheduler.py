@@ -24,6 +24,7 @@ from aprilsched.core import (
     requests,
     scoring,
     sleep,
+    stragglers,
     turns,
     updates,
 )
@@ -75,6 +76,7 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     batches.deliver,
     planning.plan,
     launching.launch,
+    stragglers.settle_stragglers,
     dispatching.interrupt,
     updates.catch_up,
     dispatching.steer,
@@ -100,8 +102,8 @@ class Scheduler:
         state.now = now
         state.commands = []
         HANDLERS[type(event)](state, event)
-        if not isinstance(event, events.Progress):
-            # New tokens change no decision; a run has sixteen such events for each rollout.
+        if state.running_out or not isinstance(event, events.Progress):
+            # New tokens change no other decision; a run has sixteen such events for each rollout.
             for decide in DECISIONS:
                 decide(state)
         return state.commands

@@ -33,7 +33,7 @@ class SchedulerState:
         self.book = Book(lambda r: place_of(r, rules.resume, self.expectations.remaining))
         self.tracker = PolicyVersionTracker()
         self.control = FleetControl(
-            pause_mode=pause_mode(rules.straggler), flushes=rules.kv == "recompute"
+            pause_mode=pause_mode(rules.straggler, keeps=rules.kv != "recompute"), flushes=rules.kv == "recompute"
         )
         self.schedule = (
             FIRST_SCHEDULE
@@ -45,6 +45,12 @@ class SchedulerState:
         """Groups to keep open for the batch in work."""
         self.delivered: deque[tuple[int, int]] = deque(maxlen=RECENT_BATCHES)
         """Responses and tokens of the last batches."""
+        self.running_out: dict[int, int] = {}
+        """Requests that may run on although their batch is full, and to which length."""
+        self.calling_back: set[int] = set()
+        """Requests that come back before the engines are paused."""
+        self.settled = True
+        """What becomes of the stragglers of this stop is decided."""
         self.planning = False
         """A schedule has been asked for."""
         self.planned_at = 0
@@ -72,6 +78,12 @@ class SchedulerState:
         """Adapters loaded on each engine."""
         self.sleep: Sleep | None = None
         self.evaluations: dict[int, list[GroupRecord]] = {}
+
+    @property
+    def usual_running(self) -> float:
+        """Rollouts that generate together in the mean of a batch, about: half of those launched
+        run to its end."""
+        return self.target_groups * self.rules.group_size / 2
 
     @property
     def given_up(self) -> bool:

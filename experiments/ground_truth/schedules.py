@@ -1,8 +1,7 @@
 """The measured schedules on the embedded engine: pure timing, no scheduler of ours in between.
 
 All have the built-in workload's law, batches of 32 groups of 8 and prompts of 8 tokens. A step is
-the time from one batch to the next. :class:`Rig` sends groups to a
-:class:`~aprilsched.engines.sim.Batcher`; the functions below are the schedules, one row a step.
+the time from one batch to the next; each schedule is a function that gives a row a step.
 """
 
 from __future__ import annotations
@@ -69,11 +68,9 @@ class Rig:
         self.sent[name] = (group, member)
         self.in_flight += 1
         left = int(group.lengths[member]) - done
-        request = GenerationRequest(
-            request_id=name,
-            input_ids=np.zeros(PROMPT + done, dtype=np.int32),
-            sampling=SamplingParams(max_new_tokens=left, ignore_eos=True),
-        )
+        sampling = SamplingParams(max_new_tokens=left, ignore_eos=True)
+        prompt = np.zeros(PROMPT + done, dtype=np.int32)
+        request = GenerationRequest(request_id=name, input_ids=prompt, sampling=sampling)
         self.batcher.submit(request, self.now)
 
     def send_group(self) -> None:
@@ -118,8 +115,8 @@ class Rig:
         counters, (start, generated, prefilled) = self.batcher.counters, self._before
         seconds = self.now - start
         rate = (counters.generated - generated) / seconds
-        cached = self.batcher.kv_in_use
-        self.rows.append(Row(seconds, rate, counters.prefilled - prefilled, cached))
+        computed = counters.prefilled - prefilled
+        self.rows.append(Row(seconds, rate, computed, self.batcher.kv_in_use))
         self._before = (self.now, counters.generated, counters.prefilled)
         return batch
 
@@ -177,8 +174,7 @@ def wait_for_all(seed: int, steps: int, timing: StepTimeModel = H200_QWEN3_4B) -
     """32 groups at a time, the last response waited for."""
     rig = Rig(seed, timing)
     for _ in range(steps):
-        for _ in range(GROUPS):
-            rig.send_group()
+        rig.fill(GROUPS * MEMBERS)
         while rig.next_event():
             pass
         rig.end_step()

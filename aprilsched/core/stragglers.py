@@ -1,0 +1,102 @@
+"""What becomes of each straggler, decided once when a batch is full (or an update begins).
+
+Some run out, up to a limit of tokens; some are called back, because their KV is not worth keeping
+or because their engine has more than its share; the others stay inside the pause. Engines are
+paused only when the first have ended or reached their limit and the second are back: a request
+aborted after a retract comes back without the tokens that had not been streamed (hazard 1).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aprilsched.core.batches import training_runs
+from aprilsched.core.dropping import abort
+from aprilsched.core.policies.straggler import Straggler, keeps_kv, run_out_tokens
+from aprilsched.core.records import RequestRecord
+from aprilsched.core.state import SchedulerState
+
+__all__ = ["settle_stragglers"]
+
+
+def settle_stragglers(state: SchedulerState) -> None:
+    """Decide when it is time, and forget those whose time has come."""
+    if state.running_out or state.calling_back:
+        _prune(state)
+    if not (state.rules.straggler == "choose" or state.rules.rebalance):
+        return
+    if training_runs(state):
+        state.settled = False
+        return
+    if state.settled:
+        return
+    state.settled = True
+    stragglers = [r for r in state.book.open_requests() if _training(r) and not r.aborting]
+    if state.rules.straggler == "choose":
+        _choose(state, stragglers)
+    if state.rules.rebalance:
+        _rebalance(state, stragglers)
+
+
+def _training(request: RequestRecord) -> bool:
+    group = request.rollout.group
+    return group.evaluation_id is None and group.dropped is None
+
+
+def _prune(state: SchedulerState) -> None:
+    requests = state.book.requests
+    for request_id, limit in list(state.running_out.items()):
+        request = requests.get(request_id)
+        if request is None or not request.open or len(request.rollout.log) >= limit:
+            del state.running_out[request_id]
+    for request_id in list(state.calling_back):
+        request = requests.get(request_id)
+        if request is None or not request.open:
+            state.calling_back.remove(request_id)
+
+
+def _choose(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
+    prices = state.rules.prices
+    views = [_view(state, request) for request in stragglers]
+    tokens = run_out_tokens(views, prices, usual=state.usual_running)
+    if tokens:
+        for request in stragglers:
+            state.running_out[request.request_id] = len(request.rollout.log) + tokens
+    if state.rules.kv != "apart":
+        return
+    for request, view in zip(stragglers, views, strict=True):
+        remaining = state.expectations.remaining(request)
+        if not keeps_kv(context=view.context, remaining=remaining, prices=prices):
+            _call_back(state, request)
+
+
+def _view(state: SchedulerState, request: RequestRecord) -> Straggler:
+    rollout = request.rollout
+    group = rollout.group
+    ends_within = state.expectations.ends_within
+    return Straggler(
+        context=len(rollout.prompt_ids) + len(rollout.log),
+        group_tokens=group.tokens if group.unfinished == 1 else 0,
+        ends_within=lambda tokens: ends_within(request, tokens),
+    )
+
+
+def _rebalance(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
+    """Call back what an engine has beyond its share and a group more, the longest contexts first:
+    they are what makes an engine slow."""
+    on: dict[str, list[RequestRecord]] = {name: [] for name in state.control.engines}
+    for request in stragglers:
+        on[request.engine].append(request)
+    share = float(np.mean([len(requests) for requests in on.values()]))
+    for requests in on.values():
+        excess = len(requests) - round(share) - state.rules.group_size
+        if excess > 0:
+            requests.sort(key=lambda r: (-len(r.rollout.log), r.request_id))
+            for request in requests[:excess]:
+                _call_back(state, request)
+
+
+def _call_back(state: SchedulerState, request: RequestRecord) -> None:
+    state.running_out.pop(request.request_id, None)
+    state.calling_back.add(request.request_id)
+    abort(state, request)
