@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, get_args
 from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, OverProvision
 from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
 from aprilsched.core.policies.resume import ResumeOrder
+from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.policies.staleness import StalenessGate, StalenessRule
 from aprilsched.core.policies.stop import StopAt, StopUnit
 from aprilsched.core.policies.straggler import Prices, StragglerRule
@@ -17,7 +18,7 @@ from aprilsched.types import SamplingParams
 
 __all__ = ["KVAfterRefit", "RefillRule", "SchedulerConfig"]
 
-RefillRule: TypeAlias = Literal["wave", "pool"]
+RefillRule: TypeAlias = Literal["wave", "pool", "rounds"]
 
 KVAfterRefit: TypeAlias = Literal["auto", "recompute", "keep", "apart"]
 
@@ -44,11 +45,18 @@ class SchedulerConfig:
     kv_target: float = 0.8
     """Of the KV pool, at the peak of a batch; for over_provision="kv"."""
     refill: RefillRule = "wave"
-    """"wave": once at the begin of each batch (APRIL); "pool": a constant number in flight."""
+    """"wave": once at the begin of each batch (APRIL); "pool": a constant number in flight;
+    "rounds": of a store of open groups those of like expected length run together."""
     refill_groups: int = 4
     """Groups that a pool starts together; one by one costs a third of the throughput."""
     refill_until: float = 1.0
     """Share of a batch that is complete when its pool is no longer refilled."""
+    store_batches: float = 5.0
+    """Open groups that rounds choose among, in batches."""
+    probes: int = 1
+    """Members of a group that run once before its round, as evidence of its length."""
+    oldest_batches: int = 16
+    """Batches after its first token at which a group runs, whatever its length."""
     resume_order: ResumeOrder = "carried"
     """Which waiting request goes first: "carried" ones, those with the "shortest" or those with
     the "longest" expected rest."""
@@ -142,6 +150,8 @@ class SchedulerConfig:
     def _refill(self) -> Refill:
         if self.refill == "wave":
             return Wave()
+        if self.refill == "rounds":
+            return Rounds(store=self.store_batches, probes=self.probes, oldest=self.oldest_batches)
         return ConstantPool(together=self.refill_groups, until=self.refill_until)
 
     def _over_provision(self) -> OverProvision:
@@ -205,6 +215,12 @@ class SchedulerConfig:
                 f"{self.batch_groups} groups of {self.group_size}; raise it to {needed} or more, "
                 "or lower batch_groups."
             )
+        if self.refill == "rounds" and (self.pace, self.straggler) not in _ROUNDS:
+            raise ConfigError(
+                f'refill="rounds" parks what it does not choose, which pace="{self.pace}" with '
+                f'straggler="{self.straggler}" cannot; set pace="synchronous" and straggler='
+                '"retract" or "abort".'
+            )
         if self.staleness_rule != "mask" and self.max_staleness is None:
             raise ConfigError(
                 f'staleness_rule="{self.staleness_rule}" needs a bound; set max_staleness.'
@@ -215,6 +231,9 @@ _LEAST: dict[str, float] = {
     "batch_groups": 1,
     "group_size": 1,
     "refill_groups": 1,
+    "store_batches": 1,
+    "probes": 0,
+    "oldest_batches": 1,
     "batch_samples": 1,
     "batch_tokens": 1,
     "max_staleness": 0,
@@ -226,6 +245,8 @@ _LEAST: dict[str, float] = {
     "control_timeout_s": 0.001,
     "refit_timeout_s": 0.001,
 }
+
+_ROUNDS = (("synchronous", "retract"), ("synchronous", "abort"))
 
 _KV: dict[StragglerRule, tuple[CachedKV, ...]] = {
     # A retracted request finds its own older prefix in a cache that was not flushed.

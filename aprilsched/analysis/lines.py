@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["DeliveredLine", "Line", "read_lines"]
+__all__ = ["DeliveredLine", "EngineLine", "Line", "read_lines"]
 
 
 class DeliveredLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +21,14 @@ class DeliveredLine(msgspec.Struct, frozen=True, kw_only=True):
     group_id: int
     tokens: int
     segments: tuple[tuple[int, int, int, str | None], ...]
+    prompt_tokens: int = 0
+
+
+class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine in an Opened line."""
+
+    name: str
+    kv_tokens: int | None = None
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,10 +46,19 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     cause: str = ""
     batch: int = -1
     rollouts: tuple[DeliveredLine, ...] = ()
+    tokens: int = 0
+    """New ones of a Progress; those of the context in a Send."""
+    prompts: int = 0
+    last: bool = False
+    engines: tuple[EngineLine | str, ...] | int = ()
+    """Of an Opened line; names alone, or their number, in others."""
+    catch_up: bool = False
 
 
-def read_lines(path: Path) -> Iterator[Line]:
+def read_lines(path: Path, *, progress: bool = False) -> Iterator[Line]:
     """The lines at `path`. One that was cut off at the end (a killed run) is passed over.
+
+    Progress lines are two thirds of all, and left out unless `progress` asks for them.
 
     Raises:
         OSError: if the file cannot be read.
@@ -52,6 +69,6 @@ def read_lines(path: Path) -> Iterator[Line]:
         for raw in file:
             if not raw.endswith(b"\n"):
                 return
-            if b'"event":"Progress"' in raw:
-                continue  # two thirds of all lines, and nothing here looks at them
+            if not progress and b'"event":"Progress"' in raw:
+                continue
             yield decoder.decode(raw)

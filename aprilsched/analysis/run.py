@@ -7,7 +7,8 @@ as long as the names in it are known.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,16 @@ from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 from aprilsched.types import Segment
 
-__all__ = ["Attempt", "DeliveredRollout", "Delivery", "Pause", "Run", "Update", "read_run"]
+__all__ = [
+    "Attempt",
+    "DeliveredRollout",
+    "Delivery",
+    "Pause",
+    "Run",
+    "Update",
+    "read_run",
+    "readable",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,12 +102,24 @@ def read_run(folder: Path) -> Run:
     Raises:
         RunFolderError: if a file is missing or cannot be understood.
     """
-    try:
+    with readable(folder):
         config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
         summary = msgspec.json.decode((folder / SUMMARY).read_bytes(), type=RunSummary)
         history = _History()
         for line in read_lines(folder / EVENTS):
             history.add(line)
+    return history.run(config, summary)
+
+
+@contextmanager
+def readable(folder: Path) -> Generator[None]:
+    """What cannot be read or understood inside is said in one sentence about `folder`.
+
+    Raises:
+        RunFolderError: instead of OSError, ValueError or MsgspecError.
+    """
+    try:
+        yield
     except OSError as error:
         raise RunFolderError(
             f"{folder} is no whole run folder ({error.filename}: {error.strerror}); name one that "
@@ -107,7 +129,6 @@ def read_run(folder: Path) -> Run:
         raise RunFolderError(
             f"{folder} cannot be understood ({error}); was it written by another version?"
         ) from error
-    return history.run(config, summary)
 
 
 class _History:

@@ -45,7 +45,7 @@ class SimulateCommand:
     policy: str = DEFAULT_POLICIES
     """Which, with commas between. Settings follow a colon: april:over_provision=1.25|1.5|2 is
     three of them."""
-    batches: int = 40
+    batches: int = 60
     """Of each policy."""
     seed: int = 0
     """Of the workload."""

@@ -1,13 +1,14 @@
-"""One policy in virtual time, from its setup to its run folder."""
+"""One policy in virtual time, from its setup to its summary, and to its run folder if asked."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from aprilsched.commands.config_file import as_toml
 from aprilsched.commands.remainder import remainder
 from aprilsched.commands.setup import Setup
 from aprilsched.engines.sim import H200_QWEN3_4B, SimConfig
+from aprilsched.errors import PromptsExhausted
 from aprilsched.planning import Planner
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry.base import Listener
@@ -17,6 +18,7 @@ from aprilsched.telemetry.generation import Generation
 from aprilsched.telemetry.progress import Progress
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.telemetry.summary import Summary
+from aprilsched.timing import StepTimeModel
 
 __all__ = ["SimulatedRun"]
 
@@ -25,15 +27,28 @@ class SimulatedRun:
     """Begun and ended by :meth:`execute`; the folder is a whole run folder afterwards.
 
     Args:
-        setup: what is run; its fleet and its publisher are modelled, not used.
-        folder: where the files go.
+        setup: what is run; its fleet and its publisher are modelled, not used. Prompts that raise
+            PromptsExhausted end the run there, with the batches that it has.
+        folder: where the files go; None writes none.
         progress: shows it; None is quiet.
+        timing: how long the engines take.
+        costs: latencies of everything else; those of the settings unless given.
     """
 
-    def __init__(self, setup: Setup, folder: RunFolder, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        folder: RunFolder | None,
+        progress: Progress | None,
+        *,
+        timing: StepTimeModel = H200_QWEN3_4B,
+        costs: Costs | None = None,
+    ) -> None:
         self._setup = setup
         self._folder = folder
         self._progress = progress
+        self._timing = timing
+        self._costs = costs or _costs(setup)
         self._generation = Generation()
         self.schedule = ""
         """What automatic scheduling chose last."""
@@ -45,39 +60,51 @@ class SimulatedRun:
         Raises:
             AprilschedError: if the run could not begin or go on.
         """
-        setup, log = self._setup, EventLog(self._folder.events)
-        self._folder.create(as_toml(setup.settings))
+        log = None if self._folder is None else self._log(self._folder)
+        summary = self._summary()
+        listeners: list[Listener] = [summary, self._generation]
+        listeners += [listener for listener in (log, self._progress) if listener is not None]
+        simulation = self._simulation(listeners)
+        summary.ledger = simulation.state.book.ledger
+        try:
+            with self._progress or nullcontext(), suppress(PromptsExhausted):
+                simulation.run()
+        finally:
+            if log is not None:
+                log.close()
+        error = None if log is None else log.error
+        result = summary.result(remainder(simulation.state), clock="virtual", event_log_error=error)
+        if self._folder is not None:
+            self._folder.write_summary(result)
+        self._conclude(simulation, result)
+        return result
+
+    def _log(self, folder: RunFolder) -> EventLog:
+        log = EventLog(folder.events)
+        folder.create(as_toml(self._setup.settings))
         log.start()
-        summary = Summary(
+        return log
+
+    def _summary(self) -> Summary:
+        setup = self._setup
+        return Summary(
             trainer_waits=setup.config.pace == "synchronous",
             bound=setup.bound,
             workload_mean=setup.workload_mean,
             burn_in=setup.settings.burn_in,
         )
-        listeners: list[Listener] = [log, summary, self._generation]
-        if self._progress is not None:
-            listeners.append(self._progress)
-        simulation = self._simulation(listeners)
-        summary.ledger = simulation.state.book.ledger
-        try:
-            with self._progress or nullcontext():
-                simulation.run()
-        finally:
-            log.close()
-        result = summary.result(
-            remainder(simulation.state), clock="virtual", event_log_error=log.error
-        )
-        self._folder.write_summary(result)
+
+    def _conclude(self, simulation: Simulation, result: RunSummary) -> None:
         burn_in = result.steady_state.burn_in
         self.generated_tokens_per_s = self._generation.tokens_per_s(burn_in)
-        if setup.config.over_provision == "auto":
+        if self._setup.config.over_provision == "auto":
             self.schedule = simulation.state.schedule.why
-        return result
 
     def _simulation(self, listeners: list[Listener]) -> Simulation:
         setup, settings = self._setup, self._setup.settings
         sim = settings.sim
         engine = SimConfig(
+            timing=self._timing,
             max_running=sim.max_running,
             kv_tokens=sim.kv_tokens,
             stream_interval=sim.stream_interval,
@@ -88,13 +115,18 @@ class SimulatedRun:
             setup.prompts,
             engines=sim.engines,
             engine=engine,
-            costs=Costs(
-                refit_seconds=sim.refit_seconds,
-                train_seconds=settings.train_seconds,
-                reward_seconds=sim.reward_seconds,
-            ),
+            costs=self._costs,
             batches=settings.batches,
             update_every=settings.update_every,
-            planner=Planner(H200_QWEN3_4B, max_running=sim.max_running, inline=True),
+            planner=Planner(self._timing, max_running=sim.max_running, inline=True),
             listeners=listeners,
         )
+
+
+def _costs(setup: Setup) -> Costs:
+    sim = setup.settings.sim
+    return Costs(
+        refit_seconds=sim.refit_seconds,
+        train_seconds=setup.settings.train_seconds,
+        reward_seconds=sim.reward_seconds,
+    )

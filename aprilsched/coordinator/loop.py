@@ -22,7 +22,7 @@ Perform = Callable[[Any], None]
 
 
 class EventLoop:
-    """Feeds the core, tells the listeners, carries commands out. `clock` says the time in seconds."""
+    """Feeds the core, tells the listeners, carries commands out; `clock` says the time."""
 
     def __init__(
         self, core: Scheduler, listeners: Sequence[Listener], *, clock: Callable[[], float]

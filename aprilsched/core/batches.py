@@ -9,9 +9,9 @@ from __future__ import annotations
 from aprilsched.core.assembly import batch_of
 from aprilsched.core.commands import Deliver, DeliverEvaluation, EndOfPrompts
 from aprilsched.core.events import BatchRequested, BatchWithdrawn
-from aprilsched.core.planning import retarget
 from aprilsched.core.records import GroupRecord
 from aprilsched.core.state import SchedulerState
+from aprilsched.core.target import retarget
 from aprilsched.types import NO_VERSION
 
 __all__ = [
@@ -28,6 +28,7 @@ def on_batch_requested(state: SchedulerState, _: BatchRequested) -> None:
     state.wanted = True
     if not state.asynchronous:
         state.wave_due = True
+        state.round_due = True
 
 
 def on_batch_withdrawn(state: SchedulerState, _: BatchWithdrawn) -> None:
@@ -92,7 +93,6 @@ def _deliver_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
     for group in groups:
         state.book.deliver(group)
     counters.batches += 1
-    state.delivered.append((sum(len(g.members) for g in groups), batch.tokens))
     state.expectations.renew()
     retarget(state)
     counters.tokens_masked += sum(

@@ -60,9 +60,15 @@ class Book:
         *,
         evaluation_id: int | None,
         episodes: bool,
+        parked: bool = False,
     ) -> GroupRecord:
-        """Launch a group: one rollout for each of `samplings`."""
-        group = GroupRecord(group_id=self._next_id(), prompt=prompt, evaluation_id=evaluation_id)
+        """Launch a group: one rollout for each of `samplings`, waiting or `parked`."""
+        group = GroupRecord(
+            group_id=self._next_id(),
+            prompt=prompt,
+            evaluation_id=evaluation_id,
+            opened=self.counters.batches,
+        )
         self.groups[group.group_id] = group
         for index, sampling in enumerate(samplings):
             rollout = RolloutRecord(
@@ -72,6 +78,7 @@ class Book:
                 sampling=sampling,
                 state=State.THINKING,
                 prompt_ids=prompt.input_ids,
+                due=not parked,
             )
             group.members.append(rollout)
             self.rollouts[rollout.rollout_id] = rollout
@@ -102,7 +109,8 @@ class Book:
         rollout.request = request
         self.requests[request.request_id] = request
         rollout.move(Move.NEXT_TURN)
-        self.queue.add(request)
+        if rollout.due:
+            self.queue.add(request)
 
     def _next_id(self) -> int:
         self._ids += 1
@@ -162,7 +170,8 @@ class Book:
     def requeue(self, request: RequestRecord) -> None:
         """The rest of a request waits to be sent, with all tokens known."""
         request.rollout.move(Move.INTERRUPT)
-        self.queue.add(request)
+        if request.rollout.due:
+            self.queue.add(request)
 
     def forget(self, request: RequestRecord) -> None:
         self.requests.pop(request.request_id, None)

@@ -20,6 +20,7 @@ from aprilsched.core.lengths.groups import group_lengths
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier
 from aprilsched.core.lengths.observed import ObservedLengths
 from aprilsched.core.lifecycle import GENERATING
+from aprilsched.core.policies.rounds import LogLaw
 from aprilsched.core.records import GroupRecord, RequestRecord
 
 __all__ = ["Expectations"]
@@ -35,12 +36,32 @@ class Expectations:
         self.observed = ObservedLengths()
         self._law: KaplanMeier | None = None
         self._mean_log = 0.0
+        self._deviation_log = 1.0
+        self._limit = 1
+        """The most tokens that any response may have."""
         self._shared = _SHARED
         self._stale = True
 
     def add(self, group: GroupRecord) -> None:
         """A group has ended, complete or dropped."""
         self.observed.add_group(group_lengths(group))
+
+    def note_limit(self, tokens: int) -> None:
+        """A response that was launched may be so long."""
+        self._limit = max(self._limit, tokens)
+
+    def log_law(self) -> LogLaw:
+        """The law of log lengths, for :mod:`~aprilsched.core.policies.rounds`."""
+        if self._stale:
+            self._estimate()
+        if self._law is None:
+            return LogLaw()
+        return LogLaw(
+            mean=self._mean_log,
+            deviation=max(self._deviation_log, 0.05),
+            shared=min(max(self._shared, 0.05), 0.95),
+            cap=float(self._limit),
+        )
 
     def renew(self) -> None:
         """A batch was delivered: the law is estimated again when it is next asked for."""
@@ -82,7 +103,10 @@ class Expectations:
         if self._law is None:
             return
         mass = -np.diff(self._law.survival, prepend=1.0)
-        self._mean_log = float((mass * np.log(self._law.lengths)).sum() / mass.sum())
+        logs = np.log(self._law.lengths)
+        self._mean_log = float((mass * logs).sum() / mass.sum())
+        variance = float((mass * (logs - self._mean_log) ** 2).sum() / mass.sum())
+        self._deviation_log = variance**0.5
         shared = self.observed.shared_log_variance()
         # Never quite 1, where one sibling would decide everything.
         self._shared = _SHARED if shared is None else min(shared, 0.95)

@@ -91,7 +91,8 @@ def _rollout(state: SchedulerState, rollout: RolloutRecord) -> None:
     elif request is not None:
         _hold(not request.open, f"{name} is {rollout.state} with an open attempt")
         queued = request.request_id in state.book.queue
-        _hold(queued == (rollout.state is State.QUEUED), f"{name}: the queue is wrong about it")
+        waits = rollout.state is State.QUEUED and rollout.due
+        _hold(queued == waits, f"{name}: the queue is wrong about it")
 
 
 def _attempts(state: SchedulerState) -> None:

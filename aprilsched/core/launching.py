@@ -5,10 +5,11 @@ from __future__ import annotations
 from aprilsched.core.batches import full
 from aprilsched.core.commands import FetchPrompts, StartEpisode
 from aprilsched.core.events import EvaluationRequested, PromptsArrived
-from aprilsched.core.planning import retarget
 from aprilsched.core.policies.refill import PoolView
+from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.records import GroupRecord
 from aprilsched.core.state import SchedulerState
+from aprilsched.core.target import retarget
 from aprilsched.types import Prompt, SamplingParams
 
 __all__ = ["launch", "on_evaluation_requested", "on_prompts_arrived"]
@@ -93,7 +94,9 @@ def _launch_group(
         _samplings(prompt, state.rules.sampling, size),
         evaluation_id=evaluation_id,
         episodes=episodes,
+        parked=evaluation_id is None and isinstance(state.schedule.refill, Rounds),
     )
+    state.expectations.note_limit(max(m.sampling.max_new_tokens for m in group.members))
     if episodes:
         state.commands.extend(
             StartEpisode(

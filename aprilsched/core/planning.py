@@ -1,43 +1,54 @@
 """When a schedule is chosen anew, and how it comes into force.
 
 The choice itself takes a simulation, so it is the shell's (:mod:`aprilsched.planning`); the core
-says when, and on what evidence. Asked for after the first batch and then twice as late each time,
-since an estimate gets better only with the square root of what was seen; and again as soon as
-lengths have drifted from those that were planned for, on recent evidence only.
+says when, and on what evidence. Asked for after the first batch and then three times as late each
+time, since an estimate gets better only with the square root of what was seen; and again as soon
+as lengths have drifted from those that were planned for, on recent evidence only.
 """
 
 from __future__ import annotations
 
+import numpy as np
+
 from aprilsched.core.commands import Plan
 from aprilsched.core.events import Planned
 from aprilsched.core.lengths.groups import GroupLengths, group_lengths
-from aprilsched.core.policies.over_provision import PoolLoad
-from aprilsched.core.state import RECENT_BATCHES, SchedulerState
+from aprilsched.core.lengths.kaplan_meier import kaplan_meier
+from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.rounds import release_all
+from aprilsched.core.state import SchedulerState
+from aprilsched.core.target import retarget
 
-__all__ = ["on_planned", "plan", "retarget"]
+__all__ = ["on_planned", "plan"]
 
-_DRIFT = 0.15
-"""Change of the recent batches' mean length that makes a plan out of date. Four batches of 32
-groups of 8 with cv 1 and half of the log variance in common scatter by 6 %."""
+_LATER = 3
+_RECENT_BATCHES = 8
+_DRIFT = 0.3
+"""Change of the recent groups' median length that makes a plan out of date. With cv 1 the first
+responses of eight batches of 32 groups know it to 7 %. The median, because the delivered mean
+depends on the schedule, and the mean of the law on responses still to end."""
 
 
 def plan(state: SchedulerState) -> None:
     """Ask for a schedule if one is due."""
     batches = state.book.counters.batches
-    if not state.rules.automatic or state.planning or batches == state.planned_at:
+    if not state.rules.automatic or state.planning or batches == state.looked_at:
         return
-    drifted = _drifted(state)
-    if batches < 2 * state.planned_at and not drifted:
+    state.looked_at = batches
+    groups = _begun(state)
+    recent = groups[-_RECENT_BATCHES * state.rules.batch_groups :]
+    drifted = batches >= state.planned_at + _RECENT_BATCHES and _drifted(state, recent)
+    if batches < _LATER * state.planned_at and not drifted:
         return
-    open_groups = [group_lengths(group) for group in state.book.training_groups()]
-    ended = state.expectations.observed.cohort()
     if drifted:
-        recent = RECENT_BATCHES * state.rules.batch_groups
-        ended, open_groups = _newest(ended, recent), _newest(open_groups, recent)
+        groups = recent
+    ended = [group for group in groups if group.complete]
+    # Of a group that waits for its round nothing is known that its siblings have in common.
+    open_groups = [group for group in groups if not group.complete and group.tokens.all()]
     if not ended:
         return
     state.planning = True
-    state.planned_at, state.planned_mean = batches, _recent_mean(state)
+    state.planned_at, state.planned_for = batches, _median(groups)
     state.commands.append(
         Plan(
             ended=tuple(ended),
@@ -53,37 +64,37 @@ def plan(state: SchedulerState) -> None:
 def on_planned(state: SchedulerState, event: Planned) -> None:
     """The shell has chosen; None keeps what is in force."""
     state.planning = False
-    if event.schedule is not None:
-        state.schedule = event.schedule
-        retarget(state)
+    if event.schedule is None:
+        return
+    if not isinstance(event.schedule.refill, Rounds):
+        release_all(state)
+    state.schedule = event.schedule
+    retarget(state)
 
 
-def retarget(state: SchedulerState) -> None:
-    """Decide how many groups the next batch keeps open."""
-    book, capacity = state.book, state.control.kv_tokens
-    state.target_groups = state.schedule.over_provision.target_groups(
-        PoolLoad(
-            batch_groups=state.rules.batch_groups,
-            current=state.target_groups,
-            kv_share=None if capacity is None else book.peak_tokens / capacity,
-        )
-    )
-    book.peak_tokens = book.held_tokens
+def _begun(state: SchedulerState) -> list[GroupLengths]:
+    """Groups of which some member has begun, in the order of launching."""
+    groups = [group_lengths(group) for group in state.book.training_groups()]
+    groups = [*state.expectations.observed.cohort(), *groups]
+    return sorted((g for g in groups if g.tokens.any()), key=lambda group: group.launched)
 
 
-def _newest(groups: list[GroupLengths], count: int) -> list[GroupLengths]:
-    return sorted(groups, key=lambda group: group.launched)[-count:]
+def _median(groups: list[GroupLengths]) -> float | None:
+    """Of one response of each group: rounds run the siblings of some groups and not of others,
+    by their length."""
+    tokens = np.array([group.tokens[0] for group in groups], dtype=np.int64)
+    finished = np.array([group.finished[0] for group in groups], dtype=np.bool_)
+    if not finished.any():
+        return None
+    return float(kaplan_meier(tokens, ~finished).quantile(0.5))
 
 
-def _drifted(state: SchedulerState) -> bool:
-    if len(state.delivered) < RECENT_BATCHES or not state.planned_mean:
+def _drifted(state: SchedulerState, recent: list[GroupLengths]) -> bool:
+    typical = _median(recent)
+    if typical is None or state.planned_for is None:
         return False
-    return abs(_recent_mean(state) / state.planned_mean - 1) > _DRIFT
-
-
-def _recent_mean(state: SchedulerState) -> float:
-    responses = sum(count for count, _ in state.delivered)
-    return sum(tokens for _, tokens in state.delivered) / responses if responses else 0.0
+    ratio = typical / state.planned_for
+    return max(ratio, 1 / ratio) > 1 + _DRIFT
 
 
 def _prompt_tokens(state: SchedulerState) -> float:

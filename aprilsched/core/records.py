@@ -71,6 +71,8 @@ class RolloutRecord:
     log: TokenLog = field(default_factory=TokenLog)
     request: RequestRecord | None = None
     turns: int = 0
+    due: bool = True
+    """It may generate now; otherwise it is parked until its group's round."""
     reward: float | None = None
     finish_reason: FinishReason = "length"
 
@@ -103,6 +105,10 @@ class GroupRecord:
     """The verdict; None until it is known."""
     engine: str = ""
     """Where the group's prompt prefix is cached."""
+    opened: int = 0
+    """Batches that had been delivered when it was launched."""
+    first_run: int | None = None
+    """And when a member of it was first chosen to run; None before."""
     dropped: Reason | None = None
 
     @property

@@ -15,6 +15,9 @@ from aprilsched.types import SamplingParams
 
 __all__ = ["CachedKV", "Pace", "RewardScope", "Rules"]
 
+LONG_WAIT = 8
+"""Versions that a parked group may wait."""
+
 Pace: TypeAlias = Literal["synchronous", "asynchronous"]
 CachedKV: TypeAlias = Literal["recompute", "keep", "apart"]
 RewardScope: TypeAlias = Literal["none", "rollout", "group"]
@@ -57,3 +60,10 @@ class Rules:
     """The user filters groups."""
     episodes: bool
     """A coroutine of the user's drives each rollout."""
+
+    @property
+    def parks(self) -> bool:
+        """May rounds be chosen? They call back what they do not run, so nothing may be meant to
+        stay in the engines, and they let it wait, so the bound on staleness must be wide."""
+        able = self.pace == "synchronous" and self.straggler in ("retract", "abort")
+        return able and (self.staleness.bound is None or self.staleness.bound >= LONG_WAIT)

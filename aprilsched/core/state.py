@@ -10,7 +10,7 @@ from aprilsched.core.control import FleetControl
 from aprilsched.core.expectation import Expectations
 from aprilsched.core.loan import Sleep
 from aprilsched.core.policies.resume import place_of
-from aprilsched.core.policies.schedule import FIRST_SCHEDULE, Schedule
+from aprilsched.core.policies.schedule import Schedule, first_schedule
 from aprilsched.core.policies.straggler import pause_mode
 from aprilsched.core.records import GroupRecord
 from aprilsched.core.refit import Update
@@ -18,10 +18,7 @@ from aprilsched.core.rules import Rules
 from aprilsched.core.versions import PolicyVersionTracker
 from aprilsched.types import Prompt
 
-__all__ = ["RECENT_BATCHES", "SchedulerState"]
-
-RECENT_BATCHES = 4
-"""Delivered batches in which a drift of the lengths is looked for."""
+__all__ = ["SchedulerState"]
 
 
 class SchedulerState:
@@ -33,18 +30,17 @@ class SchedulerState:
         self.book = Book(lambda r: place_of(r, rules.resume, self.expectations.remaining))
         self.tracker = PolicyVersionTracker()
         self.control = FleetControl(
-            pause_mode=pause_mode(rules.straggler, keeps=rules.kv != "recompute"), flushes=rules.kv == "recompute"
+            pause_mode=pause_mode(rules.straggler, keeps=rules.kv != "recompute"),
+            flushes=rules.kv == "recompute",
         )
         self.schedule = (
-            FIRST_SCHEDULE
+            first_schedule(parks=rules.parks)
             if rules.automatic
             else Schedule(over_provision=rules.over_provision, refill=rules.refill)
         )
         """What is in force now."""
         self.target_groups = 0
         """Groups to keep open for the batch in work."""
-        self.delivered: deque[tuple[int, int]] = deque(maxlen=RECENT_BATCHES)
-        """Responses and tokens of the last batches."""
         self.running_out: dict[int, int] = {}
         """Requests that may run on although their batch is full, and to which length."""
         self.calling_back: set[int] = set()
@@ -55,12 +51,17 @@ class SchedulerState:
         """A schedule has been asked for."""
         self.planned_at = 0
         """Batches that had been delivered then."""
-        self.planned_mean = 0.0
+        self.planned_for: float | None = None
+        """The median length that was planned for."""
+        self.looked_at = 0
+        """Batches that had been delivered when it was last asked whether a plan is due."""
         self.now = 0.0
         self.commands: list[Command] = []
         self.wanted = False
         """The trainer waits for a batch."""
         self.wave_due = rules.pace == "asynchronous"
+        self.round_due = False
+        """The rollouts of the next round are to be chosen."""
         self.delivered_since_update = 0
         self.stock: deque[Prompt] = deque()
         self.fetching = False

@@ -12,8 +12,10 @@ import numpy as np
 
 from aprilsched.core.batches import training_runs
 from aprilsched.core.dropping import abort
+from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.policies.straggler import Straggler, keeps_kv, run_out_tokens
 from aprilsched.core.records import RequestRecord
+from aprilsched.core.rounds import park_all
 from aprilsched.core.state import SchedulerState
 
 __all__ = ["settle_stragglers"]
@@ -23,7 +25,8 @@ def settle_stragglers(state: SchedulerState) -> None:
     """Decide when it is time, and forget those whose time has come."""
     if state.running_out or state.calling_back:
         _prune(state)
-    if not (state.rules.straggler == "choose" or state.rules.rebalance):
+    parks = isinstance(state.schedule.refill, Rounds)
+    if not (parks or state.rules.straggler == "choose" or state.rules.rebalance):
         return
     if training_runs(state):
         state.settled = False
@@ -31,7 +34,15 @@ def settle_stragglers(state: SchedulerState) -> None:
     if state.settled:
         return
     state.settled = True
+    if parks:
+        park_all(state)
     stragglers = [r for r in state.book.open_requests() if _training(r) and not r.aborting]
+    if not stragglers:
+        return
+    if parks:
+        for request in stragglers:
+            _call_back(state, request)
+        return
     if state.rules.straggler == "choose":
         _choose(state, stragglers)
     if state.rules.rebalance:

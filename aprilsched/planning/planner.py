@@ -31,6 +31,10 @@ _STALER = 0.03
 """And that much staler, as a share of the tokens."""
 _TOO_STALE = 0.005
 """Share of the tokens that may pass the user's bound: those have loss mask 0, or are evicted."""
+_BRIEF = 6
+"""Batches of the first look at every candidate."""
+_MAY_RISE = 0.04
+"""How far below the fastest of that look the fastest may be hidden."""
 _MOST_GROUPS = 128
 """A larger batch is tried out as an equal share of it on fewer engines."""
 
@@ -67,7 +71,7 @@ class Planner:
     def plan(self, command: Plan, rules: Rules) -> Schedule | None:
         """The schedule to change to; None to keep the one in force."""
         setting = self.setting(command, rules)
-        tried = trials(setting)
+        tried = trials(setting, parks=rules.parks, current=command.current)
         best = choose(tried, setting)
         now = next((t for t in tried if _same(t.schedule, command.current)), None)
         if now is not None and _may_stay(now, best, tried, setting):
@@ -95,26 +99,43 @@ class Planner:
             prompt_tokens=command.prompt_tokens,
             keeps_kv=rules.kv == "keep",
             max_staleness=rules.staleness.bound,
+            shared=observed.shared_log_variance() or 0.5,
         )
 
 
-def trials(setting: Setting) -> list[Tried]:
-    """Every candidate tried out, with what it is expected to do written into it."""
-    tried: list[Tried] = []
-    for schedule in candidates(batch_groups=setting.batch_groups, engines=setting.engines):
-        outcome = try_out(schedule, setting)
-        why = (
-            f"{named(schedule)}: {outcome.efficiency:.1%} of the bound with "
-            f"{outcome.off_policy_share:.0%} of the tokens off-policy expected"
-        )
-        known = replace(
-            schedule,
-            efficiency=outcome.efficiency,
-            off_policy_share=outcome.off_policy_share,
-            why=why,
-        )
-        tried.append(Tried(schedule=known, outcome=outcome))
-    return tried
+def trials(setting: Setting, *, parks: bool, current: Schedule | None = None) -> list[Tried]:
+    """Candidates tried out, with what they are expected to do written into them.
+
+    All of them briefly; those that are near the fastest then, and `current`, for longer.
+    """
+    several = candidates(batch_groups=setting.batch_groups, engines=setting.engines, parks=parks)
+    brief = replace(setting, batches=_BRIEF)
+    first = [(schedule, try_out(schedule, brief)) for schedule in several]
+    fastest = max(
+        (outcome.efficiency for _, outcome in first if _allowed(outcome, setting)), default=0.0
+    )
+    kept: list[Tried] = []
+    for schedule, outcome in first:
+        if _near(outcome, fastest, setting):
+            kept.append(_tried(schedule, try_out(schedule, setting)))
+        elif not fastest or (current is not None and _same(schedule, current)):
+            kept.append(_tried(schedule, outcome))
+    return kept
+
+
+def _near(outcome: Outcome, fastest: float, setting: Setting) -> bool:
+    return _allowed(outcome, setting) and outcome.efficiency >= (1 - _MAY_RISE) * fastest
+
+
+def _tried(schedule: Schedule, outcome: Outcome) -> Tried:
+    why = (
+        f"{named(schedule)}: {outcome.efficiency:.1%} of the bound with "
+        f"{outcome.off_policy_share:.0%} of the tokens off-policy expected"
+    )
+    known = replace(
+        schedule, efficiency=outcome.efficiency, off_policy_share=outcome.off_policy_share, why=why
+    )
+    return Tried(schedule=known, outcome=outcome)
 
 
 def choose(tried: Sequence[Tried], setting: Setting) -> Tried:
@@ -148,4 +169,4 @@ def _same(one: Schedule, other: Schedule) -> bool:
 
 def _groups_needed(batch_groups: int) -> int:
     """Enough that no group is used twice in a trial's counted batches."""
-    return 28 * batch_groups
+    return 48 * batch_groups

@@ -26,7 +26,9 @@ class Setting:
         prompt_tokens: mean prompt length.
         keeps_kv: a refit keeps the KV; otherwise everything in flight is prefilled again.
         max_staleness: the user's bound; None: none.
-        batches: how many are simulated, and `burn_in` how many of them are not counted.
+        shared: the share of the log lengths' variance that lies between groups.
+        batches: how many are counted, after `burn_in` ones that are not (three times as many
+            for a schedule with a store).
     """
 
     lengths: NDArray[np.int64]
@@ -38,8 +40,9 @@ class Setting:
     prompt_tokens: float = 0.0
     keeps_kv: bool = False
     max_staleness: int | None = None
+    shared: float = 0.5
     batches: int = 24
-    burn_in: int = 4
+    burn_in: int = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from aprilsched.config import RefillRule, SchedulerConfig
 from aprilsched.core import events as ev
+from aprilsched.core.policies.resume import ResumeOrder
 from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.rules import Pace, RewardScope
@@ -26,9 +27,12 @@ class Interleavings(RuleBasedStateMachine):
     driver: Driver
 
     @initialize(
-        straggler=st.sampled_from(["retract", "in_place", "abort", "run"]),
+        straggler=st.sampled_from(["retract", "in_place", "abort", "run", "choose"]),
         pace=st.sampled_from(["synchronous", "asynchronous"]),
-        refill=st.sampled_from(["wave", "pool"]),
+        refill=st.sampled_from(["wave", "pool", "rounds"]),
+        order=st.sampled_from(["carried", "shortest", "longest"]),
+        spread=st.booleans(),
+        rebalance=st.booleans(),
         rule_=st.sampled_from(["mask", "evict", "finish"]),
         bound=st.sampled_from([None, 0, 1, 3]),
         ratio=st.sampled_from([1.0, 1.5, 2.5]),
@@ -44,6 +48,9 @@ class Interleavings(RuleBasedStateMachine):
         straggler: StragglerRule,
         pace: Pace,
         refill: RefillRule,
+        order: ResumeOrder,
+        spread: bool,
+        rebalance: bool,
         rule_: StalenessRule,
         bound: int | None,
         ratio: float,
@@ -54,6 +61,8 @@ class Interleavings(RuleBasedStateMachine):
         keeps: bool,
         adapters: bool,
     ) -> None:
+        if (pace, straggler) not in (("synchronous", "retract"), ("synchronous", "abort")):
+            refill = "pool" if refill == "rounds" else refill
         config = SchedulerConfig(
             batch_groups=2,
             group_size=2,
@@ -62,6 +71,10 @@ class Interleavings(RuleBasedStateMachine):
             pace=pace,
             refill=refill,
             refill_groups=2,
+            store_batches=2.5,
+            resume_order=order,
+            placement="spread" if spread else "prefix",
+            rebalance=rebalance,
             max_staleness=bound,
             staleness_rule="mask" if bound is None else rule_,
             max_attempts=2,

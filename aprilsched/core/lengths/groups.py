@@ -50,7 +50,10 @@ def group_lengths(record: GroupRecord) -> GroupLengths:
     """Those of a group in the scheduler's book."""
     return GroupLengths(
         launched=record.group_id,
-        tokens=np.array([len(member.log) for member in record.members], dtype=np.int64),
+        # A response that ended with nothing has the length 1: a law of lengths begins there.
+        tokens=np.array(
+            [max(len(m.log), m.state not in GENERATING) for m in record.members], dtype=np.int64
+        ),
         finished=np.array([m.state not in GENERATING for m in record.members], dtype=np.bool_),
     )
 

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 from aprilsched.core.policies.over_provision import FixedRatio, OverProvision
 from aprilsched.core.policies.refill import Refill, Wave
+from aprilsched.core.policies.rounds import Rounds
 
-__all__ = ["FIRST_SCHEDULE", "Schedule"]
+__all__ = ["Schedule", "first_schedule"]
+
+FIRST_RATIO = 1.5
+"""Near every optimum's flat part, and never very stale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +33,13 @@ class Schedule:
     why: str = ""
 
 
-FIRST_SCHEDULE = Schedule(
-    over_provision=FixedRatio(ratio=1.5),
-    refill=Wave(),
-    why="nothing is known of the lengths yet: half a batch more than needed, in waves",
-)
-"""Near every optimum's flat part, and never very stale."""
+def first_schedule(*, parks: bool) -> Schedule:
+    """What is in force until something is known of the lengths.
+
+    `parks`: rounds can be had. Their store takes batches to fill, so that is begun at once.
+    """
+    return Schedule(
+        over_provision=FixedRatio(ratio=FIRST_RATIO),
+        refill=Rounds() if parks else Wave(),
+        why="nothing is known of the lengths yet: half a batch more than needed",
+    )

@@ -1,0 +1,205 @@
+"""A recorded run under another policy: its prompts, its costs, its engines, in virtual time.
+
+Invariant: every policy sees the groups of the record in the order in which the run launched
+them, and ends when it needs one that the record does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from aprilsched.analysis.lengths_of_run import RecordedGroup, RecordedRun
+from aprilsched.commands.policies import chosen
+from aprilsched.commands.settings import RunSettings, SchedulerFlags, SimSettings
+from aprilsched.commands.setup import Setup, prepare
+from aprilsched.commands.simulated import SimulatedRun
+from aprilsched.errors import ConfigError, PromptsExhausted
+from aprilsched.presets import PRESETS
+from aprilsched.simulation import Costs
+from aprilsched.simulation.simulation import NEVER
+from aprilsched.telemetry.batch_figures import Bound
+from aprilsched.telemetry.progress import Progress
+from aprilsched.telemetry.run_folder import RunFolder
+from aprilsched.timing import StepTimeModel
+from aprilsched.types import Prompt, SamplingParams
+
+__all__ = [
+    "RECORDED",
+    "RecordedPrompts",
+    "Replay",
+    "Variant",
+    "bound_of",
+    "replay_settings",
+    "variants",
+]
+
+RECORDED = "recorded"
+"""The run's own settings, as a policy."""
+
+_DECIDED = (
+    "max_staleness", "over_provision", "pace", "refill", "refill_groups", "refill_until",
+    "resume_order",
+)  # fmt: skip
+"""What a recipe decides; a preset begins from the defaults of these, and not from the run's."""
+
+
+class RecordedPrompts:
+    """The groups of a record as prompts; iterating again begins at the first one.
+
+    The end of a record is not that of the prompts, unless the run launched all that there were:
+    it raises PromptsExhausted, as the batch in work is starved from there on.
+    """
+
+    def __init__(self, record: RecordedRun) -> None:
+        self._groups = record.groups
+        self._whole = record.whole
+
+    def __iter__(self) -> Iterator[Prompt]:
+        for index, group in enumerate(self._groups):
+            yield _prompt(index, group)
+        if not self._whole:
+            raise PromptsExhausted("The record has no more groups; replay fewer batches.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """A policy of a replay: its name, what it does, and its scheduler's settings."""
+
+    name: str
+    folder: str
+    what: str
+    scheduler: SchedulerFlags
+
+
+def variants(names: str, run: SchedulerFlags) -> Sequence[Variant]:
+    """The run's own settings, then the policies in a list with commas.
+
+    Presets keep what they do not decide (group size, stragglers, sampling, …) as the run had it.
+    ``recorded:over_provision=1.5`` is the run with another ratio.
+
+    Raises:
+        ConfigError: if there is an unknown one, one twice, or one with groups of another size.
+    """
+    own = "Its own settings."
+    found = [Variant(name=RECORDED, folder=RECORDED, what=own, scheduler=run)]
+    for name in filter(None, (name.strip() for name in names.split(","))):
+        if name != RECORDED:
+            found += _variants(name, run)
+    taken: set[str] = set()
+    for variant in found:
+        if variant.name in taken:
+            raise ConfigError(f"The policy {variant.name} is named twice; name each once.")
+        if variant.scheduler.group_size != run.group_size:
+            raise ConfigError(
+                f"{variant.name} has groups of another size than the record's {run.group_size}; "
+                "leave group_size out."
+            )
+        taken.add(variant.name)
+    return found
+
+
+def replay_settings(
+    run: RunSettings, record: RecordedRun, sim: SimSettings, *, batches: int, burn_in: int
+) -> RunSettings:
+    """The run's settings on modelled engines, with the record's latencies."""
+    costs = record.costs
+    return replace(
+        run,
+        engine=("sim",),
+        prompts=None,
+        tokenizer=None,
+        weights=None,
+        batches=batches,
+        burn_in=burn_in,
+        update_every=run.update_every if record.updates else 0,
+        train_seconds=costs.train_seconds,
+        sim=replace(
+            sim,
+            stream_interval=NEVER,
+            refit_seconds=costs.refit_seconds,
+            reward_seconds=costs.reward_seconds,
+        ),
+    )
+
+
+def bound_of(model: StepTimeModel, sim: SimSettings) -> Bound:
+    """T_bound of the whole fleet under `model`."""
+    one = partial(model.bound_seconds, max_running=sim.max_running)
+    return lambda prompts, lengths: one(prompts, lengths) / sim.engines
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """A record that policies are tried on."""
+
+    record: RecordedRun
+    settings: RunSettings
+    model: StepTimeModel
+
+    def setup(self, variant: Variant) -> Setup:
+        """Of one policy.
+
+        Raises:
+            ConfigError: if its settings contradict each other.
+        """
+        settings = replace(self.settings, scheduler=variant.scheduler)
+        return replace(
+            prepare(settings),
+            prompts=RecordedPrompts(self.record),
+            bound=bound_of(self.model, settings.sim),
+            workload_mean=None,
+        )
+
+    def run(
+        self, setup: Setup, folder: RunFolder | None, progress: Progress | None
+    ) -> SimulatedRun:
+        """That is ready to be executed."""
+        costs = self.record.costs
+        return SimulatedRun(
+            setup,
+            folder,
+            progress,
+            timing=self.model,
+            costs=Costs(
+                pause_seconds=costs.pause_seconds,
+                refit_seconds=costs.refit_seconds,
+                train_seconds=costs.train_seconds,
+                reward_seconds=costs.reward_seconds,
+            ),
+        )
+
+
+def _variants(name: str, run: SchedulerFlags) -> list[Variant]:
+    preset, colon, changes = name.partition(":")
+    if preset == RECORDED:
+        # Its settings are read as those of any preset, and put onto the run's own.
+        stand_in = next(iter(PRESETS))
+        return [
+            Variant(
+                name=policy.name.replace(stand_in, RECORDED, 1),
+                folder=policy.folder.replace(stand_in, RECORDED, 1),
+                what="Its own settings but for what is named.",
+                scheduler=replace(run, **dict(policy.changes)),
+            )
+            for policy in chosen(f"{stand_in}{colon}{changes}")
+        ]
+    defaults = SchedulerFlags()
+    base = replace(run, **{name: getattr(defaults, name) for name in _DECIDED})
+    return [
+        Variant(name=p.name, folder=p.folder, what=p.what, scheduler=p.apply(base))
+        for p in chosen(name)
+    ]
+
+
+def _prompt(index: int, group: RecordedGroup) -> Prompt:
+    return Prompt(
+        input_ids=np.zeros(max(1, group.prompt_tokens), dtype=np.int32),
+        sampling=tuple(
+            SamplingParams(max_new_tokens=length, ignore_eos=True) for length in group.lengths
+        ),
+        key=index,
+    )
