@@ -12,7 +12,7 @@ from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.policies.staleness import StalenessGate, StalenessRule
 from aprilsched.core.policies.stop import StopAt, StopUnit
 from aprilsched.core.policies.straggler import Prices, StragglerRule
-from aprilsched.core.rules import CachedKV, Pace, RewardScope, Rules
+from aprilsched.core.rules import CachedKV, Pace, RewardScope, Rules, StartUp
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
 
@@ -63,6 +63,11 @@ class SchedulerConfig:
     placement: Literal["prefix", "spread"] = "prefix"
     """"prefix" keeps a group on one engine, which has its prompt cached; "spread" sends each
     rollout to the engine with the least to do."""
+    start_up: StartUp = "at_once"
+    """How the run begins: "at_once" with all groups, whose shortest make the first batches;
+    "wait" for every response of the first start_up_batches, which are then not biased; "ramp":
+    over-provisioning grows over them, and the bias is spread evenly."""
+    start_up_batches: int = 8
     rebalance: bool = False
     """When a batch is full, call carried rollouts of an overloaded engine back, so that they go
     on at one with less to do."""
@@ -124,6 +129,8 @@ class SchedulerConfig:
             automatic=self.over_provision == "auto",
             resume=self.resume_order,
             spread=self.placement == "spread",
+            start_up=self.start_up,
+            start_up_batches=self.start_up_batches,
             rebalance=self.rebalance,
             stop=StopAt(unit=self.stop, amount=self._amount()),
             straggler=self.straggler,
@@ -221,6 +228,11 @@ class SchedulerConfig:
                 f'straggler="{self.straggler}" cannot; set pace="synchronous" and straggler='
                 '"retract" or "abort".'
             )
+        if self.refill == "rounds" and self.start_up != "at_once":
+            raise ConfigError(
+                f'start_up="{self.start_up}" is for waves and pools; rounds fill a store first, '
+                'so leave it "at_once".'
+            )
         if self.staleness_rule != "mask" and self.max_staleness is None:
             raise ConfigError(
                 f'staleness_rule="{self.staleness_rule}" needs a bound; set max_staleness.'
@@ -233,6 +245,7 @@ _LEAST: dict[str, float] = {
     "refill_groups": 1,
     "store_batches": 1,
     "probes": 0,
+    "start_up_batches": 1,
     "oldest_batches": 1,
     "batch_samples": 1,
     "batch_tokens": 1,
@@ -267,4 +280,5 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "staleness_rule": get_args(StalenessRule),
     "resume_order": get_args(ResumeOrder),
     "placement": ("prefix", "spread"),
+    "start_up": get_args(StartUp),
 }

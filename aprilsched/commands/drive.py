@@ -12,9 +12,9 @@ from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 
 from aprilsched.commands.config_file import as_toml
+from aprilsched.commands.remainder import remainder
 from aprilsched.commands.setup import Setup, run_on_clock
 from aprilsched.coordinator import RolloutScheduler
-from aprilsched.core.lengths.groups import group_lengths
 from aprilsched.errors import AprilschedError, PromptsExhausted
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary
@@ -81,6 +81,7 @@ class Run:
             setup.fleet,
             setup.prompts,
             config=setup.config,
+            planner=setup.planner,
             listeners=listeners if self._progress is None else [*listeners, self._progress],
             run_id=setup.run_id,
         )
@@ -136,11 +137,4 @@ class Run:
     def _remainder(self) -> Remainder:
         if self._scheduler is None:
             raise AssertionError("the folder is made by the scheduler's own block")
-        book = self._scheduler.state.book
-        training = [group for group in book.groups.values() if group.evaluation_id is None]
-        return Remainder(
-            in_flight=list(book.rollouts),
-            counters=book.counters,
-            ledger=book.ledger,
-            open_groups=[group_lengths(group) for group in training],
-        )
+        return remainder(self._scheduler.state)

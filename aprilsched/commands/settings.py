@@ -126,6 +126,9 @@ class RunSettings:
     weights: str | None = None
     """A checkpoint (a folder that every server sees) that SGLang servers load as each new version;
     without it they keep the weights they have."""
+    model: str | None = None
+    """A TOML file that aprilsched calibrate wrote: the engines' step times, for automatic
+    over-provisioning and, with servers, for their efficiency."""
     admin_key_env: str | None = None
     """Name of the environment variable that holds the servers' admin API key."""
     api_key_env: str | None = None

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from aprilsched.calibration.model_file import load_model
 from aprilsched.commands.keys import key_from
 from aprilsched.commands.prompts_file import read_prompts
 from aprilsched.commands.settings import RunSettings
@@ -18,8 +19,10 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.prompts import checked
 from aprilsched.engines.base import Fleet
 from aprilsched.engines.fleet import SGLangFleet
-from aprilsched.engines.sim import H200_QWEN3_4B, SimFleet, SimPublisher
+from aprilsched.engines.sim import SimFleet, SimPublisher
+from aprilsched.planning import Planner
 from aprilsched.telemetry.batch_figures import Bound
+from aprilsched.timing import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
 from aprilsched.types import Prompt
 from aprilsched.weights.base import WeightPublisher
 from aprilsched.weights.disk import DiskPublisher
@@ -41,6 +44,8 @@ class Setup:
     bound: Bound | None
     workload_mean: float | None
     clock: Literal["virtual", "wall"]
+    planner: Planner
+    """For automatic over-provisioning."""
     run_id: str | None
     """Prefix of the request ids; None for a random one, which a shared server needs."""
 
@@ -61,7 +66,8 @@ def prepare(settings: RunSettings) -> Setup:
         prompts=_prompts(settings, config, workload),
         fleet=_fleet(settings),
         publisher=_publisher(settings) if settings.update_every else None,
-        bound=_bound(settings) if settings.simulated else None,
+        bound=_bound(settings),
+        planner=_planner(settings),
         workload_mean=workload.mean_length() if built_in else None,
         clock="virtual" if settings.simulated else "wall",
         run_id="run" if settings.simulated else None,
@@ -101,6 +107,7 @@ def _fleet(settings: RunSettings) -> Fleet:
             kv_tokens=sim.kv_tokens,
             stream_interval=sim.stream_interval,
             refit_seconds=sim.refit_seconds,
+            timing=_model(settings) or H200_QWEN3_4B,
         )
     return SGLangFleet(
         settings.engine,
@@ -115,7 +122,22 @@ def _publisher(settings: RunSettings) -> WeightPublisher | None:
     return None if settings.weights is None else DiskPublisher(settings.weights)
 
 
-def _bound(settings: RunSettings) -> Bound:
-    sim = settings.sim
-    one = partial(H200_QWEN3_4B.bound_seconds, max_running=sim.max_running)
-    return lambda prompts, lengths: one(prompts, lengths) / sim.engines
+def _model(settings: RunSettings) -> StepTimeModel | None:
+    return None if settings.model is None else load_model(Path(settings.model))
+
+
+def _planner(settings: RunSettings) -> Planner:
+    """On the virtual clock it knows the engines' own model; otherwise it learns while it runs."""
+    model = _model(settings)
+    if settings.simulated:
+        return Planner(model or H200_QWEN3_4B, max_running=settings.sim.max_running, inline=True)
+    return Planner(model or H200_QWEN3_4B_REFINED)
+
+
+def _bound(settings: RunSettings) -> Bound | None:
+    model = _model(settings)
+    if model is None and not settings.simulated:
+        return None
+    one = partial((model or H200_QWEN3_4B).bound_seconds, max_running=settings.sim.max_running)
+    engines = settings.sim.engines if settings.simulated else len(settings.engine)
+    return lambda prompts, lengths: one(prompts, lengths) / engines

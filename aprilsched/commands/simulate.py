@@ -65,7 +65,8 @@ class SimulateCommand:
     out: Path | None = None
     """The folder for the results; runs/TIME-SEED if not given. It must be new or empty."""
     json: bool = False
-    """Print a list of objects as JSON on stdout, one for each policy; all else goes to stderr."""
+    """Print a list of objects as JSON on stdout, one for each policy; all else goes to stderr.
+    Of the pictures only the comparison is drawn."""
     quiet: bool = False
     """No progress; the figures at the end all the same."""
     workload: Annotated[WorkloadSettings, tyro.conf.arg(name="")] = field(
@@ -120,7 +121,8 @@ def main(arguments: Sequence[str]) -> int:
         {name: run.schedule for name, run in runs.items()},
     )
     write_json(root / "comparison.json", comparison)
-    draw_comparison(root, {policy.name: policy.folder for policy in policies}, messages)
+    folders = {policy.name: policy.folder for policy in policies}
+    draw_comparison(root, folders, messages, each=not command.json)
     _show(command, policies, summaries, comparison)
     messages.print(f"The results are in {root}", soft_wrap=True, highlight=False)
     return 0

@@ -29,6 +29,7 @@ def signed_percent(value: float | None) -> str:
 def run_table(summary: RunSummary) -> Table:
     """The figures of one run."""
     rollouts, tokens, steady = summary.rollouts, summary.tokens, summary.steady_state
+    drawn = summary.bias.drawn
     table = Table("figure", "value", title="interrupted run" if summary.interrupted else None)
     rows = {
         "batches": number(summary.batches),
@@ -44,6 +45,8 @@ def run_table(summary: RunSummary) -> Table:
         "off-policy token share": percent(summary.off_policy_token_share),
         "staleness mean, max": f"{summary.staleness.mean:.2f}, {summary.staleness.max}",
         "first-batch length bias": signed_percent(summary.bias.first_batch_length_bias),
+        "length bias so far": signed_percent(summary.bias.bias_estimate),
+        "drawn mean length": number(None if drawn is None else drawn.mean),
         f"tokens/s after {steady.burn_in} batches": number(steady.delivered_tokens_per_s),
         "efficiency after them": percent(steady.efficiency),
     }

@@ -20,6 +20,7 @@ from aprilsched.coordinator.opening import check_engines
 from aprilsched.coordinator.planning import Planning
 from aprilsched.coordinator.readmission import Readmission
 from aprilsched.coordinator.refits import Refits
+from aprilsched.coordinator.step_times import StepTimes
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.waits import Waits
 from aprilsched.coordinator.work import Work
@@ -57,6 +58,8 @@ class Session:
         self.waits = Waits()
         self._fleet = fleet
         self._work = work
+        if rules.automatic and not planner.inline:
+            listeners = [*listeners, StepTimes(planner)]
         self._loop = EventLoop(Scheduler(rules), listeners, clock=_now)
         self.attempts = Attempts(
             run_id=run_id,

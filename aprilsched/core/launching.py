@@ -9,7 +9,7 @@ from aprilsched.core.policies.refill import PoolView
 from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.records import GroupRecord
 from aprilsched.core.state import SchedulerState
-from aprilsched.core.target import retarget
+from aprilsched.core.target import refill_now, retarget
 from aprilsched.types import Prompt, SamplingParams
 
 __all__ = ["launch", "on_evaluation_requested", "on_prompts_arrived"]
@@ -56,7 +56,7 @@ def _count(state: SchedulerState) -> int:
     rules = state.rules
     if not state.target_groups:
         retarget(state)
-    count = state.schedule.refill.launches(_pool_view(state))
+    count = refill_now(state).launches(_pool_view(state))
     admissible = rules.staleness.admissible(
         batch_groups=rules.batch_groups,
         outstanding=state.book.training,

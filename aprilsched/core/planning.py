@@ -35,6 +35,8 @@ def plan(state: SchedulerState) -> None:
     if not state.rules.automatic or state.planning or batches == state.looked_at:
         return
     state.looked_at = batches
+    if state.rules.starting_up(batches):
+        return
     groups = _begun(state)
     recent = groups[-_RECENT_BATCHES * state.rules.batch_groups :]
     drifted = batches >= state.planned_at + _RECENT_BATCHES and _drifted(state, recent)

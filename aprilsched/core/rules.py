@@ -13,13 +13,14 @@ from aprilsched.core.policies.stop import StopAt
 from aprilsched.core.policies.straggler import Prices, StragglerRule
 from aprilsched.types import SamplingParams
 
-__all__ = ["CachedKV", "Pace", "RewardScope", "Rules"]
+__all__ = ["CachedKV", "Pace", "RewardScope", "Rules", "StartUp"]
 
 LONG_WAIT = 8
 """Versions that a parked group may wait."""
 
 Pace: TypeAlias = Literal["synchronous", "asynchronous"]
 CachedKV: TypeAlias = Literal["recompute", "keep", "apart"]
+StartUp: TypeAlias = Literal["at_once", "ramp", "wait"]
 RewardScope: TypeAlias = Literal["none", "rollout", "group"]
 
 
@@ -36,6 +37,9 @@ class Rules:
     resume: ResumeOrder
     spread: bool
     """The rollouts of a group go to whichever engine has least to do, not to one of them."""
+    start_up: StartUp
+    start_up_batches: int
+    """How the run begins, and for how many batches."""
     rebalance: bool
     """Carried rollouts of an engine that holds more than its share move to others."""
     stop: StopAt
@@ -61,9 +65,14 @@ class Rules:
     episodes: bool
     """A coroutine of the user's drives each rollout."""
 
+    def starting_up(self, batches: int) -> bool:
+        """Is a run that has delivered so many batches still beginning?"""
+        return self.start_up != "at_once" and batches < self.start_up_batches
+
     @property
     def parks(self) -> bool:
         """May rounds be chosen? They call back what they do not run, so nothing may be meant to
         stay in the engines, and they let it wait, so the bound on staleness must be wide."""
         able = self.pace == "synchronous" and self.straggler in ("retract", "abort")
+        able = able and self.start_up == "at_once"
         return able and (self.staleness.bound is None or self.staleness.bound >= LONG_WAIT)

@@ -170,6 +170,7 @@ RULES: dict[str, Rule] = {
     # The engine protocol, but no particular engine: that is what lets a test bring its own.
     "aprilsched.coordinator": Rule(
         ours=(
+            "aprilsched.calibration",
             "aprilsched.config",
             "aprilsched.coordinator",
             "aprilsched.core",

@@ -185,8 +185,9 @@ def test_simulate_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_simulate_draws(tmp_path: Path):
     pytest.importorskip("matplotlib")
     arguments = ["--batches", "3", "--batch-groups", "2", "--group-size", "2", *SHORT]
-    assert main(["simulate", "--quiet", "--json", *arguments, "--out", str(tmp_path / "o")]) == 0
-    for name in ("comparison.png", "april/timeline.png", "april/lengths.png"):
+    policies = ["--policy", "sync,april"]
+    assert main(["simulate", "--quiet", *policies, *arguments, "--out", str(tmp_path / "o")]) == 0
+    for name in ("comparison.png", *(f"april/{n}.png" for n in ("timeline", "lengths", "bias"))):
         assert (tmp_path / "o" / name).read_bytes().startswith(b"\x89PNG")
 
 
