@@ -11,6 +11,7 @@ __all__ = ["COMMANDS"]
 COMMANDS: dict[str, str] = {
     "calibrate": "fit the step-time model of a server to its own log",
     "doctor": "probe live SGLang servers: capabilities and hazards, pass, warn or fail",
+    "drain": "say when the length bias of a run's start is gone, and what ends it at once",
     "replay": "what if a recorded run had been scheduled in another way, in virtual time",
     "run": "drive batches of rollouts on the embedded engine or on SGLang servers",
     "serve-sim": "serve the embedded engine behind SGLang's own HTTP API, for tests",

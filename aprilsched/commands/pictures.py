@@ -13,7 +13,7 @@ __all__ = ["draw_comparison"]
 
 
 def draw_comparison(
-    root: Path, folders: Mapping[str, str], messages: Console, *, each: bool
+    root: Path, folders: Mapping[str, str], messages: Console, *, each: bool = True
 ) -> None:
     """comparison.png in `root`; with `each`, timeline.png, lengths.png and bias.png in the folder
     of each policy, which takes two seconds for each."""
