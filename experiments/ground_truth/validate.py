@@ -23,6 +23,7 @@ from aprilsched.calibration import (
 )
 from aprilsched.timing import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
 
+_LOG = Path(__file__).parent / "h200_qwen3-4b_bf16_triton_sglang0517_decode.csv"
 MODELS = {"linear": H200_QWEN3_4B, "refined": H200_QWEN3_4B_REFINED}
 
 
@@ -128,7 +129,7 @@ def draw(held: list[tuple[Windows, Any]], replays: list[dict[str, Any]], path: P
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("log", type=Path, help="the decode lines of the three runs (CSV)")
+    parser.add_argument("log", type=Path, nargs="?", default=_LOG, help="decode lines (CSV)")
     parser.add_argument("--seeds", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     arguments = parser.parse_args()
