@@ -17,7 +17,7 @@ TORCH_PIP_ARGS ?=
 # Arguments for pytest: `make test-fast ARGS='-k sampling -x'`.
 ARGS ?=
 # What `make demo` runs, from the environment's bin folder.
-DEMO = aprilsched simulate --policy wait,april,pool
+DEMO = aprilsched simulate --policy sync,april,pool,auto
 
 VENV := .venv
 BIN := $(VENV)/bin

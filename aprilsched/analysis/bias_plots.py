@@ -100,6 +100,7 @@ def draw_deciles(axes: Axes, figures: DecileFigures | None) -> None:
         labels = [f"{share:.0%}" for share in figures.off_policy_token_share]
         axes.bar_label(bars, labels=labels, padding=2, fontsize=9)
         axes.set_xticks(places, [f"{length:,.0f}" for length in figures.mean_length])
+        axes.tick_params(axis="x", labelsize=8)
     axes.margins(y=0.12)
     finish(
         axes,

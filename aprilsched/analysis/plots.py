@@ -212,8 +212,9 @@ def _draw_activity(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, st
         times, counts = in_flight(run, end)
         axes.step(times, counts, where="post", color=colours[name], linewidth=1.6, label=name)
     axes.set_xlim(0, end)
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=10, ncols=len(runs), loc="upper right")
+    # Room for the legend above the lines.
+    axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
+    axes.legend(frameon=False, fontsize=10, ncols=min(4, len(runs)), loc="upper right")
     finish(
         axes,
         title="What the engine works on: low is idle",
