@@ -21,10 +21,11 @@ from aprilsched.calibration import load_model
 from aprilsched.commands.config_file import read_settings
 from aprilsched.commands.pictures import draw_comparison
 from aprilsched.commands.replay_report import ReplayReport, report, show
-from aprilsched.commands.replayed import Replay, Variant, bound_of, replay_settings, variants
+from aprilsched.commands.replayed import Replay, bound_of, replay_settings
 from aprilsched.commands.settings import RunSettings, SimSettings
 from aprilsched.commands.setup import Setup
 from aprilsched.commands.simulated import SimulatedRun
+from aprilsched.commands.variants import Variant, variants
 from aprilsched.errors import ConfigError, RunFolderError
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.progress import Progress
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     if command.json:
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     else:
-        show(found, replay.record, {v.name: v.what for v, _ in setups})
+        show(found, {v.name: v.what for v, _ in setups})
     return 0
 
 

@@ -12,8 +12,8 @@ from aprilsched.analysis.costs_of_run import RecordedCosts
 from aprilsched.analysis.lengths_of_run import RecordedRun
 from aprilsched.analysis.prediction import PredictionError
 from aprilsched.commands.comparison import PolicyRow, compare
-from aprilsched.commands.replayed import RECORDED
 from aprilsched.commands.tables import number, percent, signed_percent
+from aprilsched.commands.variants import RECORDED
 from aprilsched.telemetry.figures import RunSummary
 
 __all__ = ["ReplayReport", "report", "show"]
@@ -67,11 +67,11 @@ def report(
     )
 
 
-def show(found: ReplayReport, record: RecordedRun, what: Mapping[str, str]) -> None:
+def show(found: ReplayReport, what: Mapping[str, str]) -> None:
     """Print it; `what` says what each policy does."""
     console = Console(highlight=False)
     console.print(_table(found))
-    sentences = [_error(found), _lengths(found), _costs(record.costs)]
+    sentences = [_error(found), _lengths(found), _costs(found.costs)]
     sentences += [_policy(row, what[row.policy]) for row in found.replayed[1:]]
     sentences += [
         _short(row, found) for row in found.replayed if row.batches < found.batches_wanted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -149,16 +149,18 @@ async def record(
     prompts: Sequence[Prompt] | None = None,
     batches: int = BATCHES,
     lose_one: bool = False,
+    changes: Mapping[str, object] | None = None,
 ) -> Run:
     """Run `batches` batches; after each, version v comes from ``checkpoints[v % len]``.
 
     Ends earlier with the prompts. With `lose_one` an engine is given up in mid-response.
+    `changes` are further settings of the scheduler.
     """
     recorder = Recorder()
     scheduler = RolloutScheduler(
         SGLangFleet(urls, admin_key=admin_key, stream_interval=16),
         prompts if prompts is not None else long_tail(200),
-        config=SchedulerConfig(straggler=straggler, **CONFIG),  # type: ignore[arg-type]
+        config=SchedulerConfig(straggler=straggler, **{**CONFIG, **(changes or {})}),  # type: ignore[arg-type]
         listeners=[recorder],
     )
     recorder.scheduler = scheduler

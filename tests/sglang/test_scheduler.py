@@ -33,20 +33,31 @@ def wait(work: Coroutine[Any, Any, Any]) -> Any:
         return runner.run(work)
 
 
+KINDS: dict[str, tuple[StragglerRule, dict[str, object]]] = {
+    "retract": ("retract", {}),
+    "in_place": ("in_place", {}),
+    "abort": ("abort", {}),
+    "choose": ("choose", {"rebalance": True, "resume_order": "longest"}),
+    "rounds": ("retract", {"refill": "rounds", "store_batches": 3.0, "over_provision": 1.5}),
+}
+"""Straggler rules, and schedules that do more with stragglers than one of them."""
+
+
 @pytest.fixture(scope="module")
-def runs(sglang_server: CpuServer, models: tuple[Path, Path]) -> Callable[[StragglerRule], Run]:
-    """One run for each rule, made when first asked for."""
+def runs(sglang_server: CpuServer, models: tuple[Path, Path]) -> Callable[[str], Run]:
+    """One run for each kind, made when first asked for."""
     made: dict[str, Run] = {}
 
-    async def make(rule: StragglerRule) -> Run:
+    async def make(kind: str) -> Run:
+        rule, changes = KINDS[kind]
         await reset(sglang_server.url, models[0])
         try:
-            return await record([sglang_server.url], models, rule)
+            return await record([sglang_server.url], models, rule, changes=changes)
         finally:
             await settled(sglang_server.url)
             await reset(sglang_server.url, models[0])
 
-    def run(rule: StragglerRule) -> Run:
+    def run(rule: str) -> Run:
         if rule not in made:
             made[rule] = wait(make(rule))
         return made[rule]
@@ -54,14 +65,12 @@ def runs(sglang_server: CpuServer, models: tuple[Path, Path]) -> Callable[[Strag
     return run
 
 
-@pytest.fixture(params=["retract", "in_place", "abort"])
-def rule(request: pytest.FixtureRequest) -> StragglerRule:
+@pytest.fixture(params=list(KINDS))
+def rule(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_every_batch_is_whole_and_consumed_at_its_version(
-    runs: Callable[[StragglerRule], Run], rule: StragglerRule
-):
+def test_every_batch_is_whole_and_consumed_at_its_version(runs: Callable[[str], Run], rule: str):
     run = runs(rule)
     assert [batch.version for batch in run.batches] == list(range(BATCHES))
     for batch in run.batches:
@@ -71,7 +80,7 @@ def test_every_batch_is_whole_and_consumed_at_its_version(
 
 
 def test_token_data_of_a_rollout_has_one_length_and_is_complete(
-    runs: Callable[[StragglerRule], Run], rule: StragglerRule
+    runs: Callable[[str], Run], rule: str
 ):
     for batch in runs(rule).batches:
         for group in batch.groups:
@@ -84,24 +93,19 @@ def test_token_data_of_a_rollout_has_one_length_and_is_complete(
                 assert rollout.finish_reason == "length"
 
 
-def test_the_versions_are_the_spans_that_the_server_reports(
-    runs: Callable[[StragglerRule], Run], rule: StragglerRule
-):
+def test_the_versions_are_the_spans_that_the_server_reports(runs: Callable[[str], Run], rule: str):
     run = runs(rule)
     for rollout in run.rollouts:
         assert rollout.versions_exact
         assert rollout.versions.tolist() == run.recorder.reported(rollout)
 
 
-def test_some_rollout_spans_three_versions(
-    runs: Callable[[StragglerRule], Run], rule: StragglerRule
-):
+@pytest.mark.parametrize("rule", ["retract", "in_place", "abort"])
+def test_some_rollout_spans_three_versions(runs: Callable[[str], Run], rule: str):
     assert max(len(set(r.versions.tolist())) for r in runs(rule).rollouts) >= 3
 
 
-def test_nothing_is_lost_and_nothing_is_delivered_twice(
-    runs: Callable[[StragglerRule], Run], rule: StragglerRule
-):
+def test_nothing_is_lost_and_nothing_is_delivered_twice(runs: Callable[[str], Run], rule: str):
     run = runs(rule)
     times = Counter(rollout.rollout_id for rollout in run.rollouts)
     assert set(times.values()) == {1}
@@ -136,10 +140,10 @@ def _differences(
     return out
 
 
-@pytest.mark.parametrize("rule", ["retract", "abort"])
+@pytest.mark.parametrize("rule", ["retract", "abort", "choose", "rounds"])
 def test_each_logprob_is_the_score_under_the_weights_of_its_own_version(
-    runs: Callable[[StragglerRule], Run],
-    rule: StragglerRule,
+    runs: Callable[[str], Run],
+    rule: str,
     models: tuple[Path, Path],
     tmp_path: Path,
 ):
@@ -150,7 +154,7 @@ def test_each_logprob_is_the_score_under_the_weights_of_its_own_version(
 
 
 def test_in_place_agrees_before_the_first_update_and_not_after_it(
-    runs: Callable[[StragglerRule], Run], models: tuple[Path, Path], tmp_path: Path
+    runs: Callable[[str], Run], models: tuple[Path, Path], tmp_path: Path
 ):
     """Keys of one version under weights of another: the recorded logprob is the only truth."""
     rollouts = _crossing(runs("in_place"))

@@ -298,8 +298,10 @@ def test_what_a_log_says_of_groups(april: Path, tmp_path: Path):
     folder = tmp_path / "run"
     shutil.copytree(april, folder)
     summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps(summary | {"batches": 1}))
-    delivered = {"rollout_id": 2, "group_id": 1, "prompt_tokens": 9, "tokens": 5, "segments": []}
+    summary |= {"batches": 1, "per_batch": summary["per_batch"][:1]}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    delivered: dict[str, Any] = {"rollout_id": 2, "group_id": 1, "prompt_tokens": 9, "tokens": 5}
+    delivered["segments"] = []
     evaluated = delivered | {"rollout_id": 9, "group_id": 8}
     engines = [{"name": "a", "kv_tokens": 90}, {"name": "b", "kv_tokens": 70}]
     lines: list[dict[str, Any]] = [

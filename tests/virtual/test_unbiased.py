@@ -157,6 +157,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "wave": {},
     "pool": {"refill": "pool", "straggler": "in_place"},
     "abort": {"straggler": "abort"},
+    "rounds": {"refill": "rounds", "over_provision": 1.5},
 }
 
 
@@ -177,8 +178,10 @@ def test_after_a_drain_the_multisets_are_equal(name: str):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_id_is_delivered_once_or_in_flight(name: str):
     run = outcome(**SCHEDULES[name])
-    assert len(run.in_flight) >= BATCH_GROUPS * GROUP // 2
-    assert conservation(run.sent, delivered=run.delivered, in_flight=run.in_flight).holds
+    # What rounds have opened and not begun yet was never sent.
+    held = sorted(run.sent & set(run.in_flight))
+    assert len(held) >= BATCH_GROUPS * GROUP // 2
+    assert conservation(run.sent, delivered=run.delivered, in_flight=held).holds
     assert not conservation(run.sent, delivered=run.delivered).holds
 
 
@@ -187,7 +190,8 @@ def test_every_id_is_delivered_once_or_in_flight(name: str):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_after_the_burn_in_delivered_equals_drawn(name: str):
-    found = compared(outcome(**SCHEDULES[name]).lengths)
+    # Neighbouring batches of rounds are unlike each other in length, by intention.
+    found = compared(outcome(**SCHEDULES[name]).lengths, block=8 if name == "rounds" else 1)
     assert found.equivalent, found
 
 
@@ -304,7 +308,7 @@ def test_the_first_of_each_group_bend_baseline_and_advantage():
 # --- 5. a run that is stopped in the middle ------------------------------------------------------
 
 
-STOPPED_AFTER = {"wave": 4, "pool": 7, "abort": 4}
+STOPPED_AFTER = {"wave": 4, "pool": 7, "abort": 4, "rounds": 6}
 """Batches; soon enough that much is in flight, and late enough that the longest can have ended:
 a pool holds more, and what no response has reached yet is unknown to any estimate."""
 
