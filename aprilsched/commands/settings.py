@@ -96,6 +96,9 @@ class SimSettings:
     """Tokens in one's KV pool."""
     stream_interval: int = 64
     """Tokens between two chunks of a response."""
+    prefix_cache: bool = False
+    """A group's prompt is prefilled once, and a request sent again finds what was not flushed;
+    simulate only."""
     refit_seconds: float = 0.0
     """That new weights need to get in."""
     reward_seconds: float = 0.0

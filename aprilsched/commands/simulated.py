@@ -108,6 +108,7 @@ class SimulatedRun:
             max_running=sim.max_running,
             kv_tokens=sim.kv_tokens,
             stream_interval=sim.stream_interval,
+            prefix_cache=sim.prefix_cache,
             make_tokens=False,
         )
         return Simulation(

@@ -57,7 +57,10 @@ class ModelledEngine:
         name = f"{key[0]}-{key[1]}"
         self._attempts[name] = key
         request = GenerationRequest(
-            request_id=name, input_ids=command.input_ids, sampling=command.sampling
+            request_id=name,
+            input_ids=command.input_ids,
+            sampling=command.sampling,
+            affinity=command.group_id,
         )
         self.batcher.submit(request, self._agenda.now)
         self._arm()

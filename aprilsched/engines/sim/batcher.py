@@ -17,8 +17,8 @@ Invariants:
 - Every submitted request ends with exactly one chunk that has ``finish``.
 
 Differences from SGLang: ticks of ``stream_interval`` steps are the engine's own, not each
-request's; there is no prefix cache across requests, so a cache key has nothing to keep apart;
-KV outlives a retract until it is flushed.
+request's; a prefix cache saves time and no memory, and takes no notice of cache keys; KV outlives
+a retract until it is flushed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from aprilsched.engines.sim.cache import KvPool
 from aprilsched.engines.sim.config import Counters, SimConfig
 from aprilsched.engines.sim.model import weights_key_of_version
 from aprilsched.engines.sim.output import Ending, Output
+from aprilsched.engines.sim.prefix import PrefixCache
 from aprilsched.engines.sim.running import RunningBatch
 from aprilsched.engines.sim.sequence import Sequence
 
@@ -67,6 +68,7 @@ class Batcher:
         self.version = version
         self.weights_key = weights_key_of_version(version)
         self._pool = KvPool(config)
+        self._prefixes = PrefixCache(config.kv_tokens) if config.prefix_cache else None
         self.adapters: dict[str, int] = {}
         """The weights key of each adapter that can be sampled with."""
         self._output = Output(config)
@@ -191,6 +193,8 @@ class Batcher:
         if self._work is not None or len(self._batch):
             return False
         self._pool.flush()
+        if self._prefixes is not None:
+            self._prefixes.flush()
         return True
 
     def refit(self, version: int, weights_key: int | None = None) -> bool:
@@ -291,8 +295,23 @@ class Batcher:
         picks = self._pool.pick(places, self._batch.members, self._batch.steps)
         if not picks:
             return None
-        seconds = self.config.timing.prefill_seconds(sum(take for _, take in picks))
+        computed = sum(take for _, take in picks) - self._found(picks)
+        seconds = self.config.timing.prefill_seconds(max(1, computed))
         return _Prefill(now, now + seconds, picks)
+
+    def _found(self, picks: list[tuple[Sequence, int]]) -> int:
+        """Tokens of the pass that a prefix cache has already."""
+        if self._prefixes is None:
+            return 0
+        found = 0
+        for sequence, take in picks:
+            if not sequence.cached and not sequence.out:
+                sequence.shared = self._prefixes.begin(sequence.request)
+            hit = min(take, sequence.shared)
+            sequence.shared -= hit
+            found += hit
+        self.counters.cached += found
+        return found
 
     def _complete_prefill(self, work: _Prefill) -> None:
         self.counters.prefill_passes += 1
@@ -337,6 +356,8 @@ class Batcher:
 
     def _end(self, sequence: Sequence, ending: Ending) -> None:
         del self._by_id[sequence.request.request_id]
+        if self._prefixes is not None:
+            self._prefixes.end(sequence.request, sequence.context)
         self._output.end(sequence, ending, self.version)
 
     def _apply_pause(self, mode: PauseMode, now: float) -> None:

@@ -24,6 +24,8 @@ class SimConfig:
             never says it.
         stream_at_pause: a pause sends all tokens that have not left yet. False is SGLang's way:
             they leave later, and an abort of a retracted request loses them.
+        prefix_cache: prompts of a group are prefilled once, and a request that is sent again
+            finds what it had, until the cache is flushed.
         make_tokens: False for pure timing: all token ids and logprobs are 0 and stop tokens
             are never seen.
 
@@ -38,6 +40,7 @@ class SimConfig:
     vocab_size: int = 32_000
     eos_token_id: int | None = None
     stream_at_pause: bool = True
+    prefix_cache: bool = False
     make_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -55,7 +58,9 @@ class Counters:
     generated: int = 0
     """Tokens sampled, those of aborted requests included."""
     prefilled: int = 0
-    """Context tokens computed in prefill passes."""
+    """Context tokens of prefill passes, those found in a prefix cache included."""
+    cached: int = 0
+    """Those of them that were found in it."""
     reprefilled: int = 0
     """Those of them that had been computed before in the same request."""
     preemptions: int = 0

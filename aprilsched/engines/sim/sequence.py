@@ -63,6 +63,8 @@ class Sequence:
     cached: int = 0
     computed: int = 0
     """The most context tokens that ever had KV: computing below it is re-prefill."""
+    shared: int = 0
+    """Context tokens still to come that a prefix cache has."""
     joined: int = 0
     ticket: int = -1
     """Which admission this is, or -1 while not running; heap entries of older ones are void."""

@@ -1,0 +1,75 @@
+"""What the simulated engine's prefix cache saves, and when it must not."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.engines.base import GenerationRequest
+from aprilsched.engines.sim import SimConfig
+from aprilsched.engines.sim.prefix import PrefixCache
+from aprilsched.simulation import Simulation
+from aprilsched.types import SamplingParams
+from aprilsched.workload import LongTailWorkload
+
+
+def request(name: str, context: int, group: int = 7) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        input_ids=np.zeros(context, dtype=np.int32),
+        sampling=SamplingParams(max_new_tokens=8),
+        affinity=group,
+    )
+
+
+def test_siblings_find_the_prompt_but_its_last_token():
+    cache = PrefixCache(10_000)
+    assert cache.begin(request("1-1", 100)) == 0
+    assert cache.begin(request("2-1", 100)) == 99
+    assert cache.begin(request("3-1", 100, group=8)) == 0
+
+
+def test_a_request_sent_again_finds_what_it_had():
+    cache = PrefixCache(10_000)
+    cache.begin(request("1-1", 100))
+    cache.end(request("1-1", 100), 160)
+    assert cache.begin(request("1-2", 160)) == 159
+    assert cache.begin(request("2-2", 300)) == 100, "a sibling shares the prompt only"
+
+
+def test_a_flush_forgets():
+    cache = PrefixCache(10_000)
+    cache.begin(request("1-1", 100))
+    cache.flush()
+    assert cache.begin(request("2-1", 100)) == 0
+
+
+def test_no_more_is_remembered_than_fits():
+    cache = PrefixCache(150)
+    cache.begin(request("1-1", 100, group=0))
+    cache.begin(request("2-1", 100, group=0))
+    assert cache.begin(request("1-2", 100, group=0)) == 0
+    assert cache.begin(request("1-3", 100, group=0)) == 99
+
+
+def cached(**changes: object) -> tuple[int, float]:
+    """Tokens found in the cache, and seconds of prefill."""
+    config = SchedulerConfig(batch_groups=4, group_size=8, over_provision=2.0, **changes)  # type: ignore[arg-type]
+    workload = LongTailWorkload(median=100, cap=800, prompt_tokens=500)
+    engine = SimConfig(make_tokens=False, prefix_cache=True, stream_interval=1 << 30)
+    simulation = Simulation(config, workload, engine=engine, batches=6)
+    simulation.run()
+    counters = simulation.engines["sim-0"].batcher.counters
+    return counters.cached, counters.prefill_seconds
+
+
+def test_a_group_s_prompt_is_computed_once():
+    found, _ = cached(straggler="run")
+    assert found >= 6 * 4 * 7 * 499
+
+
+def test_what_is_flushed_at_a_refit_is_computed_again():
+    flushed, with_flush = cached(straggler="abort")
+    kept, without = cached(straggler="abort", kv_after_refit="apart")
+    assert kept > flushed
+    assert without < with_flush
