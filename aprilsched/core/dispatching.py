@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from aprilsched.core.batches import training_runs
 from aprilsched.core.commands import Send
 from aprilsched.core.control import RUN, Goal
@@ -47,7 +45,14 @@ def dispatch(state: SchedulerState) -> None:
     training, limit = training_runs(state), rules.max_in_flight
     if book.queue.first(training=training) is None:
         return
-    places = _places(state)
+    engines = state.control.engines
+    loads = {name: book.open[name] for name in engines if state.control.runs(name)}
+    if len(loads) < len(engines):
+        # After a pause the first engine to go on would draw the whole wave otherwise, and with
+        # no more than its share still all that was carried: the longest contexts there are.
+        return
+    # The other way to place a group: no engine is preferred for its prefix.
+    places = Places(loads, slack=-1 if rules.spread else rules.group_size)
     while limit is None or book.open_attempts < limit:
         request = book.queue.first(training=training)
         if request is None:
@@ -56,18 +61,6 @@ def dispatch(state: SchedulerState) -> None:
         if engine is None:
             return
         _send(state, request, engine)
-
-
-def _places(state: SchedulerState) -> Places:
-    book, engines = state.book, state.control.engines
-    loads = {name: book.open[name] for name in engines if state.control.runs(name)}
-    share = None
-    if len(loads) < len(engines):
-        # After a pause the first engine to go on would otherwise draw a whole wave.
-        share = math.ceil((book.open_attempts + len(book.queue)) / len(engines))
-    # The other way to place a group: no engine is preferred for its prefix.
-    slack = -1 if state.rules.spread else state.rules.group_size
-    return Places(loads, slack=slack, share=share)
 
 
 def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:

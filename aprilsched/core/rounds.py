@@ -69,7 +69,8 @@ def _choose(state: SchedulerState, refill: Rounds, groups: list[GroupRecord]) ->
         if place in chosen or (first is not None and batch - first >= refill.oldest):
             _start(state, group, group.members)
         elif first is None:
-            _start(state, group, group.members[: refill.probes])
+            # At most half of them: a lone sample, or a pair, would be run whole as its own probe.
+            _start(state, group, group.members[: min(refill.probes, len(group.members) // 2)])
 
 
 def _rest(state: SchedulerState, groups: list[GroupRecord]) -> np.ndarray:

@@ -42,7 +42,8 @@ class Store:
             if place in chosen or (first is not None and batch - first >= refill.oldest):
                 members = [m for m, done in enumerate(group.finished) if not done]
             else:
-                members = list(range(refill.probes)) if first is None else []
+                probes = min(refill.probes, len(group.lengths) // 2)
+                members = list(range(probes)) if first is None else []
             if members and first is None:
                 group.first_run = batch
             runs += [(group, member) for member in members]
