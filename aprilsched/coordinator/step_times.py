@@ -1,9 +1,11 @@
 """Learning an engine's step times from the run itself, for automatic over-provisioning.
 
-A listener. While an engine's batch is with it, the tokens that arrive over the mean number of
-requests are its steps. Each window ends with a pause, or after `WINDOW` seconds; what a window
-cannot tell apart (tokens are seen when a chunk arrives, not when they are sampled) evens out over
-many, and the fit counts none of them for more than a tenth of an error.
+A listener. Tokens are seen when a chunk arrives, not when they are sampled, so what is timed is
+each request from one of its chunks to the next: so many tokens, so many steps. (Tokens over the
+mean number of requests would be a third wrong: a wave's requests stream in step, and a window has
+one chunk of each more or less at its ends.) A request's first chunk after it was sent, or after a
+pause, is not timed. Each window ends with a pause, or after `WINDOW` seconds; what is left of
+errors evens out over many, and the fit counts none of them for more than a tenth of an error.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from aprilsched.planning import Planner
 __all__ = ["WINDOW", "StepTimes"]
 
 WINDOW = 2.0
-"""Seconds: a few hundred steps, so that a chunk more or less at its ends is some percent. In longer
-ones the batch shrinks so much that the parts of a step's time cannot be told apart: with 10 s a
+"""Seconds: a few hundred steps, of which each request streams a few chunks. In longer ones the
+batch shrinks so much that the parts of a step's time cannot be told apart: with 10 s a
 doubled t0 was found by a tenth only, with 2 s by four fifths."""
 _LEAST_TOKENS = 256
 _BURST = 2e-3
@@ -39,7 +41,11 @@ class _Window:
     held: int = 0
     running_time: float = 0.0
     held_time: float = 0.0
+    since: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    """When the last chunk of those that are timed arrived."""
+    timed: float = 0.0
     tokens: int = 0
+    """Request seconds from chunk to chunk, and the tokens that came in them."""
     passes: int = 0
     prefilled: int = 0
     sent_at: float = -1.0
@@ -52,18 +58,26 @@ class _Window:
 
     def restart(self, now: float) -> None:
         self.began = self.at = now
-        self.running_time = self.held_time = 0.0
+        self.running_time = self.held_time = self.timed = 0.0
         self.tokens = self.passes = self.prefilled = 0
+
+    def arrived(self, key: tuple[int, int], tokens: int, now: float) -> None:
+        """A chunk of a request."""
+        if not self.since:
+            self.restart(now)  # it was idle or prefilled, or nobody knows what it did
+        elif key in self.since:
+            self.timed += now - self.since[key]
+            self.tokens += tokens
+        self.since[key] = now
 
     def observation(self) -> Observation | None:
         seconds = self.at - self.began
         if seconds <= 0 or not self.running_time or self.tokens < _LEAST_TOKENS:
             return None
-        running = self.running_time / seconds
         return Observation(
-            running=running,
+            running=self.running_time / seconds,
             kv_tokens=self.held_time / seconds,
-            seconds_per_step=seconds * running / self.tokens,
+            seconds_per_step=self.timed / self.tokens,
             seconds=seconds,
             prefill_passes=self.passes,
             prefilled_tokens=self.prefilled,
@@ -113,8 +127,9 @@ class StepTimes:
         self._where[key] = command.engine
         window.running[key] = tokens
         window.held += tokens
-        window.prefilled += tokens
-        window.passes += now - window.sent_at > _BURST
+        if window.since:
+            window.prefilled += tokens
+            window.passes += now - window.sent_at > _BURST
         window.sent_at = now
 
     def _progress(self, event: ev.Progress, now: float) -> None:
@@ -125,7 +140,7 @@ class StepTimes:
         window, tokens = self._window(engine, now), len(event.token_ids)
         window.running[key] += tokens
         window.held += tokens
-        window.tokens += tokens
+        window.arrived(key, tokens, now)
         if now - window.began >= WINDOW:
             self._close(window, now)
 
@@ -135,12 +150,17 @@ class StepTimes:
         if engine is not None:
             window = self._window(engine, now)
             window.held -= window.running.pop(key)
+            window.since.pop(key, None)
+            if not window.since:
+                self._close(window, now)
 
     def _stop(self, command: do.Pause, now: float) -> None:
-        self._close(self._window(command.engine, now), now)
+        window = self._window(command.engine, now)
+        self._close(window, now)
+        window.since.clear()
 
     def _begin(self, event: ev.Continued, now: float) -> None:
-        self._window(event.engine, now).restart(now)
+        self._window(event.engine, now).since.clear()
 
     def _lose(self, command: do.LoseEngine, _: float) -> None:
         window = self._engines.pop(command.engine, None)

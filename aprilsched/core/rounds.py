@@ -86,7 +86,10 @@ def _rest(state: SchedulerState, groups: list[GroupRecord]) -> np.ndarray:
 
 
 def _runs(group: GroupRecord) -> bool:
-    return any(m.state in (State.RUNNING, State.HELD) for m in group.members)
+    """What is on its way back does not: a trainer that takes two batches under one version asks for
+    the second one while the probes of the first are called back, and would run all their groups."""
+    requests = (m.request for m in group.members if m.state in (State.RUNNING, State.HELD))
+    return any(request is not None and not request.aborting for request in requests)
 
 
 def _start(state: SchedulerState, group: GroupRecord, members: list[RolloutRecord]) -> None:

@@ -9,7 +9,7 @@ else can be; a choice is a function of its arguments, with no chance in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from aprilsched.core.commands import Plan
@@ -106,25 +106,33 @@ class Planner:
 def trials(setting: Setting, *, parks: bool, current: Schedule | None = None) -> list[Tried]:
     """Candidates tried out, with what they are expected to do written into them.
 
-    All of them briefly; those that are near the fastest then, and `current`, for longer.
+    All of them briefly; those that are near the fastest then, and `current`, for longer. What
+    turns out to pass a bound only in the longer trial makes room for the next fastest.
     """
     several = candidates(batch_groups=setting.batch_groups, engines=setting.engines, parks=parks)
     brief = replace(setting, batches=_BRIEF)
     first = [(schedule, try_out(schedule, brief)) for schedule in several]
-    fastest = max(
-        (outcome.efficiency for _, outcome in first if _allowed(outcome, setting)), default=0.0
-    )
-    kept: list[Tried] = []
-    for schedule, outcome in first:
-        if _near(outcome, fastest, setting):
-            kept.append(_tried(schedule, try_out(schedule, setting)))
-        elif not fastest or (current is not None and _same(schedule, current)):
-            kept.append(_tried(schedule, outcome))
-    return kept
+    longer: dict[int, Outcome] = {}
+    while near := _near(first, longer, setting):
+        longer.update((place, try_out(first[place][0], setting)) for place in near)
+    return [
+        _tried(schedule, longer.get(place, outcome))
+        for place, (schedule, outcome) in enumerate(first)
+        if place in longer or not longer or (current is not None and _same(schedule, current))
+    ]
 
 
-def _near(outcome: Outcome, fastest: float, setting: Setting) -> bool:
-    return _allowed(outcome, setting) and outcome.efficiency >= (1 - _MAY_RISE) * fastest
+def _near(
+    first: Sequence[tuple[Schedule, Outcome]], longer: Mapping[int, Outcome], setting: Setting
+) -> list[int]:
+    """Places of those that are allowed as far as is known, near the fastest, not tried longer."""
+    allowed = {
+        place: outcome.efficiency
+        for place, (_, outcome) in enumerate(first)
+        if _allowed(longer.get(place, outcome), setting)
+    }
+    least = (1 - _MAY_RISE) * max(allowed.values(), default=0.0)
+    return [place for place, speed in allowed.items() if speed >= least and place not in longer]
 
 
 def _tried(schedule: Schedule, outcome: Outcome) -> Tried:

@@ -72,9 +72,9 @@ class _Trial:
                 bound += self._bound - before
                 tokens += sum(sum(group.lengths) for group in delivered)
                 stale += sum(group.older_than(batch, 0) for group in delivered)
-                if setting.max_staleness is not None:
-                    bound = setting.max_staleness
-                    too_stale += sum(group.older_than(batch, bound) for group in delivered)
+                oldest = setting.max_staleness
+                if oldest is not None:
+                    too_stale += sum(group.older_than(batch, oldest) for group in delivered)
         return Outcome(
             efficiency=bound / seconds,
             off_policy_share=stale / tokens,

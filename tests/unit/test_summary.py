@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -36,10 +37,18 @@ def rollout(rollout_id: int, versions: Sequence[int], *, masked: int = 0) -> Rol
         logprobs=np.zeros(n, dtype=np.float32),
         versions=of,
         loss_mask=mask,
-        segments=(Segment(start=0, end=n, version=0, engine="a"),),
+        segments=tuple(runs(versions)),
         versions_exact=True,
         finish_reason="stop",
     )
+
+
+def runs(versions: Sequence[int]) -> Iterator[Segment]:
+    start = 0
+    for version, same in groupby(versions):
+        end = start + len(list(same))
+        yield Segment(start=start, end=end, version=version, engine="a" if version >= 0 else None)
+        start = end
 
 
 def deliver(index: int, version: int, *rollouts: Rollout) -> do.Deliver:

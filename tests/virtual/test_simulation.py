@@ -129,6 +129,15 @@ def test_no_engine_draws_the_whole_wave_after_a_pause() -> None:
     assert max(generated) < 1.5 * min(generated)
 
 
+def test_carried_contexts_are_spread_over_all_engines() -> None:
+    """Nothing is sent until all are back: the first would take everything that was carried."""
+    settings = config(batch_groups=32, refill="rounds", over_provision=1.5)
+    simulation = Simulation(settings, WORKLOAD, engines=4, engine=MODEL, batches=BATCHES)
+    simulation.run()
+    prefilled = [engine.batcher.counters.prefilled for engine in simulation.engines.values()]
+    assert max(prefilled) < 1.5 * min(prefilled)
+
+
 @pytest.mark.parametrize(
     ("costs", "longer"),
     [

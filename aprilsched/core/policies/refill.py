@@ -80,7 +80,8 @@ class ConstantPool:
             return 0
         if not view.wave_due and view.batch_open and self._tapers(view):
             return 0
-        free = view.target_groups * view.group_size - view.in_flight
+        # An automatic schedule may have made the pool smaller than what is in it.
+        free = max(0, view.target_groups * view.group_size - view.in_flight)
         together = min(self.together, view.target_groups)
         return free // (together * view.group_size) * together
 

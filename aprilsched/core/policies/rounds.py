@@ -56,8 +56,13 @@ class Rounds:
     oldest: int = 16
 
     def launches(self, view: PoolView) -> int:
-        """Groups to open; which of them run is decided by :func:`window`."""
-        if not view.wave_due:
+        """Groups to open; which of them run is decided by :func:`window`.
+
+        Within a batch only if none is left: all were rejected, or were too few of the samples or
+        tokens that fill it, and the trainer would wait for ever.
+        """
+        dry = view.batch_open and view.open_groups == 0
+        if not (view.wave_due or dry):
             return 0
         return max(0, math.ceil(self.store * view.batch_groups - 1e-9) - view.open_groups)
 
@@ -122,7 +127,7 @@ def _levels(
     unfinished = law.mean + law.deviation * np.minimum(mills, z + _MILLS_MOST)
     at_cap = finished & (tokens >= law.cap)
     seen = np.where(finished & ~at_cap, have, unfinished)
-    known = finished | (tokens > 0)
+    known = tokens > 0
     own = (1 - law.shared) * law.deviation**2
     precision = 1 / (law.shared * law.deviation**2) + known.sum(axis=1, keepdims=True) / own
     above = np.where(known, seen - law.mean, 0.0).sum(axis=1, keepdims=True)

@@ -1,0 +1,630 @@
+"""Automatic scheduling: when a plan is asked for, what it changes, and what is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.policies.over_provision import FixedRatio
+from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
+from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.rules import Rules
+from aprilsched.planning import Planner
+from aprilsched.planning.candidates import candidates, named
+from aprilsched.planning.planner import TOLERANCE, Tried, choose, trials
+from aprilsched.planning.setting import Outcome, Setting
+from aprilsched.planning.store import Store
+from aprilsched.planning.trial import try_out
+from aprilsched.simulation import Simulation
+from aprilsched.simulation.engine import ModelledEngine
+from aprilsched.timing import H200_QWEN3_4B
+from aprilsched.workload import LongTailWorkload
+from tests.support.driver import Driver
+
+
+def config(**changes: object) -> SchedulerConfig:
+    """Automatic; KV stays, so waves of one and a half batches are what it begins with."""
+    values: dict[str, object] = {
+        "batch_groups": 2,
+        "group_size": 2,
+        "over_provision": "auto",
+        "straggler": "in_place",
+    }
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def schedule(ratio: float, refill: Refill | None = None) -> Schedule:
+    return Schedule(over_provision=FixedRatio(ratio=ratio), refill=refill or Wave())
+
+
+# --- when ----------------------------------------------------------------------------------------
+
+
+def batches(driver: Driver, count: int, *, tokens: int = 10) -> list[int]:
+    """Run so many batches of responses of equal length; those after which a plan was asked for,
+    none of which changes anything."""
+    asked: list[int] = []
+    for _ in range(count):
+        before = len(driver.batches)
+        driver.request_batch()
+        while len(driver.batches) == before:
+            driver.finish(driver.attempts()[0], tokens)
+        driver.settle()
+        driver.update()
+        for _ in driver.plans:
+            asked.append(len(driver.batches))
+            driver.feed(ev.Planned(schedule=None))
+        driver.plans.clear()
+    return asked
+
+
+def test_a_plan_is_asked_for_after_the_first_batch_and_then_three_times_as_late() -> None:
+    assert batches(Driver(config()), 30) == [1, 3, 9, 27]
+
+
+def test_nothing_is_planned_where_the_ratio_is_given() -> None:
+    assert batches(Driver(config(over_provision=1.5)), 4) == []
+
+
+def test_a_plan_is_asked_for_again_when_lengths_have_doubled() -> None:
+    driver = Driver(config())
+    assert batches(driver, 9, tokens=10) == [1, 3, 9]
+    assert batches(driver, 16, tokens=20) == [17], "not sooner, and once"
+
+
+def test_small_changes_of_the_lengths_are_no_drift() -> None:
+    driver = Driver(config())
+    batches(driver, 9, tokens=10)
+    assert batches(driver, 16, tokens=12) == []
+
+
+def test_after_a_drift_only_recent_lengths_are_evidence() -> None:
+    driver = Driver(config())
+    batches(driver, 9, tokens=10)
+    plans: list[do.Plan] = []
+    while not plans and len(driver.batches) < 30:
+        driver.request_batch()
+        before = len(driver.batches)
+        while len(driver.batches) == before:
+            driver.finish(driver.attempts()[0], 20)
+        driver.update()
+        plans += driver.plans
+    (plan,) = plans
+    assert {n for group in plan.ended for n in group.tokens.tolist()} == {20}
+
+
+def test_a_plan_has_all_that_is_known() -> None:
+    driver = Driver(config(over_provision="auto"))
+    driver.request_batch()
+    first, second, open_group = driver.group_ids()
+    driver.progress(driver.attempts(open_group)[0], 4)
+    driver.progress(driver.attempts(open_group)[1], 6)
+    for group_id, count in ((first, 7), (second, 9)):
+        driver.finish_group(group_id, count)
+    (plan,) = driver.plans
+    assert sorted(group.tokens.tolist() for group in plan.ended) == [[7, 7], [9, 9]]
+    assert [group.tokens.tolist() for group in plan.open] == [[4, 6]]
+    assert (plan.engines, plan.kv_tokens, plan.prompt_tokens) == (2, None, 2.0)
+    assert plan.current == driver.state.schedule
+
+
+def test_a_group_that_waits_for_its_round_is_no_evidence_of_what_siblings_share() -> None:
+    driver = Driver(config(straggler="retract"))
+    driver.request_batch()
+    for key in driver.attempts():
+        driver.progress(key, 5)
+    running = [g for g in driver.group_ids() if len(driver.attempts(g)) == 2]
+    for group_id in running[:2]:
+        driver.finish_group(group_id)
+    (plan,) = driver.plans
+    assert [group.tokens.tolist() for group in plan.open] == [[5, 5]]
+
+
+def test_nothing_is_asked_for_while_a_plan_is_made() -> None:
+    driver = Driver(config())
+    for _ in range(5):
+        before = len(driver.batches)
+        driver.request_batch()
+        while len(driver.batches) == before:
+            driver.finish(driver.attempts()[0])
+        driver.update()
+    assert len(driver.plans) == 1
+
+
+def test_a_plan_that_changes_nothing_keeps_the_schedule() -> None:
+    driver = Driver(config())
+    before = driver.state.schedule
+    batches(driver, 1)
+    assert driver.state.schedule is before
+
+
+def test_a_new_schedule_is_in_force_from_the_next_batch_on() -> None:
+    driver = Driver(config())
+    batches(driver, 2)
+    driver.feed(ev.Planned(schedule=schedule(3.0)))
+    driver.request_batch()
+    assert driver.state.book.training == 6
+    driver.settle()
+    batches_before = len(driver.batches)
+    while len(driver.batches) == batches_before:
+        driver.finish(driver.attempts()[0])
+    driver.update()
+    driver.feed(ev.Planned(schedule=schedule(1.0, ConstantPool(together=1))))
+    driver.request_batch()
+    while driver.sends:
+        assert driver.state.book.generating <= 2 * 2 + 4 * 2
+        driver.finish(driver.attempts()[0])
+
+
+@pytest.mark.parametrize("straggler", ["retract", "abort"])
+@pytest.mark.parametrize("refill", [Wave(), ConstantPool(together=1)], ids=["wave", "pool"])
+def test_from_rounds_to_anything_else_everything_parked_is_released(
+    straggler: str, refill: Refill
+) -> None:
+    driver = Driver(config(straggler=straggler))
+    driver.request_batch()
+    assert isinstance(driver.state.schedule.refill, Rounds)
+    running = [g for g in driver.group_ids() if len(driver.attempts(g)) == 2]
+    for group_id in running[:2]:
+        driver.finish_group(group_id)
+    driver.settle()
+    driver.update()
+    assert not driver.sends
+    driver.feed(ev.Planned(schedule=schedule(2.0, refill)))
+    assert not driver.sends, "no batch is asked for"
+    driver.request_batch()
+    assert len(driver.sends) == 8 * 2
+    assert all(rollout.due for rollout in driver.state.book.rollouts.values())
+
+
+def test_from_rounds_to_waves_within_a_batch_and_within_the_calling_back() -> None:
+    driver = Driver(config(straggler="retract"))
+    driver.request_batch()
+    driver.feed(ev.Planned(schedule=schedule(2.0)))
+    assert len(driver.sends) == 10 * 2, "those parked are sent at once"
+    driver = Driver(config(straggler="retract"))
+    driver.request_batch()
+    driver.feed(ev.BatchWithdrawn())
+    assert driver.aborts
+    driver.feed(ev.Planned(schedule=schedule(2.0)))
+    driver.settle()
+    assert not driver.sends
+    driver.request_batch()
+    assert len(driver.sends) == 10 * 2
+
+
+@pytest.mark.parametrize("straggler", ["retract", "abort"])
+def test_from_waves_to_rounds_what_runs_goes_on(straggler: str) -> None:
+    driver = Driver(config(straggler=straggler))
+    driver.feed(ev.Planned(schedule=schedule(3.0)))
+    batches(driver, 1)
+    carried = {group.group_id for group in driver.state.book.training_groups()}
+    driver.feed(ev.Planned(schedule=schedule(1.5, Rounds(store=5.0))))
+    driver.request_batch()
+    assert driver.state.book.training == 10
+    assert carried <= set(driver.group_ids())
+    assert batches(driver, 0) == []
+    while len(driver.batches) < 6:
+        before = len(driver.batches)
+        while len(driver.batches) == before:
+            driver.finish(driver.attempts()[0])
+        driver.settle()
+        driver.update()
+        driver.request_batch()
+
+
+# --- the begin of a run --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("start_up", "targets"),
+    [
+        ("at_once", [7, 7, 7, 7, 7, 7]),
+        ("wait", [4, 4, 4, 4, 7, 7]),
+        ("ramp", [4, 5, 6, 7, 7, 7]),
+    ],
+)
+@pytest.mark.parametrize("refill", ["wave", "pool"])
+def test_over_provisioning_begins_as_asked_for(
+    start_up: str, targets: list[int], refill: str
+) -> None:
+    driver = Driver(
+        config(
+            batch_groups=4,
+            over_provision=1.75,
+            refill=refill,
+            start_up=start_up,
+            start_up_batches=4,
+        )
+    )
+    seen: list[int] = []
+    for _ in targets:
+        driver.request_batch()
+        seen.append(driver.state.target_groups)
+        batches_before = len(driver.batches)
+        while len(driver.batches) == batches_before:
+            driver.finish(driver.attempts()[0])
+        driver.update()
+    assert seen == targets
+
+
+@pytest.mark.parametrize("refill", ["wave", "pool"])
+def test_a_run_that_waits_at_first_holds_nothing_between_those_batches(refill: str) -> None:
+    driver = Driver(
+        config(
+            over_provision=2.0, refill=refill, refill_groups=1, start_up="wait", start_up_batches=3
+        )
+    )
+    for _ in range(3):
+        assert not driver.state.book.rollouts
+        batches(driver, 1)
+    assert not driver.state.book.rollouts
+    driver.request_batch()
+    assert len(driver.sends) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize("start_up", ["wait", "ramp"])
+def test_nothing_is_planned_before_the_run_has_started_up(start_up: str) -> None:
+    driver = Driver(config(start_up=start_up, start_up_batches=4))
+    assert batches(driver, 13) == [4, 12]
+
+
+# --- trials against the simulation ---------------------------------------------------------------
+
+WORKLOAD = LongTailWorkload()
+BATCHES, BURN_IN = 30, 9
+
+
+@cache
+def drawn(groups: int) -> NDArray[np.int64]:
+    return np.stack([WORKLOAD.lengths(index) for index in range(groups)])
+
+
+class Meter:
+    """The work that engines did until each delivery, and the stale tokens of each batch."""
+
+    def __init__(self) -> None:
+        self.engines: Sequence[ModelledEngine] = ()
+        self.now: list[float] = []
+        self.work: list[float] = []
+        self.tokens: list[tuple[int, int]] = []
+
+    def on_event(self, event: ev.Event, now: float) -> None:
+        pass
+
+    def on_command(self, command: do.Command, now: float) -> None:
+        if not isinstance(command, do.Deliver):
+            return
+        counters = [engine.batcher.counters for engine in self.engines]
+        steps = sum(c.steps for c in counters)
+        full = sum(c.generated for c in counters) / 512
+        self.now.append(now)
+        self.work.append(
+            sum(c.decode_seconds for c in counters) + H200_QWEN3_4B.t0 * (full - steps)
+        )
+        ages = [command.batch.version - r.versions for r in command.batch.rollouts]
+        age = np.concatenate(ages)
+        self.tokens.append((int((age > 0).sum()), len(age)))
+
+
+@pytest.mark.parametrize(
+    ("straggler", "changes"),
+    [
+        ("retract", {"over_provision": 1.25}),
+        ("retract", {"over_provision": 2.0}),
+        ("retract", {"over_provision": 1.25, "refill": "pool"}),
+        ("retract", {"over_provision": 1.625, "refill": "rounds"}),
+        ("in_place", {"over_provision": 1.25}),
+        ("in_place", {"over_provision": 2.0}),
+        ("in_place", {"over_provision": 1.25, "refill": "pool"}),
+    ],
+    ids=str,
+)
+def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str, Any]) -> None:
+    """On the same lengths, so there is no noise between them; rounds part sooner or later."""
+    settings = SchedulerConfig(straggler=straggler, **changes)  # type: ignore[arg-type]
+    meter = Meter()
+    simulation = Simulation(settings, WORKLOAD, batches=BATCHES, listeners=[meter])
+    meter.engines = list(simulation.engines.values())
+    simulation.run()
+    rules = settings.rules(reward_scope="none", accepts=False, episodes=False)
+    rounds = isinstance(rules.refill, Rounds)
+    outcome = try_out(
+        Schedule(over_provision=rules.over_provision, refill=rules.refill),
+        Setting(
+            lengths=drawn(32 * (BATCHES + 8)),
+            batch_groups=32,
+            model=H200_QWEN3_4B,
+            prompt_tokens=8.0,
+            keeps_kv=straggler == "in_place",
+            batches=BATCHES - BURN_IN,
+            burn_in=BURN_IN // 3 if rounds else BURN_IN,
+        ),
+    )
+    seconds = meter.now[-1] - meter.now[BURN_IN - 1]
+    efficiency = (meter.work[-1] - meter.work[BURN_IN - 1]) / seconds
+    stale, tokens = np.sum(meter.tokens[BURN_IN:], axis=0)
+    assert outcome.efficiency == pytest.approx(efficiency, rel=0.02 if rounds else 0.005)
+    assert outcome.off_policy_share == pytest.approx(stale / tokens, abs=0.03 if rounds else 0.005)
+
+
+@pytest.mark.parametrize("refill", [Wave(), Rounds()], ids=["wave", "rounds"])
+def test_a_trial_is_repeatable(refill: Refill) -> None:
+    assert try_out(schedule(1.5, refill), setting()) == try_out(schedule(1.5, refill), setting())
+
+
+def test_more_engines_are_as_efficient_with_as_much_more_to_do() -> None:
+    one = try_out(schedule(1.5), setting(batch_groups=16))
+    four = try_out(schedule(1.5), setting(batch_groups=64, engines=4))
+    assert four.efficiency == pytest.approx(one.efficiency, rel=0.05)
+    assert four.peak_kv == pytest.approx(one.peak_kv, rel=0.2)
+
+
+def test_an_engine_that_is_full_lets_the_rest_wait() -> None:
+    free, narrow = try_out(schedule(2.0), setting()), try_out(schedule(2.0), setting(max_running=8))
+    assert narrow.peak_kv < free.peak_kv / 3
+
+
+def test_kept_kv_saves_prefill_and_nothing_else() -> None:
+    again, kept = try_out(schedule(2.0), setting()), try_out(schedule(2.0), setting(keeps_kv=True))
+    assert kept.efficiency > 1.05 * again.efficiency
+    assert kept.off_policy_share == again.off_policy_share
+
+
+def test_only_rounds_have_a_store() -> None:
+    with pytest.raises(TypeError, match="parks nothing"):
+        Store(Wave(), setting())
+
+
+# --- the choice ----------------------------------------------------------------------------------
+
+
+def setting(**changes: Any) -> Setting:
+    """Batches of 16 groups of 8 on one engine."""
+    values: dict[str, Any] = {
+        "lengths": drawn(32 * 24),
+        "batch_groups": 16,
+        "model": H200_QWEN3_4B,
+        "prompt_tokens": 8.0,
+    }
+    return Setting(**{**values, **changes})
+
+
+def outcome(efficiency: float, stale: float, *, late: float = 0.0, kv: float = 0.0) -> Outcome:
+    return Outcome(efficiency=efficiency, off_policy_share=stale, too_stale_share=late, peak_kv=kv)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "place"),
+    [
+        ([outcome(0.80, 0.7), outcome(0.79, 0.5), outcome(0.78, 0.1)], 1),
+        ([outcome(0.80, 0.7), outcome(0.7839, 0.5)], 0),
+        ([outcome(0.80, 0.7), outcome(0.7841, 0.5)], 1),
+        ([outcome(0.90, 0.1, kv=1001.0), outcome(0.5, 0.6), outcome(0.4, 0.0)], 1),
+        ([outcome(0.90, 0.1, late=0.006), outcome(0.5, 0.6, late=0.004)], 1),
+        ([outcome(0.90, 0.1, late=0.2), outcome(0.5, 0.6, late=0.1)], 1),
+        ([outcome(0.90, 0.1, kv=3000.0), outcome(0.5, 0.6, kv=2000.0)], 1),
+    ],
+    ids=["within", "below", "just above", "memory", "too stale", "nothing fresh", "nothing fits"],
+)
+def test_the_least_stale_within_the_tolerance_of_the_fastest_allowed(
+    outcomes: list[Outcome], place: int
+) -> None:
+    tried = [Tried(schedule=schedule(1.0 + i), outcome=o) for i, o in enumerate(outcomes)]
+    chosen = choose(tried, setting(kv_tokens=1000, max_staleness=3))
+    assert chosen is tried[place]
+
+
+def rules(**changes: object) -> Rules:
+    """Of batches of 16 groups of 4."""
+    values: dict[str, object] = {"batch_groups": 16, "group_size": 4, "straggler": "retract"}
+    return config(**{**values, **changes}).rules(reward_scope="none", accepts=False, episodes=False)
+
+
+def plan(
+    current: Schedule, *, groups: int = 200, engines: int = 1, kv_tokens: int | None = None
+) -> do.Plan:
+    ended = tuple(
+        GroupLengths.whole(index, lengths.tolist())
+        for index, lengths in enumerate(drawn(groups)[:, :4])
+    )
+    return do.Plan(
+        ended=ended,
+        open=(),
+        prompt_tokens=8.0,
+        engines=engines,
+        kv_tokens=kv_tokens,
+        current=current,
+    )
+
+
+POOR = schedule(1.0)
+"""Waits for every last response."""
+
+
+@cache
+def chosen(straggler: str) -> Schedule:
+    """The planner's choice, with nothing in its way."""
+    best = Planner().plan(plan(POOR), rules(straggler=straggler))
+    assert best is not None
+    return best
+
+
+@pytest.mark.parametrize("straggler", ["retract", "in_place"])
+def test_no_candidate_is_faster_by_more_than_the_tolerance_nor_fresher_at_that_speed(
+    straggler: str,
+) -> None:
+    best = chosen(straggler)
+    settings = rules(straggler=straggler)
+    tried_on = Planner().setting(plan(POOR), settings)
+    outcomes = [
+        try_out(candidate, tried_on)
+        for candidate in candidates(batch_groups=16, engines=1, parks=settings.parks)
+    ]
+    own = try_out(best, tried_on)
+    fastest = max(o.efficiency for o in outcomes)
+    assert own.efficiency >= (1 - TOLERANCE) * fastest
+    fresher = [o for o in outcomes if o.off_policy_share < own.off_policy_share - 1e-9]
+    assert all(o.efficiency < (1 - TOLERANCE) * fastest for o in fresher)
+    assert (best.efficiency, best.off_policy_share) == (own.efficiency, own.off_policy_share)
+
+
+def test_a_choice_says_what_it_is() -> None:
+    best = chosen("retract")
+    assert best.why.startswith(named(best))
+    assert f"{best.efficiency:.1%} of the bound" in best.why
+
+
+def test_the_choice_has_no_chance_in_it() -> None:
+    assert Planner().plan(plan(POOR), rules()) == chosen("retract")
+
+
+def test_a_schedule_that_is_as_good_stays() -> None:
+    best = chosen("retract")
+    assert Planner().plan(plan(best), rules()) is None
+    assert Planner().plan(plan(best, groups=180), rules()) is None, "slightly other lengths"
+
+
+@pytest.mark.parametrize("share", [0.8, 0.65, 0.5, 0.35])
+def test_the_kv_pool_is_respected(share: float) -> None:
+    """What needs less than the pool in a brief trial may need more in a longer one."""
+    settings = rules(straggler="in_place")
+    needs = try_out(chosen("in_place"), Planner().setting(plan(POOR), settings)).peak_kv
+    command = plan(chosen("in_place"), kv_tokens=round(share * needs))
+    best = Planner().plan(command, settings)
+    assert best is not None
+    tried_on = Planner().setting(command, settings)
+    assert try_out(best, tried_on).peak_kv <= share * needs
+    assert (best.efficiency or 0) > 0.2
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_the_bound_on_staleness_is_respected(bound: int) -> None:
+    settings = rules(max_staleness=bound, straggler="in_place")
+    command = plan(schedule(3.0))
+    best = Planner().plan(command, settings)
+    assert best is not None
+    tried_on = Planner().setting(command, settings)
+    own = try_out(best, tried_on)
+    assert own.too_stale_share <= 0.005
+    assert own.efficiency > 0.2, "and it is no worse than waiting"
+    assert try_out(schedule(3.0), tried_on).too_stale_share > 0.005
+
+
+def test_the_bound_on_staleness_changes_no_other_figure() -> None:
+    free, bound = (
+        try_out(schedule(2.0), setting()),
+        try_out(schedule(2.0), setting(max_staleness=1)),
+    )
+    assert bound.too_stale_share > 0 == free.too_stale_share
+    assert replace(bound, too_stale_share=0.0) == free
+
+
+def test_what_does_not_fit_at_all_is_made_as_small_as_can_be() -> None:
+    settings, command = rules(straggler="in_place"), plan(schedule(3.0), kv_tokens=10)
+    best = Planner().plan(command, settings)
+    assert best is not None
+    least = min(
+        t.outcome.peak_kv for t in trials(Planner().setting(command, settings), parks=False)
+    )
+    assert try_out(best, replace(Planner().setting(command, settings), batches=6)).peak_kv == least
+
+
+@pytest.mark.parametrize(
+    ("changes", "parks"),
+    [
+        ({}, True),
+        ({"straggler": "abort"}, True),
+        ({"max_staleness": 8}, True),
+        ({"max_staleness": 7}, False),
+        ({"pace": "asynchronous"}, False),
+        ({"straggler": "in_place"}, False),
+        ({"straggler": "run"}, False),
+        ({"straggler": "choose"}, False),
+        ({"start_up": "wait"}, False),
+        ({"start_up": "ramp"}, False),
+    ],
+    ids=str,
+)
+def test_rounds_are_begun_with_only_where_parking_works(
+    changes: dict[str, object], parks: bool
+) -> None:
+    settings = rules(**changes)
+    assert settings.parks is parks
+    driver = Driver(config(**{"straggler": "retract", **changes}))
+    assert isinstance(driver.state.schedule.refill, Rounds) is parks
+
+
+@pytest.mark.parametrize("parks", [True, False])
+def test_rounds_are_candidates_only_where_parking_works(parks: bool) -> None:
+    several = candidates(batch_groups=32, engines=1, parks=parks)
+    assert any(isinstance(c.refill, Rounds) for c in several) is parks
+    tried = trials(setting(batches=4, burn_in=1), parks=parks)
+    assert parks or not any(isinstance(t.schedule.refill, Rounds) for t in tried)
+
+
+@pytest.mark.parametrize("changes", [{"pace": "asynchronous"}, {"straggler": "in_place"}], ids=str)
+def test_rounds_are_not_chosen_where_nothing_can_be_parked(changes: dict[str, object]) -> None:
+    best = Planner().plan(plan(POOR), rules(**changes))
+    assert best is not None
+    assert not isinstance(best.refill, Rounds)
+
+
+@pytest.mark.parametrize(
+    ("batch_groups", "engines", "scaled"),
+    [(128, 4, (128, 4)), (256, 1, (256, 1)), (256, 8, (128, 4)), (1000, 8, (143, 1))],
+)
+def test_a_large_batch_is_tried_out_as_an_equal_share_of_it(
+    batch_groups: int, engines: int, scaled: tuple[int, int]
+) -> None:
+    command = plan(POOR, engines=engines, kv_tokens=1000 * engines)
+    tried_on = Planner().setting(command, rules(batch_groups=batch_groups))
+    assert (tried_on.batch_groups, tried_on.engines) == scaled
+    assert tried_on.kv_tokens == 1000
+
+
+@pytest.mark.parametrize("candidate", [schedule(1.25), schedule(1.5, ConstantPool(together=8))])
+def test_an_equal_share_does_about_what_the_whole_does(candidate: Schedule) -> None:
+    lengths = drawn(32 * 48)[:, :2]
+    whole = setting(lengths=lengths, batch_groups=256, engines=4, batches=8)
+    share = setting(lengths=lengths, batch_groups=128, engines=2, batches=8)
+    of_whole, of_share = try_out(candidate, whole), try_out(candidate, share)
+    assert of_share.efficiency == pytest.approx(of_whole.efficiency, rel=0.05)
+    assert of_share.off_policy_share == pytest.approx(of_whole.off_policy_share, abs=0.03)
+
+
+def test_unfinished_groups_are_evidence_too() -> None:
+    """Five long groups that have not ended make the lengths that are tried out longer."""
+    command = plan(POOR, groups=40)
+    unfinished = tuple(
+        GroupLengths(
+            launched=1000 + index,
+            tokens=np.full(4, 5000, dtype=np.int64),
+            finished=np.zeros(4, dtype=np.bool_),
+        )
+        for index in range(10)
+    )
+    without = Planner().setting(command, rules())
+    with_them = Planner().setting(replace(command, open=unfinished), rules())
+    assert with_them.lengths.mean() > 1.3 * without.lengths.mean()
+
+
+def test_a_run_with_one_response_for_each_prompt_is_planned_too() -> None:
+    driver = Driver(config(group_size=1, batch_groups=4))
+    assert batches(driver, 3) == [1, 3]
+    ended = tuple(GroupLengths.whole(i, [int(n)]) for i, n in enumerate(drawn(64)[:, 0]))
+    command = replace(plan(POOR), ended=ended)
+    best = Planner().plan(command, rules(group_size=1))
+    assert best is not None
+    assert (best.efficiency or 0) > try_out(POOR, setting(lengths=drawn(64)[:, :1])).efficiency

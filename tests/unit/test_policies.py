@@ -1,0 +1,422 @@
+"""The policies: one small function of what the scheduler sees each, at their edges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.core import events as ev
+from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, PoolLoad
+from aprilsched.core.policies.placement import Places
+from aprilsched.core.policies.refill import ConstantPool, PoolView
+from aprilsched.core.policies.resume import ResumeOrder, place_of
+from aprilsched.core.policies.stop import StopAt, StopUnit
+from aprilsched.core.policies.straggler import Prices, Straggler, keeps_kv, run_out_tokens
+from aprilsched.core.records import RequestRecord
+from tests.support.driver import Driver, prompts
+
+# --- refill --------------------------------------------------------------------------------------
+
+
+def view(**changes: object) -> PoolView:
+    """A batch of 8 groups of 2 in work, a pool of 8 with room for 4 groups."""
+    values: dict[str, object] = {
+        "batch_groups": 8,
+        "group_size": 2,
+        "target_groups": 8,
+        "open_groups": 4,
+        "ready_groups": 3,
+        "in_flight": 8,
+        "wave_due": False,
+        "batch_open": True,
+        "asynchronous": False,
+    }
+    return PoolView(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups"),
+    [
+        ({}, 4),
+        ({"ready_groups": 4}, 0),
+        ({"ready_groups": 4, "in_flight": 1}, 0),
+        ({"ready_groups": 4, "in_flight": 0}, 8),
+        ({"ready_groups": 4, "wave_due": True}, 4),
+        ({"ready_groups": 8, "batch_open": False}, 0),
+        ({"ready_groups": 8, "batch_open": False, "wave_due": True}, 4),
+        ({"ready_groups": 8, "batch_open": False, "asynchronous": True}, 4),
+    ],
+    ids=str,
+)
+def test_a_tapering_pool_is_not_refilled_near_its_batchs_end_unless_nothing_runs(
+    changes: dict[str, object], groups: int
+) -> None:
+    assert ConstantPool(together=2, until=0.5).launches(view(**changes)) == groups
+
+
+@pytest.mark.parametrize(("in_flight", "groups"), [(9, 2), (12, 2), (13, 0), (16, 0), (18, 0)])
+def test_a_pool_is_refilled_by_whole_bunches(in_flight: int, groups: int) -> None:
+    assert ConstantPool(together=2).launches(view(in_flight=in_flight)) == groups
+
+
+def test_a_pool_smaller_than_a_bunch_is_refilled_at_all() -> None:
+    assert ConstantPool(together=64).launches(view(in_flight=0)) == 8
+
+
+def test_a_tapered_batch_still_fills_when_everything_else_has_ended() -> None:
+    driver = Driver(
+        SchedulerConfig(
+            batch_groups=4,
+            group_size=2,
+            over_provision=1.0,
+            refill="pool",
+            refill_groups=1,
+            refill_until=0.25,
+        ),
+        accepts=True,
+    )
+    driver.request_batch()
+    for group_id in driver.group_ids():
+        driver.finish_group(group_id)
+    assert driver.state.book.counters.launched == 4 * 2, "it tapers from the first group on"
+    for verdict in driver.verdicts:
+        driver.feed(ev.Judged(group_id=verdict.group.group_id, accepted=False))
+    driver.settle()
+    while not driver.batches:
+        assert driver.sends, "the trainer waits and nothing runs"
+        driver.verdicts.clear()
+        driver.finish_group(driver.group_ids()[0])
+        for verdict in driver.verdicts:
+            driver.feed(ev.Judged(group_id=verdict.group.group_id, accepted=True))
+    assert len(driver.batches[0].groups) == 4
+
+
+# --- placement -----------------------------------------------------------------------------------
+
+
+@dataclass
+class SlowPlaces:
+    """What Places should do, looked up anew each time."""
+
+    loads: dict[str, int]
+    slack: int
+
+    def take(self, prefer: str, avoid: str) -> str | None:
+        names = [name for name in self.loads if name != avoid] or list(self.loads)
+        if not names:
+            return None
+        taken = min(names, key=lambda name: (self.loads[name], name))
+        near = self.loads[taken] + self.slack
+        if prefer in names and prefer != avoid and self.loads[prefer] <= near:
+            taken = prefer
+        self.loads[taken] += 1
+        return taken
+
+
+ENGINES = ("a", "b", "c", "d")
+
+
+@given(
+    loads=st.dictionaries(st.sampled_from(ENGINES), st.integers(0, 6)),
+    slack=st.integers(-1, 4),
+    asked=st.lists(
+        st.tuples(st.sampled_from(["", *ENGINES]), st.sampled_from(["", *ENGINES])), max_size=40
+    ),
+)
+def test_places_are_those_of_a_plain_search(
+    loads: dict[str, int], slack: int, asked: list[tuple[str, str]]
+) -> None:
+    slow = SlowPlaces(loads=dict(loads), slack=slack)
+    places = Places(loads, slack=slack)
+    for prefer, avoid in asked:
+        assert places.take(prefer=prefer, avoid=avoid) == slow.take(prefer, avoid)
+
+
+def taken(places: Places, count: int, *, prefer: str = "", avoid: str = "") -> list[str | None]:
+    return [places.take(prefer=prefer, avoid=avoid) for _ in range(count)]
+
+
+def test_the_least_loaded_engine_is_taken() -> None:
+    assert taken(Places({"a": 2, "b": 0, "c": 1}, slack=0), 6) == ["b", "b", "c", "a", "b", "c"]
+
+
+def test_the_engine_with_the_prefix_is_preferred_as_far_as_the_slack_goes() -> None:
+    assert taken(Places({"a": 0, "b": 0}, slack=2), 5, prefer="b") == ["b", "b", "b", "a", "b"]
+
+
+def test_a_spread_group_goes_wherever_there_is_least_to_do() -> None:
+    assert taken(Places({"a": 0, "b": 0}, slack=-1), 4, prefer="b") == ["a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("loads", "engine"), [({"a": 0, "b": 9}, "b"), ({"a": 0}, "a")], ids=["another", "the last"]
+)
+def test_the_engine_that_failed_a_request_is_taken_only_if_it_is_the_last(
+    loads: dict[str, int], engine: str
+) -> None:
+    assert taken(Places(loads, slack=8), 1, prefer="a", avoid="a") == [engine]
+
+
+def test_without_engines_there_is_no_place() -> None:
+    assert taken(Places({}, slack=8), 1) == [None]
+
+
+# --- over-provisioning ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratio", "batch_groups", "groups"),
+    [(1.0, 7, 7), (1.1, 10, 11), (1.5, 3, 5), (1.0625, 32, 34), (1.01, 32, 33), (0.75, 32, 24)],
+)
+def test_a_ratio_is_rounded_up_but_not_by_rounding_errors(
+    ratio: float, batch_groups: int, groups: int
+) -> None:
+    load = PoolLoad(batch_groups=batch_groups, current=0)
+    assert FixedRatio(ratio=ratio).target_groups(load) == groups
+
+
+@pytest.mark.parametrize(
+    ("current", "kv_share", "groups"),
+    [
+        (0, 0.0, 36),
+        (64, 0.5, 68),
+        (64, 0.8, 68),
+        (64, 0.81, 48),
+        (36, 1.0, 32),
+        (64, None, 64),
+        (0, None, 32),
+    ],
+    ids=["begins", "grows", "at the target", "backs off", "floor", "unknown", "unknown at first"],
+)
+def test_the_kv_pool_is_filled_up_to_its_target(
+    current: int, kv_share: float | None, groups: int
+) -> None:
+    load = PoolLoad(batch_groups=32, current=current, kv_share=kv_share)
+    assert KvTarget(target=0.8).target_groups(load) == groups
+
+
+# --- resume --------------------------------------------------------------------------------------
+
+
+def waiting(driver: Driver) -> list[RequestRecord]:
+    """Requests that wait to be sent, in the order of their places."""
+    return [request for _, request in sorted(driver.state.book.queue.places(), key=lambda p: p[0])]
+
+
+def interrupted(order: ResumeOrder, tokens: Sequence[int]) -> Driver:
+    """Two groups of 20-token responses delivered, others called back with so many tokens and
+    everything waiting."""
+    driver = Driver(
+        SchedulerConfig(
+            batch_groups=2,
+            group_size=2,
+            over_provision=4.0,
+            straggler="abort",
+            resume_order=order,
+        )
+    )
+    driver.request_batch()
+    first, second, *rest = driver.group_ids()
+    for group_id, count in zip(rest, tokens, strict=False):
+        for key in driver.attempts(group_id):
+            driver.progress(key, count)
+    for group_id in (first, second):
+        short, long = driver.attempts(group_id)
+        driver.finish(short, 10)
+        driver.finish(long, 40)
+    driver.settle()
+    assert len(driver.batches) == 1
+    assert not driver.sends
+    return driver
+
+
+def test_carried_groups_go_on_in_the_order_of_their_launches() -> None:
+    driver = interrupted("carried", tokens=[12, 5, 38, 4, 30, 2])
+    groups = [request.rollout.group.group_id for request in waiting(driver)]
+    assert groups == sorted(groups)
+
+
+@pytest.mark.parametrize("order", ["shortest", "longest"])
+def test_groups_go_on_in_the_order_of_what_they_are_expected_to_need(order: ResumeOrder) -> None:
+    driver = interrupted(order, tokens=[12, 5, 38, 4, 30, 2])
+    rests = [driver.state.expectations.remaining(request) for request in waiting(driver)]
+    assert len(set(rests)) > 2
+    assert rests == sorted(rests, reverse=order == "longest")
+
+
+@pytest.mark.parametrize("order", ["carried", "shortest", "longest"])
+def test_an_evaluation_goes_before_whatever_is_expected(order: ResumeOrder) -> None:
+    driver = interrupted(order, tokens=[12, 5, 38, 4, 30, 2])
+    driver.feed(
+        ev.EvaluationRequested(evaluation_id=1, prompts=prompts(2, start=900), group_size=1)
+    )
+    evaluated = next(driver.state.book.open_requests())
+    assert evaluated.rollout.group.evaluation_id == 1
+    place = place_of(evaluated, order, lambda _: 1e9)
+    assert all(place < place_of(request, order, lambda _: 0.0) for request in waiting(driver))
+
+
+@pytest.mark.parametrize(("order", "first"), [("shortest", "short"), ("longest", "long")])
+def test_what_a_finished_sibling_took_decides_about_the_others(
+    order: ResumeOrder, first: str
+) -> None:
+    driver = Driver(
+        SchedulerConfig(
+            batch_groups=2, group_size=2, over_provision=2.0, straggler="abort", resume_order=order
+        )
+    )
+    driver.request_batch()
+    one, two, long, short = driver.group_ids()
+    driver.finish(driver.attempts(long)[0], 90)
+    driver.finish(driver.attempts(short)[0], 6)
+    for group_id, count in ((one, 12), (two, 50)):
+        for key in driver.attempts(group_id):
+            driver.finish(key, count)
+    driver.settle()
+    assert [request.rollout.group.group_id for request in waiting(driver)] == (
+        [short, long] if first == "short" else [long, short]
+    )
+
+
+def test_what_was_never_sent_goes_last_unless_the_longest_go_first() -> None:
+    driver = interrupted("carried", tokens=[3] * 6)
+    carried = waiting(driver)[0]
+    driver.feed(ev.BatchRequested())
+    driver.settle()
+    fresh = next(r for r in driver.state.book.requests.values() if r.attempt == 1)
+    fresh.attempt = 0
+    carried.rollout.group.group_id = 10**6  # launched later, but sent before
+    for order in ("carried", "shortest"):
+        assert place_of(carried, order, lambda _: 9.0) < place_of(fresh, order, lambda _: 1.0)
+    assert place_of(fresh, "longest", lambda r: float(r is fresh)) < place_of(
+        carried, "longest", lambda r: float(r is fresh)
+    )
+
+
+# --- stragglers ----------------------------------------------------------------------------------
+
+
+def stragglers(
+    count: int, *, context: int = 2000, mean_rest: float = 50.0, last: bool = False
+) -> list[Straggler]:
+    """Exponential rests."""
+    return [
+        Straggler(
+            context=context,
+            group_tokens=8 * context if last else 0,
+            ends_within=lambda tokens: 1 - math.exp(-tokens / mean_rest),
+        )
+        for _ in range(count)
+    ]
+
+
+def test_nobody_runs_out_where_interrupting_costs_little() -> None:
+    prices = Prices(prefill_tokens_per_s=1e6)
+    assert run_out_tokens(stragglers(8), prices, usual=100) == 0
+
+
+def test_they_run_out_where_prefill_is_slow() -> None:
+    fast, slow = Prices(prefill_tokens_per_s=60_000), Prices(prefill_tokens_per_s=6_000)
+    several = stragglers(20)
+    assert run_out_tokens(several, slow, usual=100) > 0
+    assert run_out_tokens(several, fast, usual=100) < run_out_tokens(several, slow, usual=100)
+
+
+def test_the_dearer_staleness_is_the_longer_they_run() -> None:
+    several = stragglers(4, last=True, mean_rest=300.0)
+    limits = [
+        run_out_tokens(several, Prices(stale_token_seconds=price), usual=100)
+        for price in (0.0, 1e-5, 1e-4, 1e-3)
+    ]
+    assert limits == sorted(limits)
+    assert limits[0] == 0
+    assert limits[1] < limits[-1]
+
+
+def test_only_a_groups_last_member_is_worth_its_groups_tokens() -> None:
+    prices = Prices(stale_token_seconds=1e-3)
+    assert run_out_tokens(stragglers(4, last=True), prices, usual=100) > 0
+    assert run_out_tokens(stragglers(4, last=False), prices, usual=100) == 0
+
+
+@pytest.mark.parametrize("usual", [0.0, 100.0])
+@pytest.mark.parametrize("step_seconds", [0.0, 3.66e-3])
+def test_nobody_is_not_waited_for(usual: float, step_seconds: float) -> None:
+    prices = Prices(step_seconds=step_seconds, prefill_tokens_per_s=1.0, stale_token_seconds=1.0)
+    assert run_out_tokens([], prices, usual=usual) == 0
+
+
+def test_waiting_is_free_while_the_steps_are_as_full_as_usual() -> None:
+    several = stragglers(200, mean_rest=5000.0)
+    assert run_out_tokens(several, Prices(), usual=100) > run_out_tokens(
+        several, Prices(), usual=10_000
+    )
+
+
+@pytest.mark.parametrize(
+    ("context", "remaining", "price", "kept"),
+    [
+        (6000, 1000.0, 0.0, True),
+        (6000, 1000.0, 0.99e-4, True),
+        (6000, 1000.0, 1.01e-4, False),
+        (0, 0.0, 1.0, True),
+        (0, 1.0, 1e-9, False),
+    ],
+)
+def test_kv_is_kept_while_that_is_cheaper_than_a_prefill(
+    context: int, remaining: float, price: float, kept: bool
+) -> None:
+    prices = Prices(prefill_tokens_per_s=60_000.0, stale_key_seconds=price)
+    assert keeps_kv(context=context, remaining=remaining, prices=prices) is kept
+
+
+# --- stop ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FakeGroup:
+    members: Sequence[object]
+    tokens: int
+
+
+@dataclass
+class FakeReady:
+    samples: int
+    tokens: int
+    groups: int
+
+    def __len__(self) -> int:
+        return self.groups
+
+
+GROUPS = [FakeGroup([0] * 2, 10), FakeGroup([0] * 4, 5), FakeGroup([0] * 1, 100)]
+
+
+@pytest.mark.parametrize(
+    ("unit", "amount", "count"),
+    [
+        ("groups", 1, 1),
+        ("groups", 3, 3),
+        ("groups", 4, None),
+        ("samples", 2, 1),
+        ("samples", 3, 2),
+        ("samples", 8, None),
+        ("tokens", 10, 1),
+        ("tokens", 15, 2),
+        ("tokens", 16, 3),
+        ("tokens", 116, None),
+    ],
+)
+def test_a_batch_is_the_fewest_whole_groups_that_hold_enough(
+    unit: StopUnit, amount: int, count: int | None
+) -> None:
+    stop = StopAt(unit=unit, amount=amount)
+    held = FakeReady(samples=7, tokens=115, groups=3)
+    assert stop.take(GROUPS) == count
+    assert stop.enough(held) is (count is not None)

@@ -1,0 +1,619 @@
+"""Rounds: what is expected of open groups, which of them run, and the store behind them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.core.lifecycle import GENERATING
+from aprilsched.core.policies.over_provision import FixedRatio
+from aprilsched.core.policies.refill import PoolView, Wave
+from aprilsched.core.policies.rounds import LogLaw, Rounds, rest_of_groups, window
+from aprilsched.core.policies.schedule import Schedule
+from aprilsched.errors import ConfigError
+from aprilsched.types import Prompt
+from tests.support.driver import Driver, prompts, sampling
+
+LAW = LogLaw(mean=6.5, deviation=0.9, shared=0.5, cap=6000.0)
+
+
+def rest(tokens: list[list[int]], finished: list[list[bool]], law: LogLaw = LAW) -> list[float]:
+    return rest_of_groups(
+        np.array(tokens, dtype=np.int64), np.array(finished, dtype=np.bool_), law
+    ).tolist()
+
+
+# --- what is expected ----------------------------------------------------------------------------
+
+
+def test_a_long_finished_sibling_makes_a_group_longer_than_a_short_one() -> None:
+    long, unknown, short = rest(
+        [[4000, 0, 0], [0, 0, 0], [60, 0, 0]],
+        [[True, False, False], [False] * 3, [True, *[False] * 2]],
+    )
+    assert long > 1.2 * unknown
+    assert unknown > 1.2 * short
+
+
+def test_a_long_unfinished_sibling_makes_a_group_longer_too() -> None:
+    grown, unknown = rest([[3000, 0], [0, 0]], [[False] * 2, [False] * 2])
+    assert grown > unknown
+
+
+def test_nothing_shared_makes_siblings_no_evidence() -> None:
+    law = replace(LAW, shared=1e-9)
+    long, short = rest([[4000, 0, 0], [60, 0, 0]], [[True, False, False]] * 2, law)
+    assert long == pytest.approx(short, rel=1e-3)
+
+
+@pytest.mark.parametrize("siblings", [0, 2])
+def test_beyond_the_middle_the_longer_it_has_been_the_longer_it_still_takes(siblings: int) -> None:
+    """As with every law that has a tail, until the cap is near."""
+    law = replace(LAW, cap=math.inf)
+    middle = round(math.exp(law.mean))
+    tokens = [[n] + [0] * siblings for n in range(middle, 10 * middle, middle // 8)]
+    rests = rest(tokens, [[False] * (1 + siblings)] * len(tokens), law)
+    assert rests == sorted(rests)
+    assert rests[-1] > 1.5 * rests[0]
+
+
+def test_a_place_without_a_length_is_no_evidence() -> None:
+    """A smaller group beside larger ones: the places beyond its end."""
+    padded, larger = rest(
+        [[700, 0, 0, 0], [700, 0, 700, 700]], [[True, False, True, True], [True, False, True, True]]
+    )
+    (alone,) = rest([[700, 0]], [[True, False]])
+    assert padded == pytest.approx(alone)
+    assert padded != pytest.approx(larger)
+
+
+def test_groups_that_have_finished_need_nothing() -> None:
+    assert rest([[5, 6000], [1, 1]], [[True, True], [True, True]]) == [0.0, 0.0]
+
+
+def test_no_groups_need_nothing() -> None:
+    assert len(rest_of_groups(np.zeros((0, 8), np.int64), np.zeros((0, 8), np.bool_), LAW)) == 0
+
+
+def test_groups_that_were_not_started_are_equal() -> None:
+    several = rest([[0] * 4] * 3, [[False] * 4] * 3)
+    assert several[0] == several[1] == several[2]
+    assert several[0] > math.exp(LAW.mean), "the longest of four is above the median"
+
+
+@pytest.mark.parametrize("law", [LAW, LogLaw(), replace(LAW, deviation=0.05, shared=0.95)], ids=str)
+@given(
+    groups=st.lists(
+        st.lists(st.tuples(st.integers(0, 6000), st.booleans()), min_size=4, max_size=4),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_what_is_expected_is_finite_and_never_beyond_the_cap(
+    law: LogLaw, groups: list[list[tuple[int, bool]]]
+) -> None:
+    tokens = [[n for n, _ in group] for group in groups]
+    finished = [[done for _, done in group] for group in groups]
+    for group, have, done in zip(rest(tokens, finished, law), tokens, finished, strict=True):
+        assert math.isfinite(group)
+        left = [max(1.0, law.cap - n) for n, d in zip(have, done, strict=True) if not d]
+        if left:
+            assert 1.0 <= group <= max(left) + 1e-6
+        else:
+            assert group == 0.0
+
+
+# --- which of them run ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rests", "ages", "count", "places"),
+    [
+        ([5, 1, 3, 4, 2], [9, 0, 9, 0, 0], 2, [4, 2]),
+        ([1, 2, 3, 4, 5], [0, 0, 1, 5, 1], 3, [2, 3, 4]),
+        ([1, 2, 3, 4, 5], [0, 0, 0, 0, 0], 2, [0, 1]),
+        ([3, 2, 1], [0, 0, 0], 3, [2, 1, 0]),
+        ([3, 2, 1], [0, 0, 0], 7, [2, 1, 0]),
+        ([3, 2, 1], [5, 0, 0], 0, []),
+        ([3, 2, 1], [5, 0, 0], -4, []),
+        ([], [], 2, []),
+        ([7, 7, 7, 7], [0, 1, 2, 3], 2, [2, 3]),
+    ],
+    ids=str,
+)
+def test_the_neighbours_that_waited_longest_run(
+    rests: list[int], ages: list[int], count: int, places: list[int]
+) -> None:
+    chosen = window(np.array(rests, dtype=np.float64), np.array(ages, dtype=np.int64), count)
+    assert chosen.tolist() == places
+
+
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), min_size=1, max_size=20),
+    count=st.integers(1, 20),
+)
+def test_no_other_neighbours_have_waited_longer(groups: list[tuple[int, int]], count: int) -> None:
+    rests = np.array([r for r, _ in groups], dtype=np.float64)
+    ages = np.array([a for _, a in groups], dtype=np.int64)
+    chosen = window(rests, ages, count)
+    count = min(count, len(groups))
+    assert len(set(chosen.tolist())) == count
+    order = np.argsort(rests, kind="stable")
+    sums = [ages[order[i : i + count]].sum() for i in range(len(groups) - count + 1)]
+    assert ages[chosen].sum() == max(sums)
+    kept = np.sort(rests[chosen])
+    between = [r for r in rests if kept[0] < r < kept[-1]]
+    assert sorted(between) == [r for r in kept if kept[0] < r < kept[-1]], "no gap in the window"
+
+
+@pytest.mark.parametrize(
+    ("wave_due", "batch_open", "open_groups", "groups"),
+    [
+        (True, True, 0, 20),
+        (True, True, 14, 6),
+        (True, True, 25, 0),
+        (False, True, 3, 0),
+        (False, True, 0, 20),
+        (False, False, 0, 0),
+    ],
+)
+def test_the_store_is_filled_at_a_batchs_begin_and_when_it_has_run_dry(
+    wave_due: bool, batch_open: bool, open_groups: int, groups: int
+) -> None:
+    view = PoolView(
+        batch_groups=8,
+        group_size=2,
+        target_groups=12,
+        open_groups=open_groups,
+        ready_groups=3,
+        in_flight=2 * open_groups,
+        wave_due=wave_due,
+        batch_open=batch_open,
+        asynchronous=False,
+    )
+    assert Rounds(store=2.5).launches(view) == groups
+
+
+# --- in the core ---------------------------------------------------------------------------------
+
+
+def config(**changes: object) -> SchedulerConfig:
+    """Rounds of three groups of two, out of ten open ones; batches of two."""
+    values: dict[str, object] = {
+        "batch_groups": 2,
+        "group_size": 2,
+        "over_provision": 1.5,
+        "refill": "rounds",
+        "store_batches": 5.0,
+        "pace": "synchronous",
+        "straggler": "retract",
+    }
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def whole(driver: Driver) -> list[int]:
+    """Groups that run with all their unfinished members, oldest first."""
+    groups = driver.state.book.groups
+    return [g for g in driver.group_ids() if len(driver.attempts(g)) == groups[g].unfinished]
+
+
+def fill(driver: Driver, count: int = 3) -> None:
+    """Finish the first groups that run, until the batch is full; the engines stand afterwards."""
+    batches = len(driver.batches)
+    for group_id in whole(driver):
+        if len(driver.batches) == batches:
+            driver.finish_group(group_id, count)
+    driver.settle()
+    assert len(driver.batches) == batches + 1
+
+
+def batch(driver: Driver, count: int = 3) -> None:
+    driver.request_batch()
+    fill(driver, count)
+    driver.update()
+
+
+def test_the_store_is_opened_and_the_chosen_groups_and_the_probes_are_sent() -> None:
+    driver = Driver(config())
+    driver.request_batch()
+    assert driver.given == 10
+    assert len(driver.state.book.groups) == 10
+    members = [len(driver.attempts(group_id)) for group_id in driver.state.book.groups]
+    assert sorted(members) == [1] * 7 + [2] * 3
+
+
+@pytest.mark.parametrize(
+    ("group_size", "probes", "sent"),
+    [(2, 0, 6), (2, 1, 6 + 7), (2, 2, 6 + 7), (4, 2, 12 + 14), (4, 3, 12 + 14), (1, 1, 3)],
+)
+def test_as_many_members_are_probes_as_are_asked_for_but_at_most_half(
+    group_size: int, probes: int, sent: int
+) -> None:
+    driver = Driver(config(group_size=group_size, probes=probes))
+    driver.request_batch()
+    assert len(driver.sends) == sent
+
+
+@pytest.mark.parametrize("straggler", ["retract", "abort"])
+def test_at_the_stop_everything_is_called_back_before_any_pause(straggler: str) -> None:
+    driver = Driver(config(straggler=straggler))
+    driver.request_batch()
+    for group_id in whole(driver)[:2]:
+        driver.finish_group(group_id)
+    assert len(driver.batches) == 1
+    assert driver.aborts.keys() == driver.sends.keys()
+    assert driver.sends
+    while driver.aborts:
+        assert not driver.controls, "no pause before they are back"
+        driver.interrupt(next(iter(driver.aborts)))
+    assert not driver.state.book.queue
+    sent = len(driver.sent)
+    driver.update()
+    assert len(driver.sent) == sent, "nothing is sent until the next batch"
+    assert [refit.failed for refit in driver.updates] == [()]
+    driver.request_batch()
+    assert len(driver.sent) > sent
+
+
+def test_what_was_called_back_goes_on_with_its_tokens() -> None:
+    driver = Driver(config(over_provision=4.0))
+    driver.request_batch()
+    ids = whole(driver)
+    assert len(ids) == 8
+    for group_id in ids[2:]:
+        for key in driver.attempts(group_id):
+            driver.progress(key, 5, first=group_id)
+    fill(driver)
+    driver.update()
+    driver.request_batch()
+    assert set(ids[2:]) & set(whole(driver))
+    for send in driver.sends.values():
+        group = driver.state.book.groups[send.group_id]
+        expected = list(group.prompt.input_ids)
+        if send.group_id in ids[2:]:
+            expected += range(send.group_id, send.group_id + 5)
+        assert send.input_ids.tolist() == expected
+
+
+def test_a_probe_waits_for_its_groups_round() -> None:
+    driver = Driver(config())
+    driver.request_batch()
+    probed = {g for g in driver.group_ids() if len(driver.attempts(g)) == 1}
+    for group_id in probed:
+        driver.progress(driver.attempts(group_id)[0], 4)
+    batches = 0
+    while probed:
+        fill(driver)
+        driver.update()
+        driver.request_batch()
+        batches += 1
+        running = probed & set(driver.group_ids())
+        assert all(len(driver.attempts(group_id)) == 2 for group_id in running)
+        probed -= running
+        assert batches < 20
+
+
+def test_groups_that_are_new_in_the_store_are_probed_once() -> None:
+    driver = Driver(config())
+    batch(driver)
+    before = set(driver.state.book.groups)
+    driver.request_batch()
+    fresh = driver.state.book.groups.keys() - before
+    assert len(fresh) == 2
+    assert fresh <= set(driver.group_ids())
+
+
+@pytest.mark.parametrize(("oldest", "runs"), [(4, True), (5, False)])
+def test_a_group_runs_when_its_first_token_is_so_many_batches_old(oldest: int, runs: bool) -> None:
+    """The longest by far, which is in no window while there are neighbours that waited longer."""
+    driver = Driver(config(over_provision=1.0, oldest_batches=oldest))
+    driver.request_batch()
+    longest = max(driver.group_ids())
+    driver.progress(driver.attempts(longest)[0], 900)
+    for _ in range(4):
+        assert longest not in whole(driver)
+        for group_id in whole(driver):
+            short, long = driver.attempts(group_id)
+            driver.finish(short, 2)
+            driver.finish(long, 60)
+        driver.settle()
+        driver.update()
+        driver.request_batch()
+    assert len(driver.batches) == 4
+    assert (longest in whole(driver)) is runs
+
+
+def test_what_is_due_stays_due_when_its_engine_is_lost() -> None:
+    driver = Driver(config())
+    driver.request_batch()
+    running = set(driver.group_ids())
+    members = {(s.group_id, s.rollout_id) for s in driver.sends.values()}
+    driver.feed(ev.EngineLost(engine="a", cause="burnt"))
+    assert {send.engine for send in driver.sends.values()} == {"b"}
+    assert set(driver.group_ids()) == running
+    assert {(s.group_id, s.rollout_id) for s in driver.sends.values()} == members
+    fill(driver)
+
+
+def test_an_engine_lost_while_it_is_called_back_keeps_nobody_waiting() -> None:
+    driver = Driver(config())
+    driver.request_batch()
+    for group_id in whole(driver)[:2]:
+        driver.finish_group(group_id)
+    assert {abort.engine for abort in driver.aborts.values()} == {"a", "b"}
+    driver.feed(ev.EngineLost(engine="a", cause="burnt"))
+    driver.settle()
+    driver.update()
+    assert not driver.sends
+    driver.request_batch()
+    assert {send.engine for send in driver.sends.values()} == {"b"}
+
+
+def judge(driver: Driver, *, accepted: bool) -> None:
+    for verdict in driver.verdicts:
+        driver.feed(ev.Judged(group_id=verdict.group.group_id, accepted=accepted))
+    driver.verdicts.clear()
+    driver.settle()
+
+
+def test_a_round_that_is_rejected_is_followed_by_another_one_in_the_same_batch() -> None:
+    driver = Driver(config(), accepts=True)
+    driver.request_batch()
+    opened = set(driver.state.book.groups)
+    for key in driver.attempts():
+        driver.finish(key)
+    judge(driver, accepted=False)
+    assert not driver.batches
+    assert driver.sends
+    assert set(driver.group_ids()) <= opened, "out of the store that is there"
+    for group_id in whole(driver):
+        driver.finish_group(group_id)
+    judge(driver, accepted=True)
+    assert len(driver.batches) == 1
+
+
+@pytest.mark.parametrize("store", [1.0, 5.0])
+def test_a_store_that_is_rejected_to_its_last_group_is_filled_again(store: float) -> None:
+    driver = Driver(config(store_batches=store, over_provision=1.0), accepts=True)
+    driver.request_batch()
+    first = set(driver.state.book.groups)
+    for _ in range(20):
+        if first.isdisjoint(driver.state.book.groups):
+            break
+        for key in driver.attempts():
+            driver.finish(key)
+        judge(driver, accepted=False)
+    assert driver.sends, "the trainer waits and nothing runs"
+    for key in driver.attempts():
+        driver.finish(key)
+    judge(driver, accepted=True)
+    for key in driver.attempts():
+        driver.finish(key)
+    judge(driver, accepted=True)
+    assert len(driver.batches) == 1
+
+
+def test_a_batch_of_more_tokens_than_the_store_has_is_filled() -> None:
+    driver = Driver(config(stop="tokens", batch_tokens=50, store_batches=1.0, over_provision=1.0))
+    driver.request_batch()
+    for _ in range(40):
+        if driver.batches:
+            break
+        assert driver.sends, "the trainer waits and nothing runs"
+        driver.finish(driver.attempts()[0], 3)
+    assert driver.state.book.counters.tokens_delivered >= 50
+
+
+def test_the_end_of_the_prompts_drains_the_store() -> None:
+    driver = Driver(config(), supply=17)
+    for _ in range(40):
+        driver.request_batch()
+        if driver.ended:
+            break
+        batches = len(driver.batches)
+        while len(driver.batches) == batches:
+            assert driver.sends, "the trainer waits and nothing runs"
+            driver.finish(driver.attempts()[0])
+        driver.settle()
+        driver.update()
+    assert driver.ended
+    counters = driver.state.book.counters
+    assert counters.launched == counters.delivered == 17 * 2
+    assert not driver.state.book.rollouts
+    assert sum(len(delivered.groups) for delivered in driver.batches) == 17
+
+
+def test_an_evaluation_runs_beside_a_round_and_after_it() -> None:
+    driver = Driver(config())
+    driver.request_batch()
+    driver.feed(
+        ev.EvaluationRequested(evaluation_id=9, prompts=prompts(3, start=900), group_size=2)
+    )
+    asked = {s.group_id for s in driver.sends.values()} - {
+        group.group_id for group in driver.state.book.training_groups()
+    }
+    assert len(asked) == 3
+    for group_id in [g for g in whole(driver) if g not in asked][:2]:
+        driver.finish_group(group_id)
+    assert len(driver.batches) == 1
+    back = {driver.sends[key].group_id for key in driver.aborts}
+    assert back.isdisjoint(asked), "it is not called back"
+    while driver.aborts:
+        driver.interrupt(next(iter(driver.aborts)))
+    assert set(driver.group_ids()) == asked
+    assert not driver.controls
+    for key in driver.attempts():
+        driver.finish(key)
+    assert len(driver.evaluations[9].groups) == 3
+    driver.settle()
+    assert not driver.sends
+
+
+def test_an_update_within_a_batch_is_followed_by_another_round() -> None:
+    driver = Driver(config())
+    driver.request_batch()
+    for key in driver.attempts():
+        driver.progress(key, 4)
+    driver.update()
+    assert driver.state.tracker.trainer == 1
+    assert len(whole(driver)) >= 3
+    assert {len(send.input_ids) for send in driver.sends.values()} >= {2 + 4}
+    fill(driver)
+
+
+def test_a_withdrawn_batch_is_called_back_and_the_next_one_goes_on() -> None:
+    driver = Driver(config())
+    driver.request_batch()
+    driver.feed(ev.BatchWithdrawn())
+    assert driver.aborts.keys() == driver.sends.keys()
+    driver.settle()
+    assert not driver.sends
+    driver.request_batch()
+    fill(driver)
+
+
+def test_what_is_still_on_its_way_back_when_the_next_batch_begins_has_no_better_claim() -> None:
+    """A trainer that takes two batches under one version asks for the second one at once."""
+    driver = Driver(config(batch_groups=2, group_size=4))
+    driver.request_batch()
+    for group_id in whole(driver)[:2]:
+        driver.finish_group(group_id)
+    open_then = set(driver.sends)
+    assert len(driver.aborts) == len(open_then) == 4 + 7
+    driver.feed(ev.BatchRequested())
+    driver.settle()
+    assert not open_then & set(driver.sends)
+    members = [len(driver.attempts(group_id)) for group_id in driver.group_ids()]
+    assert sorted(members, reverse=True)[:4] in ([4, 4, 4, 1], [4, 4, 4]), "three groups run"
+    fill(driver)
+
+
+def test_what_ended_while_it_was_called_back_counts_for_the_next_round() -> None:
+    driver = Driver(config())
+    driver.request_batch()
+    *first, last = whole(driver)
+    for group_id in first:
+        driver.finish_group(group_id)
+    assert len(driver.batches) == 1
+    driver.finish_group(last)
+    driver.settle()
+    assert [group.group_id for group in driver.state.book.ready] == [last]
+    driver.update()
+    driver.request_batch()
+    assert len(whole(driver)) == 2
+
+
+def test_what_runs_when_rounds_begin_goes_on_and_is_counted() -> None:
+    """Three groups stayed in the engines under waves; five open ones are to run."""
+    driver = Driver(SchedulerConfig(batch_groups=2, group_size=2, over_provision="auto"))
+    waves = Schedule(over_provision=FixedRatio(ratio=2.5), refill=Wave())
+    driver.feed(ev.Planned(schedule=waves))
+    driver.request_batch()
+    carried = driver.group_ids()[2:]
+    fill(driver)
+    assert driver.group_ids() == carried
+    rounds = Schedule(over_provision=FixedRatio(ratio=2.5), refill=Rounds(store=5.0, probes=0))
+    driver.feed(ev.Planned(schedule=rounds))
+    driver.update()
+    driver.request_batch()
+    assert len(driver.state.book.groups) == 10
+    assert set(carried) < set(whole(driver))
+    assert len(driver.group_ids()) == 5
+
+
+def test_the_memory_may_be_lent_between_two_rounds() -> None:
+    driver = Driver(config())
+    driver.request_batch()
+    fill(driver)
+    driver.feed(ev.SleepRequested(tags=("kv_cache", "weights")))
+    driver.settle()
+    driver.update()
+    driver.feed(ev.WakeRequested())
+    driver.settle()
+    assert [sleep.asleep for sleep in driver.sleeps] == [True, False]
+    batch(driver)
+
+
+def test_episodes_are_parked_between_their_turns() -> None:
+    driver = Driver(config(), episodes=True)
+    driver.request_batch()
+    assert len(driver.episodes_started) == 10 * 2
+    for started in driver.episodes_started:
+        driver.feed(
+            ev.TurnRequested(rollout_id=started.rollout_id, input_ids=started.prompt.input_ids)
+        )
+    assert len(driver.sends) == 3 * 2 + 7
+    waiting = [r for r in driver.state.book.rollouts.values() if not r.due]
+    assert all(rollout.state in GENERATING for rollout in waiting)
+
+
+def test_a_group_longer_than_the_others_goes_last() -> None:
+    """Every group is probed; the one whose probe was longest waits for the others."""
+    own = (replace(sampling(10_000), ignore_eos=True),) * 2
+    driver = Driver(config(over_provision=1.0), supply=0, auto_prompts=False)
+    driver.feed(ev.BatchRequested())
+    given = tuple(Prompt(input_ids=p.input_ids, sampling=own) for p in prompts(10))
+    driver.feed(ev.PromptsArrived(prompts=given, last=True))
+    driver.fetches.clear()
+    first = whole(driver)
+    ids = list(driver.state.book.groups)
+    lengths = {group_id: 40 * (1 + place) for place, group_id in enumerate(ids)}
+    for group_id in ids:
+        if group_id not in first:
+            driver.finish(driver.attempts(group_id)[0], lengths[group_id])
+    for group_id in first:
+        driver.finish_group(group_id, 100)
+    driver.settle()
+    order: list[int] = []
+    while len(driver.batches) < 5:
+        driver.update()
+        driver.request_batch()
+        running = whole(driver)
+        order += running
+        for group_id in running:
+            driver.finish_group(group_id, lengths[group_id])
+        driver.settle()
+    assert order == sorted(order, key=lengths.__getitem__)
+    assert len(order) == 8
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"straggler": "in_place"}, 'set pace="synchronous" and straggler="retract" or "abort"'),
+        ({"straggler": "run"}, 'set pace="synchronous" and straggler="retract" or "abort"'),
+        ({"straggler": "choose"}, 'set pace="synchronous" and straggler="retract" or "abort"'),
+        ({"pace": "asynchronous"}, 'set pace="synchronous" and straggler="retract" or "abort"'),
+        ({"start_up": "wait"}, 'leave it "at_once"'),
+        ({"start_up": "ramp"}, 'leave it "at_once"'),
+        ({"store_batches": 0.5}, "store_batches is 0.5"),
+        ({"probes": -1}, "probes is -1"),
+        ({"oldest_batches": 0}, "oldest_batches is 0"),
+    ],
+    ids=str,
+)
+def test_settings_that_rounds_cannot_work_with_are_refused(
+    changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**changes)
+
+
+def test_only_what_is_with_an_engine_is_called_back() -> None:
+    driver = Driver(config(over_provision=5.0, max_in_flight=4))
+    driver.request_batch()
+    assert len(driver.sends) == 4
+    commands: list[do.Command] = driver.feed(ev.BatchWithdrawn())
+    assert [type(command) for command in commands] == [do.Abort] * 4
+    assert not driver.state.book.queue

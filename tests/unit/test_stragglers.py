@@ -1,0 +1,382 @@
+"""Stragglers that run out, come back or stay, each by what it costs; and overloaded engines."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.core import events as ev
+from aprilsched.core.policies.straggler import Prices
+from tests.support.driver import Driver, Key, names, prompts
+
+WAITING_PAYS = Prices(step_seconds=1e-4, prefill_tokens_per_s=100.0)
+"""A prefill of 50 tokens takes half a second, 2,048 steps a fifth of one."""
+WAITING_IS_DEAR = Prices(step_seconds=1.0, prefill_tokens_per_s=1e6)
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {
+        "batch_groups": 2,
+        "group_size": 2,
+        "over_provision": 2.0,
+        "straggler": "choose",
+        "prices": WAITING_PAYS,
+    }
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def full_batch(driver: Driver, *, tokens: int = 40) -> list[Key]:
+    """The first batch is full; the stragglers, which have so many tokens. Lengths of 10 to 70 are
+    known then."""
+    driver.request_batch()
+    first, second, *rest = driver.group_ids()
+    for group_id in rest:
+        for key in driver.attempts(group_id):
+            driver.progress(key, tokens)
+    for group_id, counts in ((first, (10, 45)), (second, (50, 70))):
+        for key, count in zip(driver.attempts(group_id), counts, strict=True):
+            driver.finish(key, count)
+    assert len(driver.batches) == 1, "it does not wait for the stragglers"
+    return driver.attempts()
+
+
+def limits(driver: Driver) -> set[int]:
+    """Tokens that the stragglers may still make."""
+    requests = driver.state.book.requests
+    return {
+        limit - len(requests[request_id].rollout.log)
+        for request_id, limit in driver.state.running_out.items()
+    }
+
+
+# --- running out ---------------------------------------------------------------------------------
+
+
+def test_engines_are_paused_only_when_the_last_straggler_has_ended() -> None:
+    driver = Driver(config())
+    stragglers = full_batch(driver)
+    assert len(stragglers) == 4
+    for key in stragglers:
+        assert not driver.controls
+        driver.finish(key, 3)
+    driver.settle()
+    assert not driver.aborts
+    # Nothing is left to pause for.
+    assert {control.mode for control in driver.state.control.engines.values()} == {"running"}
+
+
+def test_a_straggler_that_reaches_its_limit_is_paused_with_its_tokens() -> None:
+    driver = Driver(config())
+    stragglers = full_batch(driver)
+    (limit,) = limits(driver)
+    *ending, last = stragglers
+    for key in ending:
+        driver.finish(key, 3)
+    driver.progress(last, limit - 1)
+    assert not driver.controls
+    driver.progress(last, 1)
+    (pause,) = driver.controls
+    assert names([pause]) == ["Pause"]
+    assert pause.engine == driver.sends[last].engine
+    driver.settle()
+    assert driver.attempts() == [last], "it stays inside the pause"
+
+
+def test_those_at_their_limit_wait_for_the_others_in_engines_that_run() -> None:
+    driver = Driver(config())
+    first, *others = full_batch(driver)
+    (limit,) = limits(driver)
+    driver.progress(first, limit)
+    assert not driver.controls
+    for key in others:
+        driver.progress(key, limit)
+    assert {control.engine for control in driver.controls} == {"a", "b"}
+
+
+def test_nobody_runs_out_where_waiting_is_dear() -> None:
+    driver = Driver(config(prices=WAITING_IS_DEAR))
+    full_batch(driver)
+    assert not driver.state.running_out
+    assert {control.engine for control in driver.controls} == {"a", "b"}
+
+
+@pytest.mark.parametrize(("unfinished", "waits"), [(1, True), (2, False)])
+def test_only_the_last_of_a_group_is_worth_what_its_siblings_tokens_are(
+    unfinished: int, waits: bool
+) -> None:
+    prices = Prices(step_seconds=1e-2, prefill_tokens_per_s=1e9, stale_token_seconds=1e-1)
+    driver = Driver(config(prices=prices))
+    driver.request_batch()
+    first, second, *rest = driver.group_ids()
+    for group_id in rest:
+        for place, key in enumerate(driver.attempts(group_id)):
+            if place < unfinished:
+                driver.progress(key, 40)
+            else:
+                driver.finish(key, 40)
+    for group_id, counts in ((first, (10, 45)), (second, (50, 70))):
+        for key, count in zip(driver.attempts(group_id), counts, strict=True):
+            driver.finish(key, count)
+    assert len(driver.batches) == 1
+    assert bool(driver.state.running_out) is waits
+
+
+def test_an_update_waits_for_those_that_run_out() -> None:
+    driver = Driver(config())
+    stragglers = full_batch(driver)
+    driver.feed(ev.UpdateRequested(version=1))
+    for key in stragglers:
+        assert not driver.controls
+        assert not driver.refits
+        driver.finish(key, 3)
+    driver.settle()
+    assert driver.state.tracker.trainer == 1
+
+
+def test_an_update_within_a_batch_lets_them_run_out_too() -> None:
+    driver = Driver(config())
+    stragglers = full_batch(driver)
+    for key in stragglers:
+        driver.finish(key, 3)
+    driver.settle()
+    driver.update()
+    driver.request_batch()
+    assert not driver.sends, "those that ran out make the next batch"
+    assert len(driver.batches) == 2
+    driver.update()
+    driver.request_batch()
+    running = driver.attempts()
+    for key in running:
+        driver.progress(key, 45)
+    driver.feed(ev.UpdateRequested(version=3))
+    assert not driver.controls
+    (limit,) = limits(driver)
+    for key in running:
+        driver.progress(key, limit)
+    driver.settle()
+    assert driver.state.tracker.trainer == 3
+    assert set(driver.attempts()) == set(running)
+
+
+def test_nothing_new_is_sent_while_they_run_out() -> None:
+    driver = Driver(config(over_provision=4.0, max_in_flight=4))
+    driver.request_batch()
+    for key in driver.attempts():
+        driver.progress(key, 50)
+        driver.finish(key, 0)
+    assert len(driver.batches) == 1
+    assert driver.state.running_out
+    assert driver.state.book.queue
+    sent = len(driver.sent)
+    while driver.state.running_out:
+        driver.finish(driver.attempts()[0], 1)
+    driver.settle()
+    assert len(driver.sent) == sent
+
+
+def test_an_evaluation_is_sent_while_they_run_out() -> None:
+    driver = Driver(config())
+    stragglers = full_batch(driver)
+    driver.feed(
+        ev.EvaluationRequested(evaluation_id=1, prompts=prompts(2, start=900), group_size=1)
+    )
+    asked = [key for key in driver.attempts() if key not in stragglers]
+    assert len(asked) == 2
+    for key in [*stragglers, *asked]:
+        driver.finish(key, 3)
+    driver.settle()
+    assert len(driver.evaluations[1].groups) == 2
+
+
+def test_the_next_batch_does_not_wait_for_those_that_run_out() -> None:
+    driver = Driver(config())
+    stragglers = full_batch(driver)
+    driver.request_batch()
+    assert not driver.controls
+    assert set(stragglers) < set(driver.attempts())
+
+
+def test_a_lost_engine_keeps_nobody_waiting_for_its_stragglers() -> None:
+    driver = Driver(config())
+    full_batch(driver)
+    on_b = [key for key, send in driver.sends.items() if send.engine == "b"]
+    assert on_b
+    driver.feed(ev.EngineLost(engine="a", cause="burnt"))
+    for key in on_b:
+        driver.finish(key, 3)
+    driver.settle()
+    assert not driver.state.running_out
+    driver.update()
+    assert driver.state.tracker.trainer == 1
+
+
+# --- what becomes of the KV ----------------------------------------------------------------------
+
+
+def apart(price: float) -> Prices:
+    return Prices(step_seconds=1.0, prefill_tokens_per_s=1000.0, stale_key_seconds=price)
+
+
+@pytest.mark.parametrize(("price", "called_back"), [(0.0, 0), (1e6, 4)])
+def test_those_whose_kv_is_not_worth_keeping_are_called_back_first(
+    price: float, called_back: int
+) -> None:
+    driver = Driver(config(kv_after_refit="apart", prices=apart(price)))
+    full_batch(driver)
+    assert len(driver.aborts) == called_back
+    assert bool(driver.controls) is not bool(called_back)
+    while driver.aborts:
+        assert not driver.controls
+        driver.interrupt(next(iter(driver.aborts)))
+    assert len(driver.sends) == 4 - called_back
+    if not called_back:
+        assert {names([c])[0] for c in driver.controls} == {"Pause"}
+
+
+def test_short_contexts_are_called_back_and_long_ones_stay_in_place() -> None:
+    driver = Driver(config(kv_after_refit="apart", prices=apart(2e-3)))
+    driver.request_batch()
+    first, second, long, short = driver.group_ids()
+    for group_id, tokens in ((long, 65), (short, 1)):
+        for key in driver.attempts(group_id):
+            driver.progress(key, tokens)
+    for group_id, counts in ((first, (10, 45)), (second, (50, 70))):
+        for key, count in zip(driver.attempts(group_id), counts, strict=True):
+            driver.finish(key, count)
+    assert set(driver.aborts) == set(driver.attempts(short))
+    assert not driver.controls
+    while driver.aborts:
+        driver.interrupt(next(iter(driver.aborts)))
+    modes = {control.mode for control in driver.controls if hasattr(control, "mode")}  # type: ignore[union-attr]
+    assert modes == {"in_place"}
+    driver.settle()
+    driver.update()
+    assert "Flush" not in {type(control).__name__ for control in driver.controls}
+    assert driver.group_ids() == [long]
+    driver.request_batch()
+    again = [driver.sends[key] for key in driver.attempts(short)]
+    assert {len(send.input_ids) for send in again} == {2 + 1}
+    assert {send.cache_version for send in again} == {1}
+
+
+def test_the_kv_of_what_recomputes_is_not_weighed() -> None:
+    driver = Driver(config(prices=Prices(step_seconds=1.0, stale_key_seconds=1e6)))
+    full_batch(driver)
+    assert not driver.aborts
+    assert {control.mode for control in driver.controls} == {"retract"}  # type: ignore[union-attr]
+
+
+def test_what_is_called_back_is_not_waited_for_as_if_it_ran_out() -> None:
+    prices = Prices(step_seconds=1e-4, prefill_tokens_per_s=100.0, stale_key_seconds=1e6)
+    driver = Driver(config(kv_after_refit="apart", prices=prices))
+    full_batch(driver)
+    assert len(driver.aborts) == 4
+    assert not driver.state.running_out
+    driver.settle()
+    driver.update()
+    assert driver.state.tracker.trainer == 1
+
+
+# --- rebalancing ---------------------------------------------------------------------------------
+
+
+def overloaded(straggler: str = "retract", **changes: object) -> Driver:
+    """Engine b came when everything was on a: the batch is full with 12 stragglers there."""
+    values: dict[str, object] = {
+        "over_provision": 8.0,
+        "straggler": straggler,
+        "rebalance": True,
+        "prices": WAITING_IS_DEAR,
+    }
+    driver = Driver(config(**{**values, **changes}), engines=("a",))
+    driver.request_batch()
+    driver.feed(ev.EngineJoined(info=driver.info("b")))
+    ids = driver.group_ids()
+    for place, group_id in enumerate(ids):
+        for key in driver.attempts(group_id):
+            driver.progress(key, place)
+    for group_id in ids[:2]:
+        for key in driver.attempts(group_id):
+            driver.finish(key, 0)
+    assert len(driver.batches) == 1
+    return driver
+
+
+EXCESS = 28 - 28 // 2 - 2
+"""Beyond the share of two engines and one group more."""
+
+
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "choose"])
+def test_what_an_engine_has_beyond_its_share_is_called_back_before_the_pause(
+    straggler: str,
+) -> None:
+    driver = overloaded(straggler)
+    assert len(driver.aborts) == EXCESS
+    while driver.aborts:
+        assert not driver.controls
+        driver.interrupt(next(iter(driver.aborts)))
+    assert [names([control]) for control in driver.controls] == [["Pause"]], "b has nothing"
+
+
+def test_the_longest_contexts_are_called_back() -> None:
+    driver = overloaded()
+    back = {driver.sends[key].group_id for key in driver.aborts}
+    stays = {driver.sends[key].group_id for key in driver.attempts() if key not in driver.aborts}
+    assert min(back) > max(stays)
+
+
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "choose"])
+def test_what_was_called_back_goes_on_at_the_other_engine_with_its_tokens(straggler: str) -> None:
+    driver = overloaded(straggler)
+    groups = driver.state.book.groups
+    tokens = {
+        (send.group_id, send.rollout_id): len(groups[send.group_id].members[0].log)
+        for key, send in driver.sends.items()
+        if key in driver.aborts
+    }
+    driver.settle()
+    driver.update()
+    driver.request_batch()
+    moved = {(s.group_id, s.rollout_id): s for s in driver.sends.values() if s.engine == "b"}
+    assert tokens.keys() <= moved.keys()
+    for key, count in tokens.items():
+        assert len(moved[key].input_ids) == 2 + count
+    loads = Counter(send.engine for send in driver.sends.values())
+    assert abs(loads["a"] - loads["b"]) <= 2
+
+
+def test_balanced_engines_are_left_alone() -> None:
+    driver = Driver(config(straggler="retract", over_provision=8.0, rebalance=True))
+    driver.request_batch()
+    for group_id in driver.group_ids()[:2]:
+        driver.finish_group(group_id)
+    assert not driver.aborts
+    assert {control.engine for control in driver.controls} == {"a", "b"}
+
+
+def test_without_rebalancing_an_overloaded_engine_keeps_what_it_has() -> None:
+    driver = overloaded(rebalance=False)
+    assert not driver.aborts
+    driver.settle()
+    assert {send.engine for send in driver.sends.values()} == {"a"}
+
+
+def test_the_load_is_looked_at_once_at_each_stop() -> None:
+    driver = overloaded()
+    driver.settle()
+    driver.update()
+    before = driver.attempts()
+    for key in before[:3]:
+        driver.finish(key)
+        driver.feed(
+            ev.EvaluationRequested(
+                evaluation_id=key[0], prompts=prompts(1, start=900), group_size=1
+            )
+        )
+        driver.settle_controls()
+        (asked,) = [new for new in driver.attempts() if new not in before]
+        driver.finish(asked)
+        assert not driver.aborts
+        driver.settle()

@@ -1,0 +1,405 @@
+"""Automatic over-provisioning in whole runs: it takes hold, it may fail, and it is worth it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from dataclasses import replace
+from functools import cache, partial
+from inspect import getdoc
+
+import pytest
+
+from aprilsched import (
+    Batch,
+    LongTailWorkload,
+    RolloutScheduler,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+)
+from aprilsched.commands.policies import chosen
+from aprilsched.commands.remainder import remainder
+from aprilsched.commands.settings import SchedulerFlags
+from aprilsched.coordinator.step_times import StepTimes
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.core.invariants import check as check_invariants
+from aprilsched.core.policies.over_provision import FixedRatio
+from aprilsched.core.policies.refill import Wave
+from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.rules import Rules
+from aprilsched.engines.sim import SimConfig, run_virtual
+from aprilsched.errors import PromptsExhausted
+from aprilsched.planning import Planner
+from aprilsched.presets import PRESETS
+from aprilsched.simulation import Costs, Simulation
+from aprilsched.telemetry.figures import RunSummary, SteadyState
+from aprilsched.telemetry.summary import Summary
+from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
+
+
+def workload(count: int | None = None) -> LongTailWorkload:
+    return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, count=count, seed=3)
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": "auto"}
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Watching:
+    """Checks the invariants after every event, and counts plans."""
+
+    def __init__(self) -> None:
+        self.scheduler: RolloutScheduler | None = None
+        self.asked = 0
+        self.planned = asyncio.Event()
+        self.causes: list[str] = []
+
+    def on_event(self, event: ev.Event, now: float) -> None:
+        if self.scheduler is not None:
+            check_invariants(self.scheduler.state)
+        if isinstance(event, ev.Planned):
+            self.causes.append(event.cause)
+            self.planned.set()
+
+    def on_command(self, command: do.Command, now: float) -> None:
+        self.asked += isinstance(command, do.Plan)
+
+
+class Naming(Planner):
+    """Chooses waves of three batches each time, and notes in which thread."""
+
+    def __init__(self, *, inline: bool) -> None:
+        super().__init__(inline=inline)
+        self.threads: list[threading.Thread] = []
+
+    def plan(self, command: do.Plan, rules: Rules) -> Schedule | None:
+        self.threads.append(threading.current_thread())
+        return Schedule(over_provision=FixedRatio(ratio=3.0), refill=Wave(), why="as told")
+
+
+class Broken(Planner):
+    """Always fails."""
+
+    def plan(self, command: do.Plan, rules: Rules) -> Schedule | None:
+        raise ArithmeticError("no such number")
+
+
+def scheduler(
+    planner: Planner,
+    watching: Watching,
+    *,
+    settings: SchedulerConfig | None = None,
+    count: int | None = None,
+    time_scale: float = 1.0,
+    engines: int = 2,
+) -> RolloutScheduler:
+    watching.scheduler = RolloutScheduler(
+        SimFleet(engines, time_scale=time_scale),
+        workload(count),
+        config=settings or config(),
+        planner=planner,
+        listeners=[watching],
+        run_id="run",
+    )
+    return watching.scheduler
+
+
+# --- it takes hold -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+def test_the_schedule_changes_and_everything_is_delivered_once(straggler: str, pace: str) -> None:
+    async def main() -> list[Batch]:
+        watching = Watching()
+        settings = config(straggler=straggler, pace=pace)
+        batches: list[Batch] = []
+        async with scheduler(
+            Planner(inline=True), watching, settings=settings, count=50
+        ) as rollouts:
+            before = rollouts.state.schedule
+            async for batch in rollouts:
+                batches.append(batch)
+                if len(batches) == 1:
+                    assert rollouts.state.schedule != before
+                    assert rollouts.state.schedule.efficiency is not None
+                await rollouts.update_weights(SimPublisher())
+            book = rollouts.state.book
+            assert book.counters.launched == book.counters.delivered == 50 * 4
+            assert not book.rollouts
+            assert not book.ledger.total
+        assert watching.asked > 1
+        return batches
+
+    batches = run_virtual(main())
+    ids = [rollout.rollout_id for batch in batches for rollout in batch.rollouts]
+    assert len(set(ids)) == len(ids) == 50 * 4
+    for rollout in (rollout for batch in batches for rollout in batch.rollouts):
+        assert rollout.versions_exact
+        assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.versions)
+
+
+def test_lengths_are_those_of_the_workload_though_the_schedule_changes() -> None:
+    async def main() -> list[tuple[int, ...]]:
+        lengths: list[tuple[int, ...]] = []
+        async with scheduler(Planner(inline=True), Watching(), count=40) as rollouts:
+            async for batch in rollouts:
+                lengths += [tuple(len(r) for r in group.rollouts) for group in batch.groups]
+                await rollouts.update_weights(SimPublisher())
+        return lengths
+
+    drawn = [tuple(workload().lengths(index).tolist()) for index in range(40)]
+    assert sorted(run_virtual(main())) == sorted(drawn)
+
+
+def test_the_same_seed_gives_the_same_automatic_run() -> None:
+    async def main() -> list[tuple[int, list[int]]]:
+        async with scheduler(Planner(inline=True), Watching()) as rollouts:
+            out: list[tuple[int, list[int]]] = []
+            for _ in range(6):
+                batch = await rollouts.next_batch()
+                out += [(r.rollout_id, r.versions.tolist()) for r in batch.rollouts]
+                await rollouts.update_weights(SimPublisher())
+        return out
+
+    assert run_virtual(main()) == run_virtual(main())
+
+
+def test_an_inline_plan_is_in_force_before_the_batch_is_handed_over() -> None:
+    async def main() -> None:
+        planner = Naming(inline=True)
+        async with scheduler(planner, Watching()) as rollouts:
+            await rollouts.next_batch()
+            assert rollouts.state.schedule.why == "as told"
+            assert rollouts.state.target_groups == 12
+        assert planner.threads == [threading.current_thread()]
+
+    run_virtual(main())
+
+
+async def test_a_plan_is_made_in_a_thread_beside_the_run() -> None:
+    """Threads do not wait for a virtual clock, so this runs in (scaled) wall time."""
+    watching, planner = Watching(), Naming(inline=False)
+    async with scheduler(planner, watching, time_scale=0.001) as rollouts:
+        await rollouts.next_batch()
+        await watching.planned.wait()
+        assert rollouts.state.schedule.why == "as told"
+        await rollouts.update_weights(SimPublisher())
+        batch = await rollouts.next_batch()
+        assert len(batch.groups) == 4
+    (thread,) = planner.threads
+    assert thread is not threading.current_thread()
+
+
+async def test_a_scheduler_closes_while_a_plan_is_made() -> None:
+    begun, closed = threading.Event(), threading.Event()
+
+    class Slow(Planner):
+        def plan(self, command: do.Plan, rules: Rules) -> Schedule | None:
+            begun.set()
+            assert closed.wait(timeout=60)
+            return None
+
+    watching = Watching()
+    async with scheduler(Slow(), watching, time_scale=0.001) as rollouts:
+        await rollouts.next_batch()
+        await asyncio.to_thread(begun.wait)
+    closed.set()
+    assert not watching.planned.is_set()
+
+
+# --- it fails ------------------------------------------------------------------------------------
+
+
+def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "no schedule could be" in r.getMessage()]
+
+
+def test_a_planner_that_raises_is_logged_once_each_time_and_the_run_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.ERROR, logger="aprilsched")
+
+    async def main() -> Watching:
+        watching = Watching()
+        async with scheduler(Broken(inline=True), watching) as rollouts:
+            before = rollouts.state.schedule
+            for _ in range(10):
+                await rollouts.next_batch()
+                await rollouts.update_weights(SimPublisher())
+            assert rollouts.state.schedule is before
+        return watching
+
+    watching = run_virtual(main())
+    assert watching.asked == 3, "after 1, 3 and 9 batches"
+    assert len(complaints(caplog)) == 3
+    assert watching.causes == ["ArithmeticError('no such number')"] * 3
+
+
+async def test_a_planner_that_raises_in_its_thread_does_no_harm_either(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.ERROR, logger="aprilsched")
+    watching = Watching()
+    async with scheduler(Broken(), watching, time_scale=0.001) as rollouts:
+        for _ in range(2):
+            await rollouts.next_batch()
+            await watching.planned.wait()
+            await rollouts.update_weights(SimPublisher())
+    assert len(complaints(caplog)) == watching.asked == 1
+
+
+# --- step times ----------------------------------------------------------------------------------
+
+SLOW = replace(H200_QWEN3_4B, t0=2 * H200_QWEN3_4B.t0, t1=1.5 * H200_QWEN3_4B.t1)
+
+
+POINTS = [(20, 40_000), (100, 80_000), (300, 200_000)]
+"""Requests that run, and their context tokens."""
+
+
+@cache
+def learnt(timing: StepTimeModel, straggler: str, over_provision: float) -> StepTimeModel:
+    """What a run on such engines teaches a planner that was told of an H200."""
+    planner = Planner(inline=True)
+    Simulation(
+        config(batch_groups=32, group_size=8, over_provision=over_provision, straggler=straggler),
+        LongTailWorkload(),
+        engine=SimConfig(timing=timing, make_tokens=False, stream_interval=64),
+        costs=Costs(train_seconds=60.0),
+        batches=10,
+        listeners=[StepTimes(planner)],
+    ).run()
+    return planner.model
+
+
+@pytest.mark.parametrize(("running", "kv"), POINTS)
+@pytest.mark.parametrize(
+    ("straggler", "over_provision"), [("retract", 1.5), ("in_place", 2.0), ("retract", 1.0)]
+)
+def test_a_run_teaches_the_planner_how_long_steps_take(
+    straggler: str, over_provision: float, running: int, kv: int
+) -> None:
+    real = SLOW.step_seconds(running, kv)
+    assert H200_QWEN3_4B.step_seconds(running, kv) < 0.75 * real, "what it began with"
+    model = learnt(SLOW, straggler, over_provision)
+    assert model.step_seconds(running, kv) == pytest.approx(real, rel=0.12)
+
+
+@pytest.mark.parametrize(("running", "kv"), POINTS)
+def test_a_model_that_is_right_stays_right(running: int, kv: int) -> None:
+    """Chunks that arrive together, pauses and an idle trainer are no step times."""
+    model = learnt(H200_QWEN3_4B, "retract", 1.5)
+    assert model != H200_QWEN3_4B
+    right = H200_QWEN3_4B.step_seconds(running, kv)
+    assert model.step_seconds(running, kv) == pytest.approx(right, rel=0.05)
+
+
+def test_step_times_are_learnt_though_engines_are_lost_and_requests_fail() -> None:
+    async def main() -> None:
+        planner = Planner(inline=True)
+        async with RolloutScheduler(
+            SimFleet(2),
+            workload(),
+            config=config(over_provision=1.5),
+            listeners=[StepTimes(planner)],
+        ) as rollouts:
+            await rollouts.next_batch()
+            await rollouts.update_weights(SimPublisher())
+            waiting = asyncio.create_task(rollouts.next_batch())
+            await asyncio.sleep(0.1)
+            rollouts._feed(ev.EngineLost(engine="sim-0", cause="burnt"))
+            await waiting
+            await rollouts.update_weights(SimPublisher())
+            await rollouts.next_batch()
+        assert planner.model.step_seconds(16, 2000) > 0
+
+    run_virtual(main())
+
+
+# --- presets -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_makes_valid_settings_and_says_where_it_is_from_and_what_it_costs(
+    name: str,
+) -> None:
+    preset = PRESETS[name]
+    changed = preset(SchedulerConfig(batch_groups=64, group_size=4))
+    assert (changed.batch_groups, changed.group_size) == (64, 4)
+    assert changed == preset(changed), "twice is once"
+    says = getdoc(preset) or ""
+    assert "Source: " in says
+    assert "Known cost: " in says
+    assert says.split("\n", 1)[0].endswith(".")
+    rules = changed.rules(reward_scope="none", accepts=False, episodes=False)
+    assert rules.automatic is (name == "auto")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
+def test_a_preset_leaves_the_straggler_rule_alone(name: str, straggler: str) -> None:
+    before = config(over_provision=1.5, straggler=straggler)
+    assert PRESETS[name](before).straggler == straggler
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_runs(name: str) -> None:
+    settings = PRESETS[name](config(over_provision=1.5, batch_groups=8))
+    simulation = Simulation(
+        settings,
+        workload(),
+        engine=SimConfig(make_tokens=False),
+        costs=Costs(train_seconds=0.1),
+        batches=5,
+    )
+    simulation.run()
+    assert simulation.state.book.counters.delivered == 5 * 8 * 4
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_policy_on_the_command_line_is_its_preset(name: str) -> None:
+    (policy,) = chosen(name)
+    flags = policy.apply(SchedulerFlags())
+    assert flags == PRESETS[name](SchedulerFlags())
+    assert policy.what in (PRESETS[name].__doc__ or "")
+
+
+# --- what it is worth ----------------------------------------------------------------------------
+
+
+@cache
+def steady(preset: str, straggler: str) -> SteadyState:
+    """The built-in workload, 60 batches, the first 15 left out."""
+    settings = PRESETS[preset](config(over_provision=1.5, batch_groups=32, group_size=8))
+    settings = replace(settings, straggler=straggler)  # type: ignore[arg-type]
+    summary = Summary(
+        trainer_waits=True, bound=partial(H200_QWEN3_4B.bound_seconds, max_running=512), burn_in=15
+    )
+    simulation = Simulation(settings, LongTailWorkload(), batches=60, listeners=[summary])
+    try:
+        simulation.run()
+    except PromptsExhausted:
+        pytest.fail("the built-in workload has no end")
+    result: RunSummary = summary.result(remainder(simulation.state), clock="virtual")
+    assert (result.rollouts.lost, result.rollouts.duplicated) == (0, 0)
+    return result.steady_state
+
+
+def test_with_recomputed_kv_it_is_no_slower_than_april_and_fresher() -> None:
+    auto, april = steady("auto", "retract"), steady("april", "retract")
+    assert auto.efficiency is not None
+    assert april.efficiency is not None
+    assert auto.efficiency >= april.efficiency
+    assert auto.off_policy_token_share is not None
+    assert auto.off_policy_token_share <= 0.65
+
+
+def test_with_kept_kv_it_comes_near_the_bound() -> None:
+    auto = steady("auto", "in_place")
+    assert auto.efficiency is not None
+    assert auto.efficiency >= 0.95
