@@ -1,0 +1,38 @@
+"""Step-time models of APRIL's engines: two GPUs each, scaled from one H200 and a 4B model.
+
+t0 of the fitted model is the weights' read and what every step costs beside it. Over two GPUs each
+reads half of the weights; the rest stays; and every step of 36 layers waits for 72 all-reduces.
+Per-sequence work and reads of the KV are halved, the prefill rate doubled. A model of 8B reads
+twice the weights and does twice the work a token. Its KV is the 4B one's (both have 36 layers of 8
+KV heads of 128), so t2 stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
+
+__all__ = ["engine_of_two_gpus"]
+
+_BYTES_A_SECOND = 4.8e12
+"""Of an H200's memory."""
+_WEIGHTS = 8.05e9
+"""Bytes of the 4B model in bf16."""
+_ALL_REDUCES = 72
+_ALL_REDUCE_SECONDS = 10e-6
+"""Of a small message between two GPUs over NVLink; assumed."""
+
+
+def engine_of_two_gpus(size: float) -> StepTimeModel:
+    """`size`: parameters over those of the 4B model."""
+    one = H200_QWEN3_4B
+    weights = _WEIGHTS / _BYTES_A_SECOND
+    beside = one.t0 - weights
+    return replace(
+        one,
+        t0=beside + size * weights / 2 + _ALL_REDUCES * _ALL_REDUCE_SECONDS,
+        t1=size * one.t1 / 2,
+        t2=one.t2 / 2,
+        prefill_rate=2 * one.prefill_rate / size,
+    )
