@@ -44,6 +44,6 @@ class Planning:
         except Exception as error:
             log.exception("no schedule could be chosen; the one in force stays")
             return Planned(schedule=None, cause=repr(error))
-        if schedule is not None:
+        if not schedule.same_as(command.current):
             log.info("from now on %s", schedule.why)
         return Planned(schedule=schedule)

@@ -68,14 +68,14 @@ class Planner:
         self.max_running = max_running
         self.inline = inline
 
-    def plan(self, command: Plan, rules: Rules) -> Schedule | None:
-        """The schedule to change to; None to keep the one in force."""
+    def plan(self, command: Plan, rules: Rules) -> Schedule:
+        """The schedule to follow, with what is expected of it: perhaps the one in force again."""
         setting = self.setting(command, rules)
         tried = trials(setting, parks=rules.parks, current=command.current)
         best = choose(tried, setting)
-        now = next((t for t in tried if _same(t.schedule, command.current)), None)
+        now = next((t for t in tried if t.schedule.same_as(command.current)), None)
         if now is not None and _may_stay(now, best, tried, setting):
-            return None
+            return now.schedule
         return best.schedule
 
     def setting(self, command: Plan, rules: Rules) -> Setting:
@@ -115,10 +115,15 @@ def trials(setting: Setting, *, parks: bool, current: Schedule | None = None) ->
     longer: dict[int, Outcome] = {}
     while near := _near(first, longer, setting):
         longer.update((place, try_out(first[place][0], setting)) for place in near)
+    for place, (schedule, _) in enumerate(first):
+        # Held against the best on as long a trial, or it would be given up by chance.
+        now = current is not None and schedule.same_as(current)
+        if longer and now and place not in longer:
+            longer[place] = try_out(schedule, setting)
     return [
         _tried(schedule, longer.get(place, outcome))
         for place, (schedule, outcome) in enumerate(first)
-        if place in longer or not longer or (current is not None and _same(schedule, current))
+        if place in longer or not longer
     ]
 
 
@@ -169,10 +174,6 @@ def _may_stay(now: Tried, best: Tried, tried: Sequence[Tried], setting: Setting)
         and now.outcome.efficiency >= (1 - TOLERANCE - _STAYS) * fastest
         and now.outcome.off_policy_share <= best.outcome.off_policy_share + _STALER
     )
-
-
-def _same(one: Schedule, other: Schedule) -> bool:
-    return one.over_provision == other.over_provision and one.refill == other.refill
 
 
 def _groups_needed(batch_groups: int) -> int:

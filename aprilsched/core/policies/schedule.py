@@ -32,6 +32,10 @@ class Schedule:
     off_policy_share: float | None = None
     why: str = ""
 
+    def same_as(self, other: Schedule) -> bool:
+        """Does it do the same, whatever is expected of it?"""
+        return self.over_provision == other.over_provision and self.refill == other.refill
+
 
 def first_schedule(*, parks: bool) -> Schedule:
     """What is in force until something is known of the lengths.
