@@ -10,7 +10,7 @@ from aprilsched.commands.setup import Setup
 from aprilsched.engines.sim import H200_QWEN3_4B, SimConfig
 from aprilsched.errors import PromptsExhausted
 from aprilsched.planning import Planner
-from aprilsched.simulation import Costs, Simulation
+from aprilsched.simulation import Costs, Simulation, rare_collections
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary
@@ -67,7 +67,7 @@ class SimulatedRun:
         simulation = self._simulation(listeners)
         summary.ledger = simulation.state.book.ledger
         try:
-            with self._progress or nullcontext(), suppress(PromptsExhausted):
+            with self._progress or nullcontext(), suppress(PromptsExhausted), rare_collections():
                 simulation.run()
         finally:
             if log is not None:

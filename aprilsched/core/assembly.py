@@ -14,7 +14,8 @@ def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> 
     """The rollout as it is now; tokens older than `oldest_unmasked` are masked out."""
     versions = record.log.versions()
     mask = record.log.sampled()
-    if oldest_unmasked is not None:
+    oldest = record.log.oldest_version
+    if oldest_unmasked is not None and oldest is not None and oldest < oldest_unmasked:
         mask &= versions >= oldest_unmasked
     return Rollout(
         rollout_id=record.rollout_id,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from aprilsched.core.assembly import batch_of
 from aprilsched.core.commands import Deliver, DeliverEvaluation, EndOfPrompts
+from aprilsched.core.due import is_due
 from aprilsched.core.events import BatchRequested, BatchWithdrawn
 from aprilsched.core.records import GroupRecord
 from aprilsched.core.state import SchedulerState
@@ -39,9 +40,7 @@ def full(state: SchedulerState) -> bool:
     """Is enough generated for the batch in work? Rewards may still be outstanding."""
     if not state.rules.stop.enough(state.book.ready):
         return False
-    if state.rules.staleness.rule != "finish":
-        return True
-    return not any(not g.complete and _due(state, g) for g in state.book.training_groups())
+    return all(group.complete for group in state.due.open(state))
 
 
 def training_runs(state: SchedulerState) -> bool:
@@ -65,14 +64,15 @@ def deliver(state: SchedulerState) -> None:
     if not (state.rules.stop.enough(state.book.ready) or _drained(state)):
         return
     accepted = [group for group in state.book.ready if group.accepted]
-    # What is due first; within both kinds in the order of completion.
-    accepted.sort(key=lambda group: not _due(state, group))
+    if state.rules.staleness.rule == "finish":
+        # What is due first; within both kinds in the order of completion.
+        accepted.sort(key=lambda group: not is_due(state, group))
     count = state.rules.stop.take(accepted)
     if count is None:
         if not _drained(state):
             return
         count = len(accepted)
-    elif any(_due(state, g) and not g.accepted for g in state.book.training_groups()):
+    elif not all(group.accepted for group in state.due.open(state)):
         return
     state.wanted = False
     if count == 0:
@@ -84,21 +84,21 @@ def deliver(state: SchedulerState) -> None:
 def _deliver_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
     version = state.tracker.trainer
     counters = state.book.counters
+    oldest_unmasked = state.rules.staleness.oldest_unmasked(version)
     batch = batch_of(
-        groups,
-        index=counters.batches,
-        version=version,
-        oldest_unmasked=state.rules.staleness.oldest_unmasked(version),
+        groups, index=counters.batches, version=version, oldest_unmasked=oldest_unmasked
     )
     for group in groups:
         state.book.deliver(group)
     counters.batches += 1
     state.expectations.renew()
     retarget(state)
-    counters.tokens_masked += sum(
-        int((rollout.versions[~rollout.loss_mask] != NO_VERSION).sum())
-        for rollout in batch.rollouts
-    )
+    if oldest_unmasked is not None:
+        counters.tokens_masked += sum(
+            int((rollout.versions[~rollout.loss_mask] != NO_VERSION).sum())
+            for rollout in batch.rollouts
+            if not rollout.loss_mask.all()
+        )
     state.delivered_since_update += len(groups)
     state.wave_due = state.wave_due or state.asynchronous
     state.commands.append(Deliver(batch=batch))
@@ -113,11 +113,6 @@ def _deliver_evaluation(state: SchedulerState, evaluation_id: int) -> None:
     for group in groups:
         state.book.deliver(group)
     state.commands.append(DeliverEvaluation(evaluation_id=evaluation_id, batch=batch))
-
-
-def _due(state: SchedulerState, group: GroupRecord) -> bool:
-    gate = state.rules.staleness
-    return gate.rule == "finish" and gate.due(group.oldest_version, state.tracker.trainer)
 
 
 def _drained(state: SchedulerState) -> bool:

@@ -206,6 +206,10 @@ class Book:
             self.counters.delivered += 1
             self.counters.tokens_delivered += member.log.sampled_tokens
         self._remove(group)
+        # Records point at each other: what is left in a ring waits for the garbage collector.
+        for member in group.members:
+            member.request = None
+        group.members = []
 
     def drop(
         self, group: GroupRecord, reason: Reason, cause: str, *, culprit: int | None, now: float

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from aprilsched.core.ledger import Reason
 from aprilsched.core.lifecycle import Move, State, after
 from aprilsched.core.tokens import TokenLog
@@ -82,7 +80,7 @@ class RolloutRecord:
 
     def context(self) -> Int32Array:
         """Prompt and response so far, int32 [P + T], as the engine must see it."""
-        return np.concatenate((self.prompt_ids, self.log.token_ids))
+        return self.log.after(self.prompt_ids)
 
     @property
     def carried(self) -> bool:

@@ -34,6 +34,7 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
     request.rollout.log.append(
         event.token_ids, event.logprobs, version=request.version, engine=request.engine
     )
+    state.due.note(state, request.rollout.group)
 
 
 def on_finished(state: SchedulerState, event: Finished) -> None:
@@ -42,6 +43,7 @@ def on_finished(state: SchedulerState, event: Finished) -> None:
         return
     state.control.engines[request.engine].strikes = 0
     state.book.close_attempt(request, event.spans)
+    state.due.note(state, request.rollout.group)
     if request.rollout.group.dropped is not None:
         state.book.forget(request)
         return
@@ -53,6 +55,7 @@ def on_interrupted(state: SchedulerState, event: Interrupted) -> None:
     request = state.book.attempt(event.request_id, event.attempt)
     if request is not None:
         state.book.close_attempt(request, event.spans)
+        state.due.note(state, request.rollout.group)
         take_back(state, request)
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from aprilsched.core.book import Book
 from aprilsched.core.commands import Command
 from aprilsched.core.control import FleetControl
+from aprilsched.core.due import DueGroups
 from aprilsched.core.expectation import Expectations
 from aprilsched.core.loan import Sleep
 from aprilsched.core.policies.resume import place_of
@@ -62,6 +63,7 @@ class SchedulerState:
         self.wave_due = rules.pace == "asynchronous"
         self.round_due = False
         """The rollouts of the next round are to be chosen."""
+        self.due = DueGroups()
         self.delivered_since_update = 0
         self.stock: deque[Prompt] = deque()
         self.fetching = False

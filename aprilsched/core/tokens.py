@@ -2,7 +2,8 @@
 
 Invariant: ids and logprobs have one length, and the runs cover it without gap or overlap.
 A held token costs 8 bytes (int32 id, float32 logprob) plus at most half of that in spare room;
-versions are kept as runs and spread out only when the rollout is delivered.
+versions are kept as runs and spread out only when the rollout is delivered. A long first chunk
+is held as it came and never written to: there is no room behind it, so more tokens move it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ __all__ = ["TokenLog"]
 
 _FIRST_ROOM = 64
 _GROWTH = 1.5
+_NO_IDS: Int32Array = np.empty(0, dtype=np.int32)
+_NO_LOGPROBS: Float32Array = np.empty(0, dtype=np.float32)
 
 
 @dataclass(slots=True)
@@ -39,8 +42,8 @@ class TokenLog:
     __slots__ = ("_ids", "_logprobs", "_runs", "_size", "exact")
 
     def __init__(self) -> None:
-        self._ids: Int32Array = np.empty(0, dtype=np.int32)
-        self._logprobs: Float32Array = np.empty(0, dtype=np.float32)
+        self._ids = _NO_IDS
+        self._logprobs = _NO_LOGPROBS
         self._size = 0
         self._runs: list[_Run] = []
         self.exact = True
@@ -53,6 +56,10 @@ class TokenLog:
     def token_ids(self) -> Int32Array:
         """int32 [T], a copy."""
         return self._ids[: self._size].copy()
+
+    def after(self, ids: Int32Array) -> Int32Array:
+        """int32 [len(ids) + T]: `ids` and all tokens; `ids` itself while there are none."""
+        return np.concatenate((ids, self._ids[: self._size])) if self._size else ids
 
     def tail(self, start: int) -> tuple[Int32Array, Float32Array, Int32Array]:
         """Ids, logprobs and versions from `start` on, copies."""
@@ -80,6 +87,8 @@ class TokenLog:
         """
         if start >= self._size or not spans:
             return
+        if len(spans) == 1 and self._last_is(start, spans[0].version, engine):
+            return
         kept: list[_Run] = []
         begin = 0
         for run in self._runs:
@@ -98,6 +107,9 @@ class TokenLog:
     def versions(self) -> Int32Array:
         """int32 [T]; -1 for tokens of the environment."""
         out = np.empty(self._size, dtype=np.int32)
+        if len(self._runs) == 1:
+            out.fill(self._runs[0].version)
+            return out
         begin = 0
         for run in self._runs:
             out[begin : run.end] = run.version
@@ -110,6 +122,8 @@ class TokenLog:
 
     def sampled(self) -> BoolArray:
         """bool [T]; False for tokens of the environment."""
+        if self.covered == self._size and all(run.version != NO_VERSION for run in self._runs):
+            return np.ones(self._size, dtype=np.bool_)
         return self.versions() != NO_VERSION
 
     def segments(self) -> tuple[Segment, ...]:
@@ -143,6 +157,9 @@ class TokenLog:
         return self._runs[-1].end if self._runs else 0
 
     def _extend(self, ids: Int32Array, logprobs: Float32Array) -> None:
+        if not self._size and len(ids) >= _FIRST_ROOM:
+            self._ids, self._logprobs, self._size = ids, logprobs, len(ids)
+            return
         size = self._size + len(ids)
         if size > len(self._ids):
             room = max(size, int(len(self._ids) * _GROWTH), _FIRST_ROOM)
@@ -151,6 +168,12 @@ class TokenLog:
         self._ids[self._size : size] = ids
         self._logprobs[self._size : size] = logprobs
         self._size = size
+
+    def _last_is(self, start: int, version: int, engine: str) -> bool:
+        """Does the last run hold all tokens from `start` on, and say just this of them?"""
+        run = self._runs[-1]
+        begin = self._runs[-2].end if len(self._runs) > 1 else 0
+        return begin <= start and run.version == version and run.engine == engine
 
     def _mark(self, version: int, engine: str | None) -> None:
         if self._size > self.covered:

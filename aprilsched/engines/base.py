@@ -69,7 +69,8 @@ class GenerationRequest:
 class Chunk:
     """New tokens of one request; the last one has `finish`.
 
-    `token_ids` int32 [n] and `logprobs` float32 [n] belong together; n may be 0.
+    `token_ids` int32 [n] and `logprobs` float32 [n] belong together; n may be 0. They are the
+    receiver's: it may keep them, so whoever made a chunk must not write to them afterwards.
     `spans`, on the last chunk only, covers the request's whole output; None where the engine
     cannot tell (``Capabilities.version_spans`` is False).
     """

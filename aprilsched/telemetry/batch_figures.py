@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.telemetry.ages import ages_of
 from aprilsched.telemetry.figures import (
     BatchFigures,
     BiasFigures,
     StalenessFigures,
     SteadyState,
 )
-from aprilsched.types import NO_VERSION, Batch
+from aprilsched.types import Batch
 
 __all__ = [
     "Bound",
@@ -59,16 +60,13 @@ def measure(
 ) -> Measured:
     """The figures of a batch that took `seconds`."""
     rollouts = list(batch.rollouts)
-    versions = np.concatenate([rollout.versions for rollout in rollouts])
-    in_loss = np.concatenate([rollout.loss_mask for rollout in rollouts])
-    sampled = versions != NO_VERSION
-    age = np.where(sampled, batch.version - versions.astype(np.int64), 0)
-    ages = age[sampled]
-    trained = ages[in_loss[sampled]]
+    ages = [ages_of(rollout, batch.version) for rollout in rollouts]
     lengths = [len(rollout) for rollout in rollouts]
-    ends = np.cumsum(lengths)
+    length = sum(lengths)
     t_bound = None if bound is None else bound([len(r.prompt_ids) for r in rollouts], lengths)
-    off_policy = int((ages > 0).sum())
+    tokens = sum(age.sampled for age in ages)
+    off_policy = sum(age.off_policy for age in ages)
+    staleness_sum = sum(age.total for age in ages)
     return Measured(
         figures=BatchFigures(
             index=batch.index,
@@ -77,23 +75,23 @@ def measure(
             trainer_seconds=trainer_seconds,
             groups=len(batch.groups),
             rollouts=len(rollouts),
-            tokens=int(ages.size),
-            mean_length=sum(lengths) / len(lengths),
-            off_policy_token_share=_ratio(off_policy, ages.size) or 0.0,
-            staleness_mean=_ratio(int(ages.sum()), ages.size) or 0.0,
-            staleness_max=int(ages.max(initial=0)),
+            tokens=tokens,
+            mean_length=length / len(lengths),
+            off_policy_token_share=_ratio(off_policy, tokens) or 0.0,
+            staleness_mean=_ratio(staleness_sum, tokens) or 0.0,
+            staleness_max=max(age.oldest for age in ages),
             t_bound=t_bound,
             efficiency=None if t_bound is None else _ratio(t_bound, seconds),
         ),
-        length=sum(lengths),
+        length=length,
         off_policy=off_policy,
-        staleness_sum=int(ages.sum()),
-        staleness_max_trained=int(trained.max(initial=0)),
-        masked=int((sampled & ~in_loss).sum()),
+        staleness_sum=staleness_sum,
+        staleness_max_trained=max(age.oldest_trained for age in ages),
+        masked=sum(age.masked for age in ages),
         lengths=np.array(lengths, dtype=np.int64),
-        sampled_by_rollout=_sums(sampled, ends),
-        off_policy_by_rollout=_sums(age > 0, ends),
-        staleness_by_rollout=_sums(age, ends),
+        sampled_by_rollout=np.array([age.sampled for age in ages], dtype=np.int64),
+        off_policy_by_rollout=np.array([age.off_policy for age in ages], dtype=np.int64),
+        staleness_by_rollout=np.array([age.total for age in ages], dtype=np.int64),
     )
 
 
@@ -165,12 +163,6 @@ def bias(batches: Sequence[Measured], burn_in: int, workload_mean: float | None)
         delivered_mean_length=overall,
         delivered_mean_length_by_batch=[batch.figures.mean_length for batch in batches],
     )
-
-
-def _sums(values: NDArray[np.generic], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sums of consecutive parts of `values` that end at `ends`; a part may be empty."""
-    running = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
-    return np.diff(running[ends], prepend=0)
 
 
 def _mean_length(batches: Sequence[Measured]) -> float | None:

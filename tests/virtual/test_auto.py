@@ -76,7 +76,7 @@ class Naming(Planner):
         super().__init__(inline=inline)
         self.threads: list[threading.Thread] = []
 
-    def plan(self, command: do.Plan, rules: Rules) -> Schedule | None:
+    def plan(self, command: do.Plan, rules: Rules) -> Schedule:
         self.threads.append(threading.current_thread())
         return Schedule(over_provision=FixedRatio(ratio=3.0), refill=Wave(), why="as told")
 
@@ -84,7 +84,7 @@ class Naming(Planner):
 class Broken(Planner):
     """Always fails."""
 
-    def plan(self, command: do.Plan, rules: Rules) -> Schedule | None:
+    def plan(self, command: do.Plan, rules: Rules) -> Schedule:
         raise ArithmeticError("no such number")
 
 
@@ -199,10 +199,10 @@ async def test_a_scheduler_closes_while_a_plan_is_made() -> None:
     begun, closed = threading.Event(), threading.Event()
 
     class Slow(Planner):
-        def plan(self, command: do.Plan, rules: Rules) -> Schedule | None:
+        def plan(self, command: do.Plan, rules: Rules) -> Schedule:
             begun.set()
             assert closed.wait(timeout=60)
-            return None
+            return command.current
 
     watching = Watching()
     async with scheduler(Slow(), watching, time_scale=0.001) as rollouts:

@@ -141,7 +141,8 @@ class Batcher:
         if (why := self.refusal(request)) is not None:
             raise ValueError(why)
         adapter = 0 if request.adapter is None else self.adapters[request.adapter]
-        sequence = Sequence(request, self._output.stop_ids(request.sampling), adapter)
+        stops, seed = self._output.stop_ids(request.sampling), self._output.seed(request)
+        sequence = Sequence(request, stops, adapter, seed)
         self._by_id[request.request_id] = sequence
         if self._paused or self._pausing:
             self._held[request.request_id] = sequence
@@ -291,6 +292,8 @@ class Batcher:
         self.counters.preemptions += 1
 
     def _plan_prefill(self, now: float) -> _Prefill | None:
+        if not self._pool.waiting:
+            return None
         places = self.config.max_running - len(self._batch)
         picks = self._pool.pick(places, self._batch.members, self._batch.steps)
         if not picks:

@@ -14,9 +14,9 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from aprilsched.engines.base import Chunk
+from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.config import SimConfig
-from aprilsched.engines.sim.model import ContextState, ToyModel, adapted_key
+from aprilsched.engines.sim.model import ContextState, ToyModel, adapted_key, sampling_key
 from aprilsched.engines.sim.sequence import Sequence, version_spans
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 
@@ -44,6 +44,10 @@ class Output:
             return frozenset()
         stops = frozenset(sampling.stop_token_ids)
         return stops if sampling.ignore_eos else stops | self._eos
+
+    def seed(self, request: GenerationRequest) -> int:
+        """What its tokens depend on beside the context; nothing where none are made."""
+        return 0 if self._model is None else sampling_key(request.sampling, request.request_id)
 
     def prefill(self, sequence: Sequence, take: int, key: int) -> None:
         """Compute the KV of the next `take` context tokens under the weights `key`."""

@@ -76,7 +76,7 @@ class RunningBatch:
             _, ticket, sequence = heapq.heappop(self._finishing)
             if sequence.ticket == ticket:
                 done.append(sequence)
-        return self.take(done, weights_key)
+        return self.take(done, weights_key) if done else done
 
     def take(self, sequences: list[Sequence], weights_key: int) -> list[Sequence]:
         """Make the tokens of these members and let them leave."""

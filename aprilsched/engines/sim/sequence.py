@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.sim.model import ContextState, sampling_key
+from aprilsched.engines.sim.model import ContextState
 from aprilsched.types import Float32Array, Int32Array, VersionSpan
 
 __all__ = ["Sequence", "version_spans"]
@@ -47,12 +47,13 @@ class Sequence:
     """The mutable state of one request; :class:`~aprilsched.engines.sim.batcher.Batcher` owns it.
 
     `stops` are the token ids that end the response, none of them before `min_new` tokens;
-    `adapter` is the weights key of its adapter, 0 without one.
+    `adapter` is the weights key of its adapter, 0 without one; `seed` is `sampling_key`'s.
     """
 
     request: GenerationRequest
     stops: frozenset[int]
     adapter: int = 0
+    seed: int = 0
     prompt: int = field(init=False)
     limit: int = field(init=False)
     min_new: int = field(init=False)
@@ -82,8 +83,7 @@ class Sequence:
         self.prompt = len(self.request.input_ids)
         self.limit = sampling.max_new_tokens
         self.min_new = sampling.min_new_tokens
-        seed = sampling_key(sampling, self.request.request_id)
-        self.state = ContextState(hash=0, last=0, length=0, seed=seed)
+        self.state = ContextState(hash=0, last=0, length=0, seed=self.seed)
 
     @property
     def context(self) -> int:
