@@ -6,9 +6,10 @@ over* is what is also scored and accepted.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from aprilsched.core.assembly import batch_of
 from aprilsched.core.commands import Deliver, DeliverEvaluation, EndOfPrompts
-from aprilsched.core.due import is_due
 from aprilsched.core.events import BatchRequested, BatchWithdrawn
 from aprilsched.core.records import GroupRecord
 from aprilsched.core.state import SchedulerState
@@ -40,7 +41,7 @@ def full(state: SchedulerState) -> bool:
     """Is enough generated for the batch in work? Rewards may still be outstanding."""
     if not state.rules.stop.enough(state.book.ready):
         return False
-    return all(group.complete for group in state.due.open(state))
+    return all(group.complete for group in _due(state))
 
 
 def training_runs(state: SchedulerState) -> bool:
@@ -66,13 +67,14 @@ def deliver(state: SchedulerState) -> None:
     accepted = [group for group in state.book.ready if group.accepted]
     if state.rules.staleness.rule == "finish":
         # What is due first; within both kinds in the order of completion.
-        accepted.sort(key=lambda group: not is_due(state, group))
+        version = state.tracker.trainer
+        accepted.sort(key=lambda group: not state.due.has(group, version))
     count = state.rules.stop.take(accepted)
     if count is None:
         if not _drained(state):
             return
         count = len(accepted)
-    elif not all(group.accepted for group in state.due.open(state)):
+    elif not all(group.accepted for group in _due(state)):
         return
     state.wanted = False
     if count == 0:
@@ -113,6 +115,11 @@ def _deliver_evaluation(state: SchedulerState, evaluation_id: int) -> None:
     for group in groups:
         state.book.deliver(group)
     state.commands.append(DeliverEvaluation(evaluation_id=evaluation_id, batch=batch))
+
+
+def _due(state: SchedulerState) -> Iterator[GroupRecord]:
+    """Open groups that the batch must have."""
+    return state.due.open(state.book.groups, state.tracker.trainer)
 
 
 def _drained(state: SchedulerState) -> bool:

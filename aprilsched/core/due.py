@@ -7,53 +7,42 @@ version changes (all are looked at then), or with tokens of an old version (:met
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
 
+from aprilsched.core.policies.staleness import StalenessGate
 from aprilsched.core.records import GroupRecord
 
-if TYPE_CHECKING:
-    from aprilsched.core.state import SchedulerState
-
-__all__ = ["DueGroups", "is_due"]
+__all__ = ["DueGroups"]
 
 
 class DueGroups:
-    """Nothing is done while another rule is in force."""
+    """Nothing is done while `gate` has another rule."""
 
-    def __init__(self) -> None:
+    def __init__(self, gate: StalenessGate) -> None:
+        self._gate = gate
         self._version: int | None = None
         self._candidates: dict[int, GroupRecord] = {}
 
-    def note(self, state: SchedulerState, group: GroupRecord) -> None:
+    def has(self, group: GroupRecord, version: int) -> bool:
+        """Must the group be in the batch that `version` consumes?"""
+        if self._gate.rule != "finish" or group.evaluation_id is not None:
+            return False
+        return self._gate.due(group.oldest_version, version)
+
+    def note(self, group: GroupRecord, version: int) -> None:
         """The group has other tokens, or other versions of them, than before."""
-        if state.rules.staleness.rule == "finish" and is_due(state, group):
+        if self.has(group, version):
             self._candidates[group.group_id] = group
 
-    def open(self, state: SchedulerState) -> Iterator[GroupRecord]:
-        """Those that are due and neither delivered nor dropped."""
-        if state.rules.staleness.rule != "finish":
+    def open(self, groups: Mapping[int, GroupRecord], version: int) -> Iterator[GroupRecord]:
+        """Those of `groups`, neither delivered nor dropped, that are due."""
+        if self._gate.rule != "finish":
             return
-        version = state.tracker.trainer
         if self._version != version:
             self._version = version
-            self._candidates = {
-                group.group_id: group
-                for group in state.book.training_groups()
-                if is_due(state, group)
-            }
+            self._candidates = {g.group_id: g for g in groups.values() if self.has(g, version)}
         for group_id, group in list(self._candidates.items()):
-            if group_id not in state.book.groups:
+            if group_id not in groups:
                 del self._candidates[group_id]
-            elif is_due(state, group):
+            elif self.has(group, version):
                 yield group
-
-
-def is_due(state: SchedulerState, group: GroupRecord) -> bool:
-    """Must the group be in the batch that the trainer's version consumes?"""
-    gate = state.rules.staleness
-    return (
-        gate.rule == "finish"
-        and group.evaluation_id is None
-        and gate.due(group.oldest_version, state.tracker.trainer)
-    )

@@ -34,7 +34,7 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
     request.rollout.log.append(
         event.token_ids, event.logprobs, version=request.version, engine=request.engine
     )
-    state.due.note(state, request.rollout.group)
+    state.due.note(request.rollout.group, state.tracker.trainer)
 
 
 def on_finished(state: SchedulerState, event: Finished) -> None:
@@ -43,7 +43,7 @@ def on_finished(state: SchedulerState, event: Finished) -> None:
         return
     state.control.engines[request.engine].strikes = 0
     state.book.close_attempt(request, event.spans)
-    state.due.note(state, request.rollout.group)
+    state.due.note(request.rollout.group, state.tracker.trainer)
     if request.rollout.group.dropped is not None:
         state.book.forget(request)
         return
@@ -55,7 +55,7 @@ def on_interrupted(state: SchedulerState, event: Interrupted) -> None:
     request = state.book.attempt(event.request_id, event.attempt)
     if request is not None:
         state.book.close_attempt(request, event.spans)
-        state.due.note(state, request.rollout.group)
+        state.due.note(request.rollout.group, state.tracker.trainer)
         take_back(state, request)
 
 

@@ -63,7 +63,7 @@ class SchedulerState:
         self.wave_due = rules.pace == "asynchronous"
         self.round_due = False
         """The rollouts of the next round are to be chosen."""
-        self.due = DueGroups()
+        self.due = DueGroups(rules.staleness)
         self.delivered_since_update = 0
         self.stock: deque[Prompt] = deque()
         self.fetching = False
