@@ -16,6 +16,7 @@ import msgspec
 import tyro
 from rich.console import Console
 
+from aprilsched.calibration.model_file import load_model
 from aprilsched.commands.comparison import Comparison, compare, verdict
 from aprilsched.commands.pictures import draw_comparison
 from aprilsched.commands.policies import Policy, chosen
@@ -32,6 +33,7 @@ from aprilsched.simulation.simulation import NEVER
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.progress import Progress
 from aprilsched.telemetry.run_folder import RunFolder, default_path, write_json
+from aprilsched.timing import H200_QWEN3_4B
 
 __all__ = ["SimulateCommand", "main"]
 
@@ -61,6 +63,8 @@ class SimulateCommand:
     """Bound on the staleness of what counts, for policies that set none."""
     train_seconds: float = 0.0
     """What the trainer takes over a batch."""
+    model: str | None = None
+    """A TOML file that aprilsched calibrate wrote: the engines' step times."""
     sim: SimSettings = field(default_factory=lambda: SimSettings(stream_interval=NEVER))
     out: Path | None = None
     """The folder for the results; runs/TIME-SEED if not given. It must be new or empty."""
@@ -86,6 +90,7 @@ class SimulateCommand:
             seed=self.seed,
             burn_in=self.burn_in,
             train_seconds=self.train_seconds,
+            model=self.model,
             sim=self.sim,
             workload=self.workload,
             scheduler=policy.apply(flags),
@@ -106,13 +111,14 @@ def main(arguments: Sequence[str]) -> int:
     )
     policies = chosen(command.policy)
     setups = [(policy, prepare(command.settings(policy))) for policy in policies]
+    timing = H200_QWEN3_4B if command.model is None else load_model(Path(command.model))
     root = RunFolder(command.out or default_path(command.seed)).path
     messages = Console(stderr=True)
     summaries: dict[str, RunSummary] = {}
     runs: dict[str, SimulatedRun] = {}
     for policy, setup in setups:
         progress = None if command.quiet else _progress(policy.name, setup, messages)
-        run = SimulatedRun(setup, RunFolder(root / policy.folder), progress)
+        run = SimulatedRun(setup, RunFolder(root / policy.folder), progress, timing=timing)
         summaries[policy.name] = run.execute()
         runs[policy.name] = run
     comparison = compare(

@@ -18,7 +18,7 @@ from typing import Any
 
 from runs import BATCH_GROUPS, Drift, Figures, prompts_of, simulate
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import RefillRule, SchedulerConfig
 from aprilsched.planning.candidates import RATIOS
 from aprilsched.workload import LongTailWorkload
 
@@ -52,7 +52,7 @@ def cells() -> Iterator[tuple[LongTailWorkload, Drift, str]]:
 
 
 def measure(base: LongTailWorkload, drift: Drift, kv: str) -> dict[str, Any]:
-    """One cell: auto, and every ratio as waves and, where they can be had, as rounds."""
+    """One cell: auto, and every ratio as waves and as rounds, or with KV kept as pools."""
     prompts = list(islice(prompts_of(base, drift), (BATCHES + _STORE) * BATCH_GROUPS * 2))
     common = SchedulerConfig(
         batch_groups=BATCH_GROUPS, straggler="retract" if kv == "recompute" else "in_place"
@@ -70,11 +70,9 @@ def measure(base: LongTailWorkload, drift: Drift, kv: str) -> dict[str, Any]:
         "auto": asdict(run(replace(common, over_provision="auto"))),
         "wave": {ratio: asdict(run(replace(common, over_provision=ratio))) for ratio in RATIOS},
     }
-    if kv == "recompute":
-        rounds = replace(common, refill="rounds")
-        row["rounds"] = {
-            ratio: asdict(run(replace(rounds, over_provision=ratio))) for ratio in RATIOS
-        }
+    refill: RefillRule = "rounds" if kv == "recompute" else "pool"
+    other = replace(common, refill=refill)
+    row[refill] = {ratio: asdict(run(replace(other, over_provision=ratio))) for ratio in RATIOS}
     return row
 
 

@@ -12,9 +12,11 @@ import pytest
 
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.series import bars, in_flight
+from aprilsched.calibration.model_file import save_model
 from aprilsched.cli import main
 from aprilsched.engines.sim import SimFleet
 from aprilsched.telemetry.figures import BatchFigures, RunSummary
+from aprilsched.timing import H200_QWEN3_4B
 
 SHORT = ["--median", "60", "--cap", "600"]
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--quiet", *SHORT]
@@ -226,3 +228,17 @@ def test_drain_says_when_the_bias_is_gone(tmp_path: Path, capsys: pytest.Capture
 def test_drain_refuses_a_share_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["drain", str(tmp_path), "--below", "2"]) == 2
     assert "give a share above 0 and below 1" in capsys.readouterr().err
+
+
+def test_simulate_takes_calibrated_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    slow = replace(H200_QWEN3_4B, t0=10 * H200_QWEN3_4B.t0)
+    save_model(slow, tmp_path / "model.toml")
+    arguments = ["--policy", "sync", "--batches", "3", "--batch-groups", "2", "--group-size", "2"]
+    seconds: list[float] = []
+    for place, model in enumerate(([], ["--model", str(tmp_path / "model.toml")])):
+        out = ["--json", "--quiet", "--out", str(tmp_path / str(place))]
+        assert main(["simulate", *arguments, *SHORT, *model, *out]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)[0]["wall_s"])
+    assert seconds[1] > 5 * seconds[0]
+    assert main(["simulate", *arguments, "--model", str(tmp_path / "none.toml")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
