@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.lengths.groups import GroupLengths, pooled
 
 __all__ = ["shared_log_variance"]
 
@@ -23,15 +23,21 @@ def shared_log_variance(groups: Sequence[GroupLengths]) -> float | None:
     Groups that are not complete are left out, so while many are open the share is that of the
     shorter ones. At least 2 groups and one of 2 members are needed.
     """
-    logs = [np.log(np.maximum(group.tokens, 1)) for group in groups if group.complete]
-    sizes = np.array([len(log) for log in logs], dtype=np.float64)
-    total, count = float(sizes.sum()), len(logs)
+    if not groups:
+        return None
+    tokens, finished = pooled(groups)
+    ends = np.cumsum([len(group.tokens) for group in groups])
+    starts = np.concatenate(([0], ends[:-1]))
+    complete = np.logical_and.reduceat(finished, starts)
+    sizes = (ends - starts)[complete].astype(np.float64)
+    count, total = len(sizes), float(sizes.sum())
     if count < 2 or total <= count:
         return None
-    means = np.array([log.mean() for log in logs])
+    logs = np.log(np.maximum(tokens, 1))
+    means = np.add.reduceat(logs, starts)[complete] / sizes
+    squares = np.add.reduceat(logs**2, starts)[complete]
     grand = float((sizes * means).sum()) / total
-    within = sum(float(((log - m) ** 2).sum()) for log, m in zip(logs, means, strict=True))
-    within /= total - count
+    within = max(0.0, float((squares - sizes * means**2).sum())) / (total - count)
     between = float((sizes * (means - grand) ** 2).sum()) / (count - 1)
     size = (total - float((sizes**2).sum()) / total) / (count - 1)
     shared = max(0.0, (between - within) / size)
