@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from runs import BATCH_GROUPS, Drift, Figures, prompts_of, simulate
+from cell import BATCH_GROUPS, Drift, Figures, prompts_of, simulate
 
 from aprilsched.config import RefillRule, SchedulerConfig
 from aprilsched.planning.candidates import RATIOS
