@@ -12,6 +12,7 @@ import threading
 from collections.abc import (
     AsyncIterable,
     Awaitable,
+    Callable,
     Coroutine,
     Generator,
     Iterable,
@@ -23,7 +24,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.coordinator import Accept, Episode, GroupReward, RefitReport, Reward
+from aprilsched.coordinator import Accept, BiasNow, Episode, GroupReward, RefitReport, Reward
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.core.state import SchedulerState
 from aprilsched.engines.base import Fleet
@@ -113,6 +114,10 @@ class RolloutScheduler:
         """What the scheduler knows, to look at while no call is open."""
         return self._rollouts.state
 
+    def bias(self) -> BiasNow:
+        """How far what was delivered so far is from what is drawn."""
+        return self._wait(_called(self._rollouts.bias))
+
     def __iter__(self) -> Iterator[Batch]:
         while True:
             try:
@@ -164,6 +169,11 @@ class RolloutScheduler:
         if loop is not None and self._thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join()
+
+
+async def _called(function: Callable[[], T]) -> T:
+    """On the loop's thread, where nothing changes meanwhile."""
+    return function()
 
 
 async def _coroutine(work: Awaitable[T]) -> T:

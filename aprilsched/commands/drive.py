@@ -85,7 +85,6 @@ class Run:
             listeners=listeners if self._progress is None else [*listeners, self._progress],
             run_id=setup.run_id,
         )
-        self._summary.ledger = self._scheduler.state.book.ledger
         async with self._scheduler as rollouts:
             self._folder.create(as_toml(settings))
             self._log.start()

@@ -1,5 +1,6 @@
 """The asyncio shell around the core: it turns I/O into events and carries commands out."""
 
+from aprilsched.coordinator.bias import BiasNow
 from aprilsched.coordinator.callbacks import Accept, Episode, GroupReward, Reward
 from aprilsched.coordinator.episodes import Turn, TurnOutput
 from aprilsched.coordinator.refits import RefitReport
@@ -7,6 +8,7 @@ from aprilsched.coordinator.rollouts import RolloutScheduler
 
 __all__ = [
     "Accept",
+    "BiasNow",
     "Episode",
     "GroupReward",
     "RefitReport",

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Literal, Self, cast
 
 from aprilsched.config import SchedulerConfig
+from aprilsched.coordinator.bias import BiasNow
 from aprilsched.coordinator.callbacks import Accept, Episode, GroupReward, Reward
 from aprilsched.coordinator.prompts import PromptSource, checked
 from aprilsched.coordinator.refits import RefitReport
@@ -121,6 +122,11 @@ class RolloutScheduler:
     def state(self) -> SchedulerState:
         """What the scheduler knows, to look at (telemetry, tests); only the core changes it."""
         return self._session.state
+
+    def bias(self) -> BiasNow:
+        """How far what was delivered so far is from what is drawn, and how much of it will go
+        away. A few milliseconds; a policy that censors lengths is also logged, once."""
+        return self._session.bias.now()
 
     def _check_open(self) -> None:
         self._session.check_open()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.attempts import Attempts
+from aprilsched.coordinator.bias import LiveBias
 from aprilsched.coordinator.closing import release
 from aprilsched.coordinator.controls import EngineControls
 from aprilsched.coordinator.loop import EventLoop
@@ -60,7 +61,9 @@ class Session:
         self._work = work
         if rules.automatic and not planner.inline:
             listeners = [*listeners, StepTimes(planner)]
-        self._loop = EventLoop(Scheduler(rules), listeners, clock=_now)
+        core = Scheduler(rules)
+        self.bias = LiveBias(core.state)
+        self._loop = EventLoop(core, [self.bias, *listeners], clock=_now)
         self.attempts = Attempts(
             run_id=run_id,
             engines=self.engines,

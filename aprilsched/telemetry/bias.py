@@ -21,11 +21,11 @@ from aprilsched.core.lengths.groups import GroupLengths, pooled
 from aprilsched.core.lengths.identity import batches_until, bias_without, expected_lengths
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
 from aprilsched.telemetry.batch_figures import Measured
-from aprilsched.telemetry.bias_figures import InFlightFigures, TransientFigures
+from aprilsched.telemetry.bias_figures import TransientFigures
 from aprilsched.telemetry.censoring import Drops, censoring
 from aprilsched.telemetry.endings import Endings
 from aprilsched.telemetry.figures import BiasFigures
-from aprilsched.telemetry.laws import deciles, law_figures, sample_law
+from aprilsched.telemetry.laws import deciles, in_flight_figures, law_figures, sample_law
 from aprilsched.telemetry.transients import running_bias, transient_by_batch
 from aprilsched.types import Batch
 
@@ -58,7 +58,7 @@ class BiasCollector:
     def drop(self, ledger: Ledger) -> None:
         """Something went to the ledger; warn if that censors lengths."""
         self._drops.take(ledger, self.endings.finished)
-        self._drops.warn(self._delivered, self._delivered_tokens)
+        self._drops.warn(ledger, self._delivered, self._delivered_tokens)
 
     def figures(
         self,
@@ -84,7 +84,7 @@ class BiasCollector:
             delivered_mean_length_by_batch=basis.delivered_mean_length_by_batch,
             drawn=None if law is None else law_figures(law),
             delivered=sample_law(lengths),
-            in_flight=None if law is None else _in_flight(law, tokens, finished),
+            in_flight=None if law is None else in_flight_figures(law, tokens, finished),
             transient=self._transient(law, mean, known is not None, batches, open_groups),
             by_length_decile=deciles(
                 lengths,
@@ -150,19 +150,6 @@ class BiasCollector:
                 - len(batches),
             ),
         )
-
-
-def _in_flight(
-    law: KaplanMeier, tokens: NDArray[np.int64], finished: NDArray[np.bool_]
-) -> InFlightFigures:
-    final = expected_lengths(law, tokens, finished)
-    some = tokens.size > 0
-    return InFlightFigures(
-        rollouts=tokens.size,
-        unfinished=int((~finished).sum()),
-        mean_tokens_so_far=float(tokens.mean()) if some else 0.0,
-        expected_mean_length=float(final.mean()) if some else 0.0,
-    )
 
 
 def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

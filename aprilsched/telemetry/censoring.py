@@ -19,7 +19,7 @@ from aprilsched.core.lengths.identity import bias_without, expected_lengths
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier
 from aprilsched.telemetry.bias_figures import CensoringFigures, DropFigures
 
-__all__ = ["CENSORS", "Drop", "Drops", "censoring", "warning_of"]
+__all__ = ["CENSORS", "Drop", "Drops", "censoring", "warning_now", "warning_of"]
 
 log = logging.getLogger("aprilsched")
 
@@ -48,8 +48,6 @@ class Drops:
     def __init__(self) -> None:
         self.taken: list[Drop] = []
         self._seen = 0
-        self._rollouts = 0
-        self._tokens = 0
         self._warned = False
 
     def take(self, ledger: Ledger, finished: set[int]) -> None:
@@ -58,21 +56,30 @@ class Drops:
         self._seen = ledger.total
         for entry in list(islice(reversed(ledger.entries), new))[::-1]:
             self.taken.append(Drop(entry=entry, finished=entry.rollout_id in finished))
-            if entry.reason in CENSORS:
-                self._rollouts += 1
-                self._tokens += entry.tokens
 
-    def warn(self, delivered: int, delivered_tokens: int) -> None:
+    def warn(self, ledger: Ledger, delivered: int, delivered_tokens: int) -> None:
         """Warn, once, when the dropped were longer (so far) than the delivered are."""
-        if self._warned or not delivered or self._rollouts < _ENOUGH:
+        if self._warned:
             return
-        so_far, mean = self._tokens / self._rollouts, delivered_tokens / delivered
-        drawn = (self._tokens + delivered_tokens) / (self._rollouts + delivered)
-        effect = bias_without(self._rollouts, so_far, delivered, drawn)
-        if so_far > mean and effect < -_LEAST_EFFECT:
+        warning = warning_now(ledger, delivered, delivered_tokens)
+        if warning is not None:
             self._warned = True
-            reasons = sorted({d.entry.reason for d in self.taken if d.entry.reason in CENSORS})
-            log.warning("%s", warning_of(reasons, self._rollouts, effect))
+            log.warning("%s", warning)
+
+
+def warning_now(ledger: Ledger, delivered: int, delivered_tokens: int) -> str | None:
+    """What to say of a run that has dropped and delivered so much; None for nothing."""
+    reasons = sorted(reason for reason in ledger.rollouts if reason in CENSORS)
+    rollouts = sum(ledger.rollouts[reason] for reason in reasons)
+    tokens = sum(ledger.tokens[reason] for reason in reasons)
+    if not delivered or rollouts < _ENOUGH:
+        return None
+    so_far, mean = tokens / rollouts, delivered_tokens / delivered
+    drawn = (tokens + delivered_tokens) / (rollouts + delivered)
+    effect = bias_without(rollouts, so_far, delivered, drawn)
+    if so_far <= mean or effect >= -_LEAST_EFFECT:
+        return None
+    return warning_of(reasons, rollouts, effect)
 
 
 def censoring(drops: Sequence[Drop], law: KaplanMeier | None, kept: int) -> CensoringFigures:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.core.lengths.identity import expected_lengths
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
-from aprilsched.telemetry.bias_figures import DecileFigures, LawFigures
+from aprilsched.telemetry.bias_figures import DecileFigures, InFlightFigures, LawFigures
 
-__all__ = ["deciles", "law_figures", "sample_law"]
+__all__ = ["deciles", "in_flight_figures", "law_figures", "sample_law"]
 
 _PERCENTILES = np.arange(1, 101) / 100
 _DECILES = 10
@@ -36,6 +37,20 @@ def sample_law(lengths: NDArray[np.int64]) -> LawFigures | None:
     if not lengths.size:
         return None
     return law_figures(kaplan_meier(np.maximum(lengths, 1), np.zeros(lengths.size, dtype=np.bool_)))
+
+
+def in_flight_figures(
+    law: KaplanMeier, tokens: NDArray[np.int64], finished: NDArray[np.bool_]
+) -> InFlightFigures:
+    """The figures of responses of which int64 [n] tokens are there and bool [n] finished."""
+    final = expected_lengths(law, tokens, finished)
+    some = tokens.size > 0
+    return InFlightFigures(
+        rollouts=tokens.size,
+        unfinished=int((~finished).sum()),
+        mean_tokens_so_far=float(tokens.mean()) if some else 0.0,
+        expected_mean_length=float(final.mean()) if some else 0.0,
+    )
 
 
 def deciles(

@@ -208,7 +208,7 @@ def warnings(caplog: pytest.LogCaptureFixture, *entries: Entry, rounds: int = 1)
     with caplog.at_level(logging.WARNING, "aprilsched"):
         for _ in range(rounds):
             drops.take(ledger, set())
-            drops.warn(100, 100 * 50)
+            drops.warn(ledger, 100, 100 * 50)
     return caplog.messages
 
 

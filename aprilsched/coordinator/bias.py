@@ -1,0 +1,108 @@
+"""The bias ledger of a run that goes on: what ``rollouts.bias()`` says, and one warning.
+
+Bounded, whatever the length of the run: laws are those of the latest responses, totals are sums.
+(The command line's summary keeps every batch instead, and says more.)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.core.commands import CancelWork, Command, Deliver
+from aprilsched.core.events import Event
+from aprilsched.core.lengths.groups import group_lengths, pooled
+from aprilsched.core.lengths.identity import bias_without, expected_lengths
+from aprilsched.core.state import SchedulerState
+from aprilsched.telemetry.bias_figures import InFlightFigures, LawFigures
+from aprilsched.telemetry.censoring import warning_now
+from aprilsched.telemetry.laws import in_flight_figures, law_figures, sample_law
+
+__all__ = ["BiasNow", "LiveBias"]
+
+log = logging.getLogger("aprilsched")
+
+_RECENT_BATCHES = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BiasNow:
+    """Are short responses over-represented in what was delivered so far?
+
+    Attributes:
+        drawn: the law that lengths are drawn from, by Kaplan and Meier's estimate over the groups
+            launched last, those in flight censored; None until a response has ended.
+        delivered: of the last batches.
+        length_bias: mean length of all that was delivered / mean drawn - 1.
+        transient: what of it will go away, because it is in flight: see
+            :mod:`aprilsched.core.lengths.identity`.
+        in_flight: how many and how long they will be.
+        dropped_tokens: by reason.
+        warning: what makes the rest permanent, with the size of the effect; None for nothing.
+    """
+
+    drawn: LawFigures | None
+    delivered: LawFigures | None
+    length_bias: float | None
+    transient: float | None
+    in_flight: InFlightFigures | None
+    dropped_tokens: dict[str, int]
+    warning: str | None
+
+
+class LiveBias:
+    """Listens to a scheduler whose state it can see."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._recent: deque[NDArray[np.int64]] = deque(maxlen=_RECENT_BATCHES)
+        self._delivered = 0
+        self._tokens = 0
+        self._warned = False
+
+    def on_event(self, event: Event, now: float) -> None:
+        pass
+
+    def on_command(self, command: Command, now: float) -> None:
+        if isinstance(command, Deliver):
+            lengths = np.array([len(r) for r in command.batch.rollouts], dtype=np.int64)
+            self._recent.append(lengths)
+            self._delivered += lengths.size
+            self._tokens += int(lengths.sum())
+        elif isinstance(command, CancelWork) and not self._warned:
+            warning = self._warning()
+            if warning is not None:
+                self._warned = True
+                log.warning("%s", warning)
+
+    def now(self) -> BiasNow:
+        """The figures so far."""
+        book, observed = self._state.book, self._state.expectations.observed
+        open_groups = [group_lengths(group) for group in book.training_groups()]
+        incomplete = [group for group in open_groups if not group.complete]
+        law = observed.law(incomplete)
+        tokens, finished = pooled(open_groups)
+        mean = None if law is None else law.mean()
+        bias = transient = None
+        if law is not None and mean and self._delivered:
+            bias = self._tokens / self._delivered / mean - 1
+            final = expected_lengths(law, tokens, finished)
+            expected = float(final.mean()) if final.size else mean
+            transient = bias_without(final.size, expected, self._delivered, mean)
+        recent = np.concatenate(self._recent) if self._recent else np.empty(0, dtype=np.int64)
+        return BiasNow(
+            drawn=None if law is None else law_figures(law),
+            delivered=sample_law(recent),
+            length_bias=bias,
+            transient=transient,
+            in_flight=None if law is None else in_flight_figures(law, tokens, finished),
+            dropped_tokens={str(reason): n for reason, n in sorted(book.ledger.tokens.items())},
+            warning=self._warning(),
+        )
+
+    def _warning(self) -> str | None:
+        return warning_now(self._state.book.ledger, self._delivered, self._tokens)

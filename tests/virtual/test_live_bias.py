@@ -1,0 +1,91 @@
+"""What a scheduler in use says about its own bias."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
+from aprilsched.blocking import RolloutScheduler as BlockingScheduler
+from aprilsched.coordinator import BiasNow
+from aprilsched.engines.sim import run_virtual
+
+WORKLOAD = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=5)
+
+
+def bias(batches: int, **changes: Any) -> tuple[BiasNow, float]:
+    """After so many batches; and the mean length of all that was delivered."""
+    values: dict[str, Any] = {"batch_groups": 16, "group_size": 4, "over_provision": 2.0}
+    config = SchedulerConfig(**{**values, **changes})
+
+    async def main() -> tuple[BiasNow, float]:
+        lengths: list[int] = []
+        async with RolloutScheduler(SimFleet(), WORKLOAD, config=config) as rollouts:
+            for _ in range(batches):
+                batch = await rollouts.next_batch()
+                lengths += [len(rollout) for rollout in batch.rollouts]
+                await rollouts.update_weights(SimPublisher())
+            return rollouts.bias(), sum(lengths) / len(lengths)
+
+    return run_virtual(main())
+
+
+def test_before_anything_has_ended_nothing_is_claimed():
+    now, _ = run_virtual(_unused())
+    assert now == BiasNow(
+        drawn=None,
+        delivered=None,
+        length_bias=None,
+        transient=None,
+        in_flight=None,
+        dropped_tokens={},
+        warning=None,
+    )
+
+
+async def _unused() -> tuple[BiasNow, None]:
+    async with RolloutScheduler(SimFleet(), WORKLOAD) as rollouts:
+        return rollouts.bias(), None
+
+
+def test_the_first_batch_is_short_and_that_is_said_to_go_away():
+    now, delivered = bias(1)
+    assert now.drawn is not None
+    assert now.length_bias is not None
+    assert now.transient is not None
+    assert now.length_bias == pytest.approx(delivered / now.drawn.mean - 1)
+    assert now.length_bias < -0.2
+    assert now.transient == pytest.approx(now.length_bias, abs=0.1)
+    assert now.warning is None
+
+
+def test_after_many_batches_little_is_left():
+    now, _ = bias(40)
+    assert now.drawn is not None
+    assert now.delivered is not None
+    assert now.length_bias is not None
+    assert abs(now.length_bias) < 0.06
+    assert now.drawn.mean == pytest.approx(WORKLOAD.mean_length(), rel=0.12)
+    assert now.delivered.responses == 16 * 64, "the last batches only: a run may be long"
+
+
+def test_a_policy_that_censors_is_named_once(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, logger="aprilsched"):
+        now, _ = bias(20, max_staleness=1, staleness_rule="evict")
+    assert now.warning is not None
+    assert "stale" in now.warning
+    assert "shorter by at least" in now.warning
+    assert now.dropped_tokens["stale"] > 0
+    said = [r for r in caplog.records if "rollouts were dropped" in r.getMessage()]
+    assert len(said) == 1
+
+
+def test_the_blocking_twin_says_the_same():
+    config = SchedulerConfig(batch_groups=4, group_size=4)
+    with BlockingScheduler(SimFleet(time_scale=0.001), WORKLOAD, config=config) as rollouts:
+        rollouts.next_batch()
+        now = rollouts.bias()
+    assert now.drawn is not None
+    assert now.length_bias is not None
