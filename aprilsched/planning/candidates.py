@@ -16,7 +16,7 @@ from aprilsched.core.policies.schedule import Schedule
 __all__ = ["RATIOS", "candidates", "named"]
 
 RATIOS = (1.0, 1.0625, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0)
-_POOL_RATIOS = (0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
+_POOL_RATIOS = (0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
 _POOL_UNTIL = (0.25, 1.0)
 _ROUND_RATIOS = (1.125, 1.25, 1.375, 1.5, 1.5625, 1.625, 1.6875, 1.75, 2.0, 2.25, 2.5, 3.0)
 _STORES = (Rounds(store=5.0, oldest=16), Rounds(store=3.5, oldest=6))
