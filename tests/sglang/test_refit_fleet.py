@@ -112,7 +112,8 @@ async def test_ten_distributed_refits_with_stragglers_in_the_pause(
         batches: list[Batch] = []
         for _ in range(10):
             batches.append(await rollouts.next_batch())
-            assert rollouts.state.book.open_attempts >= 8, "nothing to refit amid"
+            # On a busy machine a batch's last responses can all end before new prompts are there.
+            await until(lambda: rollouts.state.book.open_attempts >= 8)
             trainer.version = rollouts.version + 1
             report = await rollouts.update_weights(refit)
             assert not report.quarantined
