@@ -226,7 +226,9 @@ async def test_a_server_killed_at_any_moment_of_a_refit_costs_nothing_and_rejoin
     for moment, line in zip(MOMENTS, said, strict=True):
         assert line.startswith(f"engine {killer.name} is out of use: "), moment.when
         assert any(words in line for words in moment.says), moment.when
-    crossing = check_greedy(delivered, models, tmp_path)
+    # A server that dies takes its word about a refit's last chunk with it; the rollout says so.
+    told_exactly = [rollout for rollout in delivered if rollout.versions_exact]
+    crossing = check_greedy(told_exactly, models, tmp_path)
     assert crossing > 10, "too few rollouts of several versions to prove anything"
 
 

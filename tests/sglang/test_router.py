@@ -124,8 +124,8 @@ async def test_routed_streams_outlive_a_pause_and_a_refit(
     fleet: SGLangRouterFleet, models: tuple[Path, Path]
 ) -> None:
     """Both workers are paused, get the same weights as version 1, and go on."""
-    reference = await whole(fleet.engines[0], greedy(400))
-    streams = [await Stream(e, greedy(400)).start().reach(17) for e in fleet.engines]
+    reference = await whole(fleet.engines[0], greedy(900))
+    streams = [await Stream(e, greedy(900)).start().reach(17) for e in fleet.engines]
     for engine in fleet.engines:
         await engine.pause("retract")
         await engine.flush()
