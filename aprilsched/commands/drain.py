@@ -12,12 +12,12 @@ import numpy as np
 import tyro
 from rich.console import Console
 
+from aprilsched.analysis.bias import drawn_law
 from aprilsched.analysis.drain import DrainPlan, plan_drain
 from aprilsched.analysis.lengths_of_run import RecordedRun, read_record
 from aprilsched.calibration.model_file import load_model
 from aprilsched.commands.config_file import read_settings
 from aprilsched.commands.tables import signed_percent
-from aprilsched.core.lengths.kaplan_meier import kaplan_meier
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.run_folder import CONFIG
 from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
@@ -77,10 +77,7 @@ def _plan(record: RecordedRun, below: float, model: StepTimeModel) -> DrainPlan:
         ],
         dtype=np.int64,
     )
-    law = kaplan_meier(
-        np.concatenate((known, so_far)),
-        np.concatenate((np.zeros(len(known), np.bool_), np.ones(len(so_far), np.bool_))),
-    )
+    law = drawn_law(known, so_far)
     engines = record.summary.engines
     prompts = float(np.mean([group.prompt_tokens for group in record.groups]))
     context = float(so_far.sum()) + prompts * len(so_far)

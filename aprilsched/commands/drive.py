@@ -1,4 +1,4 @@
-"""Drives a run from its setup to its run folder: the part that ``run`` and ``simulate`` share.
+"""Drives a run through the real coordinator, from its setup to its run folder.
 
 Invariant: once the run folder is there, summary.json gets into it, however the run ends.
 """

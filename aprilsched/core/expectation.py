@@ -56,10 +56,10 @@ class Expectations:
             self._estimate()
         if self._law is None:
             return LogLaw()
-        return LogLaw(
+        return LogLaw.estimated(
             mean=self._mean_log,
-            deviation=max(self._deviation_log, 0.05),
-            shared=min(max(self._shared, 0.05), 0.95),
+            deviation=self._deviation_log,
+            shared=self._shared,
             cap=float(self._limit),
         )
 

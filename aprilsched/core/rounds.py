@@ -69,8 +69,7 @@ def _choose(state: SchedulerState, refill: Rounds, groups: list[GroupRecord]) ->
         if place in chosen or (first is not None and batch - first >= refill.oldest):
             _start(state, group, group.members)
         elif first is None:
-            # At most half of them: a lone sample, or a pair, would be run whole as its own probe.
-            _start(state, group, group.members[: min(refill.probes, len(group.members) // 2)])
+            _start(state, group, group.members[: refill.probed(len(group.members))])
 
 
 def _rest(state: SchedulerState, groups: list[GroupRecord]) -> np.ndarray:

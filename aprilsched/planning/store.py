@@ -21,10 +21,10 @@ class Store:
         self.groups: list[TrialGroup] = []
         self._refill = refill
         logs = np.log(setting.lengths)
-        self._law = LogLaw(
+        self._law = LogLaw.estimated(
             mean=float(logs.mean()),
-            deviation=max(float(logs.std()), 0.05),
-            shared=min(max(setting.shared, 0.05), 0.95),
+            deviation=float(logs.std()),
+            shared=setting.shared,
             cap=float(setting.lengths.max()),
         )
 
@@ -42,7 +42,7 @@ class Store:
             if place in chosen or (first is not None and batch - first >= refill.oldest):
                 members = [m for m, done in enumerate(group.finished) if not done]
             else:
-                probes = min(refill.probes, len(group.lengths) // 2)
+                probes = refill.probed(len(group.lengths))
                 members = list(range(probes)) if first is None else []
             if members and first is None:
                 group.first_run = batch

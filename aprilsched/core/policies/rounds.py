@@ -34,6 +34,8 @@ from aprilsched.core.policies.refill import PoolView
 __all__ = ["LogLaw", "Rounds", "rest_of_groups", "window"]
 
 _MILLS_MOST = 1.5
+_LEAST_DEVIATION = 0.05
+_LEAST_SHARED = 0.05
 _GRID: NDArray[np.float64] = np.linspace(-8.0, 8.0, 4001)
 _NORMAL: NDArray[np.float64] = np.array(
     [0.5 * math.erfc(-z / math.sqrt(2)) for z in _GRID.tolist()], dtype=np.float64
@@ -54,6 +56,11 @@ class Rounds:
     store: float = 5.0
     probes: int = 1
     oldest: int = 16
+
+    def probed(self, members: int) -> int:
+        """How many of a group's members are probes: at most half of them, or a lone sample, or a
+        pair, would be run whole as its own probe."""
+        return min(self.probes, members // 2)
 
     def launches(self, view: PoolView) -> int:
         """Groups to open; which of them run is decided by :func:`window`.
@@ -76,6 +83,16 @@ class LogLaw:
     deviation: float = 1.0
     shared: float = 0.5
     cap: float = math.inf
+
+    @staticmethod
+    def estimated(*, mean: float, deviation: float, shared: float, cap: float) -> LogLaw:
+        """From estimates, kept away from where one observation would decide everything."""
+        return LogLaw(
+            mean=mean,
+            deviation=max(deviation, _LEAST_DEVIATION),
+            shared=min(max(shared, _LEAST_SHARED), 1 - _LEAST_SHARED),
+            cap=cap,
+        )
 
 
 def rest_of_groups(
