@@ -13,10 +13,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 
+from aprilsched.coordinator.chunks import ending, progress
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.throttle import LoopThrottler
 from aprilsched.core.commands import Abort, Send
-from aprilsched.core.events import Event, Failed, Finished, Interrupted, Progress
+from aprilsched.core.events import Event, Failed, Interrupted
 from aprilsched.engines.base import Engine, GenerationRequest
 from aprilsched.errors import EngineError, EngineRejected
 
@@ -124,26 +125,10 @@ class Attempts:
         try:
             async with aclosing(self._engines[send.engine].generate(request)) as chunks:
                 async for chunk in chunks:
-                    if len(chunk.token_ids):
-                        self._feed(
-                            Progress(
-                                request_id=request_id,
-                                attempt=attempt,
-                                token_ids=chunk.token_ids,
-                                logprobs=chunk.logprobs,
-                            )
-                        )
-                    if chunk.finish == "abort":
-                        return Interrupted(
-                            request_id=request_id, attempt=attempt, spans=chunk.spans
-                        )
-                    if chunk.finish is not None:
-                        return Finished(
-                            request_id=request_id,
-                            attempt=attempt,
-                            reason=chunk.finish,
-                            spans=chunk.spans,
-                        )
+                    if (news := progress(chunk, request_id, attempt)) is not None:
+                        self._feed(news)
+                    if (end := ending(chunk, request_id, attempt)) is not None:
+                        return end
         except EngineError as error:
             final = isinstance(error, EngineRejected) and error.status in _CLIENT_ERRORS
             return Failed(request_id=request_id, attempt=attempt, cause=str(error), final=final)

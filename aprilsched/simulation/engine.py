@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from aprilsched.coordinator.chunks import ending, progress
 from aprilsched.core.commands import Abort, Flush, Pause, Send
 from aprilsched.core.events import Continued as ContinuedEvent
 from aprilsched.core.events import (
     ControlFailed,
     Event,
-    Finished,
     Flushed,
-    Interrupted,
     Paused,
-    Progress,
     Refitted,
 )
 from aprilsched.engines.base import Chunk, GenerationRequest
@@ -124,23 +122,8 @@ class ModelledEngine:
 
     def _report(self, name: str, chunk: Chunk) -> None:
         request_id, attempt = self._attempts[name]
-        if len(chunk.token_ids):
-            self._feed(
-                Progress(
-                    request_id=request_id,
-                    attempt=attempt,
-                    token_ids=chunk.token_ids,
-                    logprobs=chunk.logprobs,
-                )
-            )
-        if chunk.finish is None:
-            return
-        del self._attempts[name]
-        if chunk.finish == "abort":
-            self._feed(Interrupted(request_id=request_id, attempt=attempt, spans=chunk.spans))
-        else:
-            self._feed(
-                Finished(
-                    request_id=request_id, attempt=attempt, reason=chunk.finish, spans=chunk.spans
-                )
-            )
+        if (news := progress(chunk, request_id, attempt)) is not None:
+            self._feed(news)
+        if (end := ending(chunk, request_id, attempt)) is not None:
+            del self._attempts[name]
+            self._feed(end)

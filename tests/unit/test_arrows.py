@@ -194,6 +194,7 @@ RULES: dict[str, Rule] = {
     "aprilsched.simulation": Rule(
         ours=(
             "aprilsched.config",
+            "aprilsched.coordinator.chunks",
             "aprilsched.coordinator.loop",
             "aprilsched.core",
             "aprilsched.engines.base",
