@@ -12,6 +12,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 
 from aprilsched.commands.config_file import as_toml
+from aprilsched.commands.listening import summary_of
 from aprilsched.commands.remainder import remainder
 from aprilsched.commands.setup import Setup, run_on_clock
 from aprilsched.coordinator import RolloutScheduler
@@ -20,7 +21,7 @@ from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.progress import Progress
 from aprilsched.telemetry.run_folder import RunFolder
-from aprilsched.telemetry.summary import Remainder, Summary
+from aprilsched.telemetry.summary import Remainder
 
 __all__ = ["Run"]
 
@@ -39,12 +40,7 @@ class Run:
         self._folder = folder
         self._progress = progress
         self._log = EventLog(folder.events)
-        self._summary = Summary(
-            trainer_waits=setup.config.pace == "synchronous",
-            bound=setup.bound,
-            workload_mean=setup.workload_mean,
-            burn_in=setup.settings.burn_in,
-        )
+        self._summary = summary_of(setup)
         self._scheduler: RolloutScheduler | None = None
         self._interrupted = False
 

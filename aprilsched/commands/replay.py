@@ -19,6 +19,7 @@ from aprilsched.analysis.lengths_of_run import RecordedRun, read_record
 from aprilsched.analysis.prediction import prediction_error, recorded_summary
 from aprilsched.calibration import load_model
 from aprilsched.commands.config_file import read_settings
+from aprilsched.commands.listening import progress_of
 from aprilsched.commands.pictures import draw_comparison
 from aprilsched.commands.replay_report import ReplayReport, report, show
 from aprilsched.commands.replayed import Replay, bound_of, replay_settings
@@ -28,7 +29,6 @@ from aprilsched.commands.simulated import SimulatedRun
 from aprilsched.commands.variants import Variant, variants
 from aprilsched.errors import ConfigError, RunFolderError
 from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.progress import Progress
 from aprilsched.telemetry.run_folder import CONFIG, RunFolder, write_json
 from aprilsched.timing import H200_QWEN3_4B
 
@@ -137,13 +137,7 @@ def _run(
     command: ReplayCommand, replay: Replay, variant: Variant, setup: Setup, console: Console
 ) -> SimulatedRun:
     folder = None if command.out is None else RunFolder(command.out / variant.folder)
-    progress = Progress(
-        console,
-        title=f"{variant.name:8}",
-        batches=setup.settings.batches,
-        batch_groups=setup.config.batch_groups,
-        group_size=setup.config.group_size,
-    )
+    progress = progress_of(setup, console, title=f"{variant.name:8}")
     return replay.run(setup, folder, None if command.quiet else progress)
 
 

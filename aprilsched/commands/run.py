@@ -15,11 +15,11 @@ from rich.console import Console
 
 from aprilsched.commands.config_file import as_toml, read_settings
 from aprilsched.commands.drive import Run
+from aprilsched.commands.listening import progress_of
 from aprilsched.commands.settings import RunSettings
-from aprilsched.commands.setup import Setup, prepare
+from aprilsched.commands.setup import prepare
 from aprilsched.commands.tables import run_table
 from aprilsched.errors import ConfigError
-from aprilsched.telemetry.progress import Progress
 from aprilsched.telemetry.run_folder import RunFolder, default_path
 
 __all__ = ["RunCommand", "main"]
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     setup = prepare(command.settings)
     folder = RunFolder(command.out or default_path(command.settings.seed))
     messages = Console(stderr=True)
-    progress = None if command.quiet else _progress(setup, messages)
+    progress = None if command.quiet else progress_of(setup, messages, title="run")
     summary = Run(setup, folder, progress).execute()
     if command.json:
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
@@ -93,13 +93,3 @@ def _config_path(arguments: Sequence[str]) -> str | None:
                 raise ConfigError("--config names no file; give the path of a TOML file.")
             return arguments[position + 1]
     return None
-
-
-def _progress(setup: Setup, console: Console) -> Progress:
-    return Progress(
-        console,
-        title="run",
-        batches=setup.settings.batches,
-        batch_groups=setup.config.batch_groups,
-        group_size=setup.config.group_size,
-    )

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from aprilsched.calibration.model_file import load_model
 from aprilsched.commands.comparison import Comparison, compare, verdict
+from aprilsched.commands.listening import progress_of
 from aprilsched.commands.pictures import draw_comparison
 from aprilsched.commands.policies import Policy, chosen
 from aprilsched.commands.settings import (
@@ -26,12 +27,11 @@ from aprilsched.commands.settings import (
     SimSettings,
     WorkloadSettings,
 )
-from aprilsched.commands.setup import Setup, prepare
+from aprilsched.commands.setup import prepare
 from aprilsched.commands.simulated import SimulatedRun
 from aprilsched.commands.tables import comparison_table
 from aprilsched.simulation.simulation import NEVER
 from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.progress import Progress
 from aprilsched.telemetry.run_folder import RunFolder, default_path, write_json
 from aprilsched.timing import H200_QWEN3_4B
 
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
     summaries: dict[str, RunSummary] = {}
     runs: dict[str, SimulatedRun] = {}
     for policy, setup in setups:
-        progress = None if command.quiet else _progress(policy.name, setup, messages)
+        progress = None if command.quiet else progress_of(setup, messages, title=f"{policy.name:6}")
         run = SimulatedRun(setup, RunFolder(root / policy.folder), progress, timing=timing)
         summaries[policy.name] = run.execute()
         runs[policy.name] = run
@@ -152,13 +152,3 @@ def _show(
             text += f" It chose {chose[policy.name]}."
         console.print(text, soft_wrap=True, highlight=False)
     console.print(verdict(comparison), soft_wrap=True, highlight=False)
-
-
-def _progress(name: str, setup: Setup, console: Console) -> Progress:
-    return Progress(
-        console,
-        title=f"{name:6}",
-        batches=setup.settings.batches,
-        batch_groups=setup.config.batch_groups,
-        group_size=setup.config.group_size,
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext, suppress
 
 from aprilsched.commands.config_file import as_toml
+from aprilsched.commands.listening import summary_of
 from aprilsched.commands.remainder import remainder
 from aprilsched.commands.setup import Setup
 from aprilsched.engines.sim import H200_QWEN3_4B, SimConfig
@@ -17,7 +18,6 @@ from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.generation import Generation
 from aprilsched.telemetry.progress import Progress
 from aprilsched.telemetry.run_folder import RunFolder
-from aprilsched.telemetry.summary import Summary
 from aprilsched.timing import StepTimeModel
 
 __all__ = ["SimulatedRun"]
@@ -61,7 +61,7 @@ class SimulatedRun:
             AprilschedError: if the run could not begin or go on.
         """
         log = None if self._folder is None else self._log(self._folder)
-        summary = self._summary()
+        summary = summary_of(self._setup)
         listeners: list[Listener] = [summary, self._generation]
         listeners += [listener for listener in (log, self._progress) if listener is not None]
         simulation = self._simulation(listeners)
@@ -84,15 +84,6 @@ class SimulatedRun:
         folder.create(as_toml(self._setup.settings))
         log.start()
         return log
-
-    def _summary(self) -> Summary:
-        setup = self._setup
-        return Summary(
-            trainer_waits=setup.config.pace == "synchronous",
-            bound=setup.bound,
-            workload_mean=setup.workload_mean,
-            burn_in=setup.settings.burn_in,
-        )
 
     def _conclude(self, simulation: Simulation, result: RunSummary) -> None:
         burn_in = result.steady_state.burn_in
