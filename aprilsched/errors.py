@@ -16,6 +16,7 @@
     ├── PromptsExhausted       the prompts have ended and everything was delivered
     ├── EpisodeError           an episode used its turn in a way that cannot be recorded
     ├── RunFolderError         a run folder is missing, taken or unreadable
+    ├── StoreError             a store or checkpoint cannot be read, written or used
     ├── SchedulerClosed        the scheduler was used outside of its ``async with`` block
     └── InvariantViolation     a bug in aprilsched: state that must not be, was
 
@@ -39,6 +40,7 @@ __all__ = [
     "RunFolderError",
     "RunGivenUp",
     "SchedulerClosed",
+    "StoreError",
     "TornWeights",
 ]
 
@@ -105,6 +107,10 @@ class EpisodeError(AprilschedError):
 
 class RunFolderError(AprilschedError):
     """A run folder is missing, already taken, or cannot be read."""
+
+
+class StoreError(AprilschedError):
+    """A store or checkpoint cannot be opened, read or written; the message says what to do."""
 
 
 class SchedulerClosed(AprilschedError, RuntimeError):

@@ -6,7 +6,7 @@ a :class:`Group` holds the rollouts of one prompt; a :class:`Batch` is what a tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -218,13 +218,55 @@ class Group:
     rollouts: tuple[Rollout, ...]
 
 
+class Receipt:
+    """How a batch says that the trainer is done with it.
+
+    A copy in another process has lost it: the scheduler cannot be reached from there.
+    """
+
+    __slots__ = ("_tell",)
+
+    def __init__(self, tell: Callable[[], None] | None = None) -> None:
+        self._tell = tell
+
+    def __reduce__(self) -> tuple[type[Receipt], tuple[()]]:
+        return (Receipt, ())
+
+    def give(self) -> None:
+        """Tell the scheduler. Raises ConfigError in another process than its own."""
+        if self._tell is None:
+            raise ConfigError(
+                "this batch is a copy from another process; acknowledge it in the process of the "
+                "scheduler."
+            )
+        self._tell()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """What the trainer consumes: whole groups, and the version it consumes them at."""
+    """What the trainer consumes: whole groups, and the version it consumes them at.
+
+    Attributes:
+        index: counts from 0; a batch that is delivered again keeps it.
+        redelivered: it was delivered before a restart and not acknowledged, and is the same.
+    """
 
     index: int
     version: int
     groups: tuple[Group, ...]
+    redelivered: bool = False
+    receipt: Receipt | None = field(default=None, repr=False)
+
+    def acknowledge(self) -> None:
+        """Say that this batch need never be delivered again, whatever happens: what was learned
+        from it is safe. The next update of the weights says it too. Without a store it means
+        nothing.
+
+        Raises:
+            ConfigError: in another process than the scheduler's.
+        """
+        if self.receipt is not None:
+            self.receipt.give()
 
     @property
     def rollouts(self) -> Iterator[Rollout]:

@@ -44,11 +44,17 @@ def group_of(record: GroupRecord, *, oldest_unmasked: int | None = None) -> Grou
 
 
 def batch_of(
-    records: Sequence[GroupRecord], *, index: int, version: int, oldest_unmasked: int | None = None
+    records: Sequence[GroupRecord],
+    *,
+    index: int,
+    version: int,
+    oldest_unmasked: int | None = None,
+    redelivered: bool = False,
 ) -> Batch:
     """A batch of whole groups, consumed at `version`."""
     return Batch(
         index=index,
         version=version,
         groups=tuple(group_of(record, oldest_unmasked=oldest_unmasked) for record in records),
+        redelivered=redelivered,
     )

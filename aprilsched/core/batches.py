@@ -6,22 +6,26 @@ over* is what is also scored and accepted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from aprilsched.core.assembly import batch_of
-from aprilsched.core.commands import Deliver, DeliverEvaluation, EndOfPrompts
-from aprilsched.core.events import BatchRequested, BatchWithdrawn
+from aprilsched.core.commands import Deliver, DeliverEvaluation, EndOfPrompts, Redeliver
+from aprilsched.core.events import BatchesAcknowledged, BatchRequested, BatchWithdrawn
 from aprilsched.core.records import GroupRecord
+from aprilsched.core.saving.journal import DeliveredBatch
 from aprilsched.core.state import SchedulerState
 from aprilsched.core.target import retarget
 from aprilsched.types import NO_VERSION
 
 __all__ = [
+    "acknowledge",
     "deliver",
     "deliver_evaluations",
     "full",
+    "handed_over",
     "on_batch_requested",
     "on_batch_withdrawn",
+    "on_batches_acknowledged",
     "training_runs",
 ]
 
@@ -35,6 +39,28 @@ def on_batch_requested(state: SchedulerState, _: BatchRequested) -> None:
 
 def on_batch_withdrawn(state: SchedulerState, _: BatchWithdrawn) -> None:
     state.wanted = False
+
+
+def on_batches_acknowledged(state: SchedulerState, event: BatchesAcknowledged) -> None:
+    acknowledge(state, event.batches)
+
+
+def acknowledge(state: SchedulerState, batches: Iterable[int]) -> None:
+    """Forget what would be delivered again; a batch that is acknowledged already is ignored."""
+    for index in batches:
+        batch = state.unacknowledged.pop(index, None)
+        if batch is None:
+            continue
+        state.book.journal.acknowledge(batch)
+        for group in batch.groups:
+            state.book.release(group)
+
+
+def handed_over(state: SchedulerState) -> tuple[int, ...]:
+    """Batches that the trainer has and did not acknowledge. After a restart it has none until it
+    is given them again."""
+    waiting = {batch.index for batch in state.redelivery}
+    return tuple(index for index in state.unacknowledged if index not in waiting)
 
 
 def full(state: SchedulerState) -> bool:
@@ -61,6 +87,10 @@ def deliver_evaluations(state: SchedulerState) -> None:
 def deliver(state: SchedulerState) -> None:
     """Hand over the batch if it is wanted and there."""
     if not state.wanted or state.update is not None:
+        return
+    if state.redelivery:
+        state.wanted = False
+        state.commands.append(Redeliver(batch=state.redelivery.popleft()))
         return
     if not (state.rules.stop.enough(state.book.ready) or _drained(state)):
         return
@@ -92,6 +122,14 @@ def _deliver_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
     )
     for group in groups:
         state.book.deliver(group)
+    if state.book.journal.active:
+        state.unacknowledged[batch.index] = delivered = DeliveredBatch(
+            index=batch.index,
+            version=version,
+            oldest_unmasked=oldest_unmasked,
+            groups=tuple(groups),
+        )
+        state.book.journal.deliver(delivered)
     counters.batches += 1
     state.expectations.renew()
     retarget(state)

@@ -15,6 +15,7 @@ from aprilsched.core.lifecycle import Move, State
 from aprilsched.core.policies.resume import Place
 from aprilsched.core.ready import Ready
 from aprilsched.core.records import GroupRecord, RequestRecord, RolloutRecord
+from aprilsched.core.saving.journal import Journal
 from aprilsched.core.waiting import Waiting
 from aprilsched.types import Int32Array, Prompt, SamplingParams, VersionSpan
 
@@ -49,7 +50,10 @@ class Book:
         """Open attempts that were told to abort."""
         self.ledger = Ledger()
         self.counters = Counters()
-        self._ids = 0
+        self.last_id = 0
+        """Of groups, rollouts and requests; ids are never given twice."""
+        self.journal = Journal()
+        """What a store is told next."""
 
     # --- opening ---------------------------------------------------------------------------
 
@@ -89,32 +93,48 @@ class Book:
         if evaluation_id is None:
             self.training += 1
             self.generating += len(samplings)
+        self.journal.launch(group)
         return group
 
     def add_request(
-        self, rollout: RolloutRecord, input_ids: Int32Array, sampling: SamplingParams
-    ) -> None:
-        """A rollout's next turn: `input_ids` is its whole context."""
+        self,
+        rollout: RolloutRecord,
+        input_ids: Int32Array,
+        sampling: SamplingParams,
+        *,
+        output_start: int | None = None,
+    ) -> RequestRecord:
+        """A rollout's next turn: `input_ids` is its whole context. With `output_start` the output
+        from there on is known already."""
         known = len(rollout.prompt_ids) + len(rollout.log)
         if rollout.turns == 0:
             rollout.prompt_ids = input_ids
-        elif len(input_ids) > known:
+        elif output_start is None and len(input_ids) > known:
             rollout.log.append_environment(input_ids[known:])
         request = RequestRecord(
             request_id=self._next_id(),
             rollout=rollout,
             sampling=sampling,
-            output_start=len(rollout.log),
+            output_start=len(rollout.log) if output_start is None else output_start,
         )
         rollout.request = request
         self.requests[request.request_id] = request
         rollout.move(Move.NEXT_TURN)
         if rollout.due:
             self.queue.add(request)
+        if not self._is_plain(rollout, input_ids, sampling):
+            self.journal.change(rollout)
+        return request
+
+    @staticmethod
+    def _is_plain(rollout: RolloutRecord, ids: Int32Array, sampling: SamplingParams) -> bool:
+        """Is all that there is to be known of the rollout known from its group?"""
+        as_launched = ids is rollout.group.prompt.input_ids and sampling is rollout.sampling
+        return as_launched and rollout.due and not rollout.turns
 
     def _next_id(self) -> int:
-        self._ids += 1
-        return self._ids
+        self.last_id += 1
+        return self.last_id
 
     # --- attempts --------------------------------------------------------------------------
 
@@ -161,6 +181,7 @@ class Book:
             log.assign(request.attempt_start, spans, engine=request.engine)
         elif request.crossed and len(log) > request.attempt_start:
             log.exact = False
+        self.journal.change(request.rollout)
 
     def hold(self, tokens: int) -> None:
         """So many more tokens are with engines."""
@@ -189,6 +210,7 @@ class Book:
     def finish(self, rollout: RolloutRecord) -> None:
         """A rollout is generated to its end."""
         rollout.move(Move.FINISH)
+        self.journal.finish(rollout)
         group = rollout.group
         group.unfinished -= 1
         if group.evaluation_id is not None:
@@ -206,9 +228,15 @@ class Book:
             self.counters.delivered += 1
             self.counters.tokens_delivered += member.log.sampled_tokens
         self._remove(group)
-        # Records point at each other: what is left in a ring waits for the garbage collector.
         for member in group.members:
             member.request = None
+        if not self.journal.active:
+            self.release(group)
+
+    @staticmethod
+    def release(group: GroupRecord) -> None:
+        """Nobody asks for the delivered group any more."""
+        # Records point at each other: what is left in a ring waits for the garbage collector.
         group.members = []
 
     def drop(
@@ -216,12 +244,13 @@ class Book:
     ) -> None:
         """The group goes to the ledger; with a culprit, the others are its siblings."""
         group.dropped = reason
+        entries: list[Entry] = []
         for member in group.members:
             member.move(Move.DROP)
             is_sibling = culprit is not None and member.rollout_id != culprit
             tokens = member.log.sampled_tokens
             self.counters.tokens_discarded += tokens
-            self.ledger.add(
+            entries.append(
                 Entry(
                     rollout_id=member.rollout_id,
                     group_id=group.group_id,
@@ -231,6 +260,8 @@ class Book:
                     at=now,
                 )
             )
+            self.ledger.add(entries[-1])
+        self.journal.drop(group, entries)
         self._remove(group)
 
     def _remove(self, group: GroupRecord) -> None:

@@ -24,9 +24,11 @@ __all__ = [
     "Flush",
     "GiveUp",
     "Judge",
+    "Launch",
     "LoseEngine",
     "Pause",
     "Plan",
+    "Redeliver",
     "Refit",
     "Release",
     "ResolveTurn",
@@ -44,6 +46,21 @@ class FetchPrompts:
     """Take `count` prompts from the source; answered by PromptsArrived."""
 
     count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Launch:
+    """The group is in flight from now on. Nothing is to be done: it is for who keeps books.
+
+    `rollout_ids` are those of its members in their order. `restored`: it is in flight again, after
+    the run was resumed, with these lengths.
+    """
+
+    group_id: int
+    rollout_ids: tuple[int, ...]
+    prompt: Prompt
+    evaluation_id: int | None = None
+    restored: GroupLengths | None = None
 
 
 # --- requests --------------------------------------------------------------------------------
@@ -265,6 +282,14 @@ class Deliver:
     batch: Batch
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Redeliver:
+    """Hand over a batch again that was delivered before the run was resumed, and was not
+    acknowledged."""
+
+    batch: Batch
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndOfPrompts:
     """The prompts have ended and everything was delivered: the trainer's wait is over."""
@@ -278,6 +303,7 @@ class DeliverEvaluation:
 
 Command: TypeAlias = (
     FetchPrompts
+    | Launch
     | Send
     | Abort
     | Pause
@@ -300,6 +326,7 @@ Command: TypeAlias = (
     | GiveUp
     | Plan
     | Deliver
+    | Redeliver
     | EndOfPrompts
     | DeliverEvaluation
 )

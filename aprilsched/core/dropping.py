@@ -34,7 +34,7 @@ def drop(
         if member.request is not None and member.request.open:
             abort(state, member.request)
     if group.evaluation_id is None and not group.complete:
-        state.expectations.add(group)
+        state.note_lengths(group)
     state.book.drop(group, reason, cause, culprit=culprit, now=state.now)
     state.commands.append(
         CancelWork(

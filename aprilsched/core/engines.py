@@ -14,6 +14,7 @@ from aprilsched.core.events import (
     Paused,
 )
 from aprilsched.core.lifecycle import Move, State
+from aprilsched.core.saving.restoring import call_again
 from aprilsched.core.state import SchedulerState
 from aprilsched.core.turns import take_back
 
@@ -32,11 +33,29 @@ __all__ = [
 
 
 def on_opened(state: SchedulerState, event: Opened) -> None:
-    state.tracker.start(event.engines[0].version or 0)
-    state.base = state.tracker.trainer
+    if not state.resumed:
+        _start(state, event.engines[0].version or 0)
+    elif event.adopt and state.adapter is None:
+        _adopt(state, {engine.version for engine in event.engines})
     for engine in event.engines:
-        state.tracker.join(engine.name, engine.version or 0)
-        state.control.join(engine, standby=False)
+        current = engine.version == state.tracker.trainer and state.adapter is None
+        state.control.join(engine, standby=not current)
+        if current:
+            state.tracker.join(engine.name, state.tracker.trainer)
+    if state.resumed:
+        call_again(state)
+
+
+def _start(state: SchedulerState, version: int) -> None:
+    state.tracker.start(version)
+    state.base = version
+
+
+def _adopt(state: SchedulerState, versions: set[int | None]) -> None:
+    """The run was ended while an update was, and every engine has taken it."""
+    version = versions.pop() if len(versions) == 1 else None
+    if version is not None and version > state.tracker.trainer:
+        _start(state, version)
 
 
 def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:

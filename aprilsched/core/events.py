@@ -18,6 +18,7 @@ from aprilsched.types import (
 __all__ = [
     "BatchRequested",
     "BatchWithdrawn",
+    "BatchesAcknowledged",
     "Continued",
     "ControlCall",
     "ControlFailed",
@@ -77,9 +78,14 @@ class EngineInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """The fleet is up, all engines with the same policy version."""
+    """The fleet is up, all engines with the same policy version; in a resumed run some of them, or
+    all, may have another one than the run.
+
+    `adopt`: if all have a newer one than the resumed run, it is the run's.
+    """
 
     engines: tuple[EngineInfo, ...]
+    adopt: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +96,13 @@ class BatchRequested:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchWithdrawn:
     """The trainer no longer waits for it (its call was cancelled); nothing is lost."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchesAcknowledged:
+    """The trainer is done with these batches, and will not ask for them again."""
+
+    batches: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -322,6 +335,7 @@ Event: TypeAlias = (
     Opened
     | BatchRequested
     | BatchWithdrawn
+    | BatchesAcknowledged
     | EvaluationRequested
     | UpdateRequested
     | UpdateWithdrawn

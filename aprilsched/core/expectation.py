@@ -16,7 +16,6 @@ import math
 
 import numpy as np
 
-from aprilsched.core.lengths.groups import group_lengths
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier
 from aprilsched.core.lengths.observed import ObservedLengths
 from aprilsched.core.lifecycle import GENERATING
@@ -42,9 +41,10 @@ class Expectations:
         self._shared = _SHARED
         self._stale = True
 
-    def add(self, group: GroupRecord) -> None:
-        """A group has ended, complete or dropped."""
-        self.observed.add_group(group_lengths(group))
+    @property
+    def limit(self) -> int:
+        """The most tokens that any response launched so far may have."""
+        return self._limit
 
     def note_limit(self, tokens: int) -> None:
         """A response that was launched may be so long."""

@@ -22,6 +22,7 @@ def check(state: SchedulerState) -> None:
     for rollout in state.book.rollouts.values():
         _rollout(state, rollout)
     _queue(state)
+    _batches(state)
     _attempts(state)
     _engines(state)
 
@@ -65,6 +66,17 @@ def _counts(state: SchedulerState) -> None:
         ("tokens with engines", book.held_tokens, sum(map(_context, book.open_requests()))),
     ):
         _hold(counted == there, f"{what} are booked as {counted} and are {there}")
+
+
+def _batches(state: SchedulerState) -> None:
+    waiting = [batch.index for batch in state.redelivery]
+    unknown = [index for index in waiting if index not in state.unacknowledged]
+    _hold(not unknown, f"batches {unknown} wait to be delivered again and are not kept")
+    for batch in state.unacknowledged.values():
+        _hold(
+            all(group.members for group in batch.groups),
+            f"batch {batch.index} is not acknowledged and its groups are empty",
+        )
 
 
 def _context(request: RequestRecord) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aprilsched.core.batches import full
-from aprilsched.core.commands import FetchPrompts, StartEpisode
+from aprilsched.core.commands import FetchPrompts, Launch, StartEpisode
 from aprilsched.core.events import EvaluationRequested, PromptsArrived
 from aprilsched.core.policies.refill import PoolView
 from aprilsched.core.policies.rounds import Rounds
@@ -42,6 +42,7 @@ def launch(state: SchedulerState) -> None:
         return
     for _ in range(min(count, len(state.stock))):
         prompt = state.stock.popleft()
+        state.cursor += 1
         _launch_group(state, prompt, state.rules.group_size, evaluation_id=None)
 
 
@@ -97,6 +98,14 @@ def _launch_group(
         parked=evaluation_id is None and isinstance(state.schedule.refill, Rounds),
     )
     state.expectations.note_limit(max(m.sampling.max_new_tokens for m in group.members))
+    state.commands.append(
+        Launch(
+            group_id=group.group_id,
+            rollout_ids=tuple(member.rollout_id for member in group.members),
+            prompt=prompt,
+            evaluation_id=evaluation_id,
+        )
+    )
     if episodes:
         state.commands.extend(
             StartEpisode(

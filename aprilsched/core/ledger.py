@@ -28,6 +28,10 @@ class Reason(StrEnum):
     EPISODE_FAILED = "episode_failed"
     STALE = "stale"
     """Evicted at an update because it would pass the staleness bound. Censors lengths."""
+    RESTARTED = "restarted"
+    """Of an evaluation, or of an episode that took another way, when the scheduler was resumed."""
+    DAMAGED = "damaged"
+    """The store could not read it any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from aprilsched.core.lifecycle import Move, State, after
 from aprilsched.core.tokens import TokenLog
 from aprilsched.types import FinishReason, Int32Array, Prompt, SamplingParams
 
-__all__ = ["GroupRecord", "RequestRecord", "RolloutRecord"]
+__all__ = ["GroupRecord", "Replay", "RequestRecord", "RolloutRecord"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +41,9 @@ class RequestRecord:
     crossed: bool = False
     """The engine was refitted during the attempt."""
     failures: int = 0
+    """Attempts in a row that failed without a new token."""
+    breaks: int = 0
+    """Attempts that failed after new tokens."""
     avoid: str = ""
     """The engine on which the last attempt failed."""
     aborting: bool = False
@@ -54,6 +57,16 @@ class RequestRecord:
     @property
     def remaining(self) -> int:
         return self.sampling.max_new_tokens - self.generated
+
+
+@dataclass(slots=True, kw_only=True)
+class Replay:
+    """How far an episode that was begun anew has asked again for the turns that are known."""
+
+    answered: int = 0
+    """Turns given to it again."""
+    partial: int | None = None
+    """Where the output of the turn begins that was not finished; None if there was none."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -73,6 +86,16 @@ class RolloutRecord:
     """It may generate now; otherwise it is parked until its group's round."""
     reward: float | None = None
     finish_reason: FinishReason = "length"
+    answered: list[tuple[int, int, FinishReason]] = field(
+        default_factory=list[tuple[int, int, FinishReason]]
+    )
+    """The output of each turn that an episode was given: where it begins and ends, and why."""
+    replay: Replay | None = None
+    """The episode was begun anew, and asks for what it was given before."""
+    saved: int = 0
+    """Tokens that a cut has."""
+    anew: bool = False
+    """What a cut has is void."""
 
     def move(self, move: Move) -> None:
         """Make a move of the life-cycle table."""

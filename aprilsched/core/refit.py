@@ -19,6 +19,8 @@ class Update:
     beside: bool = False
     """An adapter, loaded beside what runs: nothing is paused."""
     republishable: bool = False
+    acknowledges: tuple[int, ...] = ()
+    """Batches that the trainer has made the version from."""
     quiet: bool = False
     refitting: frozenset[str] = frozenset()
     answers: dict[str, Answer] = field(default_factory=dict[str, Answer])

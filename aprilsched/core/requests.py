@@ -34,6 +34,7 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
     request.rollout.log.append(
         event.token_ids, event.logprobs, version=request.version, engine=request.engine
     )
+    state.book.journal.grow(request.rollout)
     state.due.note(request.rollout.group, state.tracker.trainer)
 
 

@@ -35,8 +35,9 @@ def park_all(state: SchedulerState) -> None:
     """The batch is full: nothing is due any more. What is with engines is called back elsewhere."""
     for group in state.book.training_groups():
         for member in group.members:
-            if member.state in GENERATING:
+            if member.due and member.state in GENERATING:
                 member.due = False
+                state.book.journal.change(member)
                 if member.request is not None:
                     state.book.queue.discard(member.request)
 
@@ -94,6 +95,7 @@ def _runs(group: GroupRecord) -> bool:
 def _start(state: SchedulerState, group: GroupRecord, members: list[RolloutRecord]) -> None:
     if members and group.first_run is None:
         group.first_run = state.book.counters.batches
+        state.book.journal.change_group(group)
     _release(state, members)
 
 
@@ -101,5 +103,6 @@ def _release(state: SchedulerState, members: list[RolloutRecord]) -> None:
     for member in members:
         if not member.due:
             member.due = True
+            state.book.journal.change(member)
             if member.state is State.QUEUED and member.request is not None:
                 state.book.queue.add(member.request)

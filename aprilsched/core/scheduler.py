@@ -32,6 +32,8 @@ from aprilsched.core import (
 from aprilsched.core.commands import Command
 from aprilsched.core.invariants import check
 from aprilsched.core.rules import Rules
+from aprilsched.core.saving.restoring import restore
+from aprilsched.core.saving.saved import Saved
 from aprilsched.core.state import SchedulerState
 
 __all__ = ["DECISIONS", "HANDLERS", "Scheduler"]
@@ -40,6 +42,7 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.Opened: engines.on_opened,
     events.BatchRequested: batches.on_batch_requested,
     events.BatchWithdrawn: batches.on_batch_withdrawn,
+    events.BatchesAcknowledged: batches.on_batches_acknowledged,
     events.EvaluationRequested: launching.on_evaluation_requested,
     events.UpdateRequested: updates.on_update_requested,
     events.UpdateWithdrawn: updates.on_update_withdrawn,
@@ -109,6 +112,14 @@ class Scheduler:
             for decide in DECISIONS:
                 decide(state)
         return state.commands
+
+    def restore(self, saved: Saved) -> None:
+        """Go on where the saved scheduler was; before the first event.
+
+        Raises:
+            ConfigError: if it was saved by a scheduler that cannot go on in this one.
+        """
+        restore(self.state, saved)
 
     def check_invariants(self) -> None:
         """Raises InvariantViolation if the state is one that must not be."""

@@ -19,7 +19,7 @@ def finish(state: SchedulerState, rollout: RolloutRecord, reward: float | None) 
     group = rollout.group
     state.book.finish(rollout)
     if group.complete and group.evaluation_id is None:
-        state.expectations.add(group)
+        state.note_lengths(group)
     scope = state.rules.reward_scope
     if scope == "none" or reward is not None:
         _score(state, rollout, reward)
@@ -63,6 +63,7 @@ def on_judged(state: SchedulerState, event: Judged) -> None:
 def _score(state: SchedulerState, rollout: RolloutRecord, reward: float | None) -> None:
     rollout.reward = reward
     rollout.move(Move.SCORE)
+    state.book.journal.finish(rollout)
     rollout.group.unscored -= 1
     if not rollout.group.unscored:
         _settle(state, rollout.group)
@@ -78,4 +79,5 @@ def _settle(state: SchedulerState, group: GroupRecord) -> None:
 
 def _accept(state: SchedulerState, group: GroupRecord) -> None:
     group.accepted = True
+    state.book.journal.change_group(group)
     state.failed_in_a_row = 0

@@ -9,6 +9,7 @@ from aprilsched.core.commands import Command
 from aprilsched.core.control import FleetControl
 from aprilsched.core.due import DueGroups
 from aprilsched.core.expectation import Expectations
+from aprilsched.core.lengths.groups import group_lengths
 from aprilsched.core.loan import Sleep
 from aprilsched.core.policies.resume import place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
@@ -16,8 +17,9 @@ from aprilsched.core.policies.straggler import pause_mode
 from aprilsched.core.records import GroupRecord
 from aprilsched.core.refit import Update
 from aprilsched.core.rules import Rules
+from aprilsched.core.saving.journal import DeliveredBatch
 from aprilsched.core.versions import PolicyVersionTracker
-from aprilsched.types import Prompt
+from aprilsched.types import Batch, Prompt
 
 __all__ = ["SchedulerState"]
 
@@ -66,6 +68,14 @@ class SchedulerState:
         self.due = DueGroups(rules.staleness)
         self.delivered_since_update = 0
         self.stock: deque[Prompt] = deque()
+        self.cursor = 0
+        """Prompts of the source that were launched."""
+        self.unacknowledged: dict[int, DeliveredBatch] = {}
+        """Batches that the trainer may have to be given again, by index."""
+        self.redelivery: deque[Batch] = deque()
+        """Those of them that it has not been given since the run was resumed."""
+        self.resumed = False
+        """The run goes on where a former one ended."""
         self.fetching = False
         self.exhausted = False
         self.failed_in_a_row = 0
@@ -81,6 +91,12 @@ class SchedulerState:
         """Adapters loaded on each engine."""
         self.sleep: Sleep | None = None
         self.evaluations: dict[int, list[GroupRecord]] = {}
+
+    def note_lengths(self, group: GroupRecord) -> None:
+        """The group has ended, complete or dropped: its lengths are evidence for others'."""
+        lengths = group_lengths(group)
+        self.expectations.observed.add_group(lengths)
+        self.book.journal.note_lengths(lengths)
 
     @property
     def usual_running(self) -> float:

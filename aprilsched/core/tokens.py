@@ -8,6 +8,7 @@ is held as it came and never written to: there is no room behind it, so more tok
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +52,56 @@ class TokenLog:
 
     def __len__(self) -> int:
         return self._size
+
+    @staticmethod
+    def restored(
+        ids: Int32Array,
+        logprobs: Float32Array,
+        runs: Iterable[tuple[int, int, str | None]],
+        *,
+        exact: bool,
+    ) -> TokenLog:
+        """A log that was saved: `runs` as :attr:`runs` gave them, the last ending with `ids`."""
+        log = TokenLog()
+        log._extend(ids, logprobs)
+        log._runs = [_Run(*run) for run in runs]
+        log.exact = exact
+        return log
+
+    @property
+    def runs(self) -> tuple[tuple[int, int, str | None], ...]:
+        """The end, version and engine of each run."""
+        return tuple((run.end, run.version, run.engine) for run in self._runs)
+
+    def since(self, start: int) -> tuple[Int32Array, Float32Array]:
+        """Ids and logprobs from `start` on: views, valid until the next token is booked."""
+        return self._ids[start : self._size], self._logprobs[start : self._size]
+
+    def runs_since(self, start: int) -> list[tuple[int, int, int, str | None]]:
+        """The runs from `start` on: begin, length, version and engine of each."""
+        found: list[tuple[int, int, int, str | None]] = []
+        end = self._size
+        for place in range(len(self._runs) - 1, -1, -1):
+            run = self._runs[place]
+            begin = max(start, self._runs[place - 1].end if place else 0)
+            if end > begin:
+                found.append((begin, end - begin, run.version, run.engine))
+            if begin <= start:
+                break
+            end = begin
+        return found[::-1]
+
+    def cut(self, size: int) -> None:
+        """Forget all tokens after the first `size`."""
+        self._size = min(self._size, size)
+        # Copied: what is beyond may be another's, and would be written over by the next tokens.
+        self._ids = self._ids[: self._size].copy()
+        self._logprobs = self._logprobs[: self._size].copy()
+        kept: list[_Run] = []
+        for run in self._runs:
+            if self._size > (kept[-1].end if kept else 0):
+                kept.append(_Run(min(run.end, self._size), run.version, run.engine))
+        self._runs = kept
 
     @property
     def token_ids(self) -> Int32Array:

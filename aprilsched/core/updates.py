@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from aprilsched.core.batches import acknowledge, handed_over
 from aprilsched.core.commands import FinishUpdate, Refit, Retire
 from aprilsched.core.control import EngineControl, Mode
 from aprilsched.core.dropping import drop
@@ -33,7 +34,9 @@ __all__ = [
 
 
 def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
-    if state.update is not None or event.version <= state.tracker.trainer:
+    # Where no engine has the fleet's version, after a restart say, it is brought in once more.
+    again = event.version == state.tracker.trainer and not state.control.engines
+    if state.update is not None or (event.version <= state.tracker.trainer and not again):
         raise InvariantViolation(
             f"update to version {event.version} at version {state.tracker.trainer}, "
             f"with {state.update} under way"
@@ -44,7 +47,10 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
             control.catching_up = False
             state.control.touch(control.name)
     state.update = Update(
-        version=event.version, beside=event.beside, republishable=event.republishable
+        version=event.version,
+        beside=event.beside,
+        republishable=event.republishable,
+        acknowledges=handed_over(state),
     )
 
 
@@ -179,12 +185,14 @@ def _settle(state: SchedulerState, update: Update) -> None:
         _finish(state, update, cause="; ".join(f"{engine}: {why}" for engine, why in failed))
         return
     _publish(state, update, took)
+    acknowledge(state, update.acknowledges)
     _finish(state, update, failed=failed)
     _evict(state)
 
 
 def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> None:
     """The fleet has the version: book it for every engine that took it."""
+    old = state.tracker.trainer
     for engine in took & state.control.engines.keys():
         state.tracker.refitted(engine, update.version)
         if not update.beside:
@@ -206,7 +214,8 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
         if state.sleep is not None:
             # The new weights are in their memory, and stay there.
             state.sleep.tags = state.sleep.away_in_refit
-    state.delivered_since_update = 0
+    if update.version != old:
+        state.delivered_since_update = 0
     state.book.counters.updates += 1
 
 

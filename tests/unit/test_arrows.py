@@ -134,8 +134,10 @@ RULES: dict[str, Rule] = {
     ),
     "aprilsched.store": Rule(
         ours=(
-            "aprilsched.core.events",
-            "aprilsched.core.records",
+            "aprilsched.core.ledger",
+            "aprilsched.core.lengths.groups",
+            "aprilsched.core.policies",
+            "aprilsched.core.saving.saved",
             "aprilsched.errors",
             "aprilsched.store",
             "aprilsched.types",

@@ -1,0 +1,201 @@
+"""Taking cuts: what changed since the last one, or everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from aprilsched.core.lifecycle import GENERATING, State
+from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.records import GroupRecord, RolloutRecord
+from aprilsched.core.saving.journal import DeliveredBatch
+from aprilsched.core.saving.saved import (
+    Cut,
+    GroupState,
+    RolloutState,
+    RunState,
+    SavedBatch,
+    SavedGroup,
+    SavedMember,
+    SavedRequest,
+    Stage,
+    TokenPage,
+)
+from aprilsched.core.state import SchedulerState
+from aprilsched.types import Float32Array, Int32Array
+
+__all__ = ["take_changes", "take_everything"]
+
+_NO_ENGINE = -1
+
+
+def take_changes(state: SchedulerState) -> Cut:
+    """What the journal has; it begins anew."""
+    journal = state.book.journal
+    # A rollout that was delivered has its last tokens here, since its batch may be asked for again.
+    touched = journal.grown | journal.changed
+    cut = Cut(
+        whole=False,
+        run=_run(state),
+        schedule=_schedule(state),
+        page=_page(touched.values()),
+        groups=tuple(_group(group) for group in journal.launched.values()),
+        group_states=tuple(_group_state(group) for group in journal.changed_groups.values()),
+        rollouts=tuple(_rollout(rollout) for rollout in journal.changed.values()),
+        batches=tuple(_batch(batch) for batch in journal.delivered),
+        acknowledged=tuple(journal.acknowledged),
+        removed=tuple(journal.removed),
+        dropped=tuple(journal.dropped),
+        lengths=tuple(journal.lengths),
+    )
+    for rollout in touched.values():
+        rollout.saved, rollout.anew = len(rollout.log), False
+    journal.clear()
+    return cut
+
+
+def take_everything(state: SchedulerState) -> Cut:
+    """The whole scheduler; the journal and what is marked as saved stay as they are."""
+    groups = list(state.book.training_groups())
+    for batch in state.unacknowledged.values():
+        groups.extend(batch.groups)
+    rollouts = [member for group in groups for member in group.members]
+    return Cut(
+        whole=True,
+        run=_run(state),
+        schedule=_schedule(state),
+        page=_page(rollouts, whole=True),
+        groups=tuple(_group(group) for group in groups),
+        group_states=tuple(_group_state(group) for group in groups),
+        rollouts=tuple(_rollout(rollout) for rollout in rollouts),
+        batches=tuple(_batch(batch) for batch in state.unacknowledged.values()),
+        dropped=tuple(state.book.ledger.entries),
+        lengths=tuple(state.expectations.observed.cohort()),
+    )
+
+
+def _page(rollouts: Iterable[RolloutRecord], *, whole: bool = False) -> TokenPage | None:
+    rows: list[tuple[int, int, int, int, int]] = []
+    places: dict[str, int] = {}
+    ids: list[Int32Array] = []
+    logprobs: list[Float32Array] = []
+    for rollout in rollouts:
+        log = rollout.log
+        start = 0 if whole or rollout.anew else rollout.saved
+        if len(log) <= start:
+            continue
+        for begin, length, version, engine in log.runs_since(start):
+            place = _NO_ENGINE if engine is None else places.setdefault(engine, len(places))
+            rows.append((rollout.rollout_id, begin, length, version, place))
+        new_ids, new_logprobs = log.since(start)
+        ids.append(new_ids)
+        logprobs.append(new_logprobs)
+    if not rows:
+        return None
+    # Concatenated, so copied: the views are of arrays that grow on.
+    return TokenPage(
+        slices=np.array(rows, dtype=np.int32),
+        engines=tuple(places),
+        token_ids=np.concatenate(ids),
+        logprobs=np.concatenate(logprobs),
+    )
+
+
+def _group(group: GroupRecord) -> SavedGroup:
+    return SavedGroup(
+        group_id=group.group_id,
+        prompt=group.prompt,
+        opened=group.opened,
+        members=tuple(
+            SavedMember(rollout_id=m.rollout_id, index=m.index, sampling=m.sampling)
+            for m in group.members
+        ),
+    )
+
+
+def _group_state(group: GroupRecord) -> GroupState:
+    return GroupState(group_id=group.group_id, accepted=group.accepted, first_run=group.first_run)
+
+
+def _rollout(rollout: RolloutRecord) -> RolloutState:
+    group = rollout.group
+    own_prompt = rollout.prompt_ids is not group.prompt.input_ids
+    return RolloutState(
+        rollout_id=rollout.rollout_id,
+        group_id=group.group_id,
+        stage=_stage(rollout),
+        anew=rollout.anew,
+        runs=rollout.log.runs,
+        exact=rollout.log.exact,
+        finish_reason=rollout.finish_reason,
+        reward=rollout.reward,
+        due=rollout.due,
+        prompt_ids=tuple(rollout.prompt_ids.tolist()) if own_prompt else None,
+        turns=tuple(rollout.answered),
+        request=_request(rollout),
+    )
+
+
+def _stage(rollout: RolloutRecord) -> Stage:
+    if rollout.state in GENERATING:
+        return Stage.GENERATING
+    return Stage.GENERATED if rollout.state is State.SCORING else Stage.SCORED
+
+
+def _request(rollout: RolloutRecord) -> SavedRequest | None:
+    request = rollout.request
+    if request is None or rollout.state not in GENERATING or rollout.state is State.THINKING:
+        return None
+    return SavedRequest(
+        output_start=request.output_start,
+        sampling=request.sampling,
+        attempts=request.attempt,
+        failures=request.failures,
+        breaks=request.breaks,
+    )
+
+
+def _batch(batch: DeliveredBatch) -> SavedBatch:
+    return SavedBatch(
+        index=batch.index,
+        version=batch.version,
+        oldest_unmasked=batch.oldest_unmasked,
+        group_ids=tuple(group.group_id for group in batch.groups),
+    )
+
+
+def _run(state: SchedulerState) -> RunState:
+    book = state.book
+    evaluated = [m for groups in state.evaluations.values() for g in groups for m in g.members]
+    return RunState(
+        last_id=book.last_id,
+        cursor=state.cursor,
+        episodes=state.rules.episodes,
+        ready=tuple(group.group_id for group in book.ready),
+        version=state.tracker.trainer,
+        base=state.base,
+        adapter=state.adapter,
+        counters=replace(book.counters),
+        dropped_rollouts={str(reason): n for reason, n in book.ledger.rollouts.items()},
+        dropped_tokens={str(reason): n for reason, n in book.ledger.tokens.items()},
+        evaluating=_open_evaluations(evaluated),
+        failed_in_a_row=state.failed_in_a_row,
+        delivered_since_update=state.delivered_since_update,
+        wave_due=state.wave_due,
+        target_groups=state.target_groups,
+        longest=state.expectations.limit,
+        planned_at=state.planned_at,
+        planned_for=state.planned_for,
+        looked_at=state.looked_at,
+    )
+
+
+def _schedule(state: SchedulerState) -> Schedule | None:
+    return state.schedule if state.rules.automatic else None
+
+
+def _open_evaluations(members: Iterable[RolloutRecord]) -> tuple[int, int]:
+    open_members = [m for m in members if m.group.dropped is None]
+    return len(open_members), sum(m.log.sampled_tokens for m in open_members)

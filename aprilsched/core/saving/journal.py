@@ -1,0 +1,103 @@
+"""What changed since the last cut, noted where it changes.
+
+Looking at every rollout in flight for each cut would cost more than the cut itself. Rollouts of
+evaluations are never noted: an evaluation ends with the call that asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from aprilsched.core.ledger import Entry
+from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.records import GroupRecord, RolloutRecord
+
+__all__ = ["DeliveredBatch", "Journal"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DeliveredBatch:
+    """A batch with the trainer, which it has not acknowledged; its groups keep their members."""
+
+    index: int
+    version: int
+    oldest_unmasked: int | None
+    groups: tuple[GroupRecord, ...]
+
+
+class Journal:
+    """Notes while `active`; nothing is noted where nothing is saved."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.launched: dict[int, GroupRecord] = {}
+        self.grown: dict[int, RolloutRecord] = {}
+        """Rollouts with new tokens."""
+        self.changed: dict[int, RolloutRecord] = {}
+        """Rollouts of which something else changed."""
+        self.changed_groups: dict[int, GroupRecord] = {}
+        self.delivered: list[DeliveredBatch] = []
+        self.acknowledged: list[int] = []
+        self.removed: list[int] = []
+        self.dropped: list[Entry] = []
+        self.lengths: list[GroupLengths] = []
+        self.finished = False
+        """Something came to its end, so the cut should not wait long."""
+
+    def clear(self) -> None:
+        """A cut was taken."""
+        active = self.active
+        self.__init__()
+        self.active = active
+
+    def launch(self, group: GroupRecord) -> None:
+        if self.active and group.evaluation_id is None:
+            self.launched[group.group_id] = group
+
+    def grow(self, rollout: RolloutRecord) -> None:
+        if self.active and rollout.group.evaluation_id is None:
+            self.grown[rollout.rollout_id] = rollout
+
+    def change(self, rollout: RolloutRecord) -> None:
+        if self.active and rollout.group.evaluation_id is None:
+            self.changed[rollout.rollout_id] = rollout
+
+    def finish(self, rollout: RolloutRecord) -> None:
+        if self.active and rollout.group.evaluation_id is None:
+            self.changed[rollout.rollout_id] = rollout
+            self.finished = True
+
+    def change_group(self, group: GroupRecord) -> None:
+        if self.active and group.evaluation_id is None:
+            self.changed_groups[group.group_id] = group
+
+    def drop(self, group: GroupRecord, entries: Iterable[Entry]) -> None:
+        """The group went to the ledger; that of an evaluation has entries as well."""
+        if not self.active:
+            return
+        self.dropped.extend(entries)
+        self._forget(group.group_id, group.members)
+
+    def deliver(self, batch: DeliveredBatch) -> None:
+        if self.active:
+            self.delivered.append(batch)
+
+    def acknowledge(self, batch: DeliveredBatch) -> None:
+        if not self.active:
+            return
+        self.acknowledged.append(batch.index)
+        for group in batch.groups:
+            self._forget(group.group_id, group.members)
+
+    def note_lengths(self, group: GroupLengths) -> None:
+        if self.active:
+            self.lengths.append(group)
+
+    def _forget(self, group_id: int, members: Iterable[RolloutRecord]) -> None:
+        self.removed.append(group_id)
+        self.launched.pop(group_id, None)
+        self.changed_groups.pop(group_id, None)
+        for member in members:
+            self.grown.pop(member.rollout_id, None)
+            self.changed.pop(member.rollout_id, None)

@@ -1,0 +1,315 @@
+"""A scheduler as it was saved, and how it goes on.
+
+Everything that a process held is gone: attempts, calls of rewards, episodes, evaluations. What was
+generating waits to be sent again with its tokens; rewards and verdicts that were not known are
+asked for again; evaluations were the caller's and are in the ledger.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aprilsched.core.assembly import batch_of, group_of, rollout_of
+from aprilsched.core.commands import Judge, Score, ScoreGroup, StartEpisode
+from aprilsched.core.ledger import Entry, Reason
+from aprilsched.core.lifecycle import GENERATING, State
+from aprilsched.core.records import GroupRecord, Replay, RequestRecord, RolloutRecord
+from aprilsched.core.saving.journal import DeliveredBatch
+from aprilsched.core.saving.saved import (
+    RolloutState,
+    Saved,
+    SavedBatch,
+    SavedGroup,
+    SavedMember,
+    SavedRequest,
+    SavedRun,
+    SavedTokens,
+    Stage,
+)
+from aprilsched.core.state import SchedulerState
+from aprilsched.core.tokens import TokenLog
+from aprilsched.errors import ConfigError
+
+__all__ = ["call_again", "restore"]
+
+_STATES = {
+    Stage.GENERATING: State.QUEUED,
+    Stage.GENERATED: State.SCORING,
+    Stage.SCORED: State.DONE,
+}
+
+
+def restore(state: SchedulerState, saved: Saved) -> None:
+    """Bring what was saved into a state that has not begun.
+
+    Raises:
+        ConfigError: if it was saved by a scheduler that cannot go on in this one.
+    """
+    if saved.run.episodes != state.rules.episodes:
+        had = "had" if saved.run.episodes else "had not"
+        raise ConfigError(
+            f"the saved run {had} an episode function, and this one differs; give the same one, "
+            "or a new store."
+        )
+    _restore_run(state, saved)
+    delivered = {group_id for batch in saved.batches for group_id in batch.group_ids}
+    groups = {
+        group.group_id: _group(state, saved, group)
+        for group in saved.groups
+        if group.group_id not in saved.damaged
+    }
+    for group_id, group in groups.items():
+        if group_id in delivered and group.complete:
+            continue
+        if group_id in delivered:
+            # Damaged: what the trainer had is not there any more, so the group is open again.
+            _take_back(state, group)
+        _enter(state, group)
+    for group_id in saved.run.ready:
+        if group_id in groups and groups[group_id].complete:
+            state.book.ready.add(groups[group_id])
+    # What was cut short by damage had been among them, or came to its end after the list was made.
+    for group in state.book.training_groups():
+        if group.complete and group not in state.book.ready:
+            state.book.ready.add(group)
+    for batch in saved.batches:
+        _restore_batch(state, batch, groups)
+    _drop_damaged(state, saved, delivered)
+    state.resumed = True
+
+
+def call_again(state: SchedulerState) -> None:
+    """Ask for rewards, verdicts and episodes that the former process had asked for."""
+    for group in state.book.training_groups():
+        for member in group.members:
+            _call_again(state, group, member)
+        if not group.complete or group.accepted:
+            continue
+        if group.unscored:
+            if state.rules.reward_scope == "group":
+                state.commands.append(ScoreGroup(group=group_of(group)))
+        elif state.rules.accepts:
+            state.commands.append(Judge(group=group_of(group)))
+        else:
+            group.accepted = True
+
+
+def _call_again(state: SchedulerState, group: GroupRecord, member: RolloutRecord) -> None:
+    if member.state is State.THINKING:
+        state.commands.append(
+            StartEpisode(
+                rollout_id=member.rollout_id,
+                index=member.index,
+                prompt=group.prompt,
+                sampling=member.sampling,
+            )
+        )
+    elif member.state is State.SCORING and state.rules.reward_scope == "rollout":
+        state.commands.append(Score(rollout=rollout_of(member), prompt=group.prompt))
+
+
+def _restore_run(state: SchedulerState, saved: Saved) -> None:
+    run, book = saved.run, state.book
+    book.last_id = run.last_id
+    book.counters = run.counters
+    for entry in saved.dropped:
+        book.ledger.entries.append(entry)
+    book.ledger.rollouts.update({Reason(name): n for name, n in run.dropped_rollouts.items()})
+    book.ledger.tokens.update({Reason(name): n for name, n in run.dropped_tokens.items()})
+    rollouts, tokens = run.evaluating
+    if rollouts:
+        book.ledger.rollouts[Reason.RESTARTED] += rollouts
+        book.ledger.tokens[Reason.RESTARTED] += tokens
+        book.counters.tokens_discarded += tokens
+    state.cursor = run.cursor
+    state.tracker.start(run.version)
+    state.base, state.adapter = run.base, run.adapter
+    state.failed_in_a_row = run.failed_in_a_row
+    state.delivered_since_update = run.delivered_since_update
+    state.wave_due = run.wave_due
+    state.target_groups = run.target_groups
+    state.planned_at, state.planned_for = run.planned_at, run.planned_for
+    state.looked_at = run.looked_at
+    if saved.schedule is not None and state.rules.automatic:
+        state.schedule = saved.schedule
+    state.expectations.note_limit(run.longest)
+    for group in saved.lengths:
+        state.expectations.observed.add_group(group)
+
+
+def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecord:
+    now = saved.group_states.get(group.group_id)
+    record = GroupRecord(
+        group_id=group.group_id,
+        prompt=group.prompt,
+        opened=group.opened,
+        accepted=None if now is None else now.accepted,
+        first_run=None if now is None else now.first_run,
+    )
+    for member in group.members:
+        known = saved.rollouts.get(member.rollout_id)
+        if known is None:
+            known = RolloutState(rollout_id=member.rollout_id, group_id=group.group_id)
+        tokens = saved.tokens.get(member.rollout_id, SavedTokens())
+        record.members.append(_rollout(state, record, member, known, tokens))
+    record.unfinished = sum(member.state in GENERATING for member in record.members)
+    record.unscored = sum(member.state is not State.DONE for member in record.members)
+    return record
+
+
+def _rollout(
+    state: SchedulerState,
+    group: GroupRecord,
+    member: SavedMember,
+    known: RolloutState,
+    tokens: SavedTokens,
+) -> RolloutRecord:
+    runs = _runs(known, tokens)
+    covered = known.runs[-1][0] if known.runs else 0
+    # Fewer tokens than its end was made of: what is there is the begin of it.
+    cut_short = known.stage is not Stage.GENERATING and len(tokens.token_ids) < covered
+    stage = Stage.GENERATING if cut_short else known.stage
+    prompt = group.prompt.input_ids
+    if known.prompt_ids is not None:
+        prompt = np.array(known.prompt_ids, dtype=np.int32)
+    record = RolloutRecord(
+        rollout_id=member.rollout_id,
+        index=member.index,
+        group=group,
+        sampling=member.sampling,
+        state=_STATES[stage],
+        prompt_ids=prompt,
+        log=TokenLog.restored(tokens.token_ids, tokens.logprobs, runs, exact=known.exact),
+        due=known.due,
+        reward=None if cut_short else known.reward,
+        finish_reason=known.finish_reason,
+        answered=list(known.turns),
+        turns=len(known.turns) if state.rules.episodes else 1,
+        saved=len(tokens.token_ids),
+        anew=cut_short,
+    )
+    if stage is not Stage.GENERATING:
+        return record
+    if state.rules.episodes:
+        _begin_anew(record, known.request)
+    else:
+        record.turns = 0
+        record.request = _request(state, record, known.request)
+    return record
+
+
+def _begin_anew(record: RolloutRecord, request: SavedRequest | None) -> None:
+    record.state = State.THINKING
+    record.answered = [turn for turn in record.answered if turn[1] <= len(record.log)]
+    record.turns = 0
+    partial = None if request is None else request.output_start
+    if partial is not None and partial > len(record.log):
+        partial = None
+    record.replay = Replay(partial=partial)
+
+
+def _request(
+    state: SchedulerState, rollout: RolloutRecord, known: SavedRequest | None
+) -> RequestRecord:
+    state.book.last_id += 1
+    return RequestRecord(
+        request_id=state.book.last_id,
+        rollout=rollout,
+        sampling=rollout.sampling if known is None else known.sampling,
+        output_start=0 if known is None else known.output_start,
+        attempt=1 if known is None and len(rollout.log) else 0 if known is None else known.attempts,
+        failures=0 if known is None else known.failures,
+        breaks=0 if known is None else known.breaks,
+    )
+
+
+def _runs(known: RolloutState, tokens: SavedTokens) -> list[SavedRun]:
+    """What the engine said of the versions, and beyond that what its slices say."""
+    size = len(tokens.token_ids)
+    runs: list[SavedRun] = []
+    for end, version, engine in (*known.runs, *tokens.runs):
+        covered = runs[-1][0] if runs else 0
+        end = min(end, size)
+        if end <= covered:
+            continue
+        if runs and runs[-1][1:] == (version, engine):
+            runs[-1] = (end, version, engine)
+        else:
+            runs.append((end, version, engine))
+    return runs
+
+
+def _enter(state: SchedulerState, group: GroupRecord) -> None:
+    book = state.book
+    book.groups[group.group_id] = group
+    book.training += 1
+    book.generating += group.unfinished
+    for member in group.members:
+        book.rollouts[member.rollout_id] = member
+        if member.anew:
+            book.journal.change(member)
+        request = member.request
+        if request is None:
+            continue
+        book.requests[request.request_id] = request
+        if member.due:
+            book.queue.add(request)
+
+
+def _restore_batch(
+    state: SchedulerState, batch: SavedBatch, groups: dict[int, GroupRecord]
+) -> None:
+    members = [
+        group
+        for group_id in batch.group_ids
+        if (group := groups.get(group_id)) is not None and group.complete
+    ]
+    for group in members:
+        for member in group.members:
+            member.state = State.DELIVERED
+    again = batch_of(
+        members,
+        index=batch.index,
+        version=batch.version,
+        oldest_unmasked=batch.oldest_unmasked,
+        redelivered=True,
+    )
+    state.redelivery.append(again)
+    state.unacknowledged[batch.index] = DeliveredBatch(
+        index=batch.index,
+        version=batch.version,
+        oldest_unmasked=batch.oldest_unmasked,
+        groups=tuple(members),
+    )
+
+
+def _take_back(state: SchedulerState, group: GroupRecord) -> None:
+    counters = state.book.counters
+    counters.delivered -= len(group.members)
+    counters.tokens_delivered -= sum(member.log.sampled_tokens for member in group.members)
+    group.accepted = None
+
+
+def _drop_damaged(state: SchedulerState, saved: Saved, delivered: set[int]) -> None:
+    book = state.book
+    members = {group.group_id: group.members for group in saved.groups}
+    for group_id, cause in saved.damaged.items():
+        for member in members.get(group_id, ()):
+            tokens = saved.tokens.get(member.rollout_id)
+            lost = 0 if tokens is None else len(tokens.token_ids)
+            book.counters.tokens_discarded += lost
+            book.counters.delivered -= group_id in delivered
+            book.ledger.add(
+                Entry(
+                    rollout_id=member.rollout_id,
+                    group_id=group_id,
+                    reason=Reason.DAMAGED,
+                    cause=cause,
+                    tokens=lost,
+                    at=0.0,
+                )
+            )
+    if saved.damaged:
+        # Of a group that cannot be read at all, nobody knows how many rollouts it had.
+        counters = book.counters
+        counters.launched = counters.delivered + book.ledger.total + len(book.rollouts)
