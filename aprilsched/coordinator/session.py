@@ -184,6 +184,7 @@ class Session:
         self._loop.performers.update(
             {
                 do.FetchPrompts: work.fetch,
+                do.Launch: lambda _: None,
                 do.StartEpisode: work.start_episode,
                 do.ResolveTurn: work.resolve_turn,
                 do.Score: work.score,

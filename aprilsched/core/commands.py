@@ -235,12 +235,16 @@ class Judge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CancelWork:
-    """The group went to the ledger: cancel the episodes and rewards of its rollouts."""
+    """The group went to the ledger: cancel the episodes and rewards of its rollouts.
+
+    `culprit` is the one whose failure took the others along, if one did.
+    """
 
     group_id: int
     rollout_ids: tuple[int, ...]
     reason: str
     cause: str
+    culprit: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

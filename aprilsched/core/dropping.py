@@ -42,6 +42,7 @@ def drop(
             rollout_ids=tuple(member.rollout_id for member in group.members),
             reason=str(reason),
             cause=cause,
+            culprit=culprit,
         )
     )
     if reason in _FAILURES:

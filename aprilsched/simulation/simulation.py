@@ -122,6 +122,7 @@ class Simulation:
         self._loop.performers.update(
             {
                 do.FetchPrompts: self._fetch,
+                do.Launch: lambda _: None,
                 do.Send: lambda c: engines[c.engine].send(c),
                 do.Abort: lambda c: engines[c.engine].abort(c),
                 do.Pause: lambda c: engines[c.engine].pause(c),

@@ -11,9 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
+
 from aprilsched.core.events import EngineInfo
+from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.types import Batch, Group, Rollout, SamplingParams, VersionSpan
+from aprilsched.types import (
+    NO_VERSION,
+    Batch,
+    Group,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    VersionSpan,
+)
 
 __all__ = ["FIELDS", "plain_fields"]
 
@@ -37,6 +48,10 @@ def _tokens(ids: Sequence[int]) -> dict[str, Any]:
 
 def _nothing(_: object) -> dict[str, Any]:
     return {}
+
+
+def _prompt(prompt: Prompt) -> dict[str, Any]:
+    return {"prompt_tokens": len(prompt.input_ids)}
 
 
 def _sampling(sampling: SamplingParams | None) -> dict[str, Any]:
@@ -73,7 +88,14 @@ def _delivered(rollout: Rollout) -> dict[str, Any]:
         "reward": rollout.reward,
         "finish_reason": rollout.finish_reason,
         "versions_exact": rollout.versions_exact,
+        "masked": _masked(rollout),
     }
+
+
+def _masked(rollout: Rollout) -> int:
+    """Sampled tokens with loss mask 0. Those of the environment are known by their segments."""
+    sampled = sum(s.end - s.start for s in rollout.segments if s.version != NO_VERSION)
+    return sampled - int(np.count_nonzero(rollout.loss_mask))
 
 
 def _version(version: int | None) -> dict[str, Any]:
@@ -81,7 +103,20 @@ def _version(version: int | None) -> dict[str, Any]:
 
 
 def _info(info: EngineInfo) -> dict[str, Any]:
-    return {"engine": info.name, **_version(info.version)}
+    return {
+        "engine": info.name,
+        **_version(info.version),
+        "holds_stragglers": info.holds_stragglers,
+        "keeps_weights": info.keeps_weights,
+        "kv_tokens": info.kv_tokens,
+    }
+
+
+def _restored(lengths: GroupLengths | None) -> dict[str, Any]:
+    if lengths is None:
+        return {}
+    lists = {"tokens": lengths.tokens.tolist(), "finished": lengths.finished.tolist()}
+    return {"restored": lists}
 
 
 def _schedule(schedule: Schedule | None) -> dict[str, Any]:
@@ -93,7 +128,7 @@ FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "input_ids": _tokens,
     "logprobs": _nothing,
     "versions": _nothing,
-    "prompt": _nothing,
+    "prompt": _prompt,
     "prompts": lambda prompts: {"prompts": len(prompts)},
     "sampling": _sampling,
     "spans": _spans,
@@ -101,6 +136,7 @@ FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "group": _group,
     "batch": _batch,
     "info": _info,
+    "restored": _restored,
     "ended": lambda groups: {"ended": len(groups)},
     "open": lambda groups: {"open": len(groups)},
     "current": _schedule,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from aprilsched.core.assembly import batch_of, group_of, rollout_of
-from aprilsched.core.commands import Judge, Score, ScoreGroup, StartEpisode
+from aprilsched.core.commands import Judge, Launch, Score, ScoreGroup, StartEpisode
 from aprilsched.core.ledger import Entry, Reason
+from aprilsched.core.lengths.groups import group_lengths
 from aprilsched.core.lifecycle import GENERATING, State
 from aprilsched.core.records import GroupRecord, Replay, RequestRecord, RolloutRecord
 from aprilsched.core.saving.journal import DeliveredBatch
@@ -81,6 +82,7 @@ def restore(state: SchedulerState, saved: Saved) -> None:
 def call_again(state: SchedulerState) -> None:
     """Ask for rewards, verdicts and episodes that the former process had asked for."""
     for group in state.book.training_groups():
+        state.commands.append(_launched_again(group))
         for member in group.members:
             _call_again(state, group, member)
         if not group.complete or group.accepted:
@@ -92,6 +94,15 @@ def call_again(state: SchedulerState) -> None:
             state.commands.append(Judge(group=group_of(group)))
         else:
             group.accepted = True
+
+
+def _launched_again(group: GroupRecord) -> Launch:
+    return Launch(
+        group_id=group.group_id,
+        rollout_ids=tuple(member.rollout_id for member in group.members),
+        prompt=group.prompt,
+        restored=group_lengths(group),
+    )
 
 
 def _call_again(state: SchedulerState, group: GroupRecord, member: RolloutRecord) -> None:
