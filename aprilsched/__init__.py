@@ -17,6 +17,7 @@ from aprilsched.engines.sglang.router import SGLangRouterFleet
 from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.errors import AprilschedError
 from aprilsched.sampling import sampling_params
+from aprilsched.store import MemoryStore, SqliteStore
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment
 from aprilsched.weights.checkpoint_engine import CheckpointEnginePublisher
 from aprilsched.weights.disk import DiskPublisher
@@ -36,6 +37,7 @@ __all__ = [
     "Group",
     "LongTailWorkload",
     "LoraPublisher",
+    "MemoryStore",
     "Prompt",
     "RefitReport",
     "Rollout",
@@ -47,6 +49,7 @@ __all__ = [
     "Segment",
     "SimFleet",
     "SimPublisher",
+    "SqliteStore",
     "TensorPublisher",
     "Turn",
     "TurnOutput",

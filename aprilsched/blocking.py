@@ -20,6 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -30,6 +31,7 @@ from aprilsched.core.state import SchedulerState
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import PromptsExhausted, SchedulerClosed
 from aprilsched.planning import Planner
+from aprilsched.store import Store
 from aprilsched.telemetry.base import Listener
 from aprilsched.types import Batch, Prompt
 from aprilsched.weights.base import WeightPublisher
@@ -58,6 +60,7 @@ class RolloutScheduler:
         planner: Planner | None = None,
         listeners: Sequence[Listener] = (),
         run_id: str | None = None,
+        store: Store | None = None,
     ) -> None:
         self._rollouts = AsyncRolloutScheduler(
             fleet,
@@ -70,6 +73,7 @@ class RolloutScheduler:
             planner=planner,
             listeners=listeners,
             run_id=run_id,
+            store=store,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -138,6 +142,14 @@ class RolloutScheduler:
     ) -> RefitReport:
         """Bring new weights into every engine: pause, refit, verify, continue."""
         return self._wait(self._rollouts.update_weights(publisher, version=version))
+
+    def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
+        """Write the scheduler as it is now, for the trainer's own checkpoint."""
+        self._wait(self._rollouts.checkpoint(path, acknowledge=acknowledge))
+
+    def restore(self, path: Path | str) -> None:
+        """Begin where :meth:`checkpoint` was called; before the ``with`` block."""
+        self._rollouts.restore(path)
 
     @contextmanager
     def asleep(self, *, tags: Sequence[str] = ("kv_cache", "weights")) -> Generator[None]:

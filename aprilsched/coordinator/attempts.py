@@ -106,13 +106,19 @@ class Attempts:
 
     async def _run(self, key: Key, send: Send) -> None:
         try:
-            ending = await self._stream(send)
+            last = await self._stream(send)
         finally:
             del self._open[key]
-        self._feed(ending)
+        for event in last:
+            self._feed(event)
 
-    async def _stream(self, send: Send) -> Event:
-        """Stream an attempt; the event that ends it."""
+    async def _stream(self, send: Send) -> list[Event]:
+        """Stream an attempt; its last tokens and the event that ends it.
+
+        Those belong together: a response that was saved with its last token and without its end
+        would be gone on with behind that end.
+        """
+        last: list[Event] = []
         request_id, attempt = send.request_id, send.attempt
         request = GenerationRequest(
             request_id=self._name(send),
@@ -125,15 +131,22 @@ class Attempts:
         try:
             async with aclosing(self._engines[send.engine].generate(request)) as chunks:
                 async for chunk in chunks:
-                    if (news := progress(chunk, request_id, attempt)) is not None:
+                    news = progress(chunk, request_id, attempt)
+                    end = ending(chunk, request_id, attempt)
+                    if end is not None:
+                        last = [end] if news is None else [news, end]
+                        break
+                    if news is not None:
                         self._feed(news)
-                    if (end := ending(chunk, request_id, attempt)) is not None:
-                        return end
         except EngineError as error:
-            final = isinstance(error, EngineRejected) and error.status in _CLIENT_ERRORS
-            return Failed(request_id=request_id, attempt=attempt, cause=str(error), final=final)
-        cause = f"{send.engine}: the stream ended before the response did"
-        return Failed(request_id=request_id, attempt=attempt, cause=cause)
+            if not last:
+                final = isinstance(error, EngineRejected) and error.status in _CLIENT_ERRORS
+                cause = str(error)
+                last = [Failed(request_id=request_id, attempt=attempt, cause=cause, final=final)]
+        if not last:
+            cause = f"{send.engine}: the stream ended before the response did"
+            last = [Failed(request_id=request_id, attempt=attempt, cause=cause)]
+        return last
 
     async def _call_back(self, send: Send) -> None:
         key = (send.request_id, send.attempt)

@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, cast
 
@@ -22,6 +23,7 @@ from aprilsched.core.state import SchedulerState
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.planning import Planner
+from aprilsched.store.base import Store
 from aprilsched.telemetry.base import Listener
 from aprilsched.types import Batch, Prompt
 from aprilsched.weights.base import WeightPublisher
@@ -51,6 +53,7 @@ class RolloutScheduler:
             the engines; by default that of an H200 with a 4B model.
         listeners: see every event and command (telemetry).
         run_id: prefix of the request ids; random unless given.
+        store: keeps partial rollouts through a crash; with one that holds a run, that run goes on.
 
     Raises:
         ConfigError: for settings, prompts or engines that cannot work, before anything is
@@ -70,6 +73,7 @@ class RolloutScheduler:
         planner: Planner | None = None,
         listeners: Sequence[Listener] = (),
         run_id: str | None = None,
+        store: Store | None = None,
     ) -> None:
         self.config = config or SchedulerConfig()
         rules = self.config.rules(
@@ -94,6 +98,7 @@ class RolloutScheduler:
             planner=planner or Planner(),
             listeners=listeners,
             run_id=run_id or uuid.uuid4().hex[:12],
+            store=store,
         )
         self._waits = self._session.waits
         self._updates = Updates(self._session)
@@ -200,6 +205,39 @@ class RolloutScheduler:
             )
         )
         return await future
+
+    # --- durability ----------------------------------------------------------------------------
+
+    async def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
+        """Write the scheduler as it is now to one file, for the trainer's own checkpoint.
+
+        Everything in flight with its tokens, the place in the prompts, the versions. After
+        :meth:`restore` the run goes on as it did from here.
+
+        Args:
+            path: the file; replaced if it is there, whole or not at all.
+            acknowledge: the trainer's checkpoint has all batches that it was given until now. If
+                False, those that were not acknowledged are delivered again after a restore; that
+                needs a store, which keeps them.
+
+        Raises:
+            StoreError: if it cannot be written.
+        """
+        self._session.check_open()
+        await self._session.durability.checkpoint(Path(path), acknowledge=acknowledge)
+
+    def restore(self, path: Path | str) -> None:
+        """Begin where :meth:`checkpoint` was called; before the ``async with`` block.
+
+        The prompts must be those of then, from their begin: what was launched is passed over. A
+        store's own content is replaced. Engines with another version wait for
+        :meth:`update_weights`, which takes the checkpoint's version here.
+
+        Raises:
+            StoreError: if there is no checkpoint, or it cannot be read.
+            SchedulerClosed: if the scheduler was opened already.
+        """
+        self._session.durability.restore(Path(path))
 
     # --- weights -------------------------------------------------------------------------------
 

@@ -69,6 +69,14 @@ class Work:
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks
 
+    def must_be_storable(self) -> None:
+        """Prompts are kept in a store."""
+        self._prompts.must_be_storable()
+
+    def pass_over(self, count: int) -> None:
+        """The first so many prompts were launched before the run was resumed."""
+        self._prompts.pass_over(count)
+
     def close(self) -> None:
         self._runner.close()
 

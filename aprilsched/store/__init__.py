@@ -1,0 +1,7 @@
+"""Stores: what keeps partial rollouts through a crash."""
+
+from aprilsched.store.base import Store
+from aprilsched.store.memory import MemoryStore
+from aprilsched.store.sqlite import SqliteStore
+
+__all__ = ["MemoryStore", "SqliteStore", "Store"]

@@ -1,0 +1,213 @@
+"""Records as bytes and back: MessagePack with types, checksummed. Nothing is ever unpickled.
+
+The order of fields in the structs here is the format: new ones go to the end, with a default.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+import msgspec
+import numpy as np
+
+from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.policies.over_provision import FixedRatio, KvTarget
+from aprilsched.core.policies.refill import ConstantPool, Wave
+from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.saving.saved import SavedGroup, SavedMember
+from aprilsched.errors import ConfigError
+from aprilsched.types import Prompt, SamplingParams
+
+__all__ = [
+    "check_storable",
+    "checksum",
+    "decode",
+    "encode",
+    "group_from",
+    "group_record",
+    "lengths_from",
+    "lengths_record",
+    "schedule_from",
+    "schedule_record",
+]
+
+T = TypeVar("T")
+
+
+class _Group(msgspec.Struct, array_like=True):
+    group_id: int
+    opened: int
+    input_ids: bytes
+    sampling: SamplingParams | list[SamplingParams] | None
+    key: str | int | None
+    metadata: dict[str, Any]
+    members: list[tuple[int, int, int]]
+    """Rollout, index, place of its sampling parameters."""
+    samplings: list[SamplingParams]
+
+
+class _Lengths(msgspec.Struct, array_like=True):
+    launched: int
+    tokens: bytes
+    finished: bytes
+
+
+class _Schedule(msgspec.Struct, array_like=True):
+    over_provision: tuple[str, dict[str, Any]]
+    refill: tuple[str, dict[str, Any]]
+    efficiency: float | None
+    off_policy_share: float | None
+    why: str
+
+
+_OVER_PROVISION = {kind.__name__: kind for kind in (FixedRatio, KvTarget)}
+_REFILL = {kind.__name__: kind for kind in (Wave, ConstantPool, Rounds)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        plain: dict[Any, Any] = dict(cast("Mapping[Any, Any]", value))
+        return plain
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(type(value).__name__)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+def encode(record: object) -> bytes:
+    """A record as bytes."""
+    return _encoder.encode(record)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """The record in `body`.
+
+    Raises:
+        msgspec.MsgspecError: if it is none of this kind.
+    """
+    return msgspec.msgpack.decode(body, type=kind)
+
+
+def checksum(*parts: bytes | memoryview) -> int:
+    """CRC-32 over all parts."""
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return crc
+
+
+def check_storable(prompt: Prompt) -> None:
+    """Raises ConfigError if the prompt's metadata holds what cannot be stored."""
+    if prompt.metadata or prompt.sampling is not None:
+        group_record(SavedGroup(group_id=0, prompt=prompt, opened=0, members=()))
+
+
+def group_record(group: SavedGroup) -> bytes:
+    """A group as bytes.
+
+    Raises:
+        ConfigError: if the prompt's metadata holds what cannot be stored.
+    """
+    prompt = group.prompt
+    samplings: list[SamplingParams] = []
+    members: list[tuple[int, int, int]] = []
+    for member in group.members:
+        if member.sampling not in samplings:
+            samplings.append(member.sampling)
+        place = samplings.index(member.sampling)
+        members.append((member.rollout_id, member.index, place))
+    sampling = prompt.sampling
+    record = _Group(
+        group_id=group.group_id,
+        opened=group.opened,
+        input_ids=prompt.input_ids.tobytes(),
+        sampling=list(sampling) if isinstance(sampling, tuple) else sampling,
+        key=prompt.key,
+        metadata=dict(prompt.metadata),
+        members=members,
+        samplings=samplings,
+    )
+    try:
+        return encode(record)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(
+            f"the metadata or sampling parameters of prompt {prompt.key!r} cannot be stored "
+            f"({error}); use numbers, strings, bytes, lists and dicts, or a key that the reward "
+            "looks up."
+        ) from error
+
+
+def group_from(body: bytes) -> SavedGroup:
+    """The group in `body`.
+
+    Raises:
+        msgspec.MsgspecError or ValueError: if there is none.
+    """
+    record = decode(body, _Group)
+    sampling = record.sampling
+    return SavedGroup(
+        group_id=record.group_id,
+        opened=record.opened,
+        prompt=Prompt(
+            input_ids=np.frombuffer(record.input_ids, dtype=np.int32),
+            sampling=tuple(sampling) if isinstance(sampling, list) else sampling,
+            key=record.key,
+            metadata=record.metadata,
+        ),
+        members=tuple(
+            SavedMember(rollout_id=rollout, index=index, sampling=record.samplings[place])
+            for rollout, index, place in record.members
+        ),
+    )
+
+
+def lengths_record(group: GroupLengths) -> bytes:
+    """The lengths of a group as bytes."""
+    return encode(_Lengths(group.launched, group.tokens.tobytes(), group.finished.tobytes()))
+
+
+def lengths_from(body: bytes) -> GroupLengths:
+    """The lengths in `body`."""
+    record = decode(body, _Lengths)
+    return GroupLengths(
+        launched=record.launched,
+        tokens=np.frombuffer(record.tokens, dtype=np.int64),
+        finished=np.frombuffer(record.finished, dtype=np.bool_),
+    )
+
+
+def schedule_record(schedule: Schedule) -> bytes:
+    """A schedule as bytes: the names of its rules and their settings."""
+    return encode(
+        _Schedule(
+            over_provision=_named(schedule.over_provision),
+            refill=_named(schedule.refill),
+            efficiency=schedule.efficiency,
+            off_policy_share=schedule.off_policy_share,
+            why=schedule.why,
+        )
+    )
+
+
+def schedule_from(body: bytes) -> Schedule | None:
+    """The schedule in `body`; None if it has a rule that this version does not know."""
+    record = decode(body, _Schedule)
+    (ratio, ratio_settings), (refill, refill_settings) = record.over_provision, record.refill
+    if ratio not in _OVER_PROVISION or refill not in _REFILL:
+        return None
+    return Schedule(
+        over_provision=msgspec.convert(ratio_settings, type=_OVER_PROVISION[ratio]),
+        refill=msgspec.convert(refill_settings, type=_REFILL[refill]),
+        efficiency=record.efficiency,
+        off_policy_share=record.off_policy_share,
+        why=record.why,
+    )
+
+
+def _named(rule: object) -> tuple[str, dict[str, Any]]:
+    return type(rule).__name__, msgspec.to_builtins(rule)

@@ -1,0 +1,93 @@
+"""A store in memory: what it keeps outlives its scheduler, but not its process."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from aprilsched.core.ledger import Entry
+from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.saving.saved import (
+    Cut,
+    GroupState,
+    RolloutState,
+    Saved,
+    SavedBatch,
+    SavedGroup,
+)
+from aprilsched.store.assembling import Slice, assemble, slices_of
+
+__all__ = ["KEPT_ENTRIES", "KEPT_LENGTHS", "MemoryStore"]
+
+KEPT_ENTRIES = 10_000
+"""Of the ledger, as many as the scheduler itself keeps."""
+KEPT_LENGTHS = 4096
+"""Groups; the scheduler looks at as many responses."""
+
+
+class MemoryStore:
+    """Keeps everything until the process ends: for tests, and for a trainer that opens a new
+    scheduler after an error."""
+
+    inline = True
+
+    def __init__(self) -> None:
+        self._cut: Cut | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._groups: dict[int, SavedGroup] = {}
+        self._group_states: dict[int, GroupState] = {}
+        self._rollouts: dict[int, RolloutState] = {}
+        self._slices: dict[int, list[Slice]] = {}
+        self._batches: dict[int, SavedBatch] = {}
+        self._dropped: deque[Entry] = deque(maxlen=KEPT_ENTRIES)
+        self._lengths: deque[GroupLengths] = deque(maxlen=KEPT_LENGTHS)
+
+    def open(self) -> Saved | None:
+        """What was saved before; None if nothing was."""
+        if self._cut is None:
+            return None
+        return Saved(
+            run=self._cut.run,
+            schedule=self._cut.schedule,
+            groups=tuple(self._groups.values()),
+            group_states=dict(self._group_states),
+            rollouts=dict(self._rollouts),
+            tokens={rollout: assemble(slices) for rollout, slices in self._slices.items()},
+            batches=tuple(self._batches.values()),
+            dropped=tuple(self._dropped),
+            lengths=tuple(self._lengths),
+            damaged={},
+        )
+
+    def save(self, cut: Cut, *, durable: bool) -> None:
+        """Keep a cut; `durable` or not, it is kept as long as the process lives."""
+        if cut.whole:
+            self._clear()
+        self._cut = cut
+        self._groups.update((group.group_id, group) for group in cut.groups)
+        self._group_states.update((state.group_id, state) for state in cut.group_states)
+        for state in cut.rollouts:
+            self._rollouts[state.rollout_id] = state
+            if state.anew:
+                self._slices.pop(state.rollout_id, None)
+        if cut.page is not None:
+            for rollout_id, piece in slices_of(cut.page):
+                self._slices.setdefault(rollout_id, []).append(piece)
+        self._batches.update((batch.index, batch) for batch in cut.batches)
+        self._dropped.extend(cut.dropped)
+        self._lengths.extend(cut.lengths)
+        for index in cut.acknowledged:
+            self._batches.pop(index, None)
+        for group_id in cut.removed:
+            self._remove(group_id)
+
+    def close(self) -> None:
+        """Nothing to do: it can be opened again."""
+
+    def _remove(self, group_id: int) -> None:
+        self._group_states.pop(group_id, None)
+        group = self._groups.pop(group_id, None)
+        for member in () if group is None else group.members:
+            self._rollouts.pop(member.rollout_id, None)
+            self._slices.pop(member.rollout_id, None)

@@ -1,0 +1,39 @@
+"""Pages of tokens as rows."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import msgspec
+import numpy as np
+
+from aprilsched.core.saving.saved import TokenPage
+from aprilsched.store.codec import checksum
+
+__all__ = ["COLUMNS", "insert_page", "page_from"]
+
+COLUMNS = "slices, engines, token_ids, logprobs, crc"
+
+
+def insert_page(connection: sqlite3.Connection, page: TokenPage) -> None:
+    """Append a page."""
+    engines = msgspec.json.encode(page.engines).decode()
+    slices, ids, logprobs = page.slices.data, page.token_ids.data, page.logprobs.data
+    crc = checksum(slices, engines.encode(), ids, logprobs)
+    connection.execute(
+        f"INSERT INTO pages ({COLUMNS}) VALUES (?, ?, ?, ?, ?)",
+        (slices, engines, ids, logprobs, crc),
+    )
+
+
+def page_from(row: tuple[bytes, str, bytes, bytes, int]) -> TokenPage | None:
+    """The page in a row of :data:`COLUMNS`; None if it is damaged."""
+    slices, engines, ids, logprobs, crc = row
+    if checksum(slices, engines.encode(), ids, logprobs) != crc:
+        return None
+    return TokenPage(
+        slices=np.frombuffer(slices, dtype=np.int32).reshape(-1, 5),
+        engines=tuple(msgspec.json.decode(engines, type=list[str])),
+        token_ids=np.frombuffer(ids, dtype=np.int32),
+        logprobs=np.frombuffer(logprobs, dtype=np.float32),
+    )

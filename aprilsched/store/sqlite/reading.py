@@ -1,0 +1,162 @@
+"""Everything that a file holds, with what is damaged told apart.
+
+A damaged page ends the tokens of its rollouts before it: they are generated again. A damaged
+record of a group or rollout costs the group, by name. Only without the run's own record nothing can
+be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from aprilsched.core.ledger import Entry
+from aprilsched.core.saving.saved import (
+    GroupState,
+    RolloutState,
+    RunState,
+    Saved,
+    SavedBatch,
+    SavedGroup,
+)
+from aprilsched.errors import ConfigError, StoreError
+from aprilsched.store.assembling import Slice, assemble, slices_of
+from aprilsched.store.codec import (
+    checksum,
+    decode,
+    group_from,
+    lengths_from,
+    schedule_from,
+)
+from aprilsched.store.sqlite.pages import COLUMNS, page_from
+
+__all__ = ["read_saved"]
+
+log = logging.getLogger("aprilsched")
+
+T = TypeVar("T")
+
+_UNREADABLE = (msgspec.MsgspecError, ValueError, IndexError, KeyError, ConfigError)
+
+
+def read_saved(connection: sqlite3.Connection, path: Path) -> Saved | None:
+    """What the file holds; None if nothing was saved yet.
+
+    Raises:
+        StoreError: if the run's own record is damaged.
+        sqlite3.Error: if the file cannot be read.
+    """
+    row = connection.execute("SELECT body, crc FROM run").fetchone()
+    if row is None:
+        return None
+    run = _record(row[0], row[1], lambda body: decode(body, RunState))
+    if run is None:
+        raise StoreError(
+            f"{path} is damaged (the record of its run cannot be read); restore a checkpoint, or "
+            "move it away to begin anew."
+        )
+    damaged: dict[int, str] = {}
+    groups = list(_groups(connection, damaged))
+    rollouts, since = _rollouts(connection, damaged)
+    row = connection.execute("SELECT body, crc FROM schedule").fetchone()
+    return Saved(
+        run=run,
+        schedule=None if row is None or row[0] is None else _record(row[0], row[1], schedule_from),
+        groups=groups,
+        group_states=_group_states(connection),
+        rollouts=rollouts,
+        tokens={
+            rollout_id: assemble(slices)
+            for rollout_id, slices in _slices(connection, groups, since, path).items()
+        },
+        batches=list(_list(connection, "batches", "batch", lambda b: decode(b, SavedBatch))),
+        dropped=list(_list(connection, "dropped", "n", lambda b: decode(b, Entry))),
+        lengths=list(_list(connection, "lengths", "n", lengths_from)),
+        damaged=damaged,
+    )
+
+
+def _record(body: bytes, crc: int, read: Callable[[bytes], T]) -> T | None:
+    """The record, or None if it is damaged."""
+    if checksum(body) != crc:
+        return None
+    try:
+        return read(body)
+    except _UNREADABLE:
+        return None
+
+
+def _groups(connection: sqlite3.Connection, damaged: dict[int, str]) -> Iterator[SavedGroup]:
+    rows = connection.execute("SELECT group_id, body, crc FROM groups ORDER BY group_id")
+    for group_id, body, crc in rows:
+        group = _record(body, crc, group_from)
+        if group is None:
+            damaged[group_id] = "its record in the store is damaged"
+        else:
+            yield group
+
+
+def _group_states(connection: sqlite3.Connection) -> dict[int, GroupState]:
+    rows = connection.execute("SELECT group_id, accepted, first_run FROM group_states")
+    return {
+        group_id: GroupState(
+            group_id=group_id,
+            accepted=None if accepted is None else bool(accepted),
+            first_run=first_run,
+        )
+        for group_id, accepted, first_run in rows
+    }
+
+
+def _rollouts(
+    connection: sqlite3.Connection, damaged: dict[int, str]
+) -> tuple[dict[int, RolloutState], dict[int, int]]:
+    """Their states, and the page from which on their tokens count."""
+    states: dict[int, RolloutState] = {}
+    since: dict[int, int] = {}
+    rows = connection.execute("SELECT rollout_id, group_id, since, body, crc FROM rollouts")
+    for rollout_id, group_id, first_page, body, crc in rows:
+        state = _record(body, crc, lambda body: decode(body, RolloutState))
+        if state is None:
+            # Whether it had come to its end is not known any more, and to go on after an end of
+            # a response would make one that no policy would sample.
+            damaged[group_id] = "the record of one of its rollouts in the store is damaged"
+        else:
+            states[rollout_id] = state
+            since[rollout_id] = first_page
+    return states, since
+
+
+def _slices(
+    connection: sqlite3.Connection, groups: list[SavedGroup], since: dict[int, int], path: Path
+) -> dict[int, list[Slice]]:
+    slices: dict[int, list[Slice]] = {m.rollout_id: [] for group in groups for m in group.members}
+    damaged = 0
+    rows = connection.execute(f"SELECT seq, {COLUMNS} FROM pages ORDER BY seq")
+    for seq, *row in rows:
+        page = page_from(tuple(row))
+        if page is None:
+            damaged += 1
+            continue
+        for rollout_id, piece in slices_of(page):
+            if rollout_id in slices and seq >= since.get(rollout_id, 0):
+                slices[rollout_id].append(piece)
+    if damaged:
+        log.warning(
+            "%s: %d pages are damaged; the tokens in them are generated again", path, damaged
+        )
+    return slices
+
+
+def _list(
+    connection: sqlite3.Connection, table: str, key: str, read: Callable[[bytes], T]
+) -> Iterator[T]:
+    for body, crc in connection.execute(f"SELECT body, crc FROM {table} ORDER BY {key}"):
+        record = _record(body, crc, read)
+        if record is not None:
+            yield record

@@ -1,0 +1,209 @@
+"""A store in one SQLite file.
+
+Invariants:
+
+- A cut is one transaction: what is in the file is the scheduler at one moment, whatever ends the
+  process. Write-ahead logging keeps it whole; a torn tail of the log is cut off when it is opened.
+- Tokens are appended in pages, one for each cut, and never rewritten but to give up the space of
+  those that are gone (:mod:`aprilsched.store.sqlite.cleaning`).
+- One scheduler at a time; the file is locked while it is open.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+
+from aprilsched.core.saving.saved import Cut, Saved
+from aprilsched.errors import StoreError
+from aprilsched.store.codec import (
+    checksum,
+    encode,
+    group_record,
+    lengths_record,
+    schedule_record,
+)
+from aprilsched.store.memory import KEPT_ENTRIES, KEPT_LENGTHS
+from aprilsched.store.sqlite.cleaning import Cleaner
+from aprilsched.store.sqlite.file import connect, said_by
+from aprilsched.store.sqlite.pages import insert_page
+from aprilsched.store.sqlite.reading import read_saved
+
+__all__ = ["SqliteStore"]
+
+_TABLES = (
+    "run",
+    "schedule",
+    "groups",
+    "group_states",
+    "rollouts",
+    "pages",
+    "batches",
+    "dropped",
+    "lengths",
+)
+
+
+class SqliteStore:
+    """Keeps partial rollouts in the file `path`; it is made when the scheduler is opened.
+
+    Args:
+        path: in a folder that is there. One scheduler at a time.
+        inline: write on the event loop instead of in a thread, as a virtual clock needs it.
+    """
+
+    def __init__(self, path: Path | str, *, inline: bool = False) -> None:
+        self.path = Path(path)
+        self.inline = inline
+        self._connection: sqlite3.Connection | None = None
+        self._cleaner = Cleaner()
+        self._durable = False
+
+    def __repr__(self) -> str:
+        return f"SqliteStore({str(self.path)!r})"
+
+    def open(self) -> Saved | None:
+        """What was saved before; None in a new file.
+
+        Raises:
+            StoreError: if the file cannot be opened, read or written, or is in use.
+        """
+        self.close()
+        connection = connect(self.path)
+        try:
+            with said_by(self.path, "read"):
+                # Also shows at once a folder that cannot be written.
+                connection.execute("BEGIN IMMEDIATE")
+                saved = read_saved(connection, self.path)
+                self._cleaner.begin(connection, saved)
+                connection.execute("COMMIT")
+        except BaseException:
+            connection.close()
+            raise
+        self._connection = connection
+        self._durable = False
+        connection.execute("PRAGMA synchronous = NORMAL")
+        return saved
+
+    def save(self, cut: Cut, *, durable: bool) -> None:
+        """Keep a cut, whole or not at all.
+
+        Raises:
+            StoreError: if it cannot be written; the store is then as it was before.
+            ConfigError: if the metadata of a prompt cannot be stored.
+        """
+        connection = self._opened()
+        with said_by(self.path, "written"):
+            self._be_durable(connection, durable)
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                page = _next_page(connection)
+                self._write(connection, cut, page)
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+            self._cleaner.note(cut, page)
+            self._cleaner.clean(connection)
+
+    def into_one_file(self) -> None:
+        """End the write-ahead log: everything is in the one file.
+
+        Raises:
+            StoreError: if that fails.
+        """
+        with said_by(self.path, "written"):
+            self._opened().execute("PRAGMA journal_mode = DELETE")
+
+    def close(self) -> None:
+        """Let go of the file."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with said_by(self.path, "closed"):
+                connection.close()
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise StoreError(f"{self.path} is not open; a store is opened by its scheduler.")
+        return self._connection
+
+    def _be_durable(self, connection: sqlite3.Connection, durable: bool) -> None:
+        # NORMAL survives the process, FULL also a loss of power: it waits for the disk.
+        if durable != self._durable:
+            connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            self._durable = durable
+
+    def _write(self, connection: sqlite3.Connection, cut: Cut, page: int) -> None:
+        if cut.whole:
+            for table in _TABLES:
+                connection.execute(f"DELETE FROM {table}")
+        if cut.page is not None:
+            insert_page(connection, cut.page)
+        _put(connection, "run", encode(cut.run))
+        if cut.schedule is not None:
+            _put(connection, "schedule", schedule_record(cut.schedule))
+        _write_groups(connection, cut)
+        _write_rollouts(connection, cut, page)
+        _write_lists(connection, cut)
+        _remove(connection, cut.removed)
+
+
+def _put(connection: sqlite3.Connection, table: str, body: bytes) -> None:
+    connection.execute(f"REPLACE INTO {table} VALUES (1, ?, ?)", (body, checksum(body)))
+
+
+def _next_page(connection: sqlite3.Connection) -> int:
+    row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'pages'").fetchone()
+    return 1 if row is None else row[0] + 1
+
+
+def _write_groups(connection: sqlite3.Connection, cut: Cut) -> None:
+    bodies = ((group.group_id, group_record(group)) for group in cut.groups)
+    connection.executemany(
+        "REPLACE INTO groups VALUES (?, ?, ?)",
+        ((group_id, body, checksum(body)) for group_id, body in bodies),
+    )
+    connection.executemany(
+        "REPLACE INTO group_states VALUES (?, ?, ?)",
+        ((state.group_id, state.accepted, state.first_run) for state in cut.group_states),
+    )
+
+
+def _write_rollouts(connection: sqlite3.Connection, cut: Cut, page: int) -> None:
+    bodies = ((state, encode(state)) for state in cut.rollouts)
+    connection.executemany(
+        "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?) ON CONFLICT (rollout_id) DO UPDATE SET"
+        " body = excluded.body, crc = excluded.crc, since = max(since, excluded.since)",
+        (
+            (state.rollout_id, state.group_id, page if state.anew else 0, body, checksum(body))
+            for state, body in bodies
+        ),
+    )
+
+
+def _write_lists(connection: sqlite3.Connection, cut: Cut) -> None:
+    _append(connection, "dropped", (encode(entry) for entry in cut.dropped), KEPT_ENTRIES)
+    _append(connection, "lengths", (lengths_record(group) for group in cut.lengths), KEPT_LENGTHS)
+    bodies = ((batch.index, encode(batch)) for batch in cut.batches)
+    connection.executemany(
+        "REPLACE INTO batches VALUES (?, ?, ?)",
+        ((index, body, checksum(body)) for index, body in bodies),
+    )
+    connection.executemany(
+        "DELETE FROM batches WHERE batch = ?", ((index,) for index in cut.acknowledged)
+    )
+
+
+def _append(connection: sqlite3.Connection, table: str, bodies: Iterable[bytes], most: int) -> None:
+    rows = [(body, checksum(body)) for body in bodies]
+    if rows:
+        connection.executemany(f"INSERT INTO {table} (body, crc) VALUES (?, ?)", rows)
+        connection.execute(f"DELETE FROM {table} WHERE n <= (SELECT max(n) FROM {table}) - {most}")
+
+
+def _remove(connection: sqlite3.Connection, group_ids: Iterable[int]) -> None:
+    rows = [(group_id,) for group_id in group_ids]
+    for table in ("groups", "group_states", "rollouts"):
+        connection.executemany(f"DELETE FROM {table} WHERE group_id = ?", rows)
