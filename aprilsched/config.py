@@ -96,7 +96,10 @@ class SchedulerConfig:
     staleness_rule: StalenessRule = "mask"
     """What happens to what would pass the bound: "mask", "evict", or "finish" first."""
     max_attempts: int = 3
-    """How often a request is tried before its rollout goes to the ledger as failed."""
+    """Attempts of a request that may fail in a row, without a new token, before its rollout goes to
+    the ledger as failed."""
+    max_breaks: int = 16
+    """Attempts of it that may break off after new tokens, or with their engine, before it does."""
     max_failed_groups: int = 64
     """Groups that may fail in a row, none accepted between, before the run is given up."""
     max_in_flight: int | None = None
@@ -152,10 +155,14 @@ class SchedulerConfig:
     def _kv(self) -> CachedKV:
         if self.kv_after_refit == "auto":
             return "keep" if self.straggler == "in_place" else "recompute"
+            max_breaks=self.max_breaks,
         return self.kv_after_refit
 
     def _refill(self) -> Refill:
         if self.refill == "wave":
+            stall_timeout_s=self.stall_timeout_s,
+            slow_share=self.slow_share,
+            fleet_wait_s=self.fleet_wait_s,
             return Wave()
         if self.refill == "rounds":
             return Rounds(store=self.store_batches, probes=self.probes, oldest=self.oldest_batches)
@@ -205,6 +212,10 @@ class SchedulerConfig:
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
 
     def _check_combinations(self) -> None:
+        if not 0 <= self.slow_share < 1:
+            raise ConfigError(
+                f"slow_share is {self.slow_share}; give a share below 1, or 0 for never."
+            )
         if self._kv() not in _KV[self.straggler]:
             raise ConfigError(
                 f'kv_after_refit="{self.kv_after_refit}" is not possible with '

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.events import Event, Tick
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.telemetry.base import Listener
 
@@ -60,8 +60,9 @@ class EventLoop:
     def _handle(self, event: Event) -> None:
         now = self._clock()
         commands = self.core.handle(event, now)
-        for listener in self._listeners:
-            listener.on_event(event, now)
+        if not isinstance(event, Tick):
+            for listener in self._listeners:
+                listener.on_event(event, now)
         for command in commands:
             for listener in self._listeners:
                 listener.on_command(command, now)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Sequence
-from contextlib import aclosing
-
-import numpy as np
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.events import EngineInfo, Opened
-from aprilsched.engines.base import Engine, GenerationRequest
-from aprilsched.errors import ConfigError, EngineError, TornWeights
-from aprilsched.types import SamplingParams
+from aprilsched.doctor.quick import check
+from aprilsched.engines.base import Engine
+from aprilsched.errors import ConfigError, TornWeights
 
 __all__ = ["check_engines", "examine"]
 
@@ -50,12 +46,12 @@ async def examine(engine: Engine, config: SchedulerConfig) -> EngineInfo:
 
     Raises:
         ConfigError: if it cannot keep what `config` promises.
-        EngineError: if it does not answer, or does not generate.
+        EngineError: if it does not answer, or does not pass the doctor's quick checks.
     """
     _check_engine(engine, config)
     await engine.resume()
     try:
-        version: int | None = await engine.version()
+        return await engine.version()
     except TornWeights:
         version = None
     # A server may answer every question and still not decode.
@@ -93,6 +89,7 @@ def _info(engine: Engine, version: int | None) -> EngineInfo:
     return EngineInfo(
         name=engine.name,
         version=version,
+        max_running=able.max_running_requests,
         holds_stragglers=able.release_while_paused,
         keeps_weights=able.keeps_released_weights,
         kv_tokens=able.kv_tokens,

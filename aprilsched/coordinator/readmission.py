@@ -1,7 +1,11 @@
-"""Engines that come back: a lost one is asked again and again, ever more rarely, until it works.
+"""The circuit breaker of each engine: engines that are lost, and how they come back.
 
-It then goes on standby, or straight into use if it has the fleet's version; which of the two is
-the core's decision. An engine that is lost soon after it came back waits longer each time.
+*Closed*: the engine is in use, or on standby for the next refit. *Open*: it was lost; nothing is
+sent to it for a while. *Half open*: it is opened anew and has to pass the doctor's quick checks
+(:mod:`aprilsched.doctor.quick`); whoever fails one is open again, and twice as long. Whoever passes
+goes on standby, or straight into use if it has the fleet's version; which of the two is the core's
+decision. An engine that is lost soon after it came back waits twice as long as the time before,
+unless it is the last: then nothing is gained by sparing it.
 """
 
 from __future__ import annotations
@@ -25,6 +29,10 @@ log = logging.getLogger("aprilsched")
 
 _FIRST_S = 1.0
 _LAST_S = 60.0
+"""Between two tries."""
+_LONGEST_S = 900.0
+"""Of an engine that was lost soon after it came back, again and again."""
+_SOON_S = 300.0
 
 
 class Readmission:
@@ -41,42 +49,53 @@ class Readmission:
         self._feed = feed
         self._config = config
         self._losses: Counter[str] = Counter()
+        """In a row, each soon after the engine had come back."""
+        self._back_at: dict[str, float] = {}
         self._tasks: Tasks | None = None
 
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks
 
     def lost(self, command: LoseEngine) -> None:
-        """Wait for the engine to come back, unless it only stands by."""
+        """Open: wait for the engine to come back, unless it only stands by."""
         if not command.standby:
-            self.expect(command.engine)
+            self.expect(command.engine, last=command.last)
 
-    def expect(self, engine: str) -> None:
+    def expect(self, engine: str, *, last: bool = False) -> None:
         """It does not work now, but is expected to."""
         key = ("readmission", engine)
         if self._tasks is not None and not self._tasks.running(key):
-            self._losses[engine] += 1
-            self._tasks.start(key, self._watch(engine))
+            self._tasks.start(key, self._watch(engine, self._first_wait(engine, last=last)))
 
     def forget(self, engine: str) -> None:
         """It left the fleet and is not expected back."""
         if self._tasks is not None:
             self._tasks.cancel([("readmission", engine)])
 
-    async def _watch(self, name: str) -> None:
-        delay = min(_LAST_S, _FIRST_S * 2 ** (self._losses[name] - 1))
+    def _first_wait(self, engine: str, *, last: bool) -> float:
+        back_at, now = self._back_at.get(engine), asyncio.get_running_loop().time()
+        if back_at is not None and now - back_at > _SOON_S:
+            self._losses[engine] = 0
+        self._losses[engine] += 1
+        longest = _LAST_S if last else _LONGEST_S
+        return min(longest, _FIRST_S * 2 ** (self._losses[engine] - 1))
+
+    async def _watch(self, name: str, wait: float) -> None:
+        longest = max(_LAST_S, wait)
         while True:
-            await asyncio.sleep(delay)
+            await asyncio.sleep(wait)
             try:
                 info = await self._try(name)
             except (AprilschedError, TimeoutError) as error:
                 log.debug("%s is not back: %s", name, error)
-                delay = min(_LAST_S, 2 * delay)
+                wait = min(longest, 2 * wait)
             else:
+                self._back_at[name] = asyncio.get_running_loop().time()
                 self._feed(EngineJoined(info=info))
                 return
 
     async def _try(self, name: str) -> EngineInfo:
+        """Half open."""
         engine = self._engines[name]
         async with asyncio.timeout(self._config.control_timeout_s):
             # Anew: behind the same address may be another process with other capabilities.

@@ -21,6 +21,7 @@ from aprilsched.coordinator.opening import check_engines
 from aprilsched.coordinator.planning import Planning
 from aprilsched.coordinator.readmission import Readmission
 from aprilsched.coordinator.refits import Refits
+from aprilsched.coordinator.outages import Outages
 from aprilsched.coordinator.step_times import StepTimes
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.waits import Waits
@@ -31,7 +32,7 @@ from aprilsched.core.rules import Rules
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state import SchedulerState
 from aprilsched.engines.base import Engine, Fleet
-from aprilsched.errors import FleetLost, RunGivenUp, SchedulerClosed
+from aprilsched.errors import RunGivenUp, SchedulerClosed
 from aprilsched.planning import Planner
 from aprilsched.telemetry.base import Listener
 
@@ -102,6 +103,7 @@ class Session:
         self._loop.feed(event)
 
     # --- lifetime ------------------------------------------------------------------------------
+        self._heartbeat = Heartbeat(self.feed)
 
     async def open(self) -> None:
         if self._main is not None:
@@ -156,12 +158,13 @@ class Session:
                 # engine be opened anew while it is closed.
                 tasks.cancel_kind(("control",))
                 tasks.cancel_kind(("readmission",))
-                tasks.cancel(["membership"])
+                tasks.cancel(["membership", "heartbeat"])
                 await asyncio.sleep(0)
                 await release(self.attempts, self.engines, self.state)
                 released = True
                 tasks.cancel_all()
         except BaseExceptionGroup as errors:
+            self._heartbeat,
             # One bug or one bad prompt is what happened; the group is only how it travelled.
             error = _first(errors)
             log.error("the scheduler stopped: %r", error)
@@ -205,6 +208,7 @@ class Session:
                 do.LoseEngine: self._lose_engine,
                 do.AdmitEngine: self._admit_engine,
                 do.FinishUpdate: self._finish_update,
+        outages = Outages(waits)
                 do.FinishSleep: waits.finish_sleep,
                 do.Deliver: waits.deliver,
                 do.EndOfPrompts: waits.end,
@@ -218,16 +222,16 @@ class Session:
         self.attempts.abandon(command.engine)
         self._controls.give_up(command)
         self._readmission.lost(command)
-        if command.last:
-            self.waits.fail(
-                FleetLost(f"no engine is left; the last was {command.engine}: {command.cause}")
-            )
 
     def _admit_engine(self, command: do.AdmitEngine) -> None:
         log.warning("engine %s takes part again, at version %d", command.engine, command.version)
 
     def _finish_update(self, command: do.FinishUpdate) -> None:
         if not command.cause:
+                do.ReportSlow: outages.report_slow,
+                do.AwaitFleet: outages.wait,
+                do.GiveUpFleet: outages.give_up,
+                do.WantUpdate: outages.want_update,
             self.refits.keep_publisher()
         else:
             log.error(

@@ -11,10 +11,12 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
+from aprilsched.coordinator.outages import wants_update
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
 from aprilsched.core import commands as do
 from aprilsched.core import events as ev
+from aprilsched.core.awaiting import stranded
 from aprilsched.engines.refit import SleepingEngine
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.weights.base import AdapterPublisher, RepublishingPublisher, WeightPublisher
@@ -35,13 +37,9 @@ class Updates:
 
     def check_whole(self) -> None:
         """Raises RefitError if no engine in use has whole weights, so nothing could come."""
-        control = self._session.state.control
-        if not control.engines and control.standby and self._session.state.update is None:
-            names = ", ".join(control.standby)
-            raise RefitError(
-                f"no engine has the fleet's weights ({names} wait for them); call "
-                "update_weights() first."
-            )
+        state = self._session.state
+        if stranded(state):
+            raise wants_update(state.control.standby)
 
     # --- updates -------------------------------------------------------------------------------
 
@@ -67,7 +65,8 @@ class Updates:
 
     def _check(self, publisher: WeightPublisher, new: int) -> None:
         state = self._session.state
-        if new <= state.tracker.trainer:
+        again = new == state.tracker.trainer and not state.control.engines
+        if new <= state.tracker.trainer and not again:
             raise ConfigError(
                 f"version {new} is not newer than {state.tracker.trainer}, which is in use; give "
                 "a larger number."

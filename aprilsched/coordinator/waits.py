@@ -7,6 +7,8 @@ wait loses nothing.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from typing import Any
 
 from aprilsched.core.commands import Deliver, DeliverEvaluation, FinishSleep, FinishUpdate
 from aprilsched.types import Batch
@@ -84,14 +86,24 @@ class Waits:
             future.set_result(command.batch)
 
     def fail(self, error: BaseException) -> None:
+    def refuse(self, error: BaseException, *, batch: bool, evaluations: Iterable[int]) -> None:
+        """Who waits for these gets `error`; later calls work again."""
+        futures = [self._evaluations.pop(evaluation, None) for evaluation in evaluations]
+        for future in (self._batch if batch else None, *futures):
+            _fail(future, error)
+
         """Nothing will come any more: everyone who waits, now or later, gets `error`."""
         self._failure = self._failure or error
         for future in (self._batch, self._update, self._sleep, *self._evaluations.values()):
-            if future is not None and not future.done():
-                future.set_exception(error)
-                # A waiter that was cancelled meanwhile will never look at it.
-                future.exception()
+            _fail(future, error)
 
     def _check(self) -> asyncio.AbstractEventLoop:
         self.raise_failure()
         return asyncio.get_running_loop()
+
+
+def _fail(future: asyncio.Future[Any] | None, error: BaseException) -> None:
+    if future is not None and not future.done():
+        future.set_exception(error)
+        # A waiter that was cancelled meanwhile will never look at it.
+        future.exception()

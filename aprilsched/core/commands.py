@@ -12,6 +12,7 @@ from aprilsched.types import Batch, Float32Array, Group, Int32Array, Prompt, Rol
 __all__ = [
     "Abort",
     "AdmitEngine",
+    "AwaitFleet",
     "CancelWork",
     "Command",
     "Continue",
@@ -23,6 +24,7 @@ __all__ = [
     "FinishUpdate",
     "Flush",
     "GiveUp",
+    "GiveUpFleet",
     "Judge",
     "Launch",
     "LoseEngine",
@@ -31,6 +33,7 @@ __all__ = [
     "Redeliver",
     "Refit",
     "Release",
+    "ReportSlow",
     "ResolveTurn",
     "Retire",
     "Score",
@@ -38,6 +41,7 @@ __all__ = [
     "Send",
     "StartEpisode",
     "Wake",
+    "WantUpdate",
 ]
 
 
@@ -171,6 +175,41 @@ class AdmitEngine:
 
     engine: str
     version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportSlow:
+    """The engine is slow, and there is no other to compare it with: it stays in use."""
+
+    engine: str
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AwaitFleet:
+    """No engine is left. Those that were lost last, with causes, are waited for."""
+
+    lost: tuple[tuple[str, str], ...]
+    waited_s: float
+    left_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GiveUpFleet:
+    """No engine came back in time: whoever waits, now or later, is told."""
+
+    lost: tuple[tuple[str, str], ...]
+    waited_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WantUpdate:
+    """These engines are there without the fleet's weights, and no other is: whoever waits for the
+    batch or for `evaluations`, which are abandoned, is told to publish a version."""
+
+    engines: tuple[str, ...]
+    batch: bool
+    evaluations: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -319,6 +358,10 @@ Command: TypeAlias = (
     | Continue
     | LoseEngine
     | AdmitEngine
+    | ReportSlow
+    | AwaitFleet
+    | GiveUpFleet
+    | WantUpdate
     | FinishUpdate
     | FinishSleep
     | StartEpisode

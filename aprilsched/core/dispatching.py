@@ -68,6 +68,8 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     state.book.open_attempt(request, engine, version=version, adapter=state.adapter)
     request.sent_at = state.now
     rollout = request.rollout
+    context = rollout.context()
+    state.pulses.sent(engine, len(context), alone=state.book.open[engine] == 1)
     state.commands.append(
         Send(
             engine=engine,
@@ -75,7 +77,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
             attempt=request.attempt,
             rollout_id=rollout.rollout_id,
             group_id=rollout.group.group_id,
-            input_ids=rollout.context(),
+            input_ids=context,
             sampling=request.sampling.after(request.generated),
             adapter=state.adapter,
             cache_version=version if state.rules.kv == "apart" else None,

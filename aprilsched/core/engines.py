@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from aprilsched.core.awaiting import note_join, note_loss
 from aprilsched.core.commands import AdmitEngine, LoseEngine
 from aprilsched.core.control import Mode
+from aprilsched.core.dropping import drop
 from aprilsched.core.events import (
     Continued,
     ControlFailed,
@@ -13,7 +15,10 @@ from aprilsched.core.events import (
     Opened,
     Paused,
 )
+from aprilsched.core.ledger import Reason
 from aprilsched.core.lifecycle import Move, State
+from aprilsched.core.records import RequestRecord
+from aprilsched.core.retries import count_break
 from aprilsched.core.saving.restoring import call_again
 from aprilsched.core.state import SchedulerState
 from aprilsched.core.turns import take_back
@@ -40,6 +45,7 @@ def on_opened(state: SchedulerState, event: Opened) -> None:
     for engine in event.engines:
         current = engine.version == state.tracker.trainer and state.adapter is None
         state.control.join(engine, standby=not current)
+        state.pulses.join(engine.name, engine.max_running)
         if current:
             state.tracker.join(engine.name, state.tracker.trainer)
     if state.resumed:
@@ -63,10 +69,15 @@ def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:
     engine = event.info
     if state.control.of(engine.name) is not None:
         return
-    refitting = state.update is not None and state.update.refitting
+    refitting = state.update.refitting if state.update is not None else frozenset[str]()
+    if state.update is not None and engine.name not in refitting:
+        # It was lost before it was asked: now it can be.
+        state.update.answers.pop(engine.name, None)
     current = engine.version == state.tracker.trainer and state.adapter is None
     standby = not current or bool(refitting)
     state.control.join(engine, standby=True)
+    state.pulses.join(engine.name, engine.max_running)
+    note_join(state, engine.name)
     if not standby:
         promote(state, engine.name)
 
@@ -97,10 +108,12 @@ def on_continued(state: SchedulerState, event: Continued) -> None:
     if control is None:
         return
     _move_open(state, event.engine, State.HELD, Move.CONTINUE)
+    state.pulses.of(event.engine).silence = 0.0
     if control.flushed:
         for request in state.book.open_requests(event.engine):
             rollout = request.rollout
             request.prefill_due = len(rollout.prompt_ids) + len(rollout.log)
+            state.pulses.of(event.engine).owed += request.prefill_due
 
 
 def on_control_failed(state: SchedulerState, event: ControlFailed) -> None:
@@ -116,9 +129,11 @@ def lose(state: SchedulerState, engine: str, cause: str) -> None:
     control = state.control
     if control.of(engine) is None:
         return
-    _leave(state, engine, cause)
+    broken = _leave(state, engine, cause)
     del control.standby[engine]
     state.adapters.pop(engine, None)
+    note_loss(state, engine, cause)
+    _count_breaks(state, broken, f"{engine} was lost: {cause}")
     last = not control.engines and not control.standby
     state.commands.append(LoseEngine(engine=engine, cause=cause, standby=False, last=last))
 
@@ -129,19 +144,31 @@ def demote(state: SchedulerState, engine: str, cause: str) -> None:
     state.commands.append(LoseEngine(engine=engine, cause=cause, standby=True, last=False))
 
 
-def _leave(state: SchedulerState, engine: str, cause: str) -> None:
-    """Out of use; its record waits among those on standby."""
+def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord]:
+    """Out of use; its record waits among those on standby. Gives the requests that it had."""
     control = state.control.engines.pop(engine, None)
     if control is not None:
         state.control.standby[engine] = control
         state.control.touch(engine)
         state.tracker.leave(engine)
-    for request in state.book.open_requests(engine):
+    requests = list(state.book.open_requests(engine))
+    for request in requests:
         state.book.close_attempt(request, None)
         request.avoid = engine
         take_back(state, request)
     if state.update is not None:
         state.update.answers.setdefault(engine, (None, cause))
+    return requests
+
+
+def _count_breaks(state: SchedulerState, requests: list[RequestRecord], cause: str) -> None:
+    """Once all are back: the siblings of one that is dropped must not be called back from the
+    engine that is gone."""
+    for request in requests:
+        exhausted = count_break(request, state.rules, cause)
+        if exhausted and request.request_id in state.book.requests:
+            rollout = request.rollout
+            drop(state, rollout.group, Reason.FAILED, exhausted, culprit=rollout.rollout_id)
 
 
 def _move_open(state: SchedulerState, engine: str, where: State, move: Move) -> None:

@@ -45,6 +45,7 @@ __all__ = [
     "RewardFailed",
     "Rewarded",
     "SleepRequested",
+    "Tick",
     "TurnRequested",
     "UpdateRequested",
     "UpdateWithdrawn",
@@ -64,6 +65,7 @@ class EngineInfo:
         holds_stragglers: it can release memory while requests wait in a pause.
         keeps_weights: weights that it released come back as they were.
         kv_tokens: the size of its KV pool, in tokens; None if it does not say.
+        max_running: requests that it runs at the same time; None if it does not say.
     """
 
     name: str
@@ -71,6 +73,7 @@ class EngineInfo:
     holds_stragglers: bool = False
     keeps_weights: bool = False
     kv_tokens: int | None = None
+    max_running: int | None = None
 
 
 # --- the trainer -----------------------------------------------------------------------------
@@ -333,6 +336,11 @@ class EngineLost:
 
 Event: TypeAlias = (
     Opened
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    """A second has passed. Fed by the shell, and shown to no listener."""
+
+
     | BatchRequested
     | BatchWithdrawn
     | BatchesAcknowledged
@@ -364,3 +372,4 @@ Event: TypeAlias = (
     | EngineJoined
     | EngineLost
 )
+    | Tick

@@ -30,6 +30,8 @@ class Reason(StrEnum):
     """Evicted at an update because it would pass the staleness bound. Censors lengths."""
     RESTARTED = "restarted"
     """Of an evaluation, or of an episode that took another way, when the scheduler was resumed."""
+    ABANDONED = "abandoned"
+    """Of an evaluation whose engines are gone, where only an update leads on."""
     DAMAGED = "damaged"
     """The store could not read it any more."""
 

@@ -43,7 +43,7 @@ class RequestRecord:
     failures: int = 0
     """Attempts in a row that failed without a new token."""
     breaks: int = 0
-    """Attempts that failed after new tokens."""
+    """Attempts that failed after new tokens, or went down with their engine."""
     avoid: str = ""
     """The engine on which the last attempt failed."""
     aborting: bool = False
@@ -53,6 +53,11 @@ class RequestRecord:
     @property
     def generated(self) -> int:
         return len(self.rollout.log) - self.output_start
+
+    @property
+    def gained(self) -> bool:
+        """The attempt has brought new tokens."""
+        return len(self.rollout.log) > self.attempt_start
 
     @property
     def remaining(self) -> int:

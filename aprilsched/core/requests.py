@@ -10,6 +10,7 @@ from aprilsched.core.dropping import drop
 from aprilsched.core.engines import lose
 from aprilsched.core.events import Failed, Finished, Interrupted, Progress
 from aprilsched.core.ledger import Reason
+from aprilsched.core.retries import count_failure
 from aprilsched.core.state import SchedulerState
 from aprilsched.core.turns import end_turn, take_back
 
@@ -22,6 +23,7 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
         return
     counters = state.book.counters
     tokens = len(event.token_ids)
+    state.pulses.beat(request.engine, tokens)
     counters.tokens_generated += tokens
     counters.tokens_reprefilled += request.prefill_due
     request.prefill_due = 0
@@ -43,6 +45,7 @@ def on_finished(state: SchedulerState, event: Finished) -> None:
     if request is None:
         return
     state.control.engines[request.engine].strikes = 0
+    state.pulses.beat(request.engine, 0)
     state.book.close_attempt(request, event.spans)
     state.due.note(request.rollout.group, state.tracker.trainer)
     if request.rollout.group.dropped is not None:
@@ -55,6 +58,8 @@ def on_finished(state: SchedulerState, event: Finished) -> None:
 def on_interrupted(state: SchedulerState, event: Interrupted) -> None:
     request = state.book.attempt(event.request_id, event.attempt)
     if request is not None:
+        if request.gained:
+            request.failures = 0
         state.book.close_attempt(request, event.spans)
         state.due.note(request.rollout.group, state.tracker.trainer)
         take_back(state, request)
@@ -66,11 +71,10 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
         return
     engine, rollout = request.engine, request.rollout
     state.book.close_attempt(request, None)
-    request.failures += 1
+    exhausted = count_failure(request, state.rules, event.cause, final=event.final)
     request.avoid = engine
-    exhausted = event.final or request.failures >= state.rules.max_attempts
     if rollout.group.dropped is None and exhausted:
-        drop(state, rollout.group, Reason.FAILED, event.cause, culprit=rollout.rollout_id)
+        drop(state, rollout.group, Reason.FAILED, exhausted, culprit=rollout.rollout_id)
     else:
         state.book.counters.retries += rollout.group.dropped is None
         take_back(state, request)

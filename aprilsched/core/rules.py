@@ -52,6 +52,9 @@ class Rules:
     staleness: StalenessGate
     sampling: SamplingParams
     max_attempts: int
+    """Attempts in a row that fail without a token before a request is given up."""
+    max_breaks: int
+    """Attempts that break off with tokens, or with their engine, before it is."""
     max_failed_groups: int
     """Groups that may fail in a row before the run is given up."""
     max_in_flight: int | None
@@ -59,6 +62,12 @@ class Rules:
     """Asynchronous: complete batches held for a slow trainer before launching stops."""
     engine_strikes: int
     """Failed attempts in a row, without one that went well, after which an engine is lost."""
+    stall_timeout_s: float
+    """Seconds without a token after which it is, while it should generate."""
+    slow_share: float
+    """Of the usual rate, below which it is; 0 for never."""
+    fleet_wait_s: float
+    """Seconds that a fleet without any engine is waited for."""
     reward_scope: RewardScope
     accepts: bool
     """The user filters groups."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aprilsched.core import (
+    awaiting,
     batches,
     dispatching,
     engines,
@@ -28,6 +29,7 @@ from aprilsched.core import (
     stragglers,
     turns,
     updates,
+    watching,
 )
 from aprilsched.core.commands import Command
 from aprilsched.core.invariants import check
@@ -70,6 +72,7 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.ControlFailed: engines.on_control_failed,
     events.EngineJoined: engines.on_engine_joined,
     events.EngineLost: engines.on_engine_lost,
+    events.Tick: watching.on_tick,
 }
 
 DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
@@ -84,6 +87,7 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     stragglers.settle_stragglers,
     dispatching.interrupt,
     updates.catch_up,
+    awaiting.attend,
     dispatching.steer,
     updates.refit,
     updates.retire,
@@ -107,8 +111,7 @@ class Scheduler:
         state.now = now
         state.commands = []
         HANDLERS[type(event)](state, event)
-        if state.running_out or not isinstance(event, events.Progress):
-            # New tokens change no other decision; a run has sixteen such events for each rollout.
+        if _decides(state, event):
             for decide in DECISIONS:
                 decide(state)
         return state.commands
@@ -124,3 +127,11 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raises InvariantViolation if the state is one that must not be."""
         check(self.state)
+
+
+def _decides(state: SchedulerState, event: events.Event) -> bool:
+    if isinstance(event, events.Progress):
+        # New tokens change no other decision; a run has sixteen such events for each rollout.
+        return bool(state.running_out)
+    # Nor does time, but by an engine that it shows to be lost, and while there is none.
+    return not isinstance(event, events.Tick) or bool(state.commands) or state.outage is not None

@@ -11,9 +11,11 @@ from aprilsched.core.due import DueGroups
 from aprilsched.core.expectation import Expectations
 from aprilsched.core.lengths.groups import group_lengths
 from aprilsched.core.loan import Sleep
+from aprilsched.core.outage import Outage
 from aprilsched.core.policies.resume import place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
 from aprilsched.core.policies.straggler import pause_mode
+from aprilsched.core.pulse import Pulses
 from aprilsched.core.records import GroupRecord
 from aprilsched.core.refit import Update
 from aprilsched.core.rules import Rules
@@ -90,6 +92,12 @@ class SchedulerState:
         self.adapters: dict[str, set[int]] = {}
         """Adapters loaded on each engine."""
         self.sleep: Sleep | None = None
+        self.pulses = Pulses()
+        self.outage: Outage | None = None
+        self.lost: dict[str, str] = {}
+        """Engines that were lost last and are not back, with causes."""
+        self.hoped_until = 0.0
+        """While none is in use, another may come back with the fleet's version until then."""
         self.evaluations: dict[int, list[GroupRecord]] = {}
 
     def note_lengths(self, group: GroupRecord) -> None:

@@ -89,9 +89,7 @@ def advance(state: SchedulerState) -> None:
     update = state.update
     if update is None:
         return
-    if not any(True for _ in state.control.all()):
-        _finish(state, update, cause="every engine is lost")
-    elif update.answered:
+    if update.answered:
         _settle(state, update)
     elif not update.quiet:
         # An evaluation is of one version, so it ends first; so do stragglers that run on.
@@ -104,13 +102,16 @@ def refit(state: SchedulerState) -> None:
     update = state.update
     if update is None or not update.quiet or update.refitting:
         return
-    wanted = [control for control in state.control.all() if not control.catching_up]
+    there = list(state.control.all())
+    wanted = [control for control in there if not control.catching_up]
     if update.beside:
         wanted = [control for control in wanted if _has_base(state, control)]
     elif not all(state.control.refittable(control) for control in wanted):
         return
     if not wanted:
-        _finish(state, update, cause="no engine is there that could take it")
+        # Where none is there at all, or one is about to be, it waits for that.
+        if there and not any(control.catching_up for control in there):
+            _finish(state, update, cause="no engine is there that could take it")
         return
     for control in wanted:
         control.mode = control.mode if update.beside else Mode.REFITTING

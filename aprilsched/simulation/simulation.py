@@ -135,6 +135,8 @@ class Simulation:
                 do.CancelWork: lambda _: None,
                 do.AdmitEngine: lambda _: None,
                 do.LoseEngine: self._lose_engine,
+                do.AwaitFleet: lambda _: None,
+                do.GiveUpFleet: lambda _: None,
                 do.GiveUp: self._give_up,
                 do.FinishUpdate: trainer.finish_update,
                 do.Deliver: trainer.deliver,

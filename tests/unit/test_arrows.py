@@ -123,6 +123,10 @@ RULES: dict[str, Rule] = {
             "aprilsched.types",
         )
     ),
+    # What readmission asks of any engine.
+    "aprilsched.doctor.quick": Rule(
+        ours=("aprilsched.engines.base", "aprilsched.errors", "aprilsched.types"), others=NUMPY
+    ),
     "aprilsched.weights": Rule(
         ours=(
             "aprilsched.engines.base",
@@ -181,6 +185,7 @@ RULES: dict[str, Rule] = {
             "aprilsched.errors",
             "aprilsched.planning",
             "aprilsched.store",
+            "aprilsched.doctor.quick",
             "aprilsched.telemetry",
             "aprilsched.types",
             "aprilsched.weights.base",

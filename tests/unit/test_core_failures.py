@@ -34,7 +34,8 @@ def test_after_the_last_attempt_the_whole_group_is_in_the_ledger_and_replaced():
     driver.fail((key[0], 2), cause="HTTP 500")
     ledger = driver.state.book.ledger
     assert ledger.rollouts == {"failed": 1, "sibling_failed": 1}
-    assert {entry.cause for entry in ledger.entries} == {"HTTP 500"}
+    cause = "2 attempts in a row failed without a new token, the last: HTTP 500"
+    assert {entry.cause for entry in ledger.entries} == {cause}
     driver.settle()
     assert group_id not in driver.group_ids()
     assert len(driver.group_ids()) == 2
@@ -45,7 +46,43 @@ def test_a_refused_request_is_not_tried_again():
     driver.request_batch()
     driver.fail(driver.attempts()[0], cause="too long", final=True)
     assert driver.state.book.ledger.rollouts[Reason.FAILED] == 1
+    assert driver.state.book.ledger.entries[0].cause == "refused at attempt 1: too long"
     assert driver.state.book.counters.retries == 0
+
+
+def test_an_attempt_that_brought_a_token_counts_apart_from_those_in_a_row_that_did_not():
+    driver = Driver(
+        config(batch_groups=4, max_attempts=2, max_breaks=4), engines=tuple("abcdefgh")
+    )
+    driver.request_batch()
+    request = driver.attempts()[0][0]
+
+    def latest() -> tuple[int, int]:
+        return max(key for key in driver.sends if key[0] == request)
+
+    for _ in range(3):
+        driver.fail(latest())
+        driver.progress(latest(), 1)
+        driver.fail(latest(), cause="the stream broke")
+        assert driver.state.book.ledger.total == 0
+    driver.progress(latest(), 1)
+    driver.fail(latest(), cause="HTTP 502")
+    causes = {entry.cause for entry in driver.state.book.ledger.entries}
+    assert causes == {"4 attempts broke off, the last: HTTP 502"}
+
+
+def test_a_request_that_ends_every_engine_it_meets_is_dropped_in_the_end():
+    driver = Driver(config(max_breaks=3), engines=("a", "b", "c", "d"))
+    driver.request_batch()
+    request = driver.attempts()[0][0]
+    for _ in range(3):
+        engine = next(s.engine for k, s in driver.sends.items() if k[0] == request)
+        driver.feed(ev.EngineLost(engine=engine, cause="crashed"))
+    dropped = {entry.cause for entry in driver.state.book.ledger.entries}
+    assert len(dropped) == 1
+    assert dropped.pop().startswith("3 attempts broke off, the last: ")
+    driver.settle()
+    assert driver.sends, "a new group takes its place on the engine that is left"
 
 
 def test_late_tokens_of_a_dropped_rollout_are_counted_as_discarded():
@@ -138,7 +175,8 @@ def test_a_run_in_which_group_after_group_fails_is_given_up_and_launches_nothing
         assert not driver.given_up
         driver.fail(driver.attempts()[0], cause="HTTP 400", final=True)
         driver.settle()
-    assert [(g.groups, g.cause) for g in driver.given_up] == [(3, "HTTP 400")]
+    assert [g.groups for g in driver.given_up] == [3]
+    assert driver.given_up[0].cause == "refused at attempt 1: HTTP 400"
     launched = driver.state.book.counters.launched
     driver.fail(driver.attempts()[0], final=True)
     assert driver.state.book.counters.launched == launched

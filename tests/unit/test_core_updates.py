@@ -181,9 +181,21 @@ def test_a_pause_that_fails_costs_the_engine_and_not_the_update():
     assert driver.state.tracker.engines == {"b": 1}
 
 
-def test_the_last_engine_lost_during_an_update_ends_it():
+def test_an_update_waits_for_an_engine_where_the_last_one_is_lost_before_any_weights_are():
     driver = Driver(config(), engines=("a",))
     driver.feed(ev.UpdateRequested(version=1))
     driver.feed(ev.EngineLost(engine="a", cause="gone"))
     assert driver.lost[0].last
-    assert driver.updates[0].cause == "every engine is lost"
+    assert not driver.updates
+    driver.come_back("a")
+    driver.settle()
+    assert driver.updates[0].cause == ""
+    assert driver.state.tracker.engines == {"a": 1}
+
+
+def test_an_update_ends_where_the_last_engine_is_lost_while_it_loads_the_weights():
+    driver = Driver(config(), engines=("a",))
+    driver.feed(ev.UpdateRequested(version=1))
+    driver.settle_controls()
+    driver.feed(ev.EngineLost(engine="a", cause="gone"))
+    assert driver.updates[0].cause == "a: gone"

@@ -1,0 +1,66 @@
+"""What is said of slow engines and of a fleet that is gone, in the log and to those who wait."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+
+from aprilsched.coordinator.waits import Waits
+from aprilsched.core.commands import AwaitFleet, GiveUpFleet, ReportSlow, WantUpdate
+from aprilsched.errors import FleetLost, RefitError
+
+__all__ = ["Outages", "wants_update"]
+
+log = logging.getLogger("aprilsched")
+
+
+class Outages:
+    """Carries the commands of :mod:`aprilsched.core.awaiting` out."""
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+
+    def report_slow(self, command: ReportSlow) -> None:
+        log.warning(
+            "engine %s is slow: %s; it stays in use, since no other shows what it could do",
+            command.engine,
+            command.cause,
+        )
+
+    def wait(self, command: AwaitFleet) -> None:
+        now = datetime.now().astimezone()
+        log.error(
+            "no engine is left since %s; one of them is waited for until %s: %s",
+            _clock(now - timedelta(seconds=command.waited_s)),
+            _clock(now + timedelta(seconds=command.left_s)),
+            _causes(command.lost),
+        )
+
+    def give_up(self, command: GiveUpFleet) -> None:
+        self._waits.fail(
+            FleetLost(
+                f"no engine is left and none came back within {command.waited_s:.0f} s "
+                f"({_causes(command.lost)}); restart the servers, or raise fleet_wait_s."
+            )
+        )
+
+    def want_update(self, command: WantUpdate) -> None:
+        error = wants_update(command.engines)
+        self._waits.refuse(error, batch=command.batch, evaluations=command.evaluations)
+
+
+def wants_update(engines: Iterable[str]) -> RefitError:
+    """For who waits for tokens that nobody can generate before an update."""
+    return RefitError(
+        f"no engine has the fleet's weights ({', '.join(engines)} wait for them); call "
+        "update_weights() first."
+    )
+
+
+def _clock(when: datetime) -> str:
+    return when.strftime("%H:%M:%S")
+
+
+def _causes(lost: tuple[tuple[str, str], ...]) -> str:
+    return "; ".join(f"{engine}: {cause}" for engine, cause in lost)
