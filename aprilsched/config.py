@@ -110,6 +110,18 @@ class SchedulerConfig:
     """Accept "retract" and "in_place" on servers that cannot tell the version of each token."""
     dispatch_rate: int = 2_000
     """Requests sent per second, at most."""
+    stall_timeout_s: float = 60.0
+    """Without a token of any of its open requests for so long, an engine is lost. Pauses do not
+    count, and unanswered prompts add their length / 4,000 tokens/s; an engine that prefills more
+    slowly, or needs so long between two chunks of a stream, needs more."""
+    slow_share: float = 0.2
+    """An engine is lost that generates less than this share of what is usual for it and of what the
+    other engines generate, for each request; 0 for never."""
+    fleet_wait_s: float = 600.0
+    """How long a fleet of which no engine is left is waited for."""
+    save_interval_s: float = 1.0
+    """With a store: new tokens are saved so often. What is over, and what is handed over, at once.
+    """
     control_timeout_s: float = 120.0
     """For each pause, flush and continue call of an engine."""
     refit_timeout_s: float = 1800.0
@@ -143,10 +155,14 @@ class SchedulerConfig:
             staleness=StalenessGate(bound=self.max_staleness, rule=self.staleness_rule),
             sampling=self.sampling,
             max_attempts=self.max_attempts,
+            max_breaks=self.max_breaks,
             max_failed_groups=self.max_failed_groups,
             max_in_flight=self.max_in_flight,
             ready_batches=self.ready_batches,
             engine_strikes=_ENGINE_STRIKES,
+            stall_timeout_s=self.stall_timeout_s,
+            slow_share=self.slow_share,
+            fleet_wait_s=self.fleet_wait_s,
             reward_scope=reward_scope,
             accepts=accepts,
             episodes=episodes,
@@ -155,14 +171,10 @@ class SchedulerConfig:
     def _kv(self) -> CachedKV:
         if self.kv_after_refit == "auto":
             return "keep" if self.straggler == "in_place" else "recompute"
-            max_breaks=self.max_breaks,
         return self.kv_after_refit
 
     def _refill(self) -> Refill:
         if self.refill == "wave":
-            stall_timeout_s=self.stall_timeout_s,
-            slow_share=self.slow_share,
-            fleet_wait_s=self.fleet_wait_s,
             return Wave()
         if self.refill == "rounds":
             return Rounds(store=self.store_batches, probes=self.probes, oldest=self.oldest_batches)
@@ -200,6 +212,10 @@ class SchedulerConfig:
             share = getattr(self, name)
             if not 0 < share <= 1:
                 raise ConfigError(f"{name} is {share}; give a share above 0 and at most 1.")
+        if not 0 <= self.slow_share < 1:
+            raise ConfigError(
+                f"slow_share is {self.slow_share}; give a share below 1, or 0 for never."
+            )
         for price in fields(self.prices):
             value = getattr(self.prices, price.name)
             if value < 0 or (value == 0 and price.name == "prefill_tokens_per_s"):
@@ -212,10 +228,6 @@ class SchedulerConfig:
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
 
     def _check_combinations(self) -> None:
-        if not 0 <= self.slow_share < 1:
-            raise ConfigError(
-                f"slow_share is {self.slow_share}; give a share below 1, or 0 for never."
-            )
         if self._kv() not in _KV[self.straggler]:
             raise ConfigError(
                 f'kv_after_refit="{self.kv_after_refit}" is not possible with '
@@ -266,6 +278,10 @@ _LEAST: dict[str, float] = {
     "max_in_flight": 1,
     "ready_batches": 1,
     "dispatch_rate": 1,
+    "max_breaks": 1,
+    "stall_timeout_s": 1,
+    "fleet_wait_s": 0,
+    "save_interval_s": 0.001,
     "control_timeout_s": 0.001,
     "refit_timeout_s": 0.001,
 }

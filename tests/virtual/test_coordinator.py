@@ -454,7 +454,8 @@ def test_prompts_that_are_none_end_the_run_with_the_reason():
 
 def test_the_loss_of_the_last_engine_is_raised():
     async def main() -> None:
-        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+        settings = config(fleet_wait_s=0)
+        async with RolloutScheduler(SimFleet(1), workload(), config=settings) as rollouts:
             waiting = asyncio.create_task(rollouts.next_batch())
             await asyncio.sleep(0.1)
             rollouts._feed(EngineLost(engine="sim-0", cause="burnt"))
