@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import tyro
 
@@ -14,6 +15,7 @@ from aprilsched.commands.keys import key_from
 from aprilsched.commands.settings import SimSettings
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.http import SimServer
+from aprilsched.engines.sim.http.faults import FaultScript, parse_faults
 from aprilsched.errors import ConfigError
 
 __all__ = ["ServeSimCommand", "main"]
@@ -33,6 +35,8 @@ class ServeSimCommand:
     """Name of the environment variable with the key that control calls must then bring."""
     time_scale: float = 1.0
     """Wall seconds for each modelled second: 0.1 is ten times faster than the machine."""
+    faults: Path | None = None
+    """A TOML script of what shall go wrong (docs/faults.md); what did is printed at the end."""
     sim: SimSettings = field(default_factory=SimSettings)
 
     def servers(self) -> list[SimServer]:
@@ -44,6 +48,7 @@ class ServeSimCommand:
         sim = self.sim
         if sim.engines < 1:
             raise ConfigError(f"sim.engines is {sim.engines}; give at least 1.")
+        script = FaultScript() if self.faults is None else read_faults(self.faults)
         config = SimConfig(
             max_running=sim.max_running,
             kv_tokens=sim.kv_tokens,
@@ -58,9 +63,25 @@ class ServeSimCommand:
                 admin_key=key_from(self.admin_key_env),
                 time_scale=self.time_scale,
                 refit_seconds=sim.refit_seconds,
+                faults=script.of_engine(index),
             )
             for index in range(sim.engines)
         ]
+
+
+def read_faults(path: Path) -> FaultScript:
+    """The script in the file at `path`.
+
+    Raises:
+        ConfigError: if it cannot be read, or cannot be carried out.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"The fault script {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"The fault script {path} is no TOML: {error}.") from error
+    return parse_faults(text, str(path))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -87,4 +108,13 @@ async def _serve(servers: Sequence[SimServer]) -> int:
         for server in servers:
             await stack.enter_async_context(server)
             print(f"the embedded engine listens at {server.url}", flush=True)
-        return await ended.get()
+        code = await ended.get()
+        for server in servers:
+            if server.faults:
+                print(f"{server.url}: {_fired(server.faults.fired)}", flush=True)
+        return code
+
+
+def _fired(fired: Mapping[str, int]) -> str:
+    counts = ", ".join(f"{kind} {count}" for kind, count in sorted(fired.items()))
+    return f"faults that happened: {counts or 'none'}"

@@ -137,6 +137,14 @@ class SimEngine:
         self._orphans.clear()
         await self.open()
 
+    def decode_at(self, rate: float) -> None:
+        """Compute at `rate` times the modelled speed from now on, for tests; 0: not at all."""
+        if self._pacer.started:
+            self._pump()
+        self._pacer.go_at(rate)
+        if self._pacer.started:
+            self._schedule()
+
     def _break_streams(self, why: str) -> None:
         for stream in self._streams.values():
             stream.put_nowait(EngineProtocolError(self._name, why))

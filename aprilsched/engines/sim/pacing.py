@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from aprilsched.errors import ConfigError, EngineUnreachable
@@ -13,7 +14,9 @@ __all__ = ["Pacer"]
 class Pacer:
     """Modelled seconds since the first :meth:`start`: loop seconds divided by `scale`.
 
-    Modelled time never goes back and stands still while stopped.
+    :meth:`go_at` makes them pass more slowly for a time.
+
+    Modelled time never goes back and stands still while stopped, or at a rate of 0.
 
     Raises:
         ConfigError: if `scale` is not positive.
@@ -23,10 +26,11 @@ class Pacer:
         if scale <= 0:
             raise ConfigError(f"time_scale is {scale}; give a number above 0.")
         self._name = name
-        self._scale = scale
+        self._scale = self._usual_scale = scale
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._origin = 0.0
+        self._before = 0.0
         self._seen = 0.0
 
     @property
@@ -36,7 +40,7 @@ class Pacer:
     def start(self) -> None:
         """Go on, on the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._origin = self._loop.time() - self._seen * self._scale
+        self._origin, self._before = self._loop.time(), self._seen
 
     def stop(self) -> None:
         self._disarm()
@@ -50,7 +54,8 @@ class Pacer:
         """
         if self._loop is None:
             raise EngineUnreachable(self._name, "not open; enter the scheduler or call open().")
-        self._seen = max(self._seen, (self._loop.time() - self._origin) / self._scale)
+        passed = (self._loop.time() - self._origin) / self._scale
+        self._seen = max(self._seen, self._before + passed)
         return self._seen
 
     def reached(self, when: float) -> float:
@@ -58,15 +63,24 @@ class Pacer:
         self._seen = max(self.now(), when)
         return self._seen
 
+    def go_at(self, rate: float) -> None:
+        """Let modelled time pass `rate` times as fast as usual; what is armed must be set anew."""
+        if self._loop is not None:
+            self.now()
+        self._disarm()
+        self._scale = self._usual_scale / rate if rate else float("inf")
+        if self._loop is not None:
+            self.start()
+
     async def sleep(self, seconds: float) -> None:
-        """Sleep for modelled seconds."""
-        await asyncio.sleep(seconds * self._scale)
+        """Sleep for modelled seconds, as they usually pass."""
+        await asyncio.sleep(seconds * self._usual_scale)
 
     def arm(self, due: float | None, callback: Callable[[float], None]) -> None:
         """Call ``callback(due)`` at the modelled time `due`, instead of what was set before."""
         self._disarm()
-        if due is not None and self._loop is not None:
-            when = self._origin + due * self._scale
+        if due is not None and self._loop is not None and math.isfinite(self._scale):
+            when = self._origin + (due - self._before) * self._scale
             self._timer = self._loop.call_at(when, callback, due)
 
     def _disarm(self) -> None:

@@ -48,11 +48,13 @@ _ADMIN: Sequence[tuple[str, str, Handler]] = (
 )
 
 
-def make_app(served: ServedEngine, *, admin_key: str | None) -> web.Application:
-    """The application over `served`."""
-    middlewares: list[Middleware] = [refusing]
+def make_app(
+    served: ServedEngine, *, admin_key: str | None, outermost: Sequence[Middleware] = ()
+) -> web.Application:
+    """The application over `served`; `outermost` sees every call and every answer."""
+    middlewares: list[Middleware] = [*outermost, refusing]
     if admin_key is not None:
-        middlewares.insert(0, _asking_for(admin_key))
+        middlewares.insert(-1, _asking_for(admin_key))
     app = web.Application(middlewares=middlewares, client_max_size=_LARGEST_BODY)
     app[SERVED] = served
     for method, path, handler in (*_OPEN, *_ADMIN):

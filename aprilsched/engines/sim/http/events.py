@@ -1,15 +1,31 @@
-"""From chunks to what /generate answers: ``output_ids`` and ``meta_info``, in SGLang's names."""
+"""From chunks to what /generate answers: ``output_ids`` and ``meta_info``, in SGLang's names.
+
+What a stream sends, its items, are events, and bytes that are no event of a response.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, TypeAlias
+
+import msgspec
 
 from aprilsched.engines.base import Chunk
 from aprilsched.engines.sim.http.requests import Call, ServedRequests
 from aprilsched.types import Float32Array, Int32Array
 
-__all__ = ["Answer"]
+__all__ = ["DONE", "Answer", "Event", "Item", "framed"]
+
+Event: TypeAlias = dict[str, Any]
+Item: TypeAlias = Event | bytes
+
+DONE = b"data: [DONE]\n\n"
+"""What a stream ends with."""
+
+
+def framed(item: Item) -> bytes:
+    """What of `item` goes over the wire."""
+    return item if isinstance(item, bytes) else b"data: " + msgspec.json.encode(item) + b"\n\n"
 
 
 class Answer:
@@ -22,7 +38,7 @@ class Answer:
         self._tokens = 0
         self._began = asyncio.get_running_loop().time()
 
-    def event(self, chunk: Chunk) -> dict[str, Any]:
+    def event(self, chunk: Chunk) -> Event:
         """The event that carries the tokens of `chunk`, all of them new."""
         ids: list[int] = chunk.token_ids.tolist()
         self._tokens += len(ids)

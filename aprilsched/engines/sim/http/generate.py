@@ -12,9 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
-import msgspec
 import numpy as np
 from aiohttp import web
 
@@ -25,7 +23,8 @@ from aprilsched.engines.sim.http.bodies import (
     generation_request,
     known_parameters,
 )
-from aprilsched.engines.sim.http.events import Answer
+from aprilsched.engines.sim.http.events import DONE, Answer, Item, framed
+from aprilsched.engines.sim.http.faults.middleware import spoil
 from aprilsched.engines.sim.http.keys import SERVED
 from aprilsched.engines.sim.http.refusals import Refused, as_json
 from aprilsched.engines.sim.http.requests import Call
@@ -58,28 +57,32 @@ async def _streamed(
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
     try:
-        async with aclosing(_events(served, body, rid)) as events:
-            async for event in events:
-                await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
-    except Refused as refusal:
-        await response.write(b"data: " + msgspec.json.encode(refusal.event()) + b"\n\n")
+        async with (
+            aclosing(_items(served, body, rid)) as sent,
+            aclosing(spoil(request, sent)) as items,
+        ):
+            async for item in items:
+                await response.write(framed(item))
     except EngineError:
         if request.transport is not None:
             request.transport.abort()  # the engine is gone; so is its connection
         return response
+    except ConnectionResetError:  # the client is gone
+        return response
     served.later(_LATE_ABORT_SECONDS, rid)
-    await response.write(b"data: [DONE]\n\n")
     return response
 
 
-async def _events(
-    served: ServedEngine, body: GenerateBody, rid: str
-) -> AsyncGenerator[dict[str, Any], None]:
-    call = Call(generation_request(body, rid, served.config))
-    answer = Answer(served, call, logprobs=body.return_logprob)
-    async with aclosing(served.generate(call)) as chunks:
-        async for chunk in chunks:
-            yield answer.event(chunk)
+async def _items(served: ServedEngine, body: GenerateBody, rid: str) -> AsyncGenerator[Item, None]:
+    try:
+        call = Call(generation_request(body, rid, served.config))
+        answer = Answer(served, call, logprobs=body.return_logprob)
+        async with aclosing(served.generate(call)) as chunks:
+            async for chunk in chunks:
+                yield answer.event(chunk)
+    except Refused as refusal:
+        yield refusal.event()
+    yield DONE
 
 
 async def _whole(served: ServedEngine, call: Call) -> Chunk:

@@ -102,6 +102,11 @@ class ServedEngine(ServedRequests):
             if running:
                 await self.engine.resume()
 
+    async def begin_with(self, path: str, label: str, key: int) -> None:
+        """Have other weights from the start than those of version 0."""
+        self.model_path = path
+        await self.engine.refit(self._version(label), key)
+
     def begin_update(self) -> bool:
         """Open an update in parts; False if one is open."""
         opened, self._updating = not self._updating, True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from types import TracebackType
 
@@ -10,6 +11,11 @@ from aiohttp import web
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.engine import SimEngine
 from aprilsched.engines.sim.http.app import make_app
+from aprilsched.engines.sim.http.faults.broken import reset
+from aprilsched.engines.sim.http.faults.choosing import Faults
+from aprilsched.engines.sim.http.faults.engine import EngineFaults
+from aprilsched.engines.sim.http.faults.middleware import spoiling
+from aprilsched.engines.sim.http.faults.script import FaultScript
 from aprilsched.engines.sim.http.served import ServedEngine
 from aprilsched.errors import ConfigError
 
@@ -29,6 +35,7 @@ class SimServer:
         admin_key: control calls want it as a bearer token; None leaves them open.
         time_scale: wall seconds for each modelled second.
         refit_seconds: modelled time that new weights need.
+        faults: what shall go wrong with it, from its start on.
 
     Raises:
         ConfigError: if a number is out of its range.
@@ -43,6 +50,7 @@ class SimServer:
         admin_key: str | None = None,
         time_scale: float = 1.0,
         refit_seconds: float = 0.0,
+        faults: FaultScript | None = None,
     ) -> None:
         if not 0 <= port <= _LARGEST_PORT:
             raise ConfigError(f"port is {port}; give one from 0 (any) to {_LARGEST_PORT}.")
@@ -57,12 +65,16 @@ class SimServer:
         self._time_scale = time_scale
         self._served: ServedEngine | None = None
         self._runner: web.AppRunner | None = None
+        self._bound: int | None = None
+        self.faults = Faults(faults or FaultScript())
+        """What of the script has happened."""
+        self._engine_faults = EngineFaults(self.faults, self)
 
     @property
     def url(self) -> str:
         """Where it listens, once it is started."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        port = self._runner.addresses[0][1] if self._runner is not None else self._port
+        port = self._port if self._bound is None else self._bound
         return f"http://{host}:{port}"
 
     async def start(self) -> None:
@@ -73,14 +85,22 @@ class SimServer:
         """
         await self.engine.open()
         self._served = ServedEngine(self.engine, self._config, time_scale=self._time_scale)
-        app = make_app(self._served, admin_key=self._admin_key)
+        await self._listen(self._served)
+        self.faults.begin(asyncio.get_running_loop().time)
+        self._engine_faults.begin()
+
+    async def _listen(self, served: ServedEngine) -> None:
+        outermost = [spoiling(self.faults, self._engine_faults)] if self.faults else []
+        app = make_app(served, admin_key=self._admin_key, outermost=outermost)
         # Cancelled with its client, a handler gives its request up, as SGLang does.
         self._runner = web.AppRunner(
             app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS, access_log=None
         )
         try:
             await self._runner.setup()
-            await web.TCPSite(self._runner, self._host, self._port).start()
+            port = self._port if self._bound is None else self._bound
+            await web.TCPSite(self._runner, self._host, port).start()
+            self._bound = self._runner.addresses[0][1]
         except OSError as error:
             await self.stop()
             where, why = f"{self._host}:{self._port}", os.strerror(error.errno or 0)
@@ -90,9 +110,40 @@ class SimServer:
 
     async def stop(self) -> None:
         """Break what is open, and stop listening."""
+        await self._engine_faults.end()
         if self._served is not None:
             self._served.forget()
         await self.engine.close()
+        await self._close()
+        self._bound = None
+
+    async def crash(self) -> None:
+        """Die like a killed process: every connection is reset, and nothing listens."""
+        if self._served is not None:
+            self._served.forget()
+        self.engine.crash()
+        if self._runner is not None and self._runner.server is not None:
+            for connection in self._runner.server.connections:
+                reset(connection.transport)
+        await self._close()
+
+    async def restart(self, *, keeps_weights: bool = False) -> None:
+        """Be there again after :meth:`crash`, at the same address, as a new process.
+
+        It has the weights of version 0, or those that the old one had.
+
+        Raises:
+            ConfigError: if the address cannot be had any more.
+        """
+        before = self._served
+        had = (before.model_path, before.label, self.engine.batcher.weights_key) if before else None
+        await self.engine.restart()
+        self._served = ServedEngine(self.engine, self._config, time_scale=self._time_scale)
+        if keeps_weights and had is not None:
+            await self._served.begin_with(*had)
+        await self._listen(self._served)
+
+    async def _close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
