@@ -15,8 +15,10 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.core import commands as do
 from aprilsched.core import events as ev
 from aprilsched.core.rules import RewardScope
+from aprilsched.core.saving.cut import take_changes
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state import SchedulerState
+from aprilsched.store import Store
 from aprilsched.types import Batch, Int32Array, Prompt, SamplingParams, VersionSpan
 
 Key = tuple[int, int]
@@ -60,6 +62,8 @@ class Driver:
     version: int = 0
     holds_stragglers: bool = True
     keeps_weights: bool = False
+    store: Store | None = None
+    """Saves before each batch is handed over, and when told."""
     now: float = 0.0
     sends: dict[Key, do.Send] = field(default_factory=dict[Key, do.Send])
     aborts: dict[Key, do.Abort] = field(default_factory=dict[Key, do.Abort])
@@ -74,6 +78,7 @@ class Driver:
     cancelled: list[do.CancelWork] = field(default_factory=list[do.CancelWork])
     fetches: list[do.FetchPrompts] = field(default_factory=list[do.FetchPrompts])
     batches: list[Batch] = field(default_factory=list[Batch])
+    redelivered: list[Batch] = field(default_factory=list[Batch])
     evaluations: dict[int, Batch] = field(default_factory=dict[int, Batch])
     updates: list[do.FinishUpdate] = field(default_factory=list[do.FinishUpdate])
     retired: list[do.Retire] = field(default_factory=list[do.Retire])
@@ -82,6 +87,9 @@ class Driver:
     lost: list[do.LoseEngine] = field(default_factory=list[do.LoseEngine])
     gone: list[str] = field(default_factory=list[str])
     """Lost engines that have not come back."""
+    awaited: list[do.AwaitFleet] = field(default_factory=list[do.AwaitFleet])
+    fleets_given_up: list[do.GiveUpFleet] = field(default_factory=list[do.GiveUpFleet])
+    updates_wanted: list[do.WantUpdate] = field(default_factory=list[do.WantUpdate])
     given_up: list[do.GiveUp] = field(default_factory=list[do.GiveUp])
     ended: bool = False
     auto_prompts: bool = True
@@ -92,7 +100,9 @@ class Driver:
         rules = self.config.rules(
             reward_scope=self.reward_scope, accepts=self.accepts, episodes=self.episodes
         )
+        self.rules = rules
         self.core = Scheduler(rules)
+        self.state.book.journal.active = self.store is not None
         infos = tuple(self.info(name) for name in self.engines)
         self.feed(ev.Opened(engines=infos))
 
@@ -114,6 +124,8 @@ class Driver:
         self.now += 0.001
         commands = self.core.handle(event, self.now)
         self.core.check_invariants()
+        if any(isinstance(command, do.Deliver) for command in commands):
+            self.save()
         for command in commands:
             self._note(command)
         while self.auto_prompts and self.fetches:
@@ -149,6 +161,12 @@ class Driver:
                 self.resolved.append(command)
             case do.Plan():
                 self.plans.append(command)
+            case do.AwaitFleet():
+                self.awaited.append(command)
+            case do.GiveUpFleet():
+                self.fleets_given_up.append(command)
+            case do.WantUpdate():
+                self.updates_wanted.append(command)
             case do.GiveUp():
                 self.given_up.append(command)
             case do.CancelWork():
@@ -157,6 +175,8 @@ class Driver:
                 self.fetches.append(command)
             case do.Deliver():
                 self.batches.append(command.batch)
+            case do.Redeliver():
+                self.redelivered.append(command.batch)
             case do.DeliverEvaluation():
                 self.evaluations[command.evaluation_id] = command.batch
             case do.FinishUpdate():
@@ -177,6 +197,39 @@ class Driver:
                 self.ended = True
             case do.AdmitEngine():
                 self.admitted.append(command)
+
+    # --- durability ----------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Take a cut into the store, if there is one."""
+        if self.store is not None:
+            self.store.save(take_changes(self.state), durable=True)
+
+    def restart(self, versions: Sequence[int | None] = ()) -> None:
+        """The process is gone, and a new one goes on with what the store has; the engines then
+        have `versions`, or the saved one."""
+        assert self.store is not None
+        saved = self.store.open()
+        for open_things in (self.sends, self.aborts, self.controls, self.plans, self.refits):
+            open_things.clear()
+        for open_things in (self.scores, self.group_scores, self.verdicts, self.fetches):
+            open_things.clear()
+        self.episodes_started.clear()
+        self.resolved.clear()
+        self.gone.clear()
+        self.ended = False
+        self.core = Scheduler(self.rules)
+        self.state.book.journal.active = True
+        self.given = 0
+        if saved is not None:
+            self.core.restore(saved)
+            self.given = saved.run.cursor
+            self.version = saved.run.version
+        has = [*versions, *[self.version] * len(self.engines)]
+        infos = tuple(self.info(e, v) for e, v in zip(self.engines, has, strict=False))
+        if saved is None:
+            infos = tuple(self.info(name) for name in self.engines)
+        self.feed(ev.Opened(engines=infos))
 
     # --- answers -------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from aprilsched.core.saving.saved import (
 from aprilsched.core.state import SchedulerState
 from aprilsched.types import Float32Array, Int32Array
 
-__all__ = ["take_changes", "take_everything"]
+__all__ = ["take_anew", "take_changes", "take_everything"]
 
 _NO_ENGINE = -1
 
@@ -74,6 +74,16 @@ def take_everything(state: SchedulerState) -> Cut:
         dropped=tuple(state.book.ledger.entries),
         lengths=tuple(state.expectations.observed.cohort()),
     )
+
+
+def take_anew(state: SchedulerState) -> Cut:
+    """The whole scheduler, as the first cut of a store; the journal begins anew."""
+    cut = take_everything(state)
+    for group in state.book.training_groups():
+        for member in group.members:
+            member.saved, member.anew = len(member.log), False
+    state.book.journal.clear()
+    return cut
 
 
 def _page(rollouts: Iterable[RolloutRecord], *, whole: bool = False) -> TokenPage | None:

@@ -7,6 +7,8 @@ asked for again; evaluations were the caller's and are in the ledger.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from aprilsched.core.assembly import batch_of, group_of, rollout_of
@@ -122,7 +124,7 @@ def _call_again(state: SchedulerState, group: GroupRecord, member: RolloutRecord
 def _restore_run(state: SchedulerState, saved: Saved) -> None:
     run, book = saved.run, state.book
     book.last_id = run.last_id
-    book.counters = run.counters
+    book.counters = replace(run.counters)
     for entry in saved.dropped:
         book.ledger.entries.append(entry)
     book.ledger.rollouts.update({Reason(name): n for name, n in run.dropped_rollouts.items()})
