@@ -46,7 +46,9 @@ class CostsOfRun:
     def add(self, line: Line) -> None:
         """One more line."""
         match line.event or line.command:
-            case "Deliver":
+            case "Resumed":
+                self._forget_begun()
+            case "Deliver" | "Redeliver":
                 self._trainer.begin("", line.t)
             case "UpdateRequested" | "BatchRequested":
                 self._trainer.end("", line.t)
@@ -64,6 +66,19 @@ class CostsOfRun:
                 self._continues.end(line.engine, line.t)
             case _:
                 self._add_work(line)
+
+    def _forget_begun(self) -> None:
+        """The process that would have ended it did not live to see it."""
+        kinds = (
+            self._trainer,
+            self._refits,
+            self._pauses,
+            self._flushes,
+            self._continues,
+            self._rewards,
+        )
+        for spans in kinds:
+            spans.forget_begun()
 
     def _add_work(self, line: Line) -> None:
         match line.event or line.command:
@@ -115,6 +130,9 @@ class _Spans:
         since = self._since.get(key)
         if since is not None:
             self._took[key, since] = now - since
+
+    def forget_begun(self) -> None:
+        self._since.clear()
 
     def median(self) -> float:
         return median(self._took.values()) if self._took else 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aprilsched.analysis.lines import EngineLine, Line
+from aprilsched.analysis.lines import EngineLine, Line, RestoredLine
 
 __all__ = ["Launches", "Member", "RecordedBatch"]
 
@@ -51,6 +51,8 @@ class Launches:
         self._requests: dict[int, int] = {}
         """The rollout of each request."""
         self._evaluated: set[int] = set()
+        self._settled: set[int] = set()
+        """Groups that were delivered or dropped."""
 
     def add(self, line: Line) -> None:
         """One more line.
@@ -59,6 +61,8 @@ class Launches:
             ValueError: if it belongs to a request that was never sent.
         """
         match line.event or line.command:
+            case "Launch" if line.evaluation_id is None:
+                self._launch(line)
             case "Send":
                 self._send(line)
             case "Progress":
@@ -69,6 +73,7 @@ class Launches:
                 self._deliver(line)
             case "DeliverEvaluation":
                 self._evaluated.update(rollout.group_id for rollout in line.rollouts)
+                self._settled.update(rollout.group_id for rollout in line.rollouts)
             case "Opened":
                 self.kv_tokens = _smallest_pool(line)
             case "PromptsArrived":
@@ -76,6 +81,10 @@ class Launches:
                 self.ended = self.ended or line.last
             case "FinishUpdate" if not line.cause:
                 self.updates += 1
+            case "CancelWork":
+                self._settled.add(line.group_id)
+            case "Resumed":
+                self._forget_open()
             case "StartEpisode":
                 self.episodes = True
             case _:
@@ -106,8 +115,35 @@ class Launches:
         )
         # Sent again, a request carries what is known; what was lost on the way is not in it.
         member.tokens = line.tokens - member.prompt
+        member.finished = False
+
+    def _forget_open(self) -> None:
+        """What was in flight is launched again, as restored or, where it was not saved, anew."""
+        kept = {id_: m for id_, m in self._members.items() if m.group_id in self._settled}
+        self._members = kept
+        self._requests.clear()
+        self.fetched = len({member.group_id for member in kept.values()} - self._evaluated)
+
+    def _launch(self, line: Line) -> None:
+        # Ids that were not saved are given again.
+        self._evaluated.discard(line.group_id)
+        self._settled.discard(line.group_id)
+        if line.restored is not None:
+            self._restore(line, line.restored)
+
+    def _restore(self, line: Line, lengths: RestoredLine) -> None:
+        self.fetched += 1
+        ended = zip(line.rollout_ids, lengths.tokens, lengths.finished, strict=True)
+        for rollout_id, tokens, finished in ended:
+            self._members[rollout_id] = Member(
+                group_id=line.group_id,
+                prompt=int(line.prompt_tokens),
+                tokens=tokens,
+                finished=finished,
+            )
 
     def _deliver(self, line: Line) -> None:
+        self._settled.update(rollout.group_id for rollout in line.rollouts)
         for rollout in line.rollouts:
             # What was begun before the log was is in no Send, or with tokens in its context.
             self._members[rollout.rollout_id] = Member(

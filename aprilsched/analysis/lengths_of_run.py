@@ -14,19 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.analysis.costs_of_run import CostsOfRun, RecordedCosts
 from aprilsched.analysis.launches import Launches, Member, RecordedBatch
 from aprilsched.analysis.lines import read_lines
+from aprilsched.analysis.rebuild import summary_of_run
 from aprilsched.analysis.run import readable
 from aprilsched.core.lengths.draws import hashed_uniforms
 from aprilsched.core.lengths.kaplan_meier import kaplan_meier
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.run_folder import EVENTS, SUMMARY
+from aprilsched.telemetry.run_folder import EVENTS
 
 __all__ = ["RecordedGroup", "RecordedRun", "read_record"]
 
@@ -76,7 +76,7 @@ def read_record(folder: Path, *, group_size: int, seed: int = 0) -> RecordedRun:
     """
     launches, costs = Launches(), CostsOfRun()
     with readable(folder):
-        summary = msgspec.json.decode((folder / SUMMARY).read_bytes(), type=RunSummary)
+        summary = summary_of_run(folder)
         for line in read_lines(folder / EVENTS, progress=True):
             launches.add(line)
             costs.add(line)

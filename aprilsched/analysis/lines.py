@@ -11,7 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["DeliveredLine", "EngineLine", "Line", "read_lines"]
+from aprilsched.analysis.incarnations import whole_lines
+
+__all__ = ["DeliveredLine", "EngineLine", "Line", "RestoredLine", "read_lines"]
 
 
 class DeliveredLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +31,13 @@ class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     kv_tokens: int | None = None
+
+
+class RestoredLine(msgspec.Struct, frozen=True, kw_only=True):
+    """In a Launch line: the group is in flight again, with these lengths."""
+
+    tokens: tuple[int, ...]
+    finished: tuple[bool, ...]
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,22 +62,24 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineLine | str, ...] | int = ()
     """Of an Opened line; names alone, or their number, in others."""
     catch_up: bool = False
+    rollout_ids: tuple[int, ...] = ()
+    prompt_tokens: float = 0
+    """Of a Launch; a mean in others."""
+    evaluation_id: int | None = None
+    restored: RestoredLine | None = None
 
 
 def read_lines(path: Path, *, progress: bool = False) -> Iterator[Line]:
-    """The lines at `path`. One that was cut off at the end (a killed run) is passed over.
+    """The lines at `path` that count: see :mod:`aprilsched.analysis.incarnations`.
 
     Progress lines are two thirds of all, and left out unless `progress` asks for them.
 
     Raises:
         OSError: if the file cannot be read.
+        RunFolderError: if it is damaged before its end.
         msgspec.MsgspecError: if a line cannot be understood.
     """
     decoder = msgspec.json.Decoder(Line)
-    with path.open("rb") as file:
-        for raw in file:
-            if not raw.endswith(b"\n"):
-                return
-            if not progress and b'"event":"Progress"' in raw:
-                continue
+    for raw in whole_lines(path):
+        if progress or b'"event":"Progress"' not in raw:
             yield decoder.decode(raw)

@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from aprilsched.analysis.lines import Line, read_lines
+from aprilsched.analysis.rebuild import summary_of_run
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
+from aprilsched.telemetry.run_folder import CONFIG, EVENTS
 from aprilsched.types import Segment
 
 __all__ = [
@@ -97,14 +98,14 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """The run in `folder`.
+    """The run in `folder`; one that was killed is summed up from its event log.
 
     Raises:
         RunFolderError: if a file is missing or cannot be understood.
     """
     with readable(folder):
         config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        summary = msgspec.json.decode((folder / SUMMARY).read_bytes(), type=RunSummary)
+        summary = summary_of_run(folder)
         history = _History()
         for line in read_lines(folder / EVENTS):
             history.add(line)
@@ -158,14 +159,13 @@ class _History:
                 self._updates.append(Update(time=line.t, version=line.version))
             case "Deliver":
                 self._deliveries.append(_delivery(line))
+            case "Resumed":
+                self._end_all()
             case _:
                 pass
 
     def run(self, config: dict[str, Any], summary: RunSummary) -> Run:
-        for key in list(self._open):
-            self._close(key, finished=False)
-        for engine in list(self._paused):
-            self._unpause(engine)
+        self._end_all()
         return Run(
             config=config,
             summary=summary,
@@ -175,6 +175,13 @@ class _History:
             deliveries=tuple(self._deliveries),
             end=self._end,
         )
+
+    def _end_all(self) -> None:
+        """The run ends, or the process that had it did."""
+        for key in list(self._open):
+            self._close(key, finished=False)
+        for engine in list(self._paused):
+            self._unpause(engine)
 
     def _close(self, key: tuple[int, int], *, finished: bool) -> None:
         sent = self._open.pop(key, None)

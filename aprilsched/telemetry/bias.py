@@ -11,7 +11,7 @@ is done for a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,10 +55,17 @@ class BiasCollector:
         self._delivered_tokens += measured.length
         self.endings.left(rollout.rollout_id for rollout in rollouts)
 
-    def drop(self, ledger: Ledger) -> None:
+    def drop(self, ledger: Ledger, *, warn: bool) -> None:
         """Something went to the ledger; warn if that censors lengths."""
         self._drops.take(ledger, self.endings.finished)
-        self._drops.warn(ledger, self._delivered, self._delivered_tokens)
+        if warn:
+            self._drops.warn(ledger, self._delivered, self._delivered_tokens)
+
+    def restart(self, gone: Collection[int]) -> None:
+        """The run goes on in another process, with its own ledger; `gone` has the rollouts that
+        were delivered or dropped before."""
+        self.endings.restart(gone)
+        self._drops = Drops()
 
     def figures(
         self,

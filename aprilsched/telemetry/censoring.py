@@ -52,7 +52,10 @@ class Drops:
 
     def take(self, ledger: Ledger, finished: set[int]) -> None:
         """Take what is new; `finished` names rollouts that were generated to their end."""
-        new = min(ledger.total - self._seen, len(ledger.entries))
+        # A resumed scheduler may know less than its log does: what it had not saved is undone.
+        undone = max(0, self._seen - ledger.total)
+        del self.taken[len(self.taken) - undone :]
+        new = min(max(0, ledger.total - self._seen), len(ledger.entries))
         self._seen = ledger.total
         for entry in list(islice(reversed(ledger.entries), new))[::-1]:
             self.taken.append(Drop(entry=entry, finished=entry.rollout_id in finished))

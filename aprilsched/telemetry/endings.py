@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from aprilsched.core import commands as do
 from aprilsched.core import events as ev
+from aprilsched.core.lengths.groups import GroupLengths
 
 __all__ = ["Endings"]
 
@@ -24,6 +25,20 @@ class Endings:
         self._attempts: dict[int, tuple[int, int]] = {}
         """Attempt and rollout by request."""
         self._episodes: set[int] = set()
+
+    def restart(self, gone: Collection[int]) -> None:
+        """The process that held them has ended; `gone` were delivered or dropped before. What
+        else is there is launched again."""
+        self._attempts.clear()
+        self._episodes.clear()
+        self.finished.intersection_update(gone)
+        self.newest = max(gone, default=-1)
+
+    def restored(self, command: do.Launch, lengths: GroupLengths) -> None:
+        """The group is there again, as far as it had come."""
+        ended = zip(command.rollout_ids, lengths.finished.tolist(), strict=True)
+        self.finished.update(rollout_id for rollout_id, finished in ended if finished)
+        self.newest = max(self.newest, *command.rollout_ids)
 
     def sent(self, command: do.Send) -> None:
         self._attempts[command.request_id] = (command.attempt, command.rollout_id)

@@ -109,6 +109,7 @@ def _info(info: EngineInfo) -> dict[str, Any]:
         "holds_stragglers": info.holds_stragglers,
         "keeps_weights": info.keeps_weights,
         "kv_tokens": info.kv_tokens,
+        "max_running": info.max_running,
     }
 
 

@@ -4,6 +4,9 @@ Each line has ``t`` (seconds since the run began, on the run's clock), ``event``
 with its name, and its fields. Nothing of the wall clock and nothing random is in it, so runs
 under a virtual clock with the same seed write the same bytes.
 
+A process that goes on with the run of a former one appends to its log: time goes on from the last
+line, and the first new one is the event "Resumed".
+
 Invariant: whatever goes wrong while writing, the run goes on; it is said once, and in the
 summary.
 """
@@ -11,6 +14,7 @@ summary.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +23,9 @@ import msgspec
 
 from aprilsched.core import commands as do
 from aprilsched.core.events import Event
+from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.event_lines import plain_fields
+from aprilsched.telemetry.log_tail import RESUMED, Tail, read_tail
 
 __all__ = ["EventLog"]
 
@@ -29,21 +35,26 @@ _FLUSH_SECONDS = 1.0
 _FLUSH_BYTES = 1 << 18
 _MICROSECONDS = 6
 _NEW = "xb"
+_THERE = "ab"
 
 # A trainer may take minutes over a batch, and no event comes meanwhile to flush its delivery.
-_FLUSHED_AT_ONCE = (do.Deliver, do.FinishUpdate)
+_FLUSHED_AT_ONCE = (do.Deliver, do.Redeliver, do.FinishUpdate)
 
 
 class EventLog:
     """Writes a run's events to `path`, which is made with the first bytes that reach it.
 
-    Nothing is written before :meth:`start`: a run that is refused leaves no file.
+    With `append` it is there, of a run that was cut off. Nothing is written (or cut away) before
+    :meth:`start`: a run that is refused leaves no file, or leaves it as it was.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, append: bool = False) -> None:
         self.error: str | None = None
         """Why the log is not complete; None while it is."""
         self._path = path
+        self._append = append
+        self._tail: Tail | None = None
+        """Where a former process's part ends; read with the first event of the new one."""
         self._file: BinaryIO | None = None
         self._encoder = msgspec.json.Encoder(enc_hook=_unknown)
         self._buffer = bytearray()
@@ -57,9 +68,21 @@ class EventLog:
     def on_command(self, command: do.Command, now: float) -> None:
         self._line("command", command, now)
 
-    def start(self) -> None:
-        """The folder is there: from now on lines reach the file."""
+    def start(self, *, batches: int = 0) -> None:
+        """The folder is there: from now on lines reach the file. `batches`: delivered before, as
+        a run that goes on knows it; what the log has beyond them was not saved, and is void."""
         self._started = True
+        if not self._append or self.error is not None:
+            return
+        try:
+            tail = self._former()
+            os.truncate(self._path, tail.size)
+        except (OSError, RunFolderError) as error:
+            self._give_up(error)
+            return
+        line = {"incarnation": tail.incarnation + 1, "batches": batches}
+        line = {"t": tail.t, "event": RESUMED, **line}
+        self._buffer[:0] = self._encoder.encode(line) + b"\n"
 
     def close(self) -> None:
         """Write what is left."""
@@ -74,10 +97,10 @@ class EventLog:
     def _line(self, kind: str, what: object, now: float) -> None:
         if self.error is not None:
             return
-        if self._began is None:
-            self._began = now
-        line = {"t": round(now - self._began, _MICROSECONDS), kind: type(what).__name__}
         try:
+            if self._began is None:
+                self._began = now - self._former().t if self._append else now
+            line = {"t": round(now - self._began, _MICROSECONDS), kind: type(what).__name__}
             line.update(plain_fields(what))
             self._buffer += self._encoder.encode(line)
         except Exception as error:
@@ -88,6 +111,11 @@ class EventLog:
         if self._due() or isinstance(what, _FLUSHED_AT_ONCE):
             self._flush()
 
+    def _former(self) -> Tail:
+        if self._tail is None:
+            self._tail = read_tail(self._path)
+        return self._tail
+
     def _due(self) -> bool:
         late = time.monotonic() - self._flushed_at > _FLUSH_SECONDS
         return late or len(self._buffer) > _FLUSH_BYTES
@@ -97,7 +125,7 @@ class EventLog:
             return
         try:
             if self._file is None:
-                self._file = self._path.open(_NEW)
+                self._file = self._path.open(_THERE if self._append else _NEW)
             self._file.write(self._buffer)
             self._file.flush()
         except OSError as error:

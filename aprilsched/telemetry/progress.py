@@ -63,7 +63,12 @@ class Progress:
             do.CancelWork: self._cancel_work,
             do.FinishUpdate: self._finish_update,
             do.Deliver: self._deliver,
+            do.Redeliver: self._deliver,
         }
+
+    def skip(self, batches: int) -> None:
+        """So many were delivered before, in the same run."""
+        self._batch = batches
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal:
@@ -111,6 +116,8 @@ class Progress:
     # --- what happens --------------------------------------------------------------------------
 
     def _opened(self, event: ev.Opened) -> None:
+        self._open.clear()
+        self._done.clear()
         self._began = self._rate_since = self._now
         self._version = max((engine.version or 0 for engine in event.engines), default=0)
 
@@ -135,7 +142,7 @@ class Progress:
         if not command.cause:
             self._version = command.version
 
-    def _deliver(self, command: do.Deliver) -> None:
+    def _deliver(self, command: do.Deliver | do.Redeliver) -> None:
         batch = command.batch
         self._staleness = _mean_staleness(batch)
         if self._live is None:

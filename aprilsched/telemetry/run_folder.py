@@ -1,7 +1,7 @@
 """The folder of a run: config.toml, events.jsonl, summary.json. Output stays inside.
 
-Invariant: a folder that holds something is never written into, and nothing is made before the run
-is known to begin, so that a refused run leaves nothing behind.
+Invariant: a folder that holds something is never written into, but for that of a run that goes on;
+and nothing is made before the run is known to begin, so that a refused run leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import tomli_w
 
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.figures import RunSummary
+from aprilsched.telemetry.log_tail import read_tail
 
 __all__ = ["CONFIG", "EVENTS", "RUNS", "SUMMARY", "RunFolder", "default_path", "write_json"]
 
@@ -34,25 +35,39 @@ class RunFolder:
         RunFolderError: if `path` is taken.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, resumed: bool = False) -> None:
+        (_refuse_other if resumed else _refuse_taken)(path)
         self.path = path
         self.created = False
-        _refuse_taken(path)
+        self.resumed = resumed
+        """It holds the run of a former process, which goes on."""
+
+    @classmethod
+    def resume(cls, path: Path) -> Self:
+        """The folder of a run that was begun before.
+
+        Raises:
+            RunFolderError: if it is none, or its event log is damaged.
+        """
+        return cls(path, resumed=True)
 
     @property
     def events(self) -> Path:
         return self.path / EVENTS
 
     def create(self, config: Mapping[str, Any]) -> None:
-        """Make the folder, with the run's resolved configuration.
+        """Make the folder, with the run's resolved configuration. What a run that goes on was
+        summed up to before is not true any more, and goes.
 
         Raises:
             RunFolderError: if that cannot be done.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            _refuse_taken(self.path)  # by another run, since this one looked
-            (self.path / CONFIG).write_text(tomli_w.dumps(config), encoding="utf-8")
+            if not self.resumed:
+                self.path.mkdir(parents=True, exist_ok=True)
+                _refuse_taken(self.path)  # by another run, since this one looked
+            _write(self.path / CONFIG, tomli_w.dumps(config).encode())
+            (self.path / SUMMARY).unlink(missing_ok=True)
         except OSError as error:
             raise _unusable(self.path, error) from error
         self.created = True
@@ -82,12 +97,16 @@ def write_json(path: Path, content: object) -> None:
         RunFolderError: if it cannot be written.
     """
     encoded = msgspec.json.format(msgspec.json.encode(content), indent=2)
-    writing = path.with_name(f".{path.name}.writing")
     try:
-        writing.write_bytes(encoded + b"\n")
-        os.replace(writing, path)
+        _write(path, encoded + b"\n")
     except OSError as error:
         raise _unusable(path, error) from error
+
+
+def _write(path: Path, content: bytes) -> None:
+    writing = path.with_name(f".{path.name}.writing")
+    writing.write_bytes(content)
+    os.replace(writing, path)
 
 
 def _refuse_taken(path: Path) -> None:
@@ -102,6 +121,21 @@ def _refuse_taken(path: Path) -> None:
             )
     except OSError as error:
         raise _unusable(path, error) from error
+
+
+def _refuse_other(path: Path) -> None:
+    """Only what a run has begun can go on."""
+    for name in (CONFIG, EVENTS):
+        try:
+            found = (path / name).is_file()
+        except OSError as error:
+            raise _unusable(path, error) from error
+        if not found:
+            raise RunFolderError(
+                f"{path} holds no run that could go on (it has no {name}); name the folder of one "
+                "that was cut off."
+            )
+    read_tail(path / EVENTS)
 
 
 def _unusable(path: Path, error: OSError) -> RunFolderError:

@@ -21,6 +21,10 @@ class Stopwatch:
         if since is not None:
             self._total += now - since
 
+    def stop_all(self, now: float) -> None:
+        for key in list(self._since):
+            self.stop(key, now)
+
     def total(self, now: float) -> float:
         """Seconds of all keys together, those still running included."""
         return self._total + sum(now - since for since in self._since.values())

@@ -2,6 +2,10 @@
 
 Invariant: `lost` and `duplicated` are computed from the ids of rollouts that were sent, delivered
 and dropped, so that they would show an error in the scheduler's own counters.
+
+A second Opened is that of a process that goes on with the run: what was in flight and is not
+launched as restored then never was, so far as ids go (it may have another one soon); pauses and
+updates under way have ended.
 """
 
 from __future__ import annotations
@@ -58,8 +62,9 @@ class Summary:
         burn_in: batches left out of the steady state; :func:`default_burn_in` unless given.
 
     Attributes:
-        ledger: the scheduler's own, if drops are to be judged while the run goes on: one warning
-            to the logger "aprilsched" when they censor lengths.
+        ledger: the scheduler's own, to look at what it drops while the run goes on: it keeps its
+            latest entries only.
+        warns: say so to the logger "aprilsched", once, when drops censor lengths.
     """
 
     def __init__(
@@ -92,7 +97,12 @@ class Summary:
         self._dropped: set[int] = set()
         self._duplicated: set[int] = set()
         self._evaluated = 0
+        self._evaluating: set[int] = set()
+        """Rollouts of evaluations under way: they end with their process."""
+        self._reissued = 0
+        """Evaluated rollouts whose ids a resumed scheduler gave again."""
         self.ledger: Ledger | None = None
+        self.warns = True
         self._bias = BiasCollector()
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.Opened: self._opened,
@@ -101,6 +111,7 @@ class Summary:
             ev.Continued: self._continued,
             ev.Finished: self._bias.endings.request_finished,
             ev.EpisodeFinished: self._bias.endings.episode_finished,
+            do.Launch: self._launch,
             do.Send: self._send,
             do.StartEpisode: self._start_episode,
             do.CancelWork: self._cancel_work,
@@ -108,6 +119,7 @@ class Summary:
             do.LoseEngine: self._continued,
             do.FinishUpdate: self._finish_update,
             do.Deliver: self._deliver,
+            do.Redeliver: self._redeliver,
             do.DeliverEvaluation: self._deliver_evaluation,
         }
 
@@ -166,8 +178,8 @@ class Summary:
         held = set(remainder.in_flight)
         somewhere = held | self._delivered | self._dropped
         return RolloutFigures(
-            launched=len(self._sent | somewhere),
-            delivered=len(self._delivered),
+            launched=len(self._sent | somewhere) + self._reissued,
+            delivered=len(self._delivered) + self._reissued,
             evaluated=self._evaluated,
             in_flight=len(held),
             lost=len(self._sent - somewhere),
@@ -194,6 +206,19 @@ class Summary:
 
     # --- rollouts ------------------------------------------------------------------------------
 
+    def _launch(self, command: do.Launch) -> None:
+        ids = command.rollout_ids
+        # What a resumed scheduler had not saved is undone, and its ids may be another's.
+        self._dropped.difference_update(ids)
+        if command.evaluation_id is not None:
+            self._evaluating.update(ids)
+        if command.restored is not None:
+            self._sent.update(ids)
+            self._bias.endings.restored(command, command.restored)
+        elif not self._delivered.isdisjoint(ids):
+            self._reissued += len(self._delivered.intersection(ids))
+            self._delivered.difference_update(ids)
+
     def _send(self, command: do.Send) -> None:
         self._sent.add(command.rollout_id)
         self._bias.endings.sent(command)
@@ -204,8 +229,9 @@ class Summary:
 
     def _cancel_work(self, command: do.CancelWork) -> None:
         self._dropped.update(command.rollout_ids)
+        self._evaluating.difference_update(command.rollout_ids)
         if self.ledger is not None:
-            self._bias.drop(self.ledger)
+            self._bias.drop(self.ledger, warn=self.warns)
 
     def _deliver(self, command: do.Deliver) -> None:
         self._arrive(command.batch)
@@ -220,9 +246,17 @@ class Summary:
         self._delivered_at = self._now
         self._idle_since = self._now
 
+    def _redeliver(self, command: do.Redeliver) -> None:
+        """The trainer has a batch again that counts already."""
+        if any(rollout.rollout_id in self._delivered for rollout in command.batch.rollouts):
+            self._idle_since = self._now
+        else:  # its process ended before it could write that down
+            self._deliver(do.Deliver(batch=command.batch))
+
     def _deliver_evaluation(self, command: do.DeliverEvaluation) -> None:
         self._evaluated += sum(1 for _ in command.batch.rollouts)
         self._bias.endings.left(rollout.rollout_id for rollout in command.batch.rollouts)
+        self._evaluating.difference_update(r.rollout_id for r in command.batch.rollouts)
         self._arrive(command.batch)
 
     def _arrive(self, batch: Batch) -> None:
@@ -234,8 +268,22 @@ class Summary:
     # --- time ----------------------------------------------------------------------------------
 
     def _opened(self, event: ev.Opened) -> None:
-        self._began = self._delivered_at = self._idle_since = self._now
+        if self._began is None:
+            self._began = self._delivered_at = self._now
+        else:
+            self._restart()
+        self._idle_since = self._now
         self._engines = len(event.engines)
+
+    def _restart(self) -> None:
+        self._stop_idling()
+        self._pauses.stop_all(self._now)
+        self._updates.stop_all(self._now)
+        self._dropped.update(self._evaluating)
+        self._evaluating.clear()
+        gone = self._delivered | self._dropped
+        self._sent &= gone
+        self._bias.restart(gone)
 
     def _batch_requested(self, _: ev.BatchRequested) -> None:
         self._stop_idling()

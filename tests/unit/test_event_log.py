@@ -124,6 +124,7 @@ def test_what_a_delivery_says(tmp_path: Path):
             "reward": 0.5,
             "finish_reason": "length",
             "versions_exact": True,
+            "masked": 0,
         }
     ]
 

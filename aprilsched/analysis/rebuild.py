@@ -1,0 +1,89 @@
+"""A run from its event log: its listeners fed once more, and summed up without its scheduler."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from aprilsched.analysis.basis import basis_of
+from aprilsched.analysis.incarnations import whole_lines
+from aprilsched.analysis.typed_lines import typed
+from aprilsched.core.commands import Command
+from aprilsched.core.events import Event
+from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.books import Books
+from aprilsched.telemetry.figures import RunSummary
+from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
+
+__all__ = ["rebuilt_summary", "replay", "summary_of_run"]
+
+NOT_ENDED = "The run was cut off or goes on; the figures are those of its event log so far."
+
+
+def replay(path: Path, listeners: Sequence[Listener], *, batches: int | None = None) -> float:
+    """Show `listeners` what the log at `path` says; the time of its last line.
+
+    `batches`: as many as a process knows of that goes on with the run and has not written yet.
+
+    Raises:
+        OSError: if the file cannot be read.
+        RunFolderError: if it is damaged before its end.
+        ValueError, MsgspecError: if a line cannot be understood.
+    """
+    at = 0.0
+    for line in _lines(path, batches):
+        at = line["t"]
+        try:
+            what = typed(line)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a line of {path.name} lacks something: {error}") from error
+        if what is not None:
+            _show(listeners, what, at, is_event="event" in line)
+    return at
+
+
+def summary_of_run(folder: Path) -> RunSummary:
+    """The figures in summary.json, or rebuilt where the run did not come to writing it.
+
+    Raises:
+        OSError, ValueError, MsgspecError, RunFolderError: as for :func:`replay`.
+    """
+    try:
+        written = (folder / SUMMARY).read_bytes()
+    except FileNotFoundError:
+        return rebuilt_summary(folder)
+    return msgspec.json.decode(written, type=RunSummary)
+
+
+def rebuilt_summary(folder: Path) -> RunSummary:
+    """What the run's own summary would say now, from its configuration and its event log.
+
+    Raises:
+        OSError, ValueError, MsgspecError, RunFolderError: as for :func:`replay`.
+    """
+    config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    basis, books = basis_of(config), Books()
+    summary = basis.summary()
+    summary.ledger, summary.warns = books.ledger, False
+    replay(folder / EVENTS, [books, summary])
+    return summary.result(books.remainder(), clock=basis.clock, error=NOT_ENDED)
+
+
+def _lines(path: Path, batches: int | None) -> Iterator[dict[str, Any]]:
+    decoder = msgspec.json.Decoder(dict[str, Any])
+    for raw in whole_lines(path, batches=batches):
+        yield decoder.decode(raw)
+
+
+def _show(
+    listeners: Sequence[Listener], what: Event | Command, at: float, *, is_event: bool
+) -> None:
+    for listener in listeners:
+        if is_event:
+            listener.on_event(cast("Event", what), at)
+        else:
+            listener.on_command(cast("Command", what), at)

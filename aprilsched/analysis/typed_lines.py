@@ -1,0 +1,283 @@
+"""Lines of events.jsonl as the events and commands that they were written from.
+
+What the lines leave out is filled in: token ids and logprobs are 0, a loss mask is the staleness
+bound's, a prompt is as long as it was. Kinds of which too little is written (a plan's evidence,
+what rewards and verdicts are asked about) are passed over, as are names that are not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, TypeAlias, get_args
+
+import msgspec
+import numpy as np
+
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.core.commands import Command
+from aprilsched.core.events import Event
+from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.types import (
+    NO_VERSION,
+    Batch,
+    BoolArray,
+    Float32Array,
+    Group,
+    Int32Array,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Segment,
+    VersionSpan,
+)
+
+__all__ = ["Fields", "typed"]
+
+Fields: TypeAlias = Mapping[str, Any]
+
+
+def typed(line: Fields) -> Event | Command | None:
+    """What the line says happened or was decided; None if it cannot be told."""
+    name = line.get("event") or line.get("command") or ""
+    build = _BUILD.get(name)
+    if build is not None:
+        return build(line)
+    kind = _PLAIN.get(name)
+    return None if kind is None else msgspec.convert(line, kind)
+
+
+# --- events ----------------------------------------------------------------------------------
+
+
+def _evaluation_requested(line: Fields) -> Event:
+    return ev.EvaluationRequested(
+        evaluation_id=line["evaluation_id"],
+        prompts=_prompts(line["prompts"]),
+        group_size=line["group_size"],
+    )
+
+
+def _prompts_arrived(line: Fields) -> Event:
+    return ev.PromptsArrived(prompts=_prompts(line["prompts"]), last=line.get("last", False))
+
+
+def _progress(line: Fields) -> Event:
+    tokens = line["tokens"]
+    return ev.Progress(
+        request_id=line["request_id"],
+        attempt=line["attempt"],
+        token_ids=_ids(tokens),
+        logprobs=_logprobs(tokens),
+    )
+
+
+def _finished(line: Fields) -> Event:
+    return ev.Finished(
+        request_id=line["request_id"],
+        attempt=line["attempt"],
+        reason=line["reason"],
+        spans=_spans(line.get("spans")),
+    )
+
+
+def _interrupted(line: Fields) -> Event:
+    return ev.Interrupted(
+        request_id=line["request_id"], attempt=line["attempt"], spans=_spans(line.get("spans"))
+    )
+
+
+def _turn_requested(line: Fields) -> Event:
+    return ev.TurnRequested(
+        rollout_id=line["rollout_id"],
+        input_ids=_ids(line["tokens"]),
+        sampling=_sampling(line) if "max_new_tokens" in line else None,
+    )
+
+
+def _engine_joined(line: Fields) -> Event:
+    fields = {"version": None, **line, "name": line["engine"]}
+    return ev.EngineJoined(info=msgspec.convert(fields, ev.EngineInfo))
+
+
+def _refitted(line: Fields) -> Event:
+    return ev.Refitted(
+        engine=line["engine"],
+        version=line.get("version"),
+        cause=line.get("cause", ""),
+        catch_up=line.get("catch_up", False),
+    )
+
+
+# --- commands --------------------------------------------------------------------------------
+
+
+def _launch(line: Fields) -> Command:
+    lengths = line.get("restored")
+    return do.Launch(
+        group_id=line["group_id"],
+        rollout_ids=tuple(line["rollout_ids"]),
+        prompt=_prompt(line),
+        evaluation_id=line.get("evaluation_id"),
+        restored=None if lengths is None else _lengths(line["group_id"], lengths),
+    )
+
+
+def _lengths(launched: int, lists: Fields) -> GroupLengths:
+    return GroupLengths(
+        launched=launched,
+        tokens=np.array(lists["tokens"], dtype=np.int64),
+        finished=np.array(lists["finished"], dtype=np.bool_),
+    )
+
+
+def _send(line: Fields) -> Command:
+    return do.Send(
+        engine=line["engine"],
+        request_id=line["request_id"],
+        attempt=line["attempt"],
+        rollout_id=line["rollout_id"],
+        group_id=line["group_id"],
+        input_ids=_ids(line["tokens"]),
+        sampling=_sampling(line),
+        adapter=line.get("adapter"),
+        cache_version=line.get("cache_version"),
+    )
+
+
+def _start_episode(line: Fields) -> Command:
+    return do.StartEpisode(
+        rollout_id=line["rollout_id"],
+        index=line["index"],
+        prompt=_prompt(line),
+        sampling=_sampling(line),
+    )
+
+
+def _resolve_turn(line: Fields) -> Command:
+    tokens = line["tokens"]
+    return do.ResolveTurn(
+        rollout_id=line["rollout_id"],
+        token_ids=_ids(tokens),
+        logprobs=_logprobs(tokens),
+        versions=_ids(tokens),
+        finish_reason=line["finish_reason"],
+    )
+
+
+def _deliver(line: Fields) -> Command:
+    return do.Deliver(batch=_batch(line))
+
+
+def _redeliver(line: Fields) -> Command:
+    return do.Redeliver(batch=_batch(line))
+
+
+def _deliver_evaluation(line: Fields) -> Command:
+    return do.DeliverEvaluation(evaluation_id=line["evaluation_id"], batch=_batch(line))
+
+
+# --- parts -----------------------------------------------------------------------------------
+
+
+def _batch(line: Fields) -> Batch:
+    by_group = groupby(line["rollouts"], key=lambda row: row["group_id"])
+    return Batch(
+        index=line["batch"],
+        version=line["version"],
+        groups=tuple(_group(group_id, rows) for group_id, rows in by_group),
+    )
+
+
+def _group(group_id: int, rows: Iterable[Fields]) -> Group:
+    rollouts = tuple(_rollout(row, index) for index, row in enumerate(rows))
+    return Group(
+        group_id=group_id, prompt=Prompt(input_ids=rollouts[0].prompt_ids), rollouts=rollouts
+    )
+
+
+def _rollout(row: Fields, index: int) -> Rollout:
+    segments = tuple(Segment(start=s, end=e, version=v, engine=n) for s, e, v, n in row["segments"])
+    versions = np.repeat(
+        np.array([s.version for s in segments], dtype=np.int32),
+        [s.end - s.start for s in segments],
+    )
+    return Rollout(
+        rollout_id=row["rollout_id"],
+        group_id=row["group_id"],
+        index=index,
+        prompt_ids=_ids(max(1, row.get("prompt_tokens", 1))),
+        token_ids=_ids(row["tokens"]),
+        logprobs=_logprobs(row["tokens"]),
+        versions=versions,
+        loss_mask=_loss_mask(versions, row.get("masked", 0)),
+        segments=segments,
+        versions_exact=row.get("versions_exact", True),
+        finish_reason=row.get("finish_reason", "length"),
+        reward=row.get("reward"),
+    )
+
+
+def _loss_mask(versions: Int32Array, masked: int) -> BoolArray:
+    """False for the environment's tokens, and for the oldest `masked` others: those beyond the
+    staleness bound are all the tokens below some version."""
+    mask = versions != NO_VERSION
+    if masked:
+        sampled = np.flatnonzero(mask)
+        oldest = np.argsort(versions[sampled], kind="stable")[:masked]
+        mask[sampled[oldest]] = False
+    return mask
+
+
+def _prompt(line: Fields) -> Prompt:
+    return Prompt(input_ids=_ids(max(1, line.get("prompt_tokens", 1))))
+
+
+def _prompts(count: int) -> tuple[Prompt, ...]:
+    """So many; how long they are is said where they are launched."""
+    return (Prompt(input_ids=_ids(1)),) * count
+
+
+def _sampling(line: Fields) -> SamplingParams:
+    return SamplingParams(max_new_tokens=line["max_new_tokens"])
+
+
+def _spans(rows: Sequence[tuple[int, int, int]] | None) -> tuple[VersionSpan, ...] | None:
+    if rows is None:
+        return None
+    return tuple(VersionSpan(version=v, start=start, end=end) for v, start, end in rows)
+
+
+def _ids(count: int) -> Int32Array:
+    return np.zeros(count, dtype=np.int32)
+
+
+def _logprobs(count: int) -> Float32Array:
+    return np.zeros(count, dtype=np.float32)
+
+
+_BUILD: dict[str, Callable[[Fields], Event | Command]] = {
+    "EvaluationRequested": _evaluation_requested,
+    "PromptsArrived": _prompts_arrived,
+    "Progress": _progress,
+    "Finished": _finished,
+    "Interrupted": _interrupted,
+    "TurnRequested": _turn_requested,
+    "EngineJoined": _engine_joined,
+    "Refitted": _refitted,
+    "Launch": _launch,
+    "Send": _send,
+    "StartEpisode": _start_episode,
+    "ResolveTurn": _resolve_turn,
+    "Deliver": _deliver,
+    "Redeliver": _redeliver,
+    "DeliverEvaluation": _deliver_evaluation,
+}
+_NOT_WRITTEN = frozenset({"Planned", "Plan", "Score", "ScoreGroup", "Judge"})
+_PLAIN: dict[str, type[Event | Command]] = {
+    kind.__name__: kind
+    for kind in (*get_args(Event), *get_args(Command))
+    if kind.__name__ not in _BUILD and kind.__name__ not in _NOT_WRITTEN
+}
+"""Kinds whose fields are written as they are."""
