@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -42,8 +41,6 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 NO_VERSION = -1
 """Policy version of tokens that no policy sampled (those an environment added)."""
 
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
@@ -63,7 +60,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     sampling_seed: int | None = None
-    extra: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -113,7 +110,7 @@ class Prompt:
     input_ids: Int32Array
     sampling: SamplingParams | tuple[SamplingParams, ...] | None = None
     key: str | int | None = None
-    metadata: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", token_array(self.input_ids, "input_ids"))

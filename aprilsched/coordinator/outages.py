@@ -46,15 +46,15 @@ class Outages:
         )
 
     def want_update(self, command: WantUpdate) -> None:
-        error = wants_update(command.engines)
+        error = wants_update(command.engines, command.version)
         self._waits.refuse(error, batch=command.batch, evaluations=command.evaluations)
 
 
-def wants_update(engines: Iterable[str]) -> RefitError:
+def wants_update(engines: Iterable[str], version: int) -> RefitError:
     """For who waits for tokens that nobody can generate before an update."""
     return RefitError(
         f"no engine has the fleet's weights ({', '.join(engines)} wait for them); call "
-        "update_weights() first."
+        f"update_weights(publisher, version={version}), or with newer ones, first."
     )
 
 

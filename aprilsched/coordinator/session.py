@@ -9,19 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.bias import LiveBias
 from aprilsched.coordinator.closing import release
 from aprilsched.coordinator.controls import EngineControls
+from aprilsched.coordinator.durability import Durability
+from aprilsched.coordinator.heartbeat import Heartbeat
 from aprilsched.coordinator.loop import EventLoop
 from aprilsched.coordinator.membership import Membership
 from aprilsched.coordinator.opening import check_engines
+from aprilsched.coordinator.outages import Outages
 from aprilsched.coordinator.planning import Planning
 from aprilsched.coordinator.readmission import Readmission
 from aprilsched.coordinator.refits import Refits
-from aprilsched.coordinator.outages import Outages
 from aprilsched.coordinator.step_times import StepTimes
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.waits import Waits
@@ -34,6 +37,7 @@ from aprilsched.core.state import SchedulerState
 from aprilsched.engines.base import Engine, Fleet
 from aprilsched.errors import RunGivenUp, SchedulerClosed
 from aprilsched.planning import Planner
+from aprilsched.store.base import Store
 from aprilsched.telemetry.base import Listener
 
 __all__ = ["Session"]
@@ -54,6 +58,7 @@ class Session:
         planner: Planner,
         listeners: Sequence[Listener],
         run_id: str,
+        store: Store | None,
     ) -> None:
         self.config = config
         self.engines: dict[str, Engine] = {}
@@ -64,6 +69,14 @@ class Session:
             listeners = [*listeners, StepTimes(planner)]
         core = Scheduler(rules)
         self.bias = LiveBias(core.state)
+        self.durability = Durability(
+            core=core,
+            store=store,
+            interval_s=config.save_interval_s,
+            waits=self.waits,
+            work=work,
+            feed=self.feed,
+        )
         self._loop = EventLoop(core, [self.bias, *listeners], clock=_now)
         self.attempts = Attempts(
             run_id=run_id,
@@ -90,6 +103,7 @@ class Session:
             config=config,
             readmission=self._readmission,
         )
+        self._heartbeat = Heartbeat(self.feed)
         self._planning = Planning(planner=planner, rules=rules, feed=self.feed)
         self._stopping = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
@@ -103,22 +117,30 @@ class Session:
         self._loop.feed(event)
 
     # --- lifetime ------------------------------------------------------------------------------
-        self._heartbeat = Heartbeat(self.feed)
 
     async def open(self) -> None:
         if self._main is not None:
             raise SchedulerClosed("a RolloutScheduler is opened once; make a new one.")
-        await self._fleet.open()
+        adopt = await self.durability.open()
         try:
-            self.engines.update((engine.name, engine) for engine in self._fleet.engines)
-            opened = await check_engines(self._fleet.engines, self.config)
+            opened = await self._open_fleet()
         except BaseException:
-            await self._fleet.close()
+            await self.durability.close()
             raise
+        opened = replace(opened, adopt=adopt)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._main = asyncio.create_task(self._run(opened, ready), name="aprilsched")
         await ready
         self.waits.raise_failure()
+
+    async def _open_fleet(self) -> ev.Opened:
+        await self._fleet.open()
+        try:
+            self.engines.update((engine.name, engine) for engine in self._fleet.engines)
+            return await check_engines(self._fleet.engines, self.config, resumed=self.state.resumed)
+        except BaseException:
+            await self._fleet.close()
+            raise
 
     async def close(self) -> None:
         if self._main is None:
@@ -142,8 +164,10 @@ class Session:
             self.refits,
             self._readmission,
             self._membership,
+            self._heartbeat,
             self._planning,
             self._work,
+            self.durability,
         )
         try:
             async with asyncio.TaskGroup() as group:
@@ -164,7 +188,6 @@ class Session:
                 released = True
                 tasks.cancel_all()
         except BaseExceptionGroup as errors:
-            self._heartbeat,
             # One bug or one bad prompt is what happened; the group is only how it travelled.
             error = _first(errors)
             log.error("the scheduler stopped: %r", error)
@@ -178,12 +201,14 @@ class Session:
             if not ready.done():
                 ready.set_exception(closed)
             self._work.close()
+            await self.durability.close()
             await self._fleet.close()
 
     # --- commands ------------------------------------------------------------------------------
 
     def _wire(self) -> None:
         work, attempts, controls, waits = self._work, self.attempts, self._controls, self.waits
+        outages = Outages(waits)
         self._loop.performers.update(
             {
                 do.FetchPrompts: work.fetch,
@@ -207,10 +232,14 @@ class Session:
                 do.Retire: self.refits.retire,
                 do.LoseEngine: self._lose_engine,
                 do.AdmitEngine: self._admit_engine,
+                do.ReportSlow: outages.report_slow,
+                do.AwaitFleet: outages.wait,
+                do.GiveUpFleet: outages.give_up,
+                do.WantUpdate: outages.want_update,
                 do.FinishUpdate: self._finish_update,
-        outages = Outages(waits)
                 do.FinishSleep: waits.finish_sleep,
-                do.Deliver: waits.deliver,
+                do.Deliver: self.durability.deliver,
+                do.Redeliver: self.durability.deliver,
                 do.EndOfPrompts: waits.end,
                 do.DeliverEvaluation: waits.deliver_evaluation,
             }
@@ -228,10 +257,6 @@ class Session:
 
     def _finish_update(self, command: do.FinishUpdate) -> None:
         if not command.cause:
-                do.ReportSlow: outages.report_slow,
-                do.AwaitFleet: outages.wait,
-                do.GiveUpFleet: outages.give_up,
-                do.WantUpdate: outages.want_update,
             self.refits.keep_publisher()
         else:
             log.error(
@@ -240,7 +265,7 @@ class Session:
                 self.state.tracker.trainer,
                 command.cause,
             )
-        self.waits.finish_update(command)
+        self.durability.finish_update(command)
 
     def _give_up(self, command: do.GiveUp) -> None:
         self.waits.fail(

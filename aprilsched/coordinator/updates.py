@@ -39,7 +39,7 @@ class Updates:
         """Raises RefitError if no engine in use has whole weights, so nothing could come."""
         state = self._session.state
         if stranded(state):
-            raise wants_update(state.control.standby)
+            raise wants_update(state.control.standby, state.tracker.trainer)
 
     # --- updates -------------------------------------------------------------------------------
 
@@ -88,7 +88,14 @@ class Updates:
         session.refits.publisher = publisher
         future = session.waits.for_update()
         holds = isinstance(publisher, RepublishingPublisher) and publisher.holds(new)
-        session.feed(ev.UpdateRequested(version=new, beside=beside, republishable=holds))
+        session.feed(
+            ev.UpdateRequested(
+                version=new,
+                beside=beside,
+                republishable=holds,
+                acknowledges=session.durability.trained_on(),
+            )
+        )
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:

@@ -98,4 +98,11 @@ def _want_update(state: SchedulerState) -> None:
                 drop(state, group, Reason.ABANDONED, cause)
     if batch:
         state.wanted = False
-    state.commands.append(WantUpdate(engines=engines, batch=batch, evaluations=abandoned))
+    state.commands.append(
+        WantUpdate(
+            engines=engines,
+            version=state.tracker.trainer,
+            batch=batch,
+            evaluations=abandoned,
+        )
+    )

@@ -204,10 +204,11 @@ class GiveUpFleet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WantUpdate:
-    """These engines are there without the fleet's weights, and no other is: whoever waits for the
-    batch or for `evaluations`, which are abandoned, is told to publish a version."""
+    """These engines are there without the fleet's weights, those of `version`, and no other is:
+    whoever waits for the batch or for `evaluations`, which are abandoned, is told to publish."""
 
     engines: tuple[str, ...]
+    version: int
     batch: bool
     evaluations: tuple[int, ...]
 

@@ -1,0 +1,710 @@
+"""Runs that outlive their process: the real coordinator, the embedded engine, a real store."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import shutil
+import sqlite3
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aprilsched.blocking
+from aprilsched import (
+    Batch,
+    Group,
+    LongTailWorkload,
+    MemoryStore,
+    Prompt,
+    Rollout,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+    SqliteStore,
+    Turn,
+)
+from aprilsched.core.invariants import check as check_invariants
+from aprilsched.core.ledger import Reason
+from aprilsched.engines.sim import run_virtual
+from aprilsched.errors import ConfigError, RefitError, SchedulerClosed, StoreError
+from aprilsched.store import Store
+
+PROMPTS = 24
+
+
+def workload() -> LongTailWorkload:
+    return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, count=PROMPTS, seed=3)
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def scheduler(store: Store | None, **changes: Any) -> RolloutScheduler:
+    arguments: dict[str, Any] = {
+        "fleet": SimFleet(2, stream_interval=8),
+        "prompts": workload(),
+        "config": config(),
+        "store": store,
+        **changes,
+    }
+    return RolloutScheduler(arguments.pop("fleet"), arguments.pop("prompts"), **arguments)
+
+
+def content(rollout: Rollout) -> tuple[Any, ...]:
+    """What a response is made of, whatever its place in the run."""
+    return tuple(rollout.token_ids.tolist()), rollout.finish_reason
+
+
+def by_key(batches: list[Batch]) -> dict[tuple[Any, int], tuple[Any, ...]]:
+    found: dict[tuple[Any, int], tuple[Any, ...]] = {}
+    for batch in batches:
+        for group in batch.groups:
+            for rollout in group.rollouts:
+                key = (group.prompt.key, rollout.index)
+                assert key not in found, f"{key} was delivered twice"
+                found[key] = content(rollout)
+    return found
+
+
+async def to_the_end(store: Store | None, **changes: Any) -> list[Batch]:
+    async with scheduler(store, **changes) as rollouts:
+        batches = [batch async for batch in rollouts]
+        check_invariants(rollouts.state)
+        assert not rollouts.state.book.rollouts
+    return batches
+
+
+def whole_run(**changes: Any) -> dict[tuple[Any, int], tuple[Any, ...]]:
+    return by_key(run_virtual(to_the_end(None, **changes)))
+
+
+def left_behind(store: SqliteStore, to: Path) -> None:
+    """What kill -9 leaves at this moment: the bytes of the files, in use or not."""
+    for suffix in ("", "-wal"):
+        source = store.path.with_name(store.path.name + suffix)
+        if source.exists():
+            shutil.copyfile(source, to.with_name(to.name + suffix))
+
+
+# --- kill -9 at any moment -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("refill", ["wave", "pool", "rounds"])
+def test_a_run_goes_on_from_wherever_it_was_killed(tmp_path: Path, pace: str, refill: str):
+    if (pace, refill) == ("asynchronous", "rounds"):
+        pytest.skip("rounds need the synchronous pace")
+    settings = config(pace=pace, refill=refill, save_interval_s=0.1)
+    expected = whole_run(config=settings)
+    first = SqliteStore(tmp_path / "first", inline=True)
+    moments: list[tuple[Path, list[Batch]]] = []
+
+    async def first_life() -> None:
+        got: list[Batch] = []
+
+        async def watch() -> None:
+            for number in range(60):
+                await asyncio.sleep(0.23)
+                copy = tmp_path / f"at-{number}"
+                left_behind(first, copy)
+                moments.append((copy, list(got)))
+
+        async with scheduler(first, config=settings) as rollouts:
+            watching = asyncio.create_task(watch())
+            async for batch in rollouts:
+                got.append(batch)
+                await asyncio.sleep(0.2)
+                batch.acknowledge()
+            watching.cancel()
+
+    run_virtual(first_life())
+    assert len(moments) > 10
+    partial = 0
+    for path, got in moments:
+        again = run_virtual(to_the_end(SqliteStore(path, inline=True), config=settings))
+        known = {batch.index: batch for batch in got}
+        for batch in again:
+            partial += any(len(rollout.segments) > 1 for rollout in batch.rollouts)
+            if batch.redelivered:
+                assert batch.index in known or batch.index == len(got)
+        # A batch that is delivered again is the same one, and counts once.
+        fresh = [batch for batch in again if batch.index not in known]
+        for batch in again:
+            if batch.index in known:
+                assert by_key([batch]) == by_key([known[batch.index]])
+        assert by_key(got + fresh) == expected
+    assert any(got for _, got in moments)
+
+
+def test_what_was_finished_is_not_generated_again(tmp_path: Path):
+    store = SqliteStore(tmp_path / "store", inline=True)
+    often = config(save_interval_s=0.1)
+
+    async def first_life() -> tuple[set[int], int]:
+        async with scheduler(store, config=often) as rollouts:
+            request = asyncio.create_task(rollouts.next_batch())
+            await asyncio.sleep(0.3)
+            left_behind(store, tmp_path / "killed")
+            book = rollouts.state.book
+            known = {m.rollout_id for g in book.training_groups() for m in g.members}
+            finished = known - {
+                m.rollout_id
+                for g in book.training_groups()
+                for m in g.members
+                if m.request is not None and m.request.request_id in book.requests
+            }
+            tokens = sum(len(book.rollouts[r].log) for r in finished)
+            await request
+            return finished, tokens
+
+    finished, tokens = run_virtual(first_life())
+    assert finished
+
+    async def second_life() -> None:
+        sent: set[int] = set()
+
+        class Sends:
+            def on_event(self, event: object, now: float) -> None: ...
+            def on_command(self, command: Any, now: float) -> None:
+                if type(command).__name__ == "Send":
+                    sent.add(command.rollout_id)
+
+        killed = SqliteStore(tmp_path / "killed", inline=True)
+        async with scheduler(killed, listeners=[Sends()]) as rollouts:
+            held = {r: len(m.log) for r, m in rollouts.state.book.rollouts.items()}
+            await rollouts.next_batch()
+        # What ended in the last quarter of a second may not have been saved.
+        kept = finished - sent
+        assert len(kept) >= 0.6 * len(finished)
+        assert sum(held[r] for r in kept) > 0.5 * tokens
+        assert any(held[r] for r in sent & held.keys()), "no partial was kept"
+
+    run_virtual(second_life())
+
+
+# --- acknowledging ---------------------------------------------------------------------------
+
+
+def test_a_batch_is_delivered_again_until_it_is_acknowledged():
+    store = MemoryStore()
+
+    async def life(acknowledge: bool) -> tuple[int, bool, list[int]]:
+        async with scheduler(store) as rollouts:
+            batch = await rollouts.next_batch()
+            if acknowledge:
+                batch.acknowledge()
+                batch.acknowledge()
+            ids = [rollout.rollout_id for rollout in batch.rollouts]
+            return batch.index, batch.redelivered, ids
+
+    first = run_virtual(life(False))
+    assert first[:2] == (0, False)
+    second = run_virtual(life(False))
+    assert second == (0, True, first[2])
+    assert run_virtual(life(True)) == second
+    assert run_virtual(life(True))[:2] == (1, False)
+
+
+def test_an_update_of_the_weights_acknowledges_what_was_delivered_before():
+    store = MemoryStore()
+
+    async def life(update: bool) -> int:
+        async with scheduler(store) as rollouts:
+            if not rollouts.state.control.engines:
+                await rollouts.update_weights(SimPublisher(), version=rollouts.version)
+            batch = await rollouts.next_batch()
+            if update:
+                await rollouts.update_weights(SimPublisher())
+            return batch.index
+
+    assert [run_virtual(life(update)) for update in (False, True, True, False, False)] == [
+        0,
+        0,
+        1,
+        2,
+        2,
+    ]
+
+
+def test_an_update_before_the_batch_is_given_again_does_not_acknowledge_it():
+    store = MemoryStore()
+
+    async def life(version: int | None) -> Batch:
+        async with scheduler(store) as rollouts:
+            if version is not None:
+                await rollouts.update_weights(SimPublisher(), version=version)
+            return await rollouts.next_batch()
+
+    assert run_virtual(life(None)).index == 0
+    again = run_virtual(life(1))
+    assert (again.index, again.redelivered, again.version) == (0, True, 0)
+
+
+def test_a_batch_is_acknowledged_from_the_trainers_thread(tmp_path: Path):
+    path = tmp_path / "store"
+    quick = LongTailWorkload(median=6, sigma=0.5, cap=20, group_size=4, count=6, seed=3)
+
+    def life() -> tuple[int, int]:
+        with aprilsched.blocking.RolloutScheduler(
+            SimFleet(1, time_scale=0.01), quick, config=config(), store=SqliteStore(path)
+        ) as rollouts:
+            batch = rollouts.next_batch()
+            assert threading.current_thread() is threading.main_thread()
+            batch.acknowledge()
+            while rollouts.state.unacknowledged:
+                threading.Event().wait(0.01)
+            return batch.index, len(batch.groups)
+
+    assert life() == (0, 4)
+    assert life() == (1, 2)
+
+
+def test_a_copy_of_a_batch_in_another_process_says_where_to_acknowledge_it():
+    async def main() -> None:
+        async with scheduler(MemoryStore()) as rollouts:
+            copy = pickle.loads(pickle.dumps(await rollouts.next_batch()))  # noqa: S301 - our own
+            assert copy.tokens > 0
+            with pytest.raises(ConfigError, match="in the process of the scheduler"):
+                copy.acknowledge()
+
+    run_virtual(main())
+
+
+# --- checkpoints -----------------------------------------------------------------------------
+
+
+def test_restored_to_a_step_the_run_goes_on_as_it_did_after_it(tmp_path: Path):
+    checkpoint = tmp_path / "step-2.aprilsched"
+
+    async def first() -> list[Batch]:
+        async with scheduler(None) as rollouts:
+            for step in (1, 2):
+                await rollouts.next_batch()
+                await rollouts.update_weights(SimPublisher(), version=step)
+            await rollouts.checkpoint(checkpoint)
+            return [batch async for batch in rollouts]
+
+    async def second() -> list[Batch]:
+        rollouts = scheduler(None)
+        rollouts.restore(checkpoint)
+        async with rollouts:
+            assert rollouts.version == 2
+            with pytest.raises(RefitError, match="version=2"):
+                await rollouts.next_batch()
+            await rollouts.update_weights(SimPublisher(), version=2)
+            return [batch async for batch in rollouts]
+
+    after, again = run_virtual(first()), run_virtual(second())
+    assert [b.index for b in after] == [b.index for b in again]
+    assert [b.version for b in after] == [b.version for b in again]
+    assert by_key(after) == by_key(again)
+    for one, other in zip(after, again, strict=True):
+        assert {g.prompt.key for g in one.groups} == {g.prompt.key for g in other.groups}
+
+
+def test_a_checkpoint_takes_the_place_of_what_the_store_has(tmp_path: Path):
+    checkpoint, store = tmp_path / "one", SqliteStore(tmp_path / "store", inline=True)
+
+    async def first() -> None:
+        async with scheduler(store) as rollouts:
+            await rollouts.next_batch()
+            await rollouts.checkpoint(checkpoint)
+            for _ in range(3):
+                (await rollouts.next_batch()).acknowledge()
+
+    async def restored() -> int:
+        rollouts = scheduler(store)
+        rollouts.restore(checkpoint)
+        async with rollouts:
+            return (await rollouts.next_batch()).index
+
+    async def resumed() -> int:
+        async with scheduler(store) as rollouts:
+            return (await rollouts.next_batch()).index
+
+    run_virtual(first())
+    assert run_virtual(restored()) == 1
+    assert run_virtual(resumed()) == 1, "the batch was not acknowledged, and is given again"
+
+
+def test_a_checkpoint_may_keep_what_was_not_acknowledged(tmp_path: Path):
+    async def first() -> None:
+        async with scheduler(MemoryStore()) as rollouts:
+            await rollouts.next_batch()
+            (await rollouts.next_batch()).acknowledge()
+            await rollouts.checkpoint(tmp_path / "kept", acknowledge=False)
+            await rollouts.checkpoint(tmp_path / "all")
+
+    async def second(name: str) -> list[tuple[int, bool]]:
+        rollouts = scheduler(None)
+        rollouts.restore(tmp_path / name)
+        async with rollouts:
+            batches = [await rollouts.next_batch() for _ in range(2)]
+        return [(batch.index, batch.redelivered) for batch in batches]
+
+    run_virtual(first())
+    assert run_virtual(second("kept")) == [(0, True), (2, False)]
+    assert run_virtual(second("all")) == [(2, False), (3, False)]
+
+
+def test_restoring_comes_before_the_block_and_needs_a_checkpoint(tmp_path: Path):
+    async def main() -> None:
+        rollouts = scheduler(None)
+        with pytest.raises(StoreError, match="is not there"):
+            rollouts.restore(tmp_path / "nothing")
+        (tmp_path / "text").write_text("not a database, but long enough to look at" * 40)
+        with pytest.raises(StoreError, match="could not be read"):
+            rollouts.restore(tmp_path / "text")
+        async with rollouts:
+            await rollouts.checkpoint(tmp_path / "good")
+            with pytest.raises(SchedulerClosed, match="before the"):
+                rollouts.restore(tmp_path / "good")
+            with pytest.raises(StoreError, match="no folder"):
+                await rollouts.checkpoint(tmp_path / "no" / "where")
+
+    run_virtual(main())
+
+
+# --- engines of another version --------------------------------------------------------------
+
+
+def test_engines_that_were_restarted_wait_for_the_runs_version():
+    store = MemoryStore()
+
+    async def first() -> None:
+        async with scheduler(store) as rollouts:
+            for _ in range(2):
+                await rollouts.next_batch()
+                await rollouts.update_weights(SimPublisher())
+
+    async def second() -> Batch:
+        async with scheduler(store) as rollouts:
+            assert rollouts.version == 2
+            with pytest.raises(RefitError, match=r"version=2"):
+                await rollouts.next_batch()
+            await rollouts.update_weights(SimPublisher(), version=2)
+            return await rollouts.next_batch()
+
+    run_virtual(first())
+    batch = run_virtual(second())
+    assert (batch.index, batch.version) == (2, 2)
+    assert {v for r in batch.rollouts for v in r.versions.tolist()} <= {0, 1, 2}
+
+
+def test_engines_that_took_an_update_which_nobody_noted_keep_it():
+    store = MemoryStore()
+    fleet = SimFleet(2, stream_interval=8)
+
+    async def main() -> None:
+        async with scheduler(store, fleet=fleet) as rollouts:
+            await rollouts.next_batch()
+            saved = store.open()
+            assert saved is not None
+            await rollouts.update_weights(SimPublisher())
+        older = MemoryStore()
+        old = store.open()
+        assert old is not None
+        assert old.run.version == 1
+        # The process was killed between the engines' answer and its cut.
+        cut = store._cut  # pyright: ignore[reportPrivateUsage]
+        assert cut is not None
+        older.__dict__.update(store.__dict__)
+        older._cut = replace(cut, run=replace(cut.run, version=0, base=0))  # pyright: ignore[reportPrivateUsage]
+        async with scheduler(older, fleet=fleet) as rollouts:
+            assert rollouts.version == 1
+            await rollouts.next_batch()
+
+    run_virtual(main())
+
+
+# --- episodes --------------------------------------------------------------------------------
+
+TOOL = np.array([7, 7, 7], dtype=np.int32)
+
+
+def episode_prompts(count: int) -> list[Prompt]:
+    return [
+        Prompt(input_ids=np.array([i + 1, 2], dtype=np.int32), key=i, metadata={"tool": [i, "x"]})
+        for i in range(count)
+    ]
+
+
+async def two_turns(turn: Turn, prompt: Prompt) -> float:
+    assert prompt.metadata["tool"][1] == "x"
+    sampling = SamplingParams(max_new_tokens=120, temperature=0, ignore_eos=True)
+    first = await turn.generate(prompt.input_ids, sampling)
+    await asyncio.sleep(0.05)
+    context = np.concatenate((prompt.input_ids, first.token_ids, TOOL))
+    second = await turn.generate(context, sampling)
+    return float(len(first.token_ids) + len(second.token_ids))
+
+
+def test_episodes_begin_anew_and_are_given_what_they_were_given(tmp_path: Path):
+    store = SqliteStore(tmp_path / "store", inline=True)
+    parts: dict[str, Any] = {"prompts": episode_prompts(8), "episode": two_turns}
+    expected = whole_run(**parts)
+
+    async def first_life() -> int:
+        async with scheduler(store, **parts) as rollouts:
+            request = asyncio.create_task(rollouts.next_batch())
+            for number in range(12):
+                await asyncio.sleep(0.17)
+                left_behind(store, tmp_path / f"at-{number}")
+                if request.done():
+                    return number
+            await request
+        return 12
+
+    answered = partial = 0
+    for number in range(run_virtual(first_life())):
+        killed = SqliteStore(tmp_path / f"at-{number}", inline=True)
+
+        async def second_life(killed: SqliteStore = killed) -> list[Batch]:
+            nonlocal answered, partial
+            async with scheduler(killed, **parts) as rollouts:
+                members = list(rollouts.state.book.rollouts.values())
+                answered += sum(len(m.answered) for m in members)
+                partial += sum(m.replay is not None and bool(m.replay.partial) for m in members)
+                before = rollouts.state.book.counters.tokens_generated
+                known = sum(m.log.sampled_tokens for m in members)
+                batches = [batch async for batch in rollouts]
+                counters = rollouts.state.book.counters
+                # Not one token that was known was generated again.
+                generated = counters.tokens_generated - before
+                assert generated + known == counters.tokens_delivered
+                assert counters.tokens_discarded == 0
+            return batches
+
+        assert by_key(run_virtual(second_life())) == expected
+    assert answered > 10
+    assert partial > 5
+
+
+def test_an_episode_that_takes_another_way_forgets_what_was_known_from_there():
+    store = MemoryStore()
+    prompts = episode_prompts(4)
+    one = config(batch_groups=4, group_size=1, over_provision=1.0, save_interval_s=0.1)
+
+    async def longer(turn: Turn, prompt: Prompt) -> float:
+        sampling = SamplingParams(max_new_tokens=120, temperature=0, ignore_eos=True)
+        first = await turn.generate(prompt.input_ids, sampling)
+        context = np.concatenate((prompt.input_ids, first.token_ids, TOOL, TOOL))
+        await turn.generate(context, sampling)
+        return 0.0
+
+    async def first_life() -> None:
+        async with scheduler(store, prompts=prompts, episode=two_turns, config=one) as rollouts:
+            request = asyncio.create_task(rollouts.next_batch())
+            while not all(m.turns for m in rollouts.state.book.rollouts.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.6)
+            request.cancel()
+
+    async def second_life() -> None:
+        async with scheduler(store, prompts=prompts, episode=longer, config=one) as rollouts:
+            batch = await rollouts.next_batch()
+            for rollout in batch.rollouts:
+                assert len(rollout) == 120 + 6 + 120
+                assert rollout.turns == 2
+                np.testing.assert_array_equal(rollout.versions[120:126], -1)
+            book = rollouts.state.book
+            forgotten = book.ledger.tokens[Reason.RESTARTED]
+            assert forgotten == book.counters.tokens_discarded
+            assert forgotten == second_turns
+            assert forgotten > 0
+
+    run_virtual(first_life())
+    saved = store.open()
+    assert saved is not None
+    second_turns = sum(len(held.token_ids) - 123 for held in saved.tokens.values())
+    run_virtual(second_life())
+
+
+# --- rewards and evaluations -----------------------------------------------------------------
+
+
+def not_the_second(group: Group) -> bool:
+    return group.prompt.key != 2
+
+
+def test_rewards_and_verdicts_that_were_not_known_are_asked_for_again():
+    store = MemoryStore()
+    asked: list[int] = []
+    hang = asyncio.Event()
+
+    async def reward(rollout: Rollout, prompt: Prompt) -> float:
+        asked.append(rollout.rollout_id)
+        if len(asked) > 10:
+            await hang.wait()
+        return float(rollout.index)
+
+    async def first_life() -> set[int]:
+        async with scheduler(store, reward=reward) as rollouts:
+            request = asyncio.create_task(rollouts.next_batch())
+            while len(asked) < 14:  # noqa: ASYNC110 - the callback would have to know
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)
+            request.cancel()
+            return set(asked[10:])
+
+    pending = run_virtual(first_life())
+    asked.clear()
+    hang = asyncio.Event()
+    hang.set()
+
+    async def second_life() -> list[Batch]:
+        async with scheduler(store, reward=reward, accept=not_the_second) as rollouts:
+            batches = [batch async for batch in rollouts]
+            assert rollouts.state.book.ledger.rollouts[Reason.REJECTED] == 4
+            return batches
+
+    batches = run_virtual(second_life())
+    assert pending <= set(asked)
+    rewards = [r.reward == r.index for batch in batches for r in batch.rollouts]
+    assert all(rewards)
+    assert len(rewards) == 4 * (PROMPTS - 1)
+
+
+def test_an_evaluation_under_way_is_in_the_ledger_and_asked_for_anew():
+    store = MemoryStore()
+    prompts = list(workload())[:3]
+
+    async def first_life() -> None:
+        async with scheduler(store) as rollouts:
+            evaluating = asyncio.create_task(rollouts.evaluate(prompts, group_size=4))
+            await asyncio.sleep(0.7)
+            assert not evaluating.done()
+            evaluating.cancel()
+
+    async def second_life() -> None:
+        async with scheduler(store) as rollouts:
+            check_invariants(rollouts.state)
+            assert rollouts.state.book.ledger.rollouts[Reason.RESTARTED] == 12
+            assert rollouts.state.book.ledger.tokens[Reason.RESTARTED] > 0
+            answers = await rollouts.evaluate(prompts, group_size=4)
+            assert len(answers.groups) == 3
+
+    run_virtual(first_life())
+    run_virtual(second_life())
+
+
+# --- stores that fail ------------------------------------------------------------------------
+
+
+class Failing(MemoryStore):
+    """Refuses while `full`."""
+
+    full = False
+    refused = 0
+
+    def save(self, cut: Any, *, durable: bool) -> None:
+        if self.full:
+            self.refused += 1
+            raise StoreError("the store could not be written (database or disk is full)")
+        super().save(cut, durable=durable)
+
+
+def test_a_store_that_fails_does_not_end_the_run_and_is_whole_when_it_works_again(
+    caplog: pytest.LogCaptureFixture,
+):
+    store = Failing()
+
+    async def main() -> None:
+        async with scheduler(store) as rollouts:
+            (await rollouts.next_batch()).acknowledge()
+            store.full = True
+            await rollouts.next_batch()
+            await asyncio.sleep(25)
+            assert store.refused in (2, 3)
+            store.full = False
+            await asyncio.sleep(12)
+            await rollouts.next_batch()
+
+    async def second_life() -> list[Batch]:
+        return await to_the_end(store)
+
+    run_virtual(main())
+    errors = [r.message for r in caplog.records if "is not saved" in r.message]
+    assert len(errors) == 1
+    assert any("saved again" in r.message for r in caplog.records)
+    batches = run_virtual(second_life())
+    assert [b.index for b in batches if b.redelivered] == [1, 2]
+    delivered = by_key(batches)
+    assert len(delivered) == 4 * (PROMPTS - 4)
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    store = SqliteStore(tmp_path / "store", inline=True)
+
+    async def main() -> None:
+        async with scheduler(store) as rollouts:
+            await rollouts.next_batch()
+            connection = store._connection  # pyright: ignore[reportPrivateUsage]
+            assert isinstance(connection, sqlite3.Connection)
+            (pages,) = connection.execute("PRAGMA page_count").fetchone()
+            connection.execute(f"PRAGMA max_page_count = {pages}")
+            for _ in range(4):
+                await rollouts.next_batch()
+
+    run_virtual(main())
+    said = [r.message for r in caplog.records if "is not saved" in r.message]
+    assert len(said) == 1
+    assert "disk is full: free some of it" in said[0]
+
+
+def test_what_cannot_be_stored_is_refused_before_it_is_launched():
+    def prompts() -> Iterator[Prompt]:
+        yield Prompt(input_ids=np.array([1]), metadata={"f": print})
+
+    async def main() -> None:
+        async with scheduler(MemoryStore(), prompts=prompts()) as rollouts:
+            with pytest.raises(ConfigError, match="cannot be stored"):
+                await rollouts.next_batch()
+
+    run_virtual(main())
+
+
+def test_other_prompts_than_those_of_the_saved_run_are_noticed():
+    store = MemoryStore()
+
+    async def life(prompts: list[Prompt]) -> None:
+        async with scheduler(store, prompts=prompts) as rollouts:
+            for _ in range(3):
+                (await rollouts.next_batch()).acknowledge()
+
+    everything = list(workload())
+    run_virtual(life(everything))
+    with pytest.raises(ConfigError, match="give the same prompts again"):
+        run_virtual(life(everything[:4]))
+
+
+def test_a_source_that_can_skip_is_asked_to():
+    store = MemoryStore()
+    skipped: list[int] = []
+
+    class Source:
+        def __iter__(self) -> Iterator[Prompt]:
+            return iter(workload())
+
+        def skip(self, count: int) -> list[Prompt]:
+            skipped.append(count)
+            return list(workload())[count:]
+
+    async def life() -> list[Batch]:
+        async with scheduler(store, prompts=Source()) as rollouts:
+            return [await rollouts.next_batch(), await rollouts.next_batch()]
+
+    run_virtual(life())
+    rest = run_virtual(to_the_end(store, prompts=Source()))
+    assert skipped
+    assert len(by_key(rest)) == 4 * PROMPTS
