@@ -12,9 +12,11 @@ import aiohttp
 import msgspec
 
 from aprilsched.engines.sglang import SGLangLimits
+from aprilsched.engines.sglang.allowance import Allowance
 from aprilsched.engines.sglang.failures import Answer
 from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.probe import ServerFacts
+from aprilsched.engines.sglang.sockets import inflow_of
 from aprilsched.engines.sglang.sse import EventSplitter
 from aprilsched.errors import EngineError
 
@@ -172,10 +174,16 @@ class Client:
         return generation
 
     async def _read(self, generation: Generation, tokens: int) -> None:
-        splitter = EventSplitter(self._name, self._limits.max_answer_bytes)
         body = {**self.body(tokens, generation.rid), "stream": True}
         with contextlib.suppress(aiohttp.ClientError, OSError, EngineError, msgspec.DecodeError):
             async with self._transport.generate(body) as response:
+                allowance = Allowance(
+                    self._name,
+                    generation.rid,
+                    self._limits.max_answer_bytes,
+                    inflow=inflow_of(response),
+                )
+                splitter = EventSplitter(allowance)
                 async for data in response.content.iter_any():
                     payloads = [p for p in splitter.feed(data) if p != b"[DONE]"]
                     generation.events += [msgspec.json.decode(p) for p in payloads]

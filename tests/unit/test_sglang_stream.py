@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 
 from aprilsched.engines.base import Chunk
+from aprilsched.engines.sglang.allowance import Allowance, UnfinishedEvents
 from aprilsched.engines.sglang.sse import EventSplitter
 from aprilsched.engines.sglang.stream import ChunkAssembler, read_chunks
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from aprilsched.types import VersionSpan
 
+MAX_TOKENS = 100
+ROOM = 10_000
+UNFINISHED = UnfinishedEvents("engine:1", 3 * ROOM)
 ABORTED = {"type": "abort", "message": "Abort in waiting queue"}
 LENGTH = {"type": "length", "length": 5}
 
@@ -52,7 +56,7 @@ def event(
 
 
 def feed(*payloads: bytes) -> list[Chunk]:
-    assembler = ChunkAssembler("engine:1", "r")
+    assembler = ChunkAssembler("engine:1", "r", MAX_TOKENS)
     return [assembler.feed(payload) for payload in payloads]
 
 
@@ -156,7 +160,21 @@ def test_a_stop_maps_straight() -> None:
         (event(0, 1, output_token_logprobs=[[-1.0, -5, None]]), "cannot be read"),
         (event(0, 1, output_token_logprobs=[[-1.0, 2**31, None]]), "cannot be read"),
         (event(0, 1, output_token_logprobs=[[-1.0]]), "cannot be read"),
+        (event(0, 1, output_token_logprobs=[[-1e39, 100, None]]), "cannot be read"),
+        (event(0, 1, output_token_logprobs=[[0.5, 100, None]]), "cannot be read"),
+        (event(0, 1, output_token_logprobs=[[-1.0, 100, {}]]), "cannot be read"),
         (event(0, 1, completion_tokens=-1), "cannot be read"),
+        (event(0, 1, completion_tokens=2**31), "cannot be read"),
+        (event(0, 1).replace(b"100", b"1" * 5000), "cannot be read"),
+        (event(0, 1, output_token_logprobs_length=2**63), "cannot be read"),
+        (event(0, 1, cached_tokens=-1), "cannot be read"),
+        (event(0, 1, finish=LENGTH, spans=[("1", 0, 2**40)]), "cannot be read"),
+        (event(0, 1, finish=LENGTH, spans=[("9" * 5000, 0, 1)]), "cannot be read"),
+        (event(0, 101), "sent 101 tokens where 100 were asked for"),
+        (event(0, 0, completion_tokens=2**31 - 1), "where 100 were asked for"),
+        (b'{"meta_info": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "cannot be read"),
+        (b'{"unknown": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "cannot be read"),
+        (b'{"error": {"message": "\xff"}}', "cannot be read"),
         (event(0, 1, completion_tokens=...), "cannot be read"),
         (event(0, 2, finish={"type": "sideways"}, spans=[("1", 0, 2)]), "unknown reason"),
         (event(0, 2, finish=LENGTH, spans=[("1", 0, 1)]), "do not cover its 2 tokens"),
@@ -173,6 +191,25 @@ def test_what_breaks_the_protocol_is_refused(payload: bytes, why: str) -> None:
     with pytest.raises(EngineProtocolError, match=why) as caught:
         feed(payload)
     assert caught.value.engine == "engine:1"
+
+
+@pytest.mark.parametrize("finish", [None, LENGTH, ABORTED])
+def test_a_count_that_runs_backwards_is_refused(finish: dict[str, Any] | None) -> None:
+    with pytest.raises(EngineProtocolError, match="counts 2 tokens after it had sent 3"):
+        feed(event(0, 3), event(0, 2, finish=finish, spans=[("1", 0, 3)]))
+
+
+def test_an_unknown_reason_is_quoted_on_one_short_line() -> None:
+    reason = {"type": "a\nb\x1b[2J" + "x" * 10**6}
+    with pytest.raises(EngineProtocolError, match=r"reason 'a b\?\[2Jx") as caught:
+        feed(event(0, 1, finish=reason, spans=[("1", 0, 1)]))
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("label", ["2147483648", "9" * 4000, "v7", "", "-1", "\u0663"])
+def test_a_label_that_we_cannot_have_written_counts_as_version_0(label: str) -> None:
+    (chunk,) = feed(event(0, 1, finish=LENGTH, spans=[(label, 0, 1)]))
+    assert chunk.spans == (VersionSpan(version=0, start=0, end=1),)
 
 
 def test_an_error_event_is_a_rejection_with_the_servers_words() -> None:
@@ -194,21 +231,21 @@ def test_lines_are_cut_anywhere() -> None:
     payloads = [event(0, 1), event(1, 3), b"[DONE]"]
     stream = b": a comment\r\n\r\nevent: x\n\n" + b"".join(b"data: %b\n\n" % p for p in payloads)
     for size in (1, 2, 7, 64, len(stream)):
-        splitter = EventSplitter("engine:1", 10_000)
+        splitter = EventSplitter(Allowance("engine:1", "r", 10_000))
         pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
         assert [payload for piece in pieces for payload in splitter.feed(piece)] == payloads
 
 
 def test_a_line_of_megabytes_is_read_and_a_longer_one_refused() -> None:
     """A cumulative answer of a long response is one line, far beyond aiohttp's 128 KiB."""
-    splitter = EventSplitter("engine:1", 4 * 2**20)
+    splitter = EventSplitter(Allowance("engine:1", "r", 4 * 2**20))
     piece = b"x" * 2**16
     assert splitter.feed(b"data: ") == []
     for _ in range(48):
         assert splitter.feed(piece) == []
     assert splitter.feed(b"\n\n") == [piece * 48]
-    splitter.feed(b"data: " + piece * 63)
-    with pytest.raises(EngineProtocolError, match="raise max_answer_bytes"):
+    splitter.feed(b"data: " + piece * 15)
+    with pytest.raises(EngineProtocolError, match="request r: sent more than 4194304 bytes"):
         splitter.feed(piece)
 
 
@@ -219,7 +256,9 @@ async def _stream(*parts: bytes) -> AsyncIterator[bytes]:
 
 async def _read(*parts: bytes) -> list[Chunk]:
     reader = read_chunks(
-        _stream(*parts), EventSplitter("engine:1", 10_000), ChunkAssembler("engine:1", "r")
+        _stream(*parts),
+        Allowance("engine:1", "r", ROOM, UNFINISHED),
+        ChunkAssembler("engine:1", "r", MAX_TOKENS),
     )
     async with aclosing(reader) as chunks:
         return [chunk async for chunk in chunks]
@@ -237,3 +276,67 @@ async def test_a_stream_that_ends_early_is_an_error_that_counts_its_tokens() -> 
     for rest in (b"", b"data: [DONE]\n\n"):
         with pytest.raises(EngineError, match="ended after 1 tokens"):
             await _read(b"data: " + event(0, 1) + b"\n\n", rest)
+
+
+async def _refused(parts: list[bytes], why: str) -> int:
+    """How many of the parts were asked for until the stream was refused."""
+    left = list(parts)
+
+    async def content() -> AsyncIterator[bytes]:
+        while left:
+            yield left.pop(0)
+
+    reader = read_chunks(
+        content(),
+        Allowance("engine:1", "r", ROOM, UNFINISHED),
+        ChunkAssembler("engine:1", "r", MAX_TOKENS),
+    )
+    with pytest.raises(EngineProtocolError, match=why) as caught:
+        async with aclosing(reader) as chunks:
+            _ = [chunk async for chunk in chunks]
+    assert caught.value.engine == "engine:1"
+    assert UNFINISHED.size == 0
+    return len(parts) - len(left)
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b": a comment\n\n",
+        b"\n",
+        b"data: [DONE]\n\n",
+        b"data: " + event(1, 1) + b"\n\n",
+        b"data: " + event(0, 1) + b"\n\n",
+        b"x",
+        b"data: {",
+    ],
+)
+async def test_what_no_token_accounts_for_is_cut_off(junk: bytes) -> None:
+    """Comments, blank lines, events that bring nothing new, an event that does not end."""
+    parts = [b"data: " + event(0, 1) + b"\n\n", *[junk * 20] * 2000]
+    asked = await _refused(parts, "beyond what its tokens account for; raise max_answer_bytes")
+    assert sum(map(len, parts[:asked])) <= ROOM + len(parts[0]) + 20 * len(junk)
+
+
+async def test_tokens_do_not_pay_for_whatever_comes_with_them() -> None:
+    blown_up = [b"data: " + event(n, n + 1, junk="x" * 10_000) + b"\n\n" for n in range(MAX_TOKENS)]
+    assert await _refused(blown_up, "beyond what its tokens account for") < 5
+
+
+async def test_a_cumulative_answer_may_be_many_times_as_long_as_the_limit() -> None:
+    parts = [b"data: " + event(0, n) + b"\n\n" for n in range(1, MAX_TOKENS)]
+    parts.append(b"data: " + event(0, 100, finish=LENGTH, spans=[("1", 0, 100)]) + b"\n\n")
+    assert sum(map(len, parts)) > 10 * ROOM
+    assert_tokens(await _read(*parts), 100)
+
+
+async def test_streams_together_hold_no_more_than_their_server_may_have_unfinished() -> None:
+    """Each of them is far below its own limit."""
+    unfinished = UnfinishedEvents("engine:1", 3 * ROOM)
+    splitters = [EventSplitter(Allowance("engine:1", "r", ROOM, unfinished)) for _ in range(4)]
+    for splitter in splitters[:3]:
+        splitter.feed(b"x" * (ROOM - 1))
+    with pytest.raises(EngineProtocolError, match="raise max_unfinished_bytes"):
+        splitters[3].feed(b"x" * ROOM)
+    splitters[0].feed(b"\n")
+    assert unfinished.size == 3 * ROOM - 2

@@ -21,7 +21,7 @@ from aprilsched.engines.sglang.failures import Answer
 from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sglang.probe import ServerFacts, weight_label
-from aprilsched.engines.sglang.wire import MESSAGE_LIMIT, version_number
+from aprilsched.engines.sglang.wire import quoted, version_number
 from aprilsched.errors import ControlTimeout, EngineError, EngineRejected, EngineUnreachable
 
 __all__ = ["ServerControl"]
@@ -31,6 +31,7 @@ _BUSY = 400
 _PAUSED = 503
 _CONFLICT = 409
 _FLUSH_POLL_SECONDS = 0.05
+_MESSAGE_BYTES = 1024
 
 
 class ServerControl:
@@ -86,7 +87,7 @@ class ServerControl:
         async def attempt() -> Answer:
             nonlocal refused
             answer = await self._control("flush_cache", accept=(200, _BUSY))
-            refused = answer.body[:MESSAGE_LIMIT].decode("utf-8", "replace").strip()
+            refused = quoted(answer.body[:_MESSAGE_BYTES].decode("utf-8", "replace"))
             return answer
 
         again = AsyncRetrying(

@@ -4,7 +4,8 @@
   been told to abort it, in bounded time, cancellation included.
 - Only a failure to connect is reported as :class:`~aprilsched.errors.EngineUnreachable`: it
   says that repeating the call cannot make two requests decode side by side.
-- Streams have no timeout; control calls always have one.
+- Streams have no timeout; control calls always have one. What a stream may send is bounded by
+  what was asked for, and what follows its last chunk, or an error status, by a few KiB and seconds.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 
 import aiohttp
 
 from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest
 from aprilsched.engines.sglang.address import ServerAddress
+from aprilsched.engines.sglang.allowance import Allowance, UnfinishedEvents
 from aprilsched.engines.sglang.calls import Call, HungUp, despite_cancellation
 from aprilsched.engines.sglang.failures import Answer, engine_error, rejection
 from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sglang.probe import probe
 from aprilsched.engines.sglang.refit import ServerRefit
-from aprilsched.engines.sglang.sse import EventSplitter
+from aprilsched.engines.sglang.sockets import inflow_of
 from aprilsched.engines.sglang.stream import ChunkAssembler, nothing, read_chunks
 from aprilsched.engines.sglang.wire import generate_body
 from aprilsched.errors import ConfigError, EngineError, EngineRejected, EngineUnreachable
@@ -34,6 +36,7 @@ __all__ = ["SGLangEngine"]
 _log = logging.getLogger(__name__)
 _BAD_REQUEST = 400
 _DRAIN_SECONDS = 1.0
+_DRAIN_BYTES = 2**16
 
 
 class SGLangEngine(ServerRefit):
@@ -68,6 +71,7 @@ class SGLangEngine(ServerRefit):
         limits = limits or SGLangLimits()
         name = ServerAddress.parse(url).name
         transport = Transport(name, self._url, admin_key=admin_key, api_key=api_key, limits=limits)
+        self._unfinished = UnfinishedEvents(name, limits.max_unfinished_bytes)
         super().__init__(name, transport, limits)
 
     def __repr__(self) -> str:
@@ -109,7 +113,7 @@ class SGLangEngine(ServerRefit):
             async with self._sent(request) as response:
                 call.attach(response)
                 await self._check_status(response)
-                async with aclosing(self._chunks(request.request_id, response)) as chunks:
+                async with aclosing(self._chunks(request, response)) as chunks:
                     async for chunk in chunks:
                         if chunk.finish is not None:
                             call.over = True
@@ -158,23 +162,39 @@ class SGLangEngine(ServerRefit):
             )
 
     async def _check_status(self, response: aiohttp.ClientResponse) -> None:
-        if response.status != 200:
-            answer = Answer(response.status, await self._transport.read(response))
-            raise rejection(self.name, "POST /generate", answer)
+        if response.status == 200:
+            return
+        body = b""
+        # The status alone says enough, should its explanation never end.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.control_timeout):
+                body = await self._transport.read(response)
+        raise rejection(self.name, "POST /generate", Answer(response.status, body))
 
     def _chunks(
-        self, request_id: str, response: aiohttp.ClientResponse
+        self, request: GenerationRequest, response: aiohttp.ClientResponse
     ) -> AsyncGenerator[Chunk, None]:
-        splitter = EventSplitter(self.name, self._limits.max_answer_bytes)
-        assembler = ChunkAssembler(self.name, request_id)
-        return read_chunks(response.content.iter_any(), splitter, assembler)
+        name, limits = request.request_id, self._limits
+        allowance = Allowance(
+            self.name,
+            name,
+            limits.max_answer_bytes,
+            self._unfinished,
+            inflow_of(response),
+        )
+        assembler = ChunkAssembler(self.name, name, request.sampling.max_new_tokens)
+        return read_chunks(response.content.iter_any(), allowance, assembler)
 
 
 async def _drain(response: aiohttp.ClientResponse) -> None:
     """Read what follows the last chunk, so that the connection can be used again."""
+    left = _DRAIN_BYTES
     try:
         async with asyncio.timeout(_DRAIN_SECONDS):
-            async for _ in response.content.iter_any():
-                pass
+            async for data in response.content.iter_any():
+                left -= len(data)
+                if left < 0:
+                    response.close()
+                    return
     except (aiohttp.ClientError, OSError):
         response.close()

@@ -8,7 +8,8 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from aprilsched.engines.sglang.wire import MESSAGE_LIMIT
+from aprilsched.engines.sglang.sockets import ENDLESS
+from aprilsched.engines.sglang.wire import UNREADABLE, quoted
 from aprilsched.errors import (
     EngineError,
     EngineProtocolError,
@@ -17,6 +18,9 @@ from aprilsched.errors import (
 )
 
 __all__ = ["Answer", "ConnectionDropped", "engine_error", "rejection"]
+
+_MESSAGE_BYTES = 2**14
+"""Of an error's body, in which its message is looked for."""
 
 
 class ConnectionDropped(EngineError):
@@ -37,18 +41,29 @@ def engine_error(name: str, url: URL, error: Exception) -> EngineError:
             why = error.strerror or "timed out"
             return EngineUnreachable(name, f"cannot connect ({why}); is the server up at {url}?")
         case aiohttp.ClientResponseError():
+            _forget_keys(error)
             return EngineProtocolError(
-                name, f"does not speak HTTP ({error.message[:MESSAGE_LIMIT]}); is {url} right?"
+                name, f"does not speak HTTP ({quoted(error.message)}); is {url} right?"
             )
+        case _ if ENDLESS in str(error):
+            return EngineProtocolError(name, f"was hung up on: {ENDLESS}; is {url} right?")
         case _:
             return ConnectionDropped(
-                name, f"the connection broke ({type(error).__name__}: {error})."
+                name, f"the connection broke ({type(error).__name__}: {quoted(str(error))})."
             )
+
+
+def _forget_keys(error: aiohttp.ClientResponseError) -> None:
+    """It becomes the cause of ours, and shows the request's headers wherever it is shown."""
+    nothing: Any = error.request_info.headers.copy()
+    nothing.clear()
+    error.request_info = error.request_info._replace(headers=nothing)
+    error.args = (error.request_info, error.history)
 
 
 def rejection(name: str, what: str, answer: Answer) -> EngineRejected:
     """The error of ours that an HTTP error status means, with the server's own message."""
-    message = _message(answer.body)[:MESSAGE_LIMIT]
+    message = quoted(_message(answer.body))
     hint = ""
     if answer.status in (401, 403):
         hint = "; give the server's --admin-api-key as admin_key, or its --api-key as api_key"
@@ -61,10 +76,10 @@ def rejection(name: str, what: str, answer: Answer) -> EngineRejected:
 
 def _message(body: bytes) -> str:
     try:
-        found: Any = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return body[: 4 * MESSAGE_LIMIT].decode("utf-8", "replace").strip()
-    for name in ("error", "message", "detail"):
-        if isinstance(found, dict):
-            found = cast("dict[str, Any]", found).get(name, found)
-    return str(found)
+        found: Any = msgspec.json.decode(body[:_MESSAGE_BYTES])
+        for name in ("error", "message", "detail"):
+            if isinstance(found, dict):
+                found = cast("dict[str, Any]", found).get(name, found)
+        return str(found)
+    except UNREADABLE:
+        return body[:_MESSAGE_BYTES].decode("utf-8", "replace")

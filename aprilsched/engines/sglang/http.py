@@ -3,13 +3,14 @@
 - Control calls have a pool of their own, so that an abort never waits behind generations.
 - A control call is repeated only after a failure to connect, or, where repeating it is
   harmless, after a dropped connection. A generation is never repeated here.
+- Nothing is believed of what an answer unpacks to, where it redirects to, or which cookies it
+  sets; proxies of the environment are not used.
 - Keys live in the headers of the two sessions and nowhere else: not in a repr, a log, an error.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from aprilsched.engines.sglang.failures import (
     rejection,
 )
 from aprilsched.engines.sglang.limits import SGLangLimits
+from aprilsched.engines.sglang.sockets import inflow_of, probed_socket
 from aprilsched.errors import (
     ConfigError,
     ControlTimeout,
@@ -40,8 +42,13 @@ _KEEPALIVE_SECONDS = 2.0
 """Below the 5 s after which SGLang closes an idle connection: one that is reused at that very
 moment fails after the request was sent, and nobody knows whether it arrived."""
 _CONTROL_CONNECTIONS = 32
+_BUFFER_BYTES = 2**16
+"""Of one connection, twice over, before its reading is paused; there are thousands of them."""
+_NOT_DONE = 300
+"""The first status that is none of success."""
+_ERROR_BYTES = 2**16
+"""Read of an error's body, of which a sentence is used."""
 _ATTEMPTS = 3
-_TCP_PROBES = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 
 
 class Transport:
@@ -141,18 +148,24 @@ class Transport:
             raise engine_error(self._name, self._url, error) from error
 
     async def read(self, response: aiohttp.ClientResponse) -> bytes:
-        """The whole body, if it is not too long."""
+        """The whole body, if it is not too long; of an error's only the beginning."""
+        failed = response.status >= _NOT_DONE
+        at_most = _ERROR_BYTES if failed else self._limits.max_answer_bytes
+        inflow = inflow_of(response)
         body = bytearray()
         async for data in response.content.iter_any():
+            inflow.renew()
             body += data
-            if len(body) > self._limits.max_answer_bytes:
+            if len(body) > at_most:
                 response.close()
+                if failed:
+                    break
                 raise EngineProtocolError(
                     self._name,
-                    f"{response.url.path} answered with more than "
-                    f"{self._limits.max_answer_bytes} bytes; raise max_answer_bytes if it should.",
+                    f"{response.url.path} answered with more than {at_most} bytes; raise "
+                    "max_answer_bytes if it should.",
                 )
-        return bytes(body)
+        return bytes(body[:at_most])
 
     def _opened(self, session: aiohttp.ClientSession | None) -> aiohttp.ClientSession:
         if session is None:
@@ -164,7 +177,7 @@ class Transport:
         connector = aiohttp.TCPConnector(
             limit=connections,
             keepalive_timeout=_KEEPALIVE_SECONDS,
-            socket_factory=_probed_socket,
+            socket_factory=probed_socket,
         )
         return aiohttp.ClientSession(
             connector=connector,
@@ -173,31 +186,18 @@ class Transport:
             trust_env=False,
             cookie_jar=jar,
             headers=headers,
-            read_bufsize=2**20,
+            auto_decompress=False,
+            read_bufsize=_BUFFER_BYTES,
         )
 
 
 def _headers(what: str, key: str | None) -> dict[str, str]:
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         raise ConfigError(f"{what} is empty or holds characters that no HTTP header can carry.")
-    # identity: an answer that unpacks to more than was received could not be bounded.
+    # identity: an answer that unpacks to more than was received could not be bounded. A server
+    # that packs it all the same is not unpacked.
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     return headers if key is None else {**headers, "Authorization": f"Bearer {key}"}
-
-
-def _probed_socket(address: Any) -> socket.socket:
-    """A socket with TCP keep-alive.
-
-    A machine that loses power says no goodbye; without these probes its streams would stay
-    open for ever, since silence alone may be a pause.
-    """
-    family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _TCP_PROBES:
-        if hasattr(socket, option):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return made
 
 
 def _may_repeat(error: BaseException, repeatable: bool) -> bool:

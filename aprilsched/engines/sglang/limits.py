@@ -24,7 +24,9 @@ class SGLangLimits:
         update_timeout: to load one version of the weights.
         abort_timeout: for the last word about a generation that was left early.
         max_connections: generations in flight on one server; 0 for any number.
-        max_answer_bytes: for one streamed event and for one whole control answer.
+        max_answer_bytes: for one whole control answer, and for what a streamed answer sends
+            beyond what its tokens account for (an event that does not end, empty ones, comments).
+        max_unfinished_bytes: of events that are not whole yet, in all streams of the server.
     """
 
     connect_timeout: float = 10.0
@@ -34,6 +36,7 @@ class SGLangLimits:
     abort_timeout: float = 2.0
     max_connections: int = 0
     max_answer_bytes: int = 64 * 2**20
+    max_unfinished_bytes: int = 2**30
 
     def __post_init__(self) -> None:
         for field in fields(self):

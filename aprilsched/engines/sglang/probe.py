@@ -10,7 +10,13 @@ import msgspec
 
 from aprilsched.engines.base import Capabilities
 from aprilsched.engines.sglang.http import Transport
-from aprilsched.engines.sglang.wire import Labelled, ModelInfo, OpenApi, ServerInfo
+from aprilsched.engines.sglang.wire import (
+    UNREADABLE,
+    Labelled,
+    ModelInfo,
+    OpenApi,
+    ServerInfo,
+)
 from aprilsched.errors import EngineProtocolError, EngineRejected
 
 __all__ = ["ServerFacts", "decode", "probe", "release", "weight_label"]
@@ -66,7 +72,7 @@ def decode(engine: str, what: str, body: bytes, kind: type[T]) -> T:
     """`body` as a `kind`, or the error that names the call."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise EngineProtocolError(
             engine, f"does not answer {what} like SGLang ({error})."
         ) from error

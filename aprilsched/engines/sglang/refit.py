@@ -21,7 +21,7 @@ from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sglang.probe import decode
-from aprilsched.engines.sglang.wire import MESSAGE_LIMIT, UpdateAnswer
+from aprilsched.engines.sglang.wire import UpdateAnswer, quoted
 from aprilsched.errors import EngineError, EngineRejected, TornWeights
 
 __all__ = ["ServerRefit"]
@@ -205,5 +205,5 @@ class ServerRefit(ServerControl):
         )
         outcome = decode(self.name, f"/{path}", answer.body, UpdateAnswer)
         if not outcome.success:
-            message = (outcome.message or outcome.error_message or "")[:MESSAGE_LIMIT]
+            message = quoted(outcome.message or outcome.error_message or "")
             raise EngineRejected(self.name, f"{path} failed ({message}).", status=answer.status)

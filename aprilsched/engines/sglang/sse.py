@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from aprilsched.errors import EngineProtocolError
+from aprilsched.engines.sglang.allowance import Allowance
 
 __all__ = ["EventSplitter"]
 
 
 class EventSplitter:
-    """Cuts a byte stream into the payloads of its ``data:`` lines.
+    """Cuts a byte stream into the payloads of its ``data:`` lines, while its allowance lasts.
 
     aiohttp's own ``readline`` gives up at 128 KiB, and one cumulative event can be megabytes.
     """
 
-    def __init__(self, engine: str, max_bytes: int) -> None:
-        self._engine = engine
-        self._max_bytes = max_bytes
+    def __init__(self, allowance: Allowance) -> None:
+        self._allowance = allowance
         self._pieces: list[bytes] = []
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that `data` completes."""
+        """The payloads that `data` completes.
+
+        Raises:
+            EngineProtocolError: if too much has arrived.
+        """
+        self._allowance.take(len(data))
         lines = data.split(b"\n")
         rest = lines.pop()
         if lines and self._pieces:
@@ -31,10 +35,5 @@ class EventSplitter:
         if rest:
             self._pieces.append(rest)
             self._size += len(rest)
-        if max(self._size, *map(len, lines), 0) > self._max_bytes:
-            raise EngineProtocolError(
-                self._engine,
-                f"a streamed event is longer than {self._max_bytes} bytes; raise "
-                "max_answer_bytes, or start the server with --incremental-streaming-output.",
-            )
+        self._allowance.hold(self._size)
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]

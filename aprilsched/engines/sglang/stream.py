@@ -6,8 +6,10 @@ Invariants:
   paired by position: at an abort SGLang repeats the last output id, and where it joins that
   repeat with a pending event, ``output_ids`` is shifted by one against the logprobs.
 - What is new is known by count (``completion_tokens`` and the tokens already held), never by
-  the form of the event: the incremental form, the cumulative one and repeats read alike.
+  the form of the event: the incremental form, the cumulative one and repeats read alike. The
+  count never runs backwards, nor beyond the tokens that were asked for.
 - The spans of the last chunk cover exactly the tokens that were given.
+- Whatever a server sends ends in chunks or in an error of ours, and in a bounded number of bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ import msgspec
 import numpy as np
 
 from aprilsched.engines.base import Chunk
+from aprilsched.engines.sglang.allowance import Allowance
 from aprilsched.engines.sglang.sse import EventSplitter
 from aprilsched.engines.sglang.wire import (
-    MESSAGE_LIMIT,
+    UNREADABLE,
     Finish,
     LabelSpan,
     MetaInfo,
     StreamEvent,
     Triple,
+    quoted,
     version_number,
 )
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
@@ -42,11 +46,15 @@ _LOGPROB, _ID = itemgetter(0), itemgetter(1)
 
 
 class ChunkAssembler:
-    """Turns the events of one request into chunks, and knows how many tokens were given."""
+    """Turns the events of one request into chunks, and knows how many tokens were given.
 
-    def __init__(self, engine: str, request_id: str) -> None:
+    `max_tokens` are those that the request asked for at most.
+    """
+
+    def __init__(self, engine: str, request_id: str, max_tokens: int) -> None:
         self.engine = engine
         self.request_id = request_id
+        self.max_tokens = max_tokens
         self.held = 0
 
     def feed(self, payload: bytes) -> Chunk:
@@ -58,7 +66,7 @@ class ChunkAssembler:
         """
         try:
             event = _decoder.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise self._broken(f"sent an event that cannot be read ({error})") from error
         if event.error is not None:
             raise self._rejected(event.error.message, event.error.code)
@@ -89,6 +97,14 @@ class ChunkAssembler:
         The event's list may begin anywhere (at `held` in the incremental form, at 0 in the
         cumulative one and at an abort), but it ends at a known token: it is read from its end.
         """
+        if meta.completion_tokens > self.max_tokens:
+            raise self._broken(
+                f"sent {meta.completion_tokens} tokens where {self.max_tokens} were asked for"
+            )
+        if meta.completion_tokens < self.held:
+            raise self._broken(
+                f"counts {meta.completion_tokens} tokens after it had sent {self.held}"
+            )
         triples = meta.output_token_logprobs or []
         end = meta.output_token_logprobs_length
         end = meta.completion_tokens if end is None else end
@@ -119,7 +135,7 @@ class ChunkAssembler:
                 # taken for our own interruption it would be sent again for ever.
                 raise self._rejected(reason.message or "aborted", reason.status_code)
             case other:
-                raise self._broken(f"finished with the unknown reason {other!r}")
+                raise self._broken(f"finished with the unknown reason {quoted(other)!r}")
 
     def _spans(self, spans: list[LabelSpan] | None) -> tuple[VersionSpan, ...] | None:
         """Spans over exactly the held tokens; None where the server reports none."""
@@ -145,7 +161,7 @@ class ChunkAssembler:
         return EngineProtocolError(self.engine, f"request {self.request_id}: {what}.")
 
     def _rejected(self, message: str, status: int | None) -> EngineRejected:
-        text = f"request {self.request_id}: {message[:MESSAGE_LIMIT]}"
+        text = f"request {self.request_id}: {quoted(message)}"
         return EngineRejected(self.engine, text, status=status or 400)
 
 
@@ -160,23 +176,32 @@ def nothing(*, spans_known: bool) -> Chunk:
 
 
 async def read_chunks(
-    content: AsyncIterator[bytes], splitter: EventSplitter, assembler: ChunkAssembler
+    content: AsyncIterator[bytes], allowance: Allowance, assembler: ChunkAssembler
 ) -> AsyncGenerator[Chunk, None]:
     """Every chunk of one response, to its last one.
 
     Raises:
         EngineError: if the stream ends before the response does.
+        EngineProtocolError: if it sends what it must not, or too much.
     """
-    async for data in content:
-        payloads = deque(payload for payload in splitter.feed(data) if payload != _DONE)
-        # A paused stream is silent for long, and thousands of them would hold what they last
-        # read: after a burst that is several times the size of all their tokens.
-        del data
-        while payloads:
-            chunk = assembler.feed(payloads.popleft())
-            yield chunk
-            if chunk.finish is not None:
-                return
+    splitter = EventSplitter(allowance)
+    try:
+        async for data in content:
+            payloads = deque(payload for payload in splitter.feed(data) if payload != _DONE)
+            # A paused stream is silent for long, and thousands of them would hold what they
+            # last read: after a burst that is several times the size of all their tokens.
+            del data
+            while payloads:
+                payload = payloads.popleft()
+                chunk = assembler.feed(payload)
+                if len(chunk.token_ids):
+                    allowance.pay(len(payload), assembler.held)
+                del payload
+                yield chunk
+                if chunk.finish is not None:
+                    return
+    finally:
+        allowance.close()
     raise EngineError(
         assembler.engine,
         f"request {assembler.request_id}: the stream ended after {assembler.held} tokens, before "

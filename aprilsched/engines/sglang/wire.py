@@ -1,7 +1,8 @@
 """The JSON that goes to SGLang and comes back, as typed structs; nothing is ever unpickled.
 
 Unknown fields are ignored, because every server version adds some. A missing or mistyped field
-that a token depends on makes decoding fail: no token is guessed.
+that a token depends on makes decoding fail: no token is guessed. Every number that is read has
+bounds, so that no server can put one into an array that does not fit there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 from aprilsched.engines.base import GenerationRequest
 
 __all__ = [
-    "MESSAGE_LIMIT",
+    "UNREADABLE",
     "ErrorBody",
     "Finish",
     "Labelled",
@@ -25,16 +26,29 @@ __all__ = [
     "Triple",
     "UpdateAnswer",
     "generate_body",
+    "quoted",
     "version_number",
 ]
 
-MESSAGE_LIMIT = 300
+_MESSAGE_LIMIT = 300
 """Characters of a server's own message that are kept in an error."""
 
-TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Triple: TypeAlias = tuple[float, TokenId, Any]
-"""A sampled token as SGLang reports it: logprob, id, text. A NaN arrives as null, and fails."""
-Count = Annotated[int, msgspec.Meta(ge=0)]
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises; the last one for JSON that is nested by the thousand."""
+
+_INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = 3.4028234663852886e38
+_DIGITS = len(str(_INT32_MAX))
+_ROUNDING = 1e-3
+"""How far above 0 the logarithm of a probability may come out."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
+Logprob = Annotated[float, msgspec.Meta(ge=-_FLOAT32_MAX, le=_ROUNDING)]
+"""A NaN or an infinite one arrives as null, and fails."""
+Triple: TypeAlias = tuple[Logprob, TokenId, str | None]
+"""A sampled token as SGLang reports it: logprob, id, text."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
+Name = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -48,7 +62,7 @@ class Finish(msgspec.Struct, frozen=True):
 class LabelSpan(msgspec.Struct, frozen=True):
     """Tokens `start` to `end` were sampled under the weights labelled `version`."""
 
-    version: str
+    version: Name
     start: Count
     end: Count
 
@@ -65,7 +79,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     output_token_logprobs: list[Triple] | None = None
     output_token_logprobs_length: Count | None = None
     weight_versions: list[LabelSpan] | None = None
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -79,7 +93,7 @@ class StreamEvent(msgspec.Struct, frozen=True):
     """One event of a streamed answer: tokens, or the error that ends it."""
 
     meta_info: MetaInfo | None = None
-    output_ids: list[int] | None = None
+    output_ids: list[TokenId] | None = None
     error: ErrorBody | None = None
     index: int = 0
 
@@ -87,32 +101,32 @@ class StreamEvent(msgspec.Struct, frozen=True):
 class Labelled(msgspec.Struct, frozen=True):
     """GET /get_weight_version, of older servers."""
 
-    weight_version: str | None = None
+    weight_version: Name | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
     """GET /model_info."""
 
-    model_path: str
+    model_path: Name
     is_generation: bool = True
-    weight_version: str | None = None
+    weight_version: Name | None = None
 
 
 class InternalState(msgspec.Struct, frozen=True):
     """One data-parallel rank in /server_info."""
 
-    effective_max_running_requests_per_dp: int | None = None
+    effective_max_running_requests_per_dp: Count | None = None
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
     """GET /server_info: a flat list of the server's arguments, of which these few matter."""
 
-    version: str = ""
-    dp_size: int | None = None
-    max_running_requests: int | None = None
-    max_total_num_tokens: int | None = None
-    tp_size: int | None = None
-    pp_size: int | None = None
+    version: Name = ""
+    dp_size: Count | None = None
+    max_running_requests: Count | None = None
+    max_total_num_tokens: Count | None = None
+    tp_size: Count | None = None
+    pp_size: Count | None = None
     enable_lora: bool | None = None
     enable_memory_saver: bool | None = None
     enable_weights_cpu_backup: bool | None = None
@@ -154,7 +168,15 @@ class UpdateAnswer(msgspec.Struct, frozen=True):
 
 def version_number(label: str | None) -> int:
     """The policy version that a label stands for; 0 for any label that we did not write."""
-    return int(label) if label and label.isascii() and label.isdigit() else 0
+    if not label or len(label) > _DIGITS or not (label.isascii() and label.isdigit()):
+        return 0
+    return number if (number := int(label)) <= _INT32_MAX else 0
+
+
+def quoted(text: str) -> str:
+    """A server's own words as they may stand in an error: one line, printable, not too long."""
+    words = " ".join(text[: 4 * _MESSAGE_LIMIT].split())
+    return "".join(c if c.isprintable() else "?" for c in words[:_MESSAGE_LIMIT])
 
 
 def generate_body(request: GenerationRequest, *, stream_interval: int | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from aprilsched.engines.sglang.failures import engine_error
 from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sglang.router.roster import ERROR_CODE, TARGET, Roster
-from aprilsched.engines.sglang.wire import MESSAGE_LIMIT, generate_body
+from aprilsched.engines.sglang.wire import generate_body, quoted
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected, EngineUnreachable
 
 __all__ = ["RoutedEngine"]
@@ -159,7 +159,7 @@ class RoutedEngine(SGLangEngine):
             # The worker may have the request all the same, so this is no refusal of it.
             raise EngineError(
                 self.name,
-                f"the {self._roster.name} answered {response.status} ({code[:MESSAGE_LIMIT]}) "
+                f"the {self._roster.name} answered {response.status} ({quoted(code)}) "
                 "in its place; is it up, and reached from there?",
             )
         if response.status == 200 and not await self._is_still_at(position):
