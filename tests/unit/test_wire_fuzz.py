@@ -1,0 +1,306 @@
+"""Whatever a server sends becomes tokens that belong together, or an error of ours.
+
+What is spoiled are streams that a real server sent (SGLang 0.5.21; ``tests/sglang/record_wire.py``
+wrote them down), and control answers in its words. Each example of hypothesis is a seed, from which
+:data:`CASES` spoiled streams are drawn: drawing each of them from hypothesis would take minutes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from aprilsched.engines.base import Chunk
+from aprilsched.engines.sglang.allowance import Allowance, UnfinishedEvents
+from aprilsched.engines.sglang.failures import Answer, rejection
+from aprilsched.engines.sglang.limits import SGLangLimits
+from aprilsched.engines.sglang.probe import (
+    _capabilities,  # pyright: ignore[reportPrivateUsage]
+    decode,
+    release,
+)
+from aprilsched.engines.sglang.router.roster import (
+    Roster,
+    _Listing,  # pyright: ignore[reportPrivateUsage]
+)
+from aprilsched.engines.sglang.stream import ChunkAssembler, read_chunks
+from aprilsched.engines.sglang.wire import (
+    Labelled,
+    ModelInfo,
+    OpenApi,
+    ServerInfo,
+    UpdateAnswer,
+    version_number,
+)
+from aprilsched.errors import AprilschedError, EngineError, EngineRejected
+from tests.support.mutation import cut, spoiled_answer, spoiled_stream
+
+FOLDER = Path(__file__).parents[1] / "support" / "wire"
+CASES = 500
+STREAM_SEEDS = 200
+ANSWER_SEEDS = 50
+ASKED = {"length": 40, "one": 1, "refit": 64, "refused": 40}
+"""Tokens that the recorded requests asked for; the others, 4000."""
+ROOM = 2**20
+UNFINISHED = UnfinishedEvents("engine:1", ROOM)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A stream that a server sent."""
+
+    form: str
+    kind: str
+    asked: int
+    content: bytes
+
+    @classmethod
+    def load(cls, path: Path) -> Recorded:
+        form, kind = path.stem.split("-", 1)
+        return cls(form, kind, ASKED.get(kind, 4000), path.read_bytes())
+
+    def events(self) -> list[Any]:
+        lines = [line[6:] for line in self.content.split(b"\n\n") if line]
+        return [msgspec.json.decode(line) for line in lines if line != b"[DONE]"]
+
+
+RECORDED = [Recorded.load(path) for path in sorted(FOLDER.glob("*.sse"))]
+STREAMS = [(recorded, recorded.events()) for recorded in RECORDED]
+
+Use = Callable[[Any], None]
+ANSWERS: list[tuple[Any, type[Any], Use]] = [
+    (
+        {"model_path": "/models/a", "is_generation": True, "weight_version": "7", "cache": {}},
+        ModelInfo,
+        lambda info: _version(info.weight_version),
+    ),
+    ({"weight_version": "default"}, Labelled, lambda info: _version(info.weight_version)),
+    (
+        {
+            "version": "0.5.21.post1",
+            "dp_size": 2,
+            "max_running_requests": 128,
+            "max_total_num_tokens": 65536,
+            "tp_size": 1,
+            "pp_size": 1,
+            "enable_lora": None,
+            "enable_memory_saver": False,
+            "incremental_streaming_output": True,
+            "internal_states": [{"effective_max_running_requests_per_dp": 64, "memory": {}}],
+        },
+        ServerInfo,
+        lambda info: _facts(info),
+    ),
+    (
+        {
+            "paths": {"/begin_weight_update": {"post": {}}},
+            "components": {
+                "schemas": {
+                    "ContinueGenerationReqInput": {
+                        "properties": {"torch_empty_cache": {"type": "boolean"}},
+                        "type": "object",
+                    }
+                }
+            },
+        },
+        OpenApi,
+        lambda api: _strings(api.properties("ContinueGenerationReqInput")),
+    ),
+    (
+        {"success": False, "message": "Failed to get it", "num_paused_requests": 0},
+        UpdateAnswer,
+        lambda answer: None,
+    ),
+    (
+        {"workers": [{"url": "http://10.0.0.1:30000", "is_healthy": True, "load": 3}]},
+        _Listing,
+        lambda listing: _workers(listing),
+    ),
+    (
+        {"error": {"message": "Duplicate request ID", "code": 400}},
+        dict,
+        lambda body: None,
+    ),
+]
+
+
+def _version(label: str | None) -> None:
+    assert 0 <= version_number(label) < 2**31
+
+
+def _facts(info: ServerInfo) -> None:
+    able = _capabilities(info)
+    assert able.ranks >= 1
+    assert all(part >= 0 for part in release(info.version))
+
+
+def _strings(found: Any) -> None:
+    assert all(isinstance(name, str) for name in found)
+
+
+def _workers(listing: Any) -> None:
+    roster = Roster("http://10.0.0.1:1", api_key=None, limits=SGLangLimits())
+    for worker in listing.workers:
+        roster._check(worker)  # pyright: ignore[reportPrivateUsage]
+
+
+async def _read(recorded: Recorded, pieces: list[bytes], chunks: list[Chunk]) -> None:
+    async def content() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    reader = read_chunks(
+        content(),
+        Allowance("engine:1", "r", ROOM, UNFINISHED),
+        ChunkAssembler("engine:1", "r", recorded.asked),
+    )
+    async with aclosing(reader) as found:
+        async for chunk in found:
+            chunks.append(chunk)
+
+
+def read(recorded: Recorded, pieces: list[bytes]) -> tuple[list[Chunk], AprilschedError | None]:
+    """The chunks, and the error that ended them. Nothing here waits, so no loop is needed."""
+    chunks: list[Chunk] = []
+    try:
+        _read(recorded, pieces, chunks).send(None)
+    except StopIteration:
+        return chunks, None
+    except AprilschedError as error:
+        return chunks, error
+    raise AssertionError("the reader waits for something")
+
+
+def check(recorded: Recorded, chunks: list[Chunk], error: AprilschedError | None) -> None:
+    """What was accepted hangs together."""
+    assert UNFINISHED.size == 0
+    held = 0
+    for chunk in chunks:
+        assert chunk.token_ids.dtype == np.int32
+        assert chunk.logprobs.dtype == np.float32
+        assert len(chunk.token_ids) == len(chunk.logprobs)
+        assert (chunk.token_ids >= 0).all()
+        assert np.isfinite(chunk.logprobs).all()
+        assert (chunk.logprobs <= 1e-3).all()
+        held += len(chunk.token_ids)
+    assert held <= recorded.asked
+    assert all(chunk.finish is None and chunk.spans is None for chunk in chunks[:-1])
+    if error is not None:
+        assert isinstance(error, EngineError)
+        assert len(str(error)) < 1000
+        assert str(error).isprintable()
+        assert not chunks or chunks[-1].finish is None
+        return
+    last = chunks[-1]
+    assert last.finish in ("stop", "length", "abort")
+    if last.spans is not None:
+        at = 0
+        for span in last.spans:
+            assert span.start == at < span.end
+            assert 0 <= span.version < 2**31
+            at = span.end
+        assert at == held
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: f"{r.form}-{r.kind}")
+def test_what_was_recorded_reads_as_it_was_sent(recorded: Recorded) -> None:
+    """However it is cut, and in both forms."""
+    draw = random.Random(1)
+    for _ in range(20):
+        chunks, error = read(recorded, cut(draw, recorded.content))
+        check(recorded, chunks, error)
+        if recorded.kind == "refused":
+            assert isinstance(error, EngineRejected)
+            continue
+        assert error is None
+        events = recorded.events()
+        assert chunks[-1].finish == events[-1]["meta_info"]["finish_reason"]["type"]
+        ids = np.concatenate([chunk.token_ids for chunk in chunks]).tolist()
+        logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
+        triples: list[Any] = []
+        for event in events:
+            meta = event["meta_info"]
+            triples = triples[: meta["completion_tokens"] - len(meta["output_token_logprobs"])]
+            triples += meta["output_token_logprobs"]
+        assert ids == [token for _, token, _ in triples]
+        assert logprobs.tolist() == pytest.approx([logprob for logprob, _, _ in triples])
+        labels = [span["version"] for span in events[-1]["meta_info"]["weight_versions"]]
+        assert chunks[-1].spans is not None
+        assert [span.version for span in chunks[-1].spans] == [int(v == "7") * 7 for v in labels]
+
+
+def test_spoiled_streams_give_tokens_or_an_error_of_ours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cases = accepted = 0
+
+    @settings(max_examples=STREAM_SEEDS, deadline=None, database=None)
+    @given(st.integers(0, 2**64 - 1))
+    def spoil(seed: int) -> None:
+        nonlocal cases, accepted
+        draw = random.Random(seed)
+        for _ in range(CASES):
+            recorded, events = draw.choice(STREAMS)
+            spoiled = spoiled_stream(draw, recorded.content, events)
+            if draw.random() < 0.1:  # a server that gives more than it was asked for
+                recorded = replace(recorded, asked=draw.randint(1, recorded.asked))
+            pieces = cut(draw, spoiled)
+            try:
+                chunks, error = read(recorded, pieces)
+                check(recorded, chunks, error)
+            except Exception:
+                note(f"{recorded.form}-{recorded.kind} spoiled to {pieces!r}")
+                raise
+            cases += 1
+            accepted += error is None
+
+    spoil()
+    with capsys.disabled():
+        print(f"\n{cases:,} spoiled streams, of which {accepted:,} could be read")
+    assert cases >= STREAM_SEEDS * CASES
+    assert 0.05 < accepted / cases < 0.95, "the faults are too harmless, or too coarse"
+
+
+def test_spoiled_control_answers_are_understood_or_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cases = accepted = 0
+
+    @settings(max_examples=ANSWER_SEEDS, deadline=None, database=None)
+    @given(st.integers(0, 2**64 - 1))
+    def spoil(seed: int) -> None:
+        nonlocal cases, accepted
+        draw = random.Random(seed)
+        for _ in range(CASES):
+            answer, kind, use = draw.choice(ANSWERS)
+            spoiled = spoiled_answer(draw, answer)
+            try:
+                refusals: list[EngineError] = [
+                    rejection("engine:1", "GET /x", Answer(400, spoiled))
+                ]
+                try:
+                    use(decode("engine:1", "/x", spoiled, kind))
+                except EngineError as error:
+                    refusals.append(error)
+                assert all(len(str(e)) < 1000 and str(e).isprintable() for e in refusals)
+            except Exception:
+                note(f"{kind.__name__} spoiled to {spoiled!r}")
+                raise
+            cases += 1
+            accepted += len(refusals) == 1
+
+    spoil()
+    with capsys.disabled():
+        print(f"\n{cases:,} spoiled control answers, of which {accepted:,} could be understood")
+    assert cases >= ANSWER_SEEDS * CASES
+    assert 0.05 < accepted / cases < 0.95, "the faults are too harmless, or too coarse"
