@@ -19,7 +19,7 @@ from aprilsched.coordinator.throttle import LoopThrottler
 from aprilsched.core.commands import Abort, Send
 from aprilsched.core.events import Event, Failed, Interrupted
 from aprilsched.engines.base import Engine, GenerationRequest
-from aprilsched.errors import EngineError, EngineRejected
+from aprilsched.errors import EngineError, EngineRejected, EngineUnreachable
 
 __all__ = ["Attempts"]
 
@@ -141,8 +141,15 @@ class Attempts:
         except EngineError as error:
             if not last:
                 final = isinstance(error, EngineRejected) and error.status in _CLIENT_ERRORS
-                cause = str(error)
-                last = [Failed(request_id=request_id, attempt=attempt, cause=cause, final=final)]
+                last = [
+                    Failed(
+                        request_id=request_id,
+                        attempt=attempt,
+                        cause=str(error),
+                        final=final,
+                        unsent=isinstance(error, EngineUnreachable),
+                    )
+                ]
         if not last:
             cause = f"{send.engine}: the stream ended before the response did"
             last = [Failed(request_id=request_id, attempt=attempt, cause=cause)]

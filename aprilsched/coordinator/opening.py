@@ -14,8 +14,11 @@ from aprilsched.errors import ConfigError, TornWeights
 __all__ = ["check_engines", "examine"]
 
 
-async def check_engines(engines: Sequence[Engine], config: SchedulerConfig) -> Opened:
-    """The fleet as the core sees it.
+async def check_engines(
+    engines: Sequence[Engine], config: SchedulerConfig, *, resumed: bool = False
+) -> Opened:
+    """The fleet as the core sees it. In a `resumed` run an engine may have any version, or torn
+    weights: what has not the run's own waits for it.
 
     Raises:
         ConfigError: if the engines have different policy versions, or one cannot keep what
@@ -27,8 +30,8 @@ async def check_engines(engines: Sequence[Engine], config: SchedulerConfig) -> O
         _check_engine(engine, config)
     # A run that was killed may have left its engines paused. Continuing twice is harmless.
     await asyncio.gather(*(engine.resume() for engine in engines))
-    versions = await asyncio.gather(*(engine.version() for engine in engines))
-    if len(set(versions)) > 1:
+    versions = await asyncio.gather(*(_version(engine, resumed) for engine in engines))
+    if len(set(versions)) > 1 and not resumed:
         found = ", ".join(f"{e.name} has {v}" for e, v in zip(engines, versions, strict=True))
         raise ConfigError(
             f"the engines have different policy versions ({found}); restart them or bring one "
@@ -49,22 +52,16 @@ async def examine(engine: Engine, config: SchedulerConfig) -> EngineInfo:
         EngineError: if it does not answer, or does not pass the doctor's quick checks.
     """
     _check_engine(engine, config)
-    await engine.resume()
+    return _info(engine, await check(engine))
+
+
+async def _version(engine: Engine, resumed: bool) -> int | None:
     try:
         return await engine.version()
     except TornWeights:
-        version = None
-    # A server may answer every question and still not decode.
-    request = GenerationRequest(
-        request_id=f"aprilsched-{uuid.uuid4().hex}",
-        input_ids=np.zeros(1, dtype=np.int32),
-        sampling=SamplingParams(max_new_tokens=1),
-    )
-    async with aclosing(engine.generate(request)) as chunks:
-        async for chunk in chunks:
-            if chunk.finish in ("stop", "length"):
-                return _info(engine, version)
-    raise EngineError(engine.name, "ended a response of one token without it.")
+        if resumed:
+            return None
+        raise
 
 
 def _check_engine(engine: Engine, config: SchedulerConfig) -> None:
@@ -89,8 +86,8 @@ def _info(engine: Engine, version: int | None) -> EngineInfo:
     return EngineInfo(
         name=engine.name,
         version=version,
-        max_running=able.max_running_requests,
         holds_stragglers=able.release_while_paused,
         keeps_weights=able.keeps_released_weights,
         kv_tokens=able.kv_tokens,
+        max_running=able.max_running_requests,
     )

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from aprilsched.core.commands import Deliver, DeliverEvaluation, FinishSleep, FinishUpdate
+from aprilsched.core.commands import DeliverEvaluation, FinishSleep, FinishUpdate
 from aprilsched.types import Batch
 
 __all__ = ["Waits"]
@@ -62,11 +62,12 @@ class Waits:
 
     # --- commands ------------------------------------------------------------------------------
 
-    def deliver(self, command: Deliver) -> None:
+    def deliver(self, batch: Batch) -> None:
+        """Hand a batch over."""
         if self._batch is not None and not self._batch.done():
-            self._batch.set_result(command.batch)
+            self._batch.set_result(batch)
         else:
-            self.kept = command.batch
+            self.kept = batch
 
     def end(self, _: object) -> None:
         if self._batch is not None and not self._batch.done():
@@ -85,13 +86,13 @@ class Waits:
         if future is not None and not future.done():
             future.set_result(command.batch)
 
-    def fail(self, error: BaseException) -> None:
     def refuse(self, error: BaseException, *, batch: bool, evaluations: Iterable[int]) -> None:
         """Who waits for these gets `error`; later calls work again."""
         futures = [self._evaluations.pop(evaluation, None) for evaluation in evaluations]
         for future in (self._batch if batch else None, *futures):
             _fail(future, error)
 
+    def fail(self, error: BaseException) -> None:
         """Nothing will come any more: everyone who waits, now or later, gets `error`."""
         self._failure = self._failure or error
         for future in (self._batch, self._update, self._sleep, *self._evaluations.values()):

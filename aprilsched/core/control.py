@@ -67,8 +67,8 @@ class EngineControl:
     mode: Mode = Mode.RUNNING
     strikes: int = 0
     """Failures in a row; attempts that were under way together are one."""
-    struck_at: float = -1.0
-    """When the last of them was."""
+    struck: int = 0
+    """Attempts that had been sent, to any engine, at the last of them."""
     flushed: bool = False
     """The KV was flushed in this pause, so its requests are prefilled again."""
     paused_by: PauseKind = "retract"

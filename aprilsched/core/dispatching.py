@@ -66,7 +66,8 @@ def dispatch(state: SchedulerState) -> None:
 def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     version = state.tracker.trainer
     state.book.open_attempt(request, engine, version=version, adapter=state.adapter)
-    request.sent_at = state.now
+    state.sends += 1
+    request.sent = state.sends
     rollout = request.rollout
     context = rollout.context()
     state.pulses.sent(engine, len(context), alone=state.book.open[engine] == 1)

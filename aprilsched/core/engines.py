@@ -133,9 +133,9 @@ def lose(state: SchedulerState, engine: str, cause: str) -> None:
     del control.standby[engine]
     state.adapters.pop(engine, None)
     note_loss(state, engine, cause)
-    _count_breaks(state, broken, f"{engine} was lost: {cause}")
     last = not control.engines and not control.standby
     state.commands.append(LoseEngine(engine=engine, cause=cause, standby=False, last=last))
+    _count_breaks(state, broken, f"{engine} was lost: {cause}")
 
 
 def demote(state: SchedulerState, engine: str, cause: str) -> None:

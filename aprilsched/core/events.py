@@ -122,12 +122,14 @@ class UpdateRequested:
     """The trainer has a new policy version; bring it into the engines.
 
     `beside`: it is an adapter, loaded beside the one in use. `republishable`: while it is the
-    fleet's version it can be published again, to an engine that comes back.
+    fleet's version it can be published again, to an engine that comes back. `acknowledges` are the
+    batches that the trainer has: with the update they need not be delivered again.
     """
 
     version: int
     beside: bool = False
     republishable: bool = False
+    acknowledges: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,12 +201,14 @@ class Interrupted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
-    """An attempt failed. `final`: repeating it cannot help (the request itself is refused)."""
+    """An attempt failed. `final`: repeating it cannot help (the request itself is refused).
+    `unsent`: nothing of it has reached the engine."""
 
     request_id: int
     attempt: int
     cause: str
     final: bool = False
+    unsent: bool = False
 
 
 # --- episodes and rewards --------------------------------------------------------------------
@@ -334,13 +338,13 @@ class EngineLost:
     cause: str
 
 
-Event: TypeAlias = (
-    Opened
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
     """A second has passed. Fed by the shell, and shown to no listener."""
 
 
+Event: TypeAlias = (
+    Opened
     | BatchRequested
     | BatchWithdrawn
     | BatchesAcknowledged
@@ -371,5 +375,5 @@ class Tick:
     | ControlFailed
     | EngineJoined
     | EngineLost
-)
     | Tick
+)

@@ -33,7 +33,8 @@ class RequestRecord:
     open: bool = False
     """An attempt is with an engine and has not come back."""
     engine: str = ""
-    sent_at: float = 0.0
+    sent: int = 0
+    """Which of all attempts, in the order of sending, the latest is."""
     version: int = 0
     """Under which the attempt samples now."""
     adapter: int | None = None

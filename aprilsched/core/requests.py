@@ -71,7 +71,7 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
         return
     engine, rollout = request.engine, request.rollout
     state.book.close_attempt(request, None)
-    exhausted = count_failure(request, state.rules, event.cause, final=event.final)
+    exhausted = count_failure(request, state.rules, event)
     request.avoid = engine
     if rollout.group.dropped is None and exhausted:
         drop(state, rollout.group, Reason.FAILED, exhausted, culprit=rollout.rollout_id)
@@ -79,19 +79,19 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
         state.book.counters.retries += rollout.group.dropped is None
         take_back(state, request)
     if not event.final:
-        _strike(state, engine, event.cause, sent_at=request.sent_at)
+        _strike(state, engine, event.cause, sent=request.sent)
 
 
-def _strike(state: SchedulerState, engine: str, cause: str, *, sent_at: float) -> None:
+def _strike(state: SchedulerState, engine: str, cause: str, *, sent: int) -> None:
     """A dead engine answers fastest, has the least load and so draws every request: stop it.
 
     What breaks off together counts once: a moment without network, or a trainer that holds the
     event loop up until every connection has timed out, must not cost the whole fleet.
     """
     control = state.control.engines[engine]
-    if sent_at <= control.struck_at:
+    if sent <= control.struck:
         return
-    control.struck_at = state.now
+    control.struck = state.sends
     control.strikes += 1
     if control.strikes >= state.rules.engine_strikes:
         lose(state, engine, f"it failed {control.strikes} times in a row: {cause}")

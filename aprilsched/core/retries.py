@@ -1,29 +1,31 @@
 """How often a request is tried: bounded, in one layer, with the cause kept.
 
 An attempt that failed without a token may be the request's own fault, so few of these in a row
-are enough. One that broke off after new tokens, or went down with its engine, is hardly: such
-*breaks* have a wider bound of their own, which is there for the request that ends every engine it
-meets.
+are enough. One that broke off after new tokens, never reached its engine, or went down with it, is
+hardly: such *breaks* have a wider bound of their own, which is there for the request that ends
+every engine it meets.
 """
 
 from __future__ import annotations
 
+from aprilsched.core.events import Failed
 from aprilsched.core.records import RequestRecord
 from aprilsched.core.rules import Rules
 
 __all__ = ["count_break", "count_failure"]
 
 
-def count_failure(request: RequestRecord, rules: Rules, cause: str, *, final: bool) -> str:
+def count_failure(request: RequestRecord, rules: Rules, event: Failed) -> str:
     """An attempt failed. Why it was the last, with the cause; empty if it was not."""
-    if final:
-        return f"refused at attempt {request.attempt}: {cause}"
-    if request.gained:
-        return count_break(request, rules, cause)
+    if event.final:
+        return f"refused at attempt {request.attempt}: {event.cause}"
+    if request.gained or event.unsent:
+        return count_break(request, rules, event.cause)
     request.failures += 1
     if request.failures < rules.max_attempts:
         return ""
-    return f"{request.failures} attempts in a row failed without a new token, the last: {cause}"
+    count = f"{request.failures} attempts in a row failed without a new token"
+    return f"{count}, the last: {event.cause}"
 
 
 def count_break(request: RequestRecord, rules: Rules, cause: str) -> str:

@@ -92,6 +92,8 @@ class SchedulerState:
         self.adapters: dict[str, set[int]] = {}
         """Adapters loaded on each engine."""
         self.sleep: Sleep | None = None
+        self.sends = 0
+        """Attempts that were sent."""
         self.pulses = Pulses()
         self.outage: Outage | None = None
         self.lost: dict[str, str] = {}

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from aprilsched.core.batches import acknowledge, handed_over
+from aprilsched.core.batches import acknowledge
 from aprilsched.core.commands import FinishUpdate, Refit, Retire
 from aprilsched.core.control import EngineControl, Mode
 from aprilsched.core.dropping import drop
@@ -50,7 +50,7 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
         version=event.version,
         beside=event.beside,
         republishable=event.republishable,
-        acknowledges=handed_over(state),
+        acknowledges=event.acknowledges,
     )
 
 

@@ -44,6 +44,8 @@ def _stalled(state: SchedulerState, engine: str, pulse: Pulse) -> bool:
 
 
 def _judge(state: SchedulerState, engine: str, pulse: Pulse, window: Window) -> None:
+    if not window.rate:
+        return  # it is silent, which has a bound of its own
     share, usual = state.rules.slow_share, pulse.usual_at(window.octave)
     if window.fair is None or usual is None or window.fair >= share * usual:
         pulse.slow, pulse.told = 0, False

@@ -17,14 +17,16 @@ from aprilsched.core.policies.resume import ResumeOrder
 from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.rules import Pace, RewardScope
-from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, Key
+from aprilsched.store import MemoryStore
+from aprilsched.types import SamplingParams, VersionSpan
+from tests.support.driver import Driver, Key, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
 
 
 class Interleavings(RuleBasedStateMachine):
     driver: Driver
+    saves = False
 
     @initialize(
         straggler=st.sampled_from(["retract", "in_place", "abort", "run", "choose"]),
@@ -78,6 +80,10 @@ class Interleavings(RuleBasedStateMachine):
             max_staleness=bound,
             staleness_rule="mask" if bound is None else rule_,
             max_attempts=2,
+            max_breaks=4,
+            stall_timeout_s=20,
+            fleet_wait_s=60,
+            sampling=SamplingParams(max_new_tokens=1_000_000),
             # Being given up is an end of its own, tested elsewhere.
             max_failed_groups=10**9,
         )
@@ -89,8 +95,10 @@ class Interleavings(RuleBasedStateMachine):
             engines=("a", "b", "c"),
             holds_stragglers=holds,
             keeps_weights=keeps,
+            store=MemoryStore() if self.saves else None,
         )
         self.adapters = adapters
+        self.evaluations = 0
 
     # --- the trainer ---------------------------------------------------------------------------
 
@@ -102,6 +110,17 @@ class Interleavings(RuleBasedStateMachine):
     @rule()
     def withdraw(self) -> None:
         self.driver.feed(ev.BatchWithdrawn())
+
+    @precondition(lambda self: not self.driver.state.evaluations)
+    @rule(count=st.integers(1, 3))
+    def evaluate(self, count: int) -> None:
+        if self.driver.state.sleep is None:
+            self.evaluations += 1
+            self.driver.feed(
+                ev.EvaluationRequested(
+                    evaluation_id=self.evaluations, prompts=prompts(count), group_size=2
+                )
+            )
 
     @rule(republishable=st.booleans())
     def update(self, republishable: bool) -> None:
@@ -181,11 +200,22 @@ class Interleavings(RuleBasedStateMachine):
         failing = {"good": (), "old": engines[:1], "torn": engines[:1]}.get(outcome, engines)
         self.driver.answer_refit(**dict.fromkeys(failing, (has, "broken")))
 
-    @precondition(lambda self: len(self.driver.state.control.engines) > 1)
+    @precondition(lambda self: any(self.driver.state.control.all()))
     @rule(choice=st.integers(0, 99))
     def lose(self, choice: int) -> None:
-        engines = list(self.driver.state.control.engines)
+        """In use or on standby, the last one too."""
+        engines = [control.name for control in self.driver.state.control.all()]
         self.driver.feed(ev.EngineLost(engine=engines[choice % len(engines)], cause="gone"))
+
+    @rule(seconds=st.sampled_from([1, 5, 25]), speaking=st.sets(st.sampled_from("abc")))
+    def time_passes(self, seconds: int, speaking: set[str]) -> None:
+        """In which only some engines give tokens."""
+        for _ in range(seconds):
+            self.driver.now += 1.0
+            for key, send in list(self.driver.sends.items()):
+                if send.engine in speaking and key in self.driver.sends:
+                    self.driver.progress(key, 1)
+            self.driver.feed(ev.Tick())
 
     @precondition(lambda self: self.driver.gone)
     @rule(behind=st.sampled_from([0, 1, None]))
@@ -227,32 +257,61 @@ class Interleavings(RuleBasedStateMachine):
         if driver.state.sleep is not None and not driver.state.sleep.waking:
             driver.feed(ev.WakeRequested())
         self._mend()
-        for _ in range(600):
-            if driver.ended or not driver.state.control.engines:
+        for _ in range(1_000):
+            if driver.ended and not driver.state.evaluations:
                 break
             self._serve_one()
-        if not driver.state.control.engines:
-            # An adapter cannot bring an engine back that lost the model it belongs to: the run
-            # waits for whole weights then.
-            waits = driver.state.adapter is not None and driver.state.control.standby
-            assert driver.lost[-1].last or waits, "nobody was told that the fleet is lost"
-            return
+        assert driver.state.control.engines, "no engine is in use after the mending"
         assert driver.ended, "the run does not come to its end: something waits for ever"
+        assert not driver.state.evaluations
         self._check_conservation()
 
     def _mend(self) -> None:
-        """Refit what is on standby, as a trainer does that was told that no engine is left."""
+        """Engines come back and a trainer does what it is told, until one of them is in use."""
         driver = self.driver
-        for _ in range(100):
+        for _ in range(200):
+            control = driver.state.control
             if driver.controls or driver.refits or driver.aborts:
                 driver.settle()
-            elif driver.state.update is None and driver.state.sleep is None:
-                break
-            elif driver.sends:
-                driver.finish(driver.attempts()[0], 1)
-        control = driver.state.control
-        if control.standby and not control.engines:
-            driver.update(beside=driver.state.adapter is not None)
+            elif driver.state.update is None and driver.state.sleep is None and control.engines:
+                return
+            elif driver.sends or driver.scores or driver.group_scores or driver.verdicts:
+                self._serve_one()
+            elif any(control.all()):
+                self._update_as_told()
+            else:
+                self._wait_for_the_fleet()
+        pytest.fail("an update or a sleep does not end, or no engine comes into use")
+
+    def _wait_for_the_fleet(self) -> None:
+        driver = self.driver
+        self.time_passes(65, set())
+        assert driver.fleets_given_up, "nobody was told that the fleet is lost"
+        # As it was when the run began: an adapter finds the model that it belongs to.
+        version = driver.state.base if self.adapters else driver.state.tracker.trainer
+        driver.come_back(driver.gone[0], version)
+
+    def _update_as_told(self) -> None:
+        """None is in use. Who waits for tokens is told so, and whatever else waits goes on."""
+        driver = self.driver
+        if driver.state.update is None and driver.state.sleep is None and not driver.state.wanted:
+            driver.feed(ev.BatchRequested())
+        told = len(driver.updates_wanted)
+        self.time_passes(12, set())
+        state = driver.state
+        if state.control.engines or state.update is not None or state.sleep is not None:
+            return
+        if driver.controls or driver.refits:
+            return
+        assert len(driver.updates_wanted) > told or not state.wanted, "it waits for ever"
+        if state.adapter is not None and not any(
+            control.base == state.base and not control.torn for control in state.control.all()
+        ):
+            # No adapter brings it back: it has lost the model that they belong to.
+            for control in list(state.control.all()):
+                driver.feed(ev.EngineLost(engine=control.name, cause="restarted"))
+        else:
+            driver.update(beside=state.adapter is not None)
 
     def _serve_one(self) -> None:
         driver = self.driver
@@ -279,7 +338,8 @@ class Interleavings(RuleBasedStateMachine):
 
     def _check_conservation(self) -> None:
         book = self.driver.state.book
-        delivered = [r.rollout_id for b in self.driver.batches for r in b.rollouts]
+        batches = [*self.driver.batches, *self.driver.evaluations.values()]
+        delivered = [r.rollout_id for b in batches for r in b.rollouts]
         dropped = [entry.rollout_id for entry in book.ledger.entries]
         assert len(set(delivered)) == len(delivered), "delivered twice"
         assert not set(delivered) & set(dropped)

@@ -51,9 +51,7 @@ def test_a_refused_request_is_not_tried_again():
 
 
 def test_an_attempt_that_brought_a_token_counts_apart_from_those_in_a_row_that_did_not():
-    driver = Driver(
-        config(batch_groups=4, max_attempts=2, max_breaks=4), engines=tuple("abcdefgh")
-    )
+    driver = Driver(config(batch_groups=4, max_attempts=2, max_breaks=4), engines=tuple("abcdefgh"))
     driver.request_batch()
     request = driver.attempts()[0][0]
 
@@ -69,6 +67,17 @@ def test_an_attempt_that_brought_a_token_counts_apart_from_those_in_a_row_that_d
     driver.fail(latest(), cause="HTTP 502")
     causes = {entry.cause for entry in driver.state.book.ledger.entries}
     assert causes == {"4 attempts broke off, the last: HTTP 502"}
+
+
+def test_a_request_that_never_reached_its_engine_has_not_failed():
+    driver = Driver(config(max_attempts=1))
+    driver.request_batch()
+    key = driver.attempts()[0]
+    driver.feed(
+        ev.Failed(request_id=key[0], attempt=key[1], cause="connection refused", unsent=True)
+    )
+    assert driver.state.book.ledger.total == 0
+    assert (key[0], 2) in driver.sends
 
 
 def test_a_request_that_ends_every_engine_it_meets_is_dropped_in_the_end():

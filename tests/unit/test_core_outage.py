@@ -1,0 +1,229 @@
+"""A fleet without an engine in use: nothing in flight is lost, nothing waits for ever."""
+
+from __future__ import annotations
+
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.core.awaiting import stranded
+from aprilsched.core.ledger import Reason
+from tests.support.driver import Driver, config, names, prompts
+
+
+def tick(driver: Driver, seconds: float) -> list[do.Command]:
+    """Time passes."""
+    commands: list[do.Command] = []
+    end = driver.now + seconds
+    while driver.now < end:
+        driver.now += 0.999
+        commands += driver.feed(ev.Tick())
+    return commands
+
+
+def lose_all(driver: Driver, cause: str = "burnt") -> list[do.Command]:
+    commands: list[do.Command] = []
+    for engine in list(driver.state.control.engines):
+        commands += driver.feed(ev.EngineLost(engine=engine, cause=cause))
+    return commands
+
+
+def evaluate(driver: Driver) -> None:
+    driver.feed(ev.EvaluationRequested(evaluation_id=7, prompts=prompts(3), group_size=1))
+
+
+# --- nobody is there -----------------------------------------------------------------------------
+
+
+def test_the_wait_is_said_with_every_cause_then_each_minute_and_has_an_end():
+    driver = Driver(config(fleet_wait_s=200))
+    commands = lose_all(driver)
+    assert commands[-1] == do.AwaitFleet(
+        lost=(("a", "burnt"), ("b", "burnt")), waited_s=0.0, left_s=200.0
+    )
+    commands = tick(driver, 199)
+    assert [round(c.left_s) for c in commands if isinstance(c, do.AwaitFleet)] == [140, 80, 20]
+    (given_up,) = tick(driver, 5)
+    assert isinstance(given_up, do.GiveUpFleet)
+    assert given_up.waited_s >= 200
+    assert not tick(driver, 500), "it is said once"
+
+
+def test_an_engine_that_is_back_in_time_goes_on_as_if_nothing_had_been():
+    driver = Driver(config())
+    for key in driver.attempts():
+        driver.progress(key, 4)
+    lose_all(driver)
+    tick(driver, 300)
+    assert not driver.sends
+    driver.come_back("b")
+    assert {send.engine for send in driver.sends.values()} == {"b"}
+    assert {len(send.input_ids) for send in driver.sends.values()} == {2 + 4}
+    assert driver.state.outage is None
+    assert not tick(driver, 30)
+    lose_all(driver)
+    assert not any(isinstance(c, do.GiveUpFleet) for c in tick(driver, 500)), "a wait of its own"
+
+
+def test_an_update_in_an_outage_waits_for_the_engine_that_comes_back():
+    driver = Driver(config())
+    lose_all(driver)
+    driver.feed(ev.UpdateRequested(version=1))
+    tick(driver, 100)
+    assert not driver.updates
+    driver.come_back("a")
+    driver.settle()
+    assert [u.cause for u in driver.updates] == [""]
+    assert driver.state.tracker.engines == {"a": 1}
+    assert len(driver.sends) == 8
+
+
+def test_an_update_in_an_outage_reaches_an_engine_that_came_back_empty():
+    driver = Driver(config())
+    driver.update()
+    lose_all(driver)
+    driver.feed(ev.UpdateRequested(version=2))
+    driver.come_back("a", version=0)
+    driver.settle()
+    assert driver.state.tracker.engines == {"a": 2}
+    assert driver.sends
+
+
+def test_an_update_in_an_outage_can_be_withdrawn():
+    driver = Driver(config())
+    lose_all(driver)
+    driver.feed(ev.UpdateRequested(version=1))
+    driver.feed(ev.UpdateWithdrawn(version=1))
+    assert "cancelled" in driver.updates[0].cause
+
+
+def test_an_adapter_in_an_outage_waits_too():
+    driver = Driver(config())
+    lose_all(driver)
+    driver.feed(ev.UpdateRequested(version=1, beside=True))
+    tick(driver, 20)
+    assert not driver.updates
+    driver.come_back("a")
+    driver.settle()
+    assert driver.state.adapters == {"a": {1}}
+
+
+def test_sleep_in_an_outage_ends_and_the_next_engine_works():
+    driver = Driver(config())
+    lose_all(driver)
+    driver.feed(ev.SleepRequested(tags=("kv_cache", "weights")))
+    driver.feed(ev.WakeRequested())
+    assert [sleep.asleep for sleep in driver.sleeps][-1] is False
+    driver.come_back("a")
+    assert driver.sends
+
+
+def test_an_update_waits_for_the_only_engine_which_is_catching_up():
+    driver = Driver(config())
+    driver.update(republishable=True)
+    lose_all(driver)
+    driver.come_back("a", version=0)
+    driver.settle_controls()
+    assert driver.refits[0].catch_up
+    driver.feed(ev.UpdateRequested(version=2))
+    assert len(driver.updates) == 1
+    driver.settle()
+    assert [update.cause for update in driver.updates] == ["", ""]
+    assert driver.state.tracker.engines == {"a": 2}
+
+
+# --- somebody is there, without the fleet's weights ----------------------------------------------
+
+
+def without_weights(driver: Driver) -> None:
+    """Every engine is lost, and one is back with the first version."""
+    driver.update()
+    lose_all(driver)
+    driver.come_back("a", version=0)
+
+
+def test_who_waits_for_a_batch_is_told_to_update_after_a_time_in_which_another_may_come():
+    driver = Driver(config())
+    driver.request_batch()
+    without_weights(driver)
+    assert "WantUpdate" not in names(tick(driver, 8))
+    assert not stranded(driver.state)
+    (want,) = tick(driver, 4)
+    assert want == do.WantUpdate(engines=("a",), version=1, batch=True, evaluations=())
+    assert stranded(driver.state)
+    assert not tick(driver, 100), "it is said once"
+    assert "WantUpdate" in names(driver.feed(ev.BatchRequested())), "and to who asks again"
+    driver.update()
+    driver.request_batch()
+    assert len(driver.sends) == 8
+
+
+def test_another_engine_that_has_the_version_is_worth_the_wait():
+    driver = Driver(config())
+    driver.request_batch()
+    without_weights(driver)
+    tick(driver, 5)
+    driver.come_back("b", version=1)
+    assert "WantUpdate" not in names(tick(driver, 50))
+    assert {send.engine for send in driver.sends.values()} == {"b"}
+
+
+def test_nobody_is_told_to_update_while_an_engine_catches_up_by_itself():
+    driver = Driver(config())
+    driver.request_batch()
+    driver.update(republishable=True)
+    lose_all(driver)
+    driver.come_back("a", version=0)
+    assert "WantUpdate" not in names(tick(driver, 100))
+    driver.settle()
+    assert driver.state.tracker.engines == {"a": 1}
+    assert driver.sends
+
+
+def test_nobody_is_told_to_update_while_nobody_waits():
+    driver = Driver(config())
+    without_weights(driver)
+    assert "WantUpdate" not in names(tick(driver, 100))
+
+
+def test_an_evaluation_is_abandoned_where_only_an_update_leads_on():
+    driver = Driver(config())
+    driver.update()
+    evaluate(driver)
+    for key in driver.attempts():
+        driver.progress(key, 2)
+    lose_all(driver)
+    driver.come_back("a", version=0)
+    commands = tick(driver, 12)
+    assert do.WantUpdate(engines=("a",), version=1, batch=False, evaluations=(7,)) in commands
+    ledger = driver.state.book.ledger
+    assert ledger.rollouts == {Reason.ABANDONED: 3}
+    assert not driver.given_up
+    driver.update()
+    assert 7 not in driver.evaluations
+
+
+def test_an_update_does_not_wait_for_ever_for_an_evaluation_without_engines():
+    driver = Driver(config())
+    driver.update()
+    evaluate(driver)
+    lose_all(driver)
+    driver.feed(ev.UpdateRequested(version=2))
+    driver.come_back("a", version=0)
+    tick(driver, 12)
+    driver.settle()
+    assert driver.state.tracker.engines == {"a": 2}
+    assert driver.state.book.ledger.rollouts == {Reason.ABANDONED: 3}
+
+
+def test_an_evaluation_goes_on_where_an_engine_comes_back_with_its_version():
+    driver = Driver(config())
+    evaluate(driver)
+    lose_all(driver)
+    driver.feed(ev.UpdateRequested(version=1))
+    driver.come_back("a")
+    tick(driver, 50)
+    assert not driver.updates
+    while driver.sends:
+        driver.finish(driver.attempts()[0])
+    assert len(list(driver.evaluations[7].rollouts)) == 3
+    driver.settle()
+    assert driver.state.tracker.engines == {"a": 1}

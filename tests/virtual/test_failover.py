@@ -1,0 +1,435 @@
+"""Engines that hang, slow down, die and come back, under the real coordinator; virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from aprilsched import (
+    Batch,
+    LongTailWorkload,
+    Prompt,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+)
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.engines.base import Chunk, Engine, GenerationRequest
+from aprilsched.engines.sim import SimEngine, run_virtual
+from aprilsched.errors import EngineError, FleetLost, RefitError
+from aprilsched.telemetry.base import Listener
+
+
+def workload() -> LongTailWorkload:
+    """Responses of minutes: an engine gives such a request about 100 tokens a second."""
+    return LongTailWorkload(median=4_000, sigma=0.7, cap=20_000, group_size=4, seed=3)
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {
+        "batch_groups": 4,
+        "group_size": 4,
+        "over_provision": 2.0,
+        "pace": "asynchronous",
+        "stall_timeout_s": 20.0,
+    }
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Server(SimEngine):
+    """An embedded engine whose process can be killed and started again."""
+
+    down = False
+
+    async def open(self) -> None:
+        if self.down:
+            raise EngineError(self.name, "is not there.")
+        await super().open()
+
+    def kill(self) -> None:
+        self.down = True
+        self.crash()
+
+    async def start_again(self) -> None:
+        """With the weights of version 0."""
+        self.down = False
+        await self.restart()
+
+
+class Spoilt(Server):
+    """Another one, with one thing wrong while `fault` says so."""
+
+    fault = ""
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        async for chunk in super().generate(request):
+            ids, logprobs, finish = chunk.token_ids, chunk.logprobs, chunk.finish
+            if self.fault == "nan":
+                logprobs = np.full(len(ids), np.nan, dtype=np.float32)
+            elif self.fault == "short" and finish == "length":
+                ids, logprobs = ids[1:], logprobs[1:]
+            yield Chunk(token_ids=ids, logprobs=logprobs, finish=finish, spans=chunk.spans)
+
+    async def abort(self, request_id: str) -> None:
+        if self.fault != "deaf":
+            await super().abort(request_id)
+
+    async def resume(self) -> None:
+        if self.fault == "stuck":
+            raise EngineError(self.name, "does not continue.")
+        await super().resume()
+
+
+class Servers(SimFleet):
+    """So many of them; the last one can be spoilt."""
+
+    def __init__(self, count: int, *, refit_seconds: float = 0.0) -> None:
+        super().__init__(count)
+        kinds = [Server] * (count - 1) + [Spoilt]
+        self._engines = tuple(
+            kind(f"sim-{index}", self.config, refit_seconds=refit_seconds)
+            for index, kind in enumerate(kinds)
+        )
+
+    @property
+    def servers(self) -> list[Server]:
+        return [engine for engine in self.engines if isinstance(engine, Server)]
+
+    @property
+    def spoilt(self) -> Spoilt:
+        (spoilt,) = (engine for engine in self.engines if isinstance(engine, Spoilt))
+        return spoilt
+
+
+class Losses(Listener):
+    """What became of the engines, and when; every event that was shown."""
+
+    def __init__(self) -> None:
+        self.events: set[type] = set()
+        self.lost: list[tuple[str, str]] = []
+        self.lost_at: list[float] = []
+        self.back_at: list[float] = []
+
+    def on_event(self, event: ev.Event, now: float) -> None:
+        self.events.add(type(event))
+        if isinstance(event, ev.EngineJoined):
+            self.back_at.append(now)
+
+    def on_command(self, command: do.Command, now: float) -> None:
+        if isinstance(command, do.LoseEngine):
+            self.lost.append((command.engine, command.cause))
+            self.lost_at.append(now)
+
+
+@asynccontextmanager
+async def running(
+    fleet: SimFleet, losses: Losses | None = None, **changes: object
+) -> AsyncGenerator[RolloutScheduler]:
+    """An open scheduler, some seconds into its first batch."""
+    listeners = [losses] if losses is not None else []
+    async with RolloutScheduler(
+        fleet, workload(), config=config(**changes), listeners=listeners
+    ) as rollouts:
+        await asyncio.sleep(5)
+        yield rollouts
+
+
+def check_whole(rollouts: RolloutScheduler, batches: Sequence[Batch]) -> None:
+    """Nothing is lost and nothing is doubled."""
+    book = rollouts.state.book
+    delivered = [r.rollout_id for batch in batches for r in batch.rollouts]
+    assert len(set(delivered)) == len(delivered)
+    assert book.ledger.total == 0
+    assert book.counters.launched == len(delivered) + len(book.rollouts)
+    for batch in batches:
+        for rollout in batch.rollouts:
+            assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.versions)
+
+
+def used(batch: Batch) -> set[str | None]:
+    return {segment.engine for r in batch.rollouts for segment in r.segments}
+
+
+# --- one of several ------------------------------------------------------------------------------
+
+
+def test_an_engine_that_hangs_is_lost_and_comes_back_when_it_goes_on():
+    fleet, losses = Servers(2), Losses()
+
+    async def main() -> None:
+        async with running(fleet, losses) as rollouts:
+            held = rollouts.state.book.open["sim-1"]
+            fleet.engines[1].decode_at(0)
+            batches = [await rollouts.next_batch()]
+            assert losses.lost[0][0] == "sim-1"
+            assert losses.lost[0][1].endswith(f"from {held} open requests")
+            assert losses.lost[0][1].startswith("no token for 2")
+            assert set(rollouts.state.tracker.engines) == {"sim-0"}
+            moved = [r for r in batches[0].rollouts if len(r.segments) > 1]
+            assert any([s.engine for s in r.segments] == ["sim-1", "sim-0"] for r in moved)
+            fleet.engines[1].decode_at(1)
+            await asyncio.sleep(400)
+            assert set(rollouts.state.tracker.engines) == {"sim-0", "sim-1"}
+            for _ in range(4):
+                batches.append(await rollouts.next_batch())
+                await rollouts.update_weights(SimPublisher())
+            assert "sim-1" in used(batches[-1])
+            check_whole(rollouts, batches)
+            assert len(losses.lost) == 1
+
+    run_virtual(main())
+    assert ev.Finished in losses.events
+    assert ev.Tick not in losses.events
+
+
+def test_an_engine_that_slows_to_a_tenth_is_lost_and_its_rollouts_go_on_elsewhere():
+    fleet, losses = Servers(3), Losses()
+
+    async def main() -> None:
+        async with running(fleet, losses) as rollouts:
+            batches = [await rollouts.next_batch()]
+            assert not losses.lost
+            fleet.engines[2].decode_at(0.1)
+            batches += [await rollouts.next_batch() for _ in range(2)]
+            assert losses.lost[0][0] == "sim-2"
+            assert losses.lost[0][1].startswith("slow: ")
+            fleet.engines[2].decode_at(1)
+            batches += [await rollouts.next_batch() for _ in range(3)]
+            assert set(rollouts.state.tracker.engines) == {"sim-0", "sim-1", "sim-2"}
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_a_fleet_that_slows_as_a_whole_loses_nobody():
+    fleet, losses = Servers(3), Losses()
+
+    async def main() -> None:
+        async with running(fleet, losses) as rollouts:
+            batches = [await rollouts.next_batch()]
+            for engine in fleet.engines:
+                engine.decode_at(0.08)
+            batches += [await rollouts.next_batch() for _ in range(2)]
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+    assert not losses.lost
+
+
+def test_healthy_engines_are_not_taken_for_silent_or_slow_through_refits_and_long_tails():
+    losses = Losses()
+
+    async def main() -> None:
+        async with running(Servers(3, refit_seconds=90.0), losses) as rollouts:
+            batches: list[Batch] = []
+            for _ in range(8):
+                batches.append(await rollouts.next_batch())
+                await rollouts.update_weights(SimPublisher())
+                await asyncio.sleep(100)
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+    assert not losses.lost
+
+
+def test_an_engine_that_is_lost_soon_after_each_return_waits_twice_as_long_each_time():
+    fleet, losses = Servers(2), Losses()
+
+    async def main() -> None:
+        async with running(fleet, losses) as rollouts:
+            trainer = asyncio.create_task(train(rollouts))
+            for _ in range(6):
+                fleet.servers[1].kill()
+                await until(lambda: "sim-1" not in rollouts.state.tracker.engines)
+                await fleet.servers[1].start_again()
+                await until(lambda: "sim-1" in rollouts.state.tracker.engines)
+                await until(lambda: rollouts.state.book.open["sim-1"] > 0)
+            trainer.cancel()
+
+    run_virtual(main())
+    waits = [back - lost for lost, back in zip(losses.lost_at, losses.back_at, strict=True)]
+    assert all(1.6 < later / earlier < 2.4 for earlier, later in pairwise(waits)), waits
+
+
+async def train(rollouts: RolloutScheduler) -> None:
+    while True:
+        await rollouts.next_batch()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5_000):
+        while True:
+            await asyncio.sleep(0.1)
+            if condition():
+                return
+
+
+# --- half open: the quick checks -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["nan", "short", "stuck", "hung", "deaf"])
+def test_an_engine_that_answers_but_does_not_work_stays_out_until_it_does(fault: str):
+    fleet = Servers(2)
+
+    async def main() -> None:
+        async with running(fleet, control_timeout_s=15.0) as rollouts:
+            rollouts._feed(ev.EngineLost(engine="sim-1", cause="unplugged"))
+            fleet.spoilt.fault = fault
+            if fault == "hung":
+                fleet.spoilt.decode_at(0)
+            # A quarter of a second a token: what cannot be aborted is not soon over by itself.
+            fleet.spoilt.decode_at(0.02) if fault == "deaf" else None
+            await asyncio.sleep(200)
+            assert set(rollouts.state.tracker.engines) == {"sim-0"}
+            fleet.spoilt.fault = ""
+            fleet.spoilt.decode_at(1)
+            await asyncio.sleep(200)
+            assert set(rollouts.state.tracker.engines) == {"sim-0", "sim-1"}
+
+    run_virtual(main())
+
+
+# --- all of them ---------------------------------------------------------------------------------
+
+
+def test_the_only_engine_dies_and_is_restarted_in_time(caplog: pytest.LogCaptureFixture):
+    fleet = Servers(1)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            waiting = asyncio.create_task(rollouts.next_batch())
+            fleet.servers[0].kill()
+            await asyncio.sleep(100)
+            assert not rollouts.state.control.engines
+            await fleet.servers[0].start_again()
+            batches = [await waiting, await rollouts.next_batch()]
+            check_whole(rollouts, batches)
+            assert rollouts.state.book.counters.tokens_reprefilled > 0
+
+    with caplog.at_level(logging.ERROR, "aprilsched"):
+        run_virtual(main())
+    said = [r.getMessage() for r in caplog.records]
+    assert said[0].startswith("engine sim-0 is out of use: it failed 3 times in a row")
+    assert len(said) == 4, "it is asked after 1, 3, 7 … 127 s; the wait is said each minute"
+    assert all(
+        "no engine is left since" in line and "sim-0: it failed" in line for line in said[1:]
+    )
+
+
+def test_a_fleet_that_does_not_come_back_ends_every_call_in_the_end():
+    fleet = Servers(2)
+
+    async def main() -> None:
+        async with running(fleet, fleet_wait_s=300.0) as rollouts:
+            calls: list[asyncio.Task[object]] = [
+                asyncio.create_task(rollouts.next_batch()),
+                asyncio.create_task(rollouts.evaluate(prompts())),
+            ]
+            for server in fleet.servers:
+                server.kill()
+            await asyncio.sleep(100)
+            calls.append(asyncio.create_task(rollouts.update_weights(SimPublisher())))
+            await asyncio.sleep(150)
+            assert not any(call.done() for call in calls)
+            began = asyncio.get_running_loop().time()
+            for call in calls:
+                with pytest.raises(
+                    FleetLost, match=r"none came back within 30\d s .*sim-0: .*sim-1"
+                ):
+                    await call
+            assert asyncio.get_running_loop().time() - began < 100
+            with pytest.raises(FleetLost):
+                await rollouts.next_batch()
+
+    run_virtual(main())
+
+
+def prompts() -> list[Prompt]:
+    sampling = SamplingParams(max_new_tokens=3_000)
+    return [Prompt(input_ids=np.array([i], dtype=np.int32), sampling=sampling) for i in range(3)]
+
+
+def test_an_update_in_an_outage_reaches_the_engine_that_comes_back():
+    fleet = Servers(1)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            fleet.servers[0].kill()
+            await asyncio.sleep(30)
+            update = asyncio.create_task(rollouts.update_weights(SimPublisher()))
+            await asyncio.sleep(60)
+            assert not update.done()
+            await fleet.servers[0].start_again()
+            await update
+            assert rollouts.state.tracker.engines == {"sim-0": 1}
+            check_whole(rollouts, [await rollouts.next_batch()])
+
+    run_virtual(main())
+
+
+class Once:
+    """Publishes a version once; nobody can have it again."""
+
+    def __init__(self) -> None:
+        self._sim = SimPublisher()
+
+    async def prepare(self, version: int) -> None:
+        await self._sim.prepare(version)
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        return await self._sim.publish(version, engines)
+
+
+def test_engines_that_come_back_without_the_weights_have_the_trainer_publish_them():
+    fleet = Servers(2)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            await rollouts.update_weights(Once())
+            waiting = asyncio.create_task(rollouts.next_batch())
+            evaluation = asyncio.create_task(rollouts.evaluate(prompts()))
+            await asyncio.sleep(5)
+            for server in fleet.servers:
+                server.kill()
+            await asyncio.sleep(5)
+            for server in fleet.servers:
+                await server.start_again()
+            for call in (waiting, evaluation):
+                with pytest.raises(RefitError, match=r"wait for them\); call update_weights"):
+                    await call
+            assert rollouts.state.book.ledger.rollouts == {"abandoned": 3}
+            with pytest.raises(RefitError):
+                await rollouts.next_batch()
+            await rollouts.update_weights(Once())
+            batch = await rollouts.next_batch()
+            assert set(rollouts.state.tracker.engines) == {"sim-0", "sim-1"}
+            assert {0, 2} <= {s.version for r in batch.rollouts for s in r.segments}
+
+    run_virtual(main())
+
+
+def test_engines_that_come_back_without_the_weights_get_them_where_they_are_held():
+    fleet = Servers(1)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            await rollouts.update_weights(SimPublisher())
+            waiting = asyncio.create_task(rollouts.next_batch())
+            fleet.servers[0].kill()
+            await asyncio.sleep(5)
+            await fleet.servers[0].start_again()
+            check_whole(rollouts, [await waiting])
+            assert rollouts.state.tracker.engines == {"sim-0": 1}
+
+    run_virtual(main())
