@@ -72,7 +72,8 @@ def _plain(value: Any) -> Any:
         plain: dict[Any, Any] = dict(cast("Mapping[Any, Any]", value))
         return plain
     if isinstance(value, np.generic):
-        return value.item()
+        item: Any = value.item()
+        return item
     raise TypeError(type(value).__name__)
 
 

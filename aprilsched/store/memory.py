@@ -50,11 +50,11 @@ class MemoryStore:
         return Saved(
             run=self._cut.run,
             schedule=self._cut.schedule,
-            groups=tuple(self._groups.values()),
+            groups=tuple(group for _, group in sorted(self._groups.items())),
             group_states=dict(self._group_states),
             rollouts=dict(self._rollouts),
             tokens={rollout: assemble(slices) for rollout, slices in self._slices.items()},
-            batches=tuple(self._batches.values()),
+            batches=tuple(batch for _, batch in sorted(self._batches.items())),
             dropped=tuple(self._dropped),
             lengths=tuple(self._lengths),
             damaged={},

@@ -64,6 +64,8 @@ class Driver:
     keeps_weights: bool = False
     store: Store | None = None
     """Saves before each batch is handed over, and when told."""
+    journal: bool = False
+    """Note what changes, for a test that takes the cuts itself."""
     now: float = 0.0
     sends: dict[Key, do.Send] = field(default_factory=dict[Key, do.Send])
     aborts: dict[Key, do.Abort] = field(default_factory=dict[Key, do.Abort])
@@ -102,7 +104,7 @@ class Driver:
         )
         self.rules = rules
         self.core = Scheduler(rules)
-        self.state.book.journal.active = self.store is not None
+        self.state.book.journal.active = self.journal or self.store is not None
         infos = tuple(self.info(name) for name in self.engines)
         self.feed(ev.Opened(engines=infos))
 

@@ -52,24 +52,24 @@ class Journal:
         self.active = active
 
     def launch(self, group: GroupRecord) -> None:
-        if self.active and group.evaluation_id is None:
+        if self.active and _counts(group):
             self.launched[group.group_id] = group
 
     def grow(self, rollout: RolloutRecord) -> None:
-        if self.active and rollout.group.evaluation_id is None:
+        if self.active and _counts(rollout.group):
             self.grown[rollout.rollout_id] = rollout
 
     def change(self, rollout: RolloutRecord) -> None:
-        if self.active and rollout.group.evaluation_id is None:
+        if self.active and _counts(rollout.group):
             self.changed[rollout.rollout_id] = rollout
 
     def finish(self, rollout: RolloutRecord) -> None:
-        if self.active and rollout.group.evaluation_id is None:
+        if self.active and _counts(rollout.group):
             self.changed[rollout.rollout_id] = rollout
             self.finished = True
 
     def change_group(self, group: GroupRecord) -> None:
-        if self.active and group.evaluation_id is None:
+        if self.active and _counts(group):
             self.changed_groups[group.group_id] = group
 
     def drop(self, group: GroupRecord, entries: Iterable[Entry]) -> None:
@@ -101,3 +101,8 @@ class Journal:
         for member in members:
             self.grown.pop(member.rollout_id, None)
             self.changed.pop(member.rollout_id, None)
+
+
+def _counts(group: GroupRecord) -> bool:
+    # What comes back for a dropped group is of nobody any more.
+    return group.evaluation_id is None and group.dropped is None

@@ -17,6 +17,7 @@ _WAIT_SECONDS = 1.0
 _PAGE_BYTES = 16_384
 """Blobs are large; in pages of 4 KiB each would be a long chain."""
 _WAL_BYTES = 1 << 26
+_DAMAGED = "restore a checkpoint, or move it away to begin anew"
 
 
 def safe_path(path: Path) -> Path:
@@ -88,6 +89,9 @@ def said_by(path: Path, what: str) -> Generator[None]:
         yield
     except sqlite3.Error as error:
         raise StoreError(f"{path} could not be {what} ({error}); {_advice(error)}.") from error
+    except UnicodeDecodeError as error:
+        # From the message of an error about a name in the file that is none any more.
+        raise StoreError(f"{path} could not be {what} (it is damaged); {_DAMAGED}.") from error
     except OSError as error:
         why = error.strerror or error
         raise StoreError(f"{path} could not be {what} ({why}); name another store.") from error
@@ -102,5 +106,5 @@ def _advice(error: sqlite3.Error) -> str:
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
         return "make it and its folder writable, or name another store"
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-        return "it is damaged: restore a checkpoint, or move it away to begin anew"
+        return _DAMAGED
     return "see to the disk, or name another store"

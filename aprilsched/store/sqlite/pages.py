@@ -17,19 +17,21 @@ COLUMNS = "slices, engines, token_ids, logprobs, crc"
 
 def insert_page(connection: sqlite3.Connection, page: TokenPage) -> None:
     """Append a page."""
-    engines = msgspec.json.encode(page.engines).decode()
+    engines = msgspec.json.encode(page.engines)
     slices, ids, logprobs = page.slices.data, page.token_ids.data, page.logprobs.data
-    crc = checksum(slices, engines.encode(), ids, logprobs)
+    crc = checksum(slices, engines, ids, logprobs)
     connection.execute(
         f"INSERT INTO pages ({COLUMNS}) VALUES (?, ?, ?, ?, ?)",
         (slices, engines, ids, logprobs, crc),
     )
 
 
-def page_from(row: tuple[bytes, str, bytes, bytes, int]) -> TokenPage | None:
+def page_from(row: tuple[bytes, bytes, bytes, bytes, int]) -> TokenPage | None:
     """The page in a row of :data:`COLUMNS`; None if it is damaged."""
     slices, engines, ids, logprobs, crc = row
-    if checksum(slices, engines.encode(), ids, logprobs) != crc:
+    if not all(type(part) is bytes for part in row[:4]):
+        return None
+    if checksum(slices, engines, ids, logprobs) != crc:
         return None
     return TokenPage(
         slices=np.frombuffer(slices, dtype=np.int32).reshape(-1, 5),

@@ -62,13 +62,13 @@ def read_saved(connection: sqlite3.Connection, path: Path) -> Saved | None:
         )
     damaged: dict[int, str] = {}
     groups = list(_groups(connection, damaged))
-    rollouts, since = _rollouts(connection, damaged)
+    rollouts, since = _rollouts(connection, groups, damaged)
     row = connection.execute("SELECT body, crc FROM schedule").fetchone()
     return Saved(
         run=run,
         schedule=None if row is None or row[0] is None else _record(row[0], row[1], schedule_from),
         groups=groups,
-        group_states=_group_states(connection),
+        group_states=_group_states(connection, damaged),
         rollouts=rollouts,
         tokens={
             rollout_id: assemble(slices)
@@ -83,7 +83,8 @@ def read_saved(connection: sqlite3.Connection, path: Path) -> Saved | None:
 
 def _record(body: bytes, crc: int, read: Callable[[bytes], T]) -> T | None:
     """The record, or None if it is damaged."""
-    if checksum(body) != crc:
+    # A damaged row may hold anything in any column.
+    if type(body) is not bytes or checksum(body) != crc:
         return None
     try:
         return read(body)
@@ -101,31 +102,39 @@ def _groups(connection: sqlite3.Connection, damaged: dict[int, str]) -> Iterator
             yield group
 
 
-def _group_states(connection: sqlite3.Connection) -> dict[int, GroupState]:
-    rows = connection.execute("SELECT group_id, accepted, first_run FROM group_states")
-    return {
-        group_id: GroupState(
+def _group_states(connection: sqlite3.Connection, damaged: dict[int, str]) -> dict[int, GroupState]:
+    states: dict[int, GroupState] = {}
+    for group_id, *row in connection.execute(
+        "SELECT group_id, accepted, first_run FROM group_states"
+    ):
+        accepted, first_run = row
+        if not all(value is None or type(value) is int for value in row):
+            damaged[group_id] = "its state in the store is damaged"
+        states[group_id] = GroupState(
             group_id=group_id,
             accepted=None if accepted is None else bool(accepted),
             first_run=first_run,
         )
-        for group_id, accepted, first_run in rows
-    }
+    return states
 
 
 def _rollouts(
-    connection: sqlite3.Connection, damaged: dict[int, str]
+    connection: sqlite3.Connection, groups: list[SavedGroup], damaged: dict[int, str]
 ) -> tuple[dict[int, RolloutState], dict[int, int]]:
     """Their states, and the page from which on their tokens count."""
+    group_of = {m.rollout_id: group.group_id for group in groups for m in group.members}
     states: dict[int, RolloutState] = {}
     since: dict[int, int] = {}
-    rows = connection.execute("SELECT rollout_id, group_id, since, body, crc FROM rollouts")
-    for rollout_id, group_id, first_page, body, crc in rows:
+    for rollout_id, first_page, body, crc in connection.execute(
+        "SELECT rollout_id, since, body, crc FROM rollouts"
+    ):
+        if rollout_id not in group_of:
+            continue
         state = _record(body, crc, lambda body: decode(body, RolloutState))
-        if state is None:
+        if state is None or type(first_page) is not int:
             # Whether it had come to its end is not known any more, and to go on after an end of
             # a response would make one that no policy would sample.
-            damaged[group_id] = "the record of one of its rollouts in the store is damaged"
+            damaged[group_of[rollout_id]] = "the record of one of its rollouts is damaged"
         else:
             states[rollout_id] = state
             since[rollout_id] = first_page

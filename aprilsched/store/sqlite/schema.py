@@ -29,7 +29,7 @@ SCRIPTS: tuple[str, ...] = (
     );
     CREATE INDEX rollouts_by_group ON rollouts (group_id);
     CREATE TABLE pages (
-        seq INTEGER PRIMARY KEY AUTOINCREMENT, slices BLOB NOT NULL, engines TEXT NOT NULL,
+        seq INTEGER PRIMARY KEY AUTOINCREMENT, slices BLOB NOT NULL, engines BLOB NOT NULL,
         token_ids BLOB NOT NULL, logprobs BLOB NOT NULL, crc INTEGER
     );
     CREATE TABLE batches (batch INTEGER PRIMARY KEY, body BLOB NOT NULL, crc INTEGER);

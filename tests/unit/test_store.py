@@ -1,0 +1,535 @@
+"""Stores: what they keep, what they refuse, and what becomes of damage and growth."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched import MemoryStore, Prompt, SamplingParams, SqliteStore
+from aprilsched.core import events as ev
+from aprilsched.core.ledger import Reason
+from aprilsched.core.policies.over_provision import FixedRatio, KvTarget
+from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
+from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.saving.cut import take_anew, take_changes, take_everything
+from aprilsched.core.saving.saved import Cut, RunState, Saved, SavedGroup, SavedMember
+from aprilsched.errors import ConfigError, StoreError
+from aprilsched.store.codec import group_from, group_record, schedule_from, schedule_record
+from aprilsched.store.sqlite import cleaning, read_checkpoint, write_checkpoint
+from aprilsched.store.sqlite.file import said_by
+from aprilsched.store.sqlite.schema import APPLICATION, SCRIPTS
+from tests.support.driver import Driver, config
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rollouts.store"
+
+
+def run(driver: Driver, steps: int, seed: int) -> None:
+    """Some work: tokens, ends, batches, losses, updates, acknowledgements."""
+    rng = random.Random(seed)
+    for _ in range(steps):
+        keys = driver.attempts()
+        dice = rng.random()
+        if driver.controls or driver.refits or driver.aborts:
+            driver.settle()
+        elif not driver.state.wanted:
+            driver.feed(ev.BatchRequested())
+        elif dice < 0.05 and driver.state.update is None:
+            driver.update()
+        elif dice < 0.1 and driver.state.unacknowledged:
+            oldest = min(driver.state.unacknowledged)
+            driver.feed(ev.BatchesAcknowledged(batches=(oldest,)))
+        elif dice < 0.6 and keys:
+            driver.progress(rng.choice(keys), rng.randint(1, 40), first=rng.randint(1, 1000))
+        elif dice < 0.64 and keys:
+            driver.fail(rng.choice(keys), final=rng.random() < 0.5)
+        elif keys:
+            driver.finish(rng.choice(keys), rng.randint(0, 5))
+
+
+def same(one: Saved | None, other: Saved | None) -> None:
+    assert one is not None
+    assert other is not None
+    assert one.run == other.run
+    assert one.group_states == other.group_states
+    assert one.rollouts == other.rollouts
+    assert list(one.batches) == list(other.batches)
+    assert list(one.dropped) == list(other.dropped)
+    assert one.schedule == other.schedule
+    for a, b in zip(one.groups, other.groups, strict=True):
+        assert (a.group_id, a.opened, a.members) == (b.group_id, b.opened, b.members)
+        np.testing.assert_array_equal(a.prompt.input_ids, b.prompt.input_ids)
+    empty = {rollout for rollout, held in one.tokens.items() if not len(held.token_ids)}
+    held_there = {rollout for rollout, held in other.tokens.items() if len(held.token_ids)}
+    assert one.tokens.keys() - empty == held_there
+    for rollout in held_there:
+        np.testing.assert_array_equal(
+            one.tokens[rollout].token_ids, other.tokens[rollout].token_ids
+        )
+        np.testing.assert_array_equal(one.tokens[rollout].logprobs, other.tokens[rollout].logprobs)
+    for a, b in zip(one.lengths, other.lengths, strict=True):
+        assert a.launched == b.launched
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_file_holds_what_the_memory_holds_after_every_cut(path: Path, seed: int):
+    memory, driver = MemoryStore(), Driver(config(), journal=True)
+    file = SqliteStore(path)
+    assert file.open() is None
+    rng = random.Random(seed)
+    for _ in range(12):
+        run(driver, rng.randint(5, 60), rng.randint(0, 10**6))
+        cut = take_changes(driver.state) if rng.random() < 0.8 else take_anew(driver.state)
+        memory.save(cut, durable=False)
+        file.save(cut, durable=rng.random() < 0.3)
+        if rng.random() < 0.5:
+            same(file.open(), memory.open())
+    same(file.open(), memory.open())
+    file.close()
+
+
+def filled(path: Path, *, cuts: int = 10, seed: int = 1, steps: int = 40) -> Driver:
+    """A store with a run in it, closed."""
+    store = SqliteStore(path)
+    store.open()
+    driver = Driver(config(), store=store)
+    for number in range(cuts):
+        run(driver, steps, seed + number)
+        driver.save()
+    store.close()
+    return driver
+
+
+# --- torn and damaged files --------------------------------------------------------------------
+
+
+class Noting(SqliteStore):
+    """Remembers what each cut says of the run."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.runs: list[RunState] = []
+
+    def save(self, cut: Cut, *, durable: bool) -> None:
+        super().save(cut, durable=durable)
+        self.runs.append(cut.run)
+
+
+def test_a_torn_tail_is_cut_off(path: Path, tmp_path: Path):
+    store = Noting(path)
+    store.open()
+    driver = Driver(config(), store=store)
+    for number in range(25):
+        run(driver, 30, number)
+        driver.save()
+    wal = path.with_name(path.name + "-wal")
+    size, seen = wal.stat().st_size, set[int]()
+    rng = random.Random(5)
+    for number in range(40):
+        copy = tmp_path / f"torn-{number}"
+        shutil.copyfile(path, copy)
+        torn = copy.with_name(copy.name + "-wal")
+        shutil.copyfile(wal, torn)
+        os.truncate(torn, rng.randrange(size))
+        if number % 2:
+            # Sectors that hold what was there before.
+            with torn.open("ab") as file:
+                file.write(rng.randbytes(rng.randrange(1, 5000)))
+        again = SqliteStore(copy)
+        found = again.open()
+        if found is not None:
+            assert found.run in store.runs
+            assert found.damaged == {}
+            restored(found).core.check_invariants()
+            seen.add(store.runs.index(found.run))
+        again.close()
+    assert len(seen) > 5
+    store.close()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_damaged_file_is_an_error_of_ours_or_costs_what_it_names(path: Path, seed: int):
+    filled(path, cuts=6)
+    rng = random.Random(seed)
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        for _ in range(rng.choice([1, 1, 4, 40])):
+            file.seek(rng.randrange(size))
+            file.write(rng.randbytes(rng.choice([1, 8, 600])))
+    store = SqliteStore(path)
+    with contextlib.suppress(StoreError):
+        saved = store.open()
+        if saved is not None:
+            restored(saved).core.check_invariants()
+    store.close()
+
+
+def damage(path: Path, statement: str) -> None:
+    connection = sqlite3.connect(path)
+    assert connection.execute(statement).rowcount > 0
+    connection.commit()
+    connection.close()
+
+
+def restored(saved: Saved | None) -> Driver:
+    assert saved is not None
+    memory = MemoryStore()
+    driver = Driver(config(), store=memory)
+    driver.core = type(driver.core)(driver.rules)
+    driver.core.restore(saved)
+    driver.feed(ev.Opened(engines=tuple(driver.info(e, saved.run.version) for e in driver.engines)))
+    return driver
+
+
+def test_tokens_behind_a_damaged_page_are_generated_again(
+    path: Path, caplog: pytest.LogCaptureFixture
+):
+    before = filled(path)
+    held = {r.rollout_id: r.log.token_ids for r in before.state.book.rollouts.values()}
+    damage(path, "UPDATE pages SET token_ids = zeroblob(length(token_ids)) WHERE seq > 4")
+    store = SqliteStore(path)
+    driver = restored(store.open())
+    assert any("pages are damaged" in record.message for record in caplog.records)
+    shorter = 0
+    for rollout in driver.state.book.rollouts.values():
+        if rollout.rollout_id in held:
+            known = rollout.log.token_ids
+            np.testing.assert_array_equal(known, held[rollout.rollout_id][: len(known)])
+            shorter += len(known) < len(held[rollout.rollout_id])
+    assert shorter
+    assert driver.state.book.ledger.total == before.state.book.ledger.total
+    store.close()
+
+
+@pytest.mark.parametrize("table", ["groups", "rollouts"])
+def test_a_group_whose_record_is_damaged_is_in_the_ledger(path: Path, table: str):
+    before = filled(path)
+    damage(path, f"UPDATE {table} SET body = zeroblob(length(body)) WHERE group_id % 2 = 0")  # noqa: S608
+    store = SqliteStore(path)
+    saved = store.open()
+    assert saved is not None
+    assert saved.damaged
+    driver = restored(saved)
+    driver.core.check_invariants()
+    open_groups = {g.group_id for g in driver.state.book.training_groups()}
+    assert open_groups
+    assert not open_groups & saved.damaged.keys()
+    if table == "rollouts":
+        dropped = driver.state.book.ledger.rollouts[Reason.DAMAGED]
+        assert dropped > 0
+        assert before.state.book.counters.launched == driver.state.book.counters.launched
+    store.close()
+
+
+def test_without_the_record_of_the_run_there_is_nothing(path: Path):
+    filled(path)
+    damage(path, "UPDATE run SET crc = crc + 1")
+    with pytest.raises(StoreError, match="restore a checkpoint, or move it away"):
+        SqliteStore(path).open()
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+
+def test_one_store_is_for_one_scheduler_at_a_time(path: Path):
+    first, second = SqliteStore(path), SqliteStore(path)
+    first.open()
+    with pytest.raises(StoreError, match="another process uses it"):
+        second.open()
+    first.close()
+    second.open()
+    second.close()
+
+
+def test_a_killed_owner_leaves_no_lock_behind(path: Path):
+    script = (
+        "import os, signal, sys; from aprilsched import SqliteStore;"
+        "SqliteStore(sys.argv[1]).open(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path)], check=False)
+    store = SqliteStore(path)
+    assert store.open() is None
+    store.close()
+
+
+def test_what_leads_out_of_the_folder_is_refused(path: Path, tmp_path: Path):
+    outside = tmp_path / "outside"
+    filled(outside, cuts=1)
+    path.symlink_to(outside)
+    with pytest.raises(StoreError, match="is a link out of its folder"):
+        SqliteStore(path).open()
+    path.unlink()
+    path.with_name(path.name + "-wal").symlink_to(outside)
+    with pytest.raises(StoreError, match="is a link out of its folder"):
+        SqliteStore(path).open()
+    with pytest.raises(StoreError, match="is no folder"):
+        SqliteStore(tmp_path / "no" / "store").open()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StoreError, match="is no file"):
+        SqliteStore(tmp_path / "folder").open()
+
+
+def test_other_files_and_newer_ones_are_refused(path: Path):
+    path.write_bytes(b"not a database at all, but long enough" * 100)
+    with pytest.raises(StoreError, match="restore a checkpoint, or move it away"):
+        SqliteStore(path).open()
+    path.unlink()
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE songs (name TEXT)")
+    connection.commit()
+    connection.close()
+    with pytest.raises(StoreError, match="an SQLite file of something else"):
+        SqliteStore(path).open()
+    path.unlink()
+    filled(path, cuts=1)
+    damage_version(path, 99)
+    with pytest.raises(StoreError, match="written by a newer aprilsched"):
+        SqliteStore(path).open()
+
+
+def damage_version(path: Path, version: int) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA user_version = {version}")
+    connection.close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
+def test_a_folder_that_cannot_be_written_is_refused(path: Path):
+    path.parent.chmod(0o500)
+    try:
+        with pytest.raises(StoreError, match="make it and its folder writable"):
+            SqliteStore(path).open()
+    finally:
+        path.parent.chmod(0o700)
+
+
+def test_a_read_only_file_is_refused_with_what_to_do(path: Path):
+    filled(path, cuts=1)
+    # Root may write any file; a file system mounted read-only answers it as SQLite does here.
+    connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
+    with pytest.raises(sqlite3.OperationalError) as raised:
+        connection.execute("DELETE FROM run")
+    connection.close()
+    with pytest.raises(StoreError, match="make it and its folder writable"), said_by(path, "read"):
+        raise raised.value
+
+
+def test_an_unopened_store_says_so(path: Path):
+    with pytest.raises(StoreError, match="is not open"):
+        SqliteStore(path).save(take_everything(Driver(config()).state), durable=False)
+
+
+# --- schemas -----------------------------------------------------------------------------------
+
+
+def test_a_file_of_the_first_schema_goes_on(path: Path):
+    before = filled(path, cuts=4)
+    connection = sqlite3.connect(path)
+    connection.executescript("DROP TABLE schedule; DROP TABLE lengths; PRAGMA user_version = 1;")
+    connection.close()
+    store = SqliteStore(path)
+    saved = store.open()
+    assert saved is not None
+    assert saved.lengths == []
+    driver = restored(saved)
+    assert driver.state.book.rollouts.keys() == before.state.book.rollouts.keys()
+    store.save(take_anew(driver.state), durable=True)
+    connection = store._connection  # pyright: ignore[reportPrivateUsage]
+    assert connection is not None
+    assert connection.execute("PRAGMA user_version").fetchone() == (len(SCRIPTS),)
+    assert connection.execute("PRAGMA application_id").fetchone() == (APPLICATION,)
+    store.close()
+
+
+def test_a_failed_migration_leaves_the_file_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch):
+    filled(path, cuts=2)
+    broken = (*SCRIPTS, "CREATE TABLE new (a INTEGER); INSERT INTO nowhere VALUES (1)")
+    monkeypatch.setattr("aprilsched.store.sqlite.schema.SCRIPTS", broken)
+    with pytest.raises(StoreError, match="nowhere"):
+        SqliteStore(path).open()
+    monkeypatch.undo()
+    store = SqliteStore(path)
+    assert store.open() is not None
+    store.close()
+
+
+# --- checkpoints -------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_one_file_and_reading_leaves_it_alone(path: Path, tmp_path: Path):
+    driver = Driver(config(), store=MemoryStore())
+    run(driver, 200, 4)
+    cut = take_everything(driver.state)
+    write_checkpoint(path, cut)
+    write_checkpoint(path, cut)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    content = path.read_bytes()
+    memory = MemoryStore()
+    memory.save(cut, durable=True)
+    same(read_checkpoint(path), memory.open())
+    assert path.read_bytes() == content
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_checkpoint_of_an_older_schema_is_read_and_left_as_it_is(path: Path):
+    driver = Driver(config(), store=MemoryStore())
+    run(driver, 200, 4)
+    write_checkpoint(path, take_everything(driver.state))
+    connection = sqlite3.connect(path)
+    connection.executescript("DROP TABLE schedule; DROP TABLE lengths; PRAGMA user_version = 1;")
+    connection.close()
+    content = path.read_bytes()
+    assert read_checkpoint(path).run.cursor == driver.state.cursor
+    assert path.read_bytes() == content
+
+
+# --- growth ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cleaning, "_SLACK_TOKENS", 2_000)
+    monkeypatch.setattr(cleaning, "_AT_ONCE_TOKENS", 4_000)
+    monkeypatch.setattr(cleaning, "_SMALL_TOKENS", 500)
+
+
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("seed", range(4))
+def test_the_file_does_not_grow_with_the_run(path: Path, seed: int):
+    store, memory = SqliteStore(path), MemoryStore()
+    store.open()
+    driver = Driver(config(batch_groups=4, group_size=4), journal=True)
+    sizes: list[int] = []
+    rng = random.Random(seed)
+    stored = 0
+    for number in range(200):
+        run(driver, 25, rng.randint(0, 10**9))
+        while len(driver.state.unacknowledged) > 2:
+            oldest = min(driver.state.unacknowledged)
+            driver.feed(ev.BatchesAcknowledged(batches=(oldest,)))
+        cut = take_changes(driver.state)
+        memory.save(cut, durable=False)
+        store.save(cut, durable=False)
+        connection = store._connection  # pyright: ignore[reportPrivateUsage]
+        assert connection is not None
+        (stored,) = connection.execute("SELECT sum(length(token_ids)) / 4 FROM pages").fetchone()
+        live = sum(len(r.log) for r in driver.state.book.rollouts.values()) + sum(
+            len(m.log)
+            for b in driver.state.unacknowledged.values()
+            for g in b.groups
+            for m in g.members
+        )
+        # What one cleaning leaves to the next is bounded by its step.
+        assert stored <= 2 * live + 2_000 + 3 * 4_000
+        sizes.append(path.stat().st_size)
+        if number % 60 == 0:
+            same(store.open(), memory.open())
+    same(store.open(), memory.open())
+    generated = driver.state.book.counters.tokens_generated
+    assert generated > 8 * stored
+    assert max(sizes[100:]) <= 1.5 * max(sizes[:100])
+    store.close()
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_many_small_pages_are_put_together(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cleaning, "_MANY_PAGES", 30)
+    store, memory = SqliteStore(path), MemoryStore()
+    store.open()
+    driver = Driver(config(), journal=True)
+    driver.request_batch()
+    for number in range(120):
+        driver.progress(driver.attempts()[number % 3], 2, first=number)
+        cut = take_changes(driver.state)
+        store.save(cut, durable=False)
+        memory.save(cut, durable=False)
+    connection = store._connection  # pyright: ignore[reportPrivateUsage]
+    assert connection is not None
+    (pages,) = connection.execute("SELECT count(*) FROM pages").fetchone()
+    assert pages <= 31
+    same(store.open(), memory.open())
+    store.close()
+
+
+def test_the_ledger_and_the_lengths_are_kept_up_to_a_bound(path: Path, monkeypatch: Any):
+    monkeypatch.setattr("aprilsched.store.sqlite.store.KEPT_ENTRIES", 20)
+    monkeypatch.setattr("aprilsched.store.sqlite.store.KEPT_LENGTHS", 10)
+    driver = filled(path, cuts=40)
+    assert driver.state.book.ledger.total > 20
+    store = SqliteStore(path)
+    saved = store.open()
+    assert saved is not None
+    assert len(saved.dropped) <= 20
+    assert len(saved.lengths) <= 10
+    kept = driver.state.book.ledger.entries
+    assert [e.rollout_id for e in saved.dropped] == [e.rollout_id for e in kept][-20:]
+    store.close()
+
+
+# --- records -----------------------------------------------------------------------------------
+
+
+def test_a_group_is_the_same_after_the_way_through_bytes():
+    one = SamplingParams(max_new_tokens=7, stop_token_ids=(1, 2), extra={"regex": "a*"})
+    two = replace(one, temperature=0.0, sampling_seed=3)
+    group = SavedGroup(
+        group_id=9,
+        opened=4,
+        prompt=Prompt(
+            input_ids=np.array([5, 6], dtype=np.int32),
+            sampling=(one, two),
+            key="row-17",
+            metadata={"answer": [1, 2.5, None, "x", b"y"], "n": np.int64(3), "deep": {"a": {}}},
+        ),
+        members=(
+            SavedMember(rollout_id=10, index=0, sampling=one),
+            SavedMember(rollout_id=11, index=1, sampling=two),
+        ),
+    )
+    again = group_from(group_record(group))
+    assert (again.group_id, again.opened, again.members) == (9, 4, group.members)
+    assert again.prompt.input_ids.tolist() == [5, 6]
+    assert again.prompt.sampling == (one, two)
+    assert again.prompt.key == "row-17"
+    assert again.prompt.metadata == {**group.prompt.metadata, "n": 3}
+
+
+@pytest.mark.parametrize("value", [print, object(), np.ones(3), 2**70, {1, 2}.__iter__()])
+def test_metadata_that_is_no_data_is_refused(value: Any):
+    prompt = Prompt(input_ids=np.array([1]), key=3, metadata={"x": value})
+    group = SavedGroup(group_id=1, opened=0, prompt=prompt, members=())
+    with pytest.raises(ConfigError, match="prompt 3 cannot be stored"):
+        group_record(group)
+
+
+@pytest.mark.parametrize("refill", [Wave(), ConstantPool(together=3), Rounds(store=2.5, probes=2)])
+@pytest.mark.parametrize("ratio", [FixedRatio(ratio=1.7), KvTarget(target=0.6)])
+def test_a_schedule_is_the_same_after_the_way_through_bytes(
+    refill: Refill, ratio: FixedRatio | KvTarget
+):
+    schedule = Schedule(over_provision=ratio, refill=refill, efficiency=0.7, why="because")
+    assert schedule_from(schedule_record(schedule)) == schedule
+
+
+def test_a_cut_of_nothing_is_small():
+    driver = Driver(config(), store=MemoryStore())
+    driver.save()
+    cut: Cut = take_changes(driver.state)
+    assert cut.page is None
+    assert not cut.groups
+    assert not cut.rollouts
