@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from aprilsched.coordinator.listeners import Listeners
 from aprilsched.core.commands import Command
 from aprilsched.core.events import Event, Tick
 from aprilsched.core.scheduler import Scheduler
@@ -30,7 +31,7 @@ class EventLoop:
         self.core = core
         self._clock = clock
         self.performers: dict[type[Command], Perform] = {}
-        self._listeners = tuple(listeners)
+        self._listeners = Listeners(listeners)
         self._inbox: deque[Event] = deque()
         self._busy = False
         self._stopped = False
@@ -61,9 +62,7 @@ class EventLoop:
         now = self._clock()
         commands = self.core.handle(event, now)
         if not isinstance(event, Tick):
-            for listener in self._listeners:
-                listener.on_event(event, now)
+            self._listeners.event(event, now)
         for command in commands:
-            for listener in self._listeners:
-                listener.on_command(command, now)
+            self._listeners.command(command, now)
             self.performers[type(command)](command)

@@ -11,7 +11,8 @@ __all__ = ["Listener"]
 
 
 class Listener(Protocol):
-    """Sees a run. Called between decisions, so it must return at once and must not raise."""
+    """Sees a run. It is called between decisions, so it must return at once; what is slow belongs
+    into a :class:`~aprilsched.telemetry.queued.QueuedListener`. One that raises is told no more."""
 
     def on_event(self, event: Event, now: float) -> None:
         """`event` was handled at `now`, seconds of the event loop's clock."""

@@ -1,0 +1,116 @@
+"""A slow listener in a thread of its own: nobody waits for it, and what it misses is counted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.errors import ConfigError
+from aprilsched.telemetry.queued import QueuedListener
+
+
+class Slow:
+    """Waits until it may go on; `begun` says that it is at work."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, float]] = []
+        self.begun = threading.Event()
+        self.may_go_on = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def on_event(self, event: ev.Event, now: float) -> None:
+        self._take(event, now)
+
+    def on_command(self, command: do.Command, now: float) -> None:
+        self._take(command, now)
+
+    def _take(self, what: object, now: float) -> None:
+        self.thread = threading.current_thread()
+        self.begun.set()
+        self.may_go_on.wait()
+        self.told.append((type(what).__name__, now))
+
+
+class Raising(Slow):
+    """Raises at the first thing it is told."""
+
+    def _take(self, what: object, now: float) -> None:
+        self.begun.set()
+        self.may_go_on.wait()
+        raise OSError("no route")
+
+
+EVENT = ev.BatchRequested()
+COMMAND = do.EndOfPrompts()
+
+
+def test_everything_arrives_in_order_and_in_another_thread() -> None:
+    slow = Slow()
+    with QueuedListener(slow) as queued:
+        for now in range(100):
+            queued.on_event(EVENT, float(now))
+            queued.on_command(COMMAND, now + 0.5)
+        slow.may_go_on.set()
+    names = ["BatchRequested", "EndOfPrompts"] * 100
+    assert slow.told == [(name, index / 2) for index, name in enumerate(names)]
+    assert queued.dropped == 0
+    assert slow.thread is not threading.current_thread()
+    assert slow.thread is not None
+    assert not slow.thread.is_alive()
+
+
+def test_nobody_waits_and_what_does_not_fit_is_counted_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    slow = Slow()
+    with (
+        caplog.at_level(logging.WARNING, logger="aprilsched"),
+        QueuedListener(slow, max_pending=10) as queued,
+    ):
+        queued.on_event(EVENT, -1.0)
+        slow.begun.wait()
+        for now in range(1000):
+            queued.on_event(EVENT, float(now))
+        assert queued.dropped == 990
+        slow.may_go_on.set()
+    assert [now for _, now in slow.told] == [-1.0, *map(float, range(10))]
+    assert ["Slow is too slow" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_one_that_raises_is_told_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    raising = Raising()
+    with (
+        caplog.at_level(logging.WARNING, logger="aprilsched"),
+        QueuedListener(raising) as queued,
+    ):
+        for now in range(5):
+            queued.on_event(EVENT, float(now))
+        raising.may_go_on.set()
+    queued.on_event(EVENT, 9.0)
+    assert isinstance(queued.error, OSError)
+    assert queued.dropped == 5
+    assert ["no route" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_one_that_hangs_does_not_hold_up_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    slow = Slow()
+    queued = QueuedListener(slow, close_seconds=0.01)
+    for now in range(5):
+        queued.on_event(EVENT, float(now))
+    slow.begun.wait()
+    with caplog.at_level(logging.WARNING, logger="aprilsched"):
+        queued.close()
+    assert queued.dropped == 4
+    assert ["not done after 0.01 s" in record.getMessage() for record in caplog.records] == [True]
+    slow.may_go_on.set()
+
+
+def test_bad_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_pending is 0"):
+        QueuedListener(Slow(), max_pending=0)
+    with pytest.raises(ConfigError, match="close_seconds is -1"):
+        QueuedListener(Slow(), close_seconds=-1)

@@ -1,0 +1,156 @@
+"""Listeners that raise, dawdle or find a bug, and what the run makes of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from aprilsched import (
+    Batch,
+    LongTailWorkload,
+    RolloutScheduler,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+)
+from aprilsched.coordinator import bias, listeners, step_times
+from aprilsched.core.commands import Command, Deliver
+from aprilsched.core.events import Event, Finished
+from aprilsched.engines.sim import run_virtual
+from aprilsched.errors import InvariantViolation
+from aprilsched.telemetry.base import Listener
+
+BATCHES = 4
+
+
+class Counting:
+    """Counts what it is told; raises `error` at the third thing of the kind `at`."""
+
+    def __init__(self, at: type | None = None, error: Exception | None = None) -> None:
+        self.events = self.commands = self.met = 0
+        self._at = at
+        self._error = error
+
+    def on_event(self, event: Event, now: float) -> None:
+        self.events += 1
+        self._meet(event)
+
+    def on_command(self, command: Command, now: float) -> None:
+        self.commands += 1
+        self._meet(command)
+
+    def _meet(self, what: object) -> None:
+        self.met += self._at is not None and isinstance(what, self._at)
+        if self.met == 3 and self._error is not None:
+            raise self._error
+
+
+def run(told: Sequence[Listener], **changes: object) -> list[Batch]:
+    values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
+    config = SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+    workload = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
+
+    async def main() -> list[Batch]:
+        batches: list[Batch] = []
+        async with RolloutScheduler(
+            SimFleet(1), workload, config=config, listeners=told
+        ) as rollouts:
+            for _ in range(BATCHES):
+                batches.append(await rollouts.next_batch())
+                await rollouts.update_weights(SimPublisher())
+        return batches
+
+    return run_virtual(main())
+
+
+def lengths(batches: Sequence[Batch]) -> list[list[int]]:
+    return [[len(rollout) for rollout in batch.rollouts] for batch in batches]
+
+
+@pytest.mark.parametrize("at", [Finished, Deliver])
+def test_one_that_raises_is_told_no_more_and_the_run_goes_on(
+    at: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, sound = Counting(at, RuntimeError("a disk on fire")), Counting()
+    with caplog.at_level(logging.ERROR, logger="aprilsched"):
+        batches = run([broken, sound])
+    assert lengths(batches) == lengths(run([]))
+    assert broken.met == 3
+    assert broken.events + broken.commands < sound.events + sound.commands
+    (record,) = caplog.records
+    assert "Counting raised and is told nothing more, the run goes on" in record.getMessage()
+    assert "a disk on fire" in record.getMessage()
+    assert record.exc_info is not None
+    assert record.exc_info[2] is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [(bias.LiveBias, "on_command"), (step_times.StepTimes, "on_event")],
+)
+def test_listeners_of_our_own_are_no_exception(
+    kind: type, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("never seen")
+
+    monkeypatch.setattr(kind, method, broken)
+    with caplog.at_level(logging.ERROR, logger="aprilsched"):
+        assert len(run([], over_provision="auto")) == BATCHES
+    assert [kind.__name__ in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_violated_invariant_ends_the_run() -> None:
+    """It is what a listener found, and no mistake of the listener."""
+    with pytest.raises(InvariantViolation, match="torn"):
+        run([Counting(Finished, InvariantViolation("a group is torn"))])
+
+
+class Clock:
+    """Takes `seconds` for each event that a listener is told."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._now = 0.0
+
+    def perf_counter(self) -> float:
+        return self._now
+
+    def on_event(self, event: Event, now: float) -> None:
+        self._now += self._seconds
+
+    def on_command(self, command: Command, now: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("seconds", "named"),
+    [(1.5, 1), (0.2, 1), (0.005, 0)],
+    ids=["in one call", "in many calls", "not at all"],
+)
+def test_one_that_holds_the_loop_up_is_named_once(
+    seconds: float, named: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = Clock(seconds)
+    monkeypatch.setattr(listeners, "time", slow)
+    with caplog.at_level(logging.WARNING, logger="aprilsched"):
+        run([slow, Counting()])
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == named
+    assert all("Clock has held the event loop up" in message for message in messages)
+    assert all("QueuedListener" in message for message in messages)
+
+
+def test_one_that_takes_its_time_where_there_is_plenty_is_not_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """0.02 s of every second are no matter, however many seconds."""
+    told = listeners.Listeners([slow := Clock(0.02)])
+    clock = pytest.MonkeyPatch()
+    with clock.context() as patch, caplog.at_level(logging.WARNING, logger="aprilsched"):
+        patch.setattr(listeners, "time", slow)
+        for second in range(600):
+            told.event(Finished(request_id=1, attempt=1, reason="stop", spans=None), float(second))
+    assert caplog.records == []
