@@ -12,11 +12,15 @@ from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 
 from aprilsched.commands.config_file import as_toml
+from aprilsched.commands.former import Former
 from aprilsched.commands.listening import summary_of
 from aprilsched.commands.remainder import remainder
 from aprilsched.commands.setup import Setup, run_on_clock
 from aprilsched.coordinator import RolloutScheduler
-from aprilsched.errors import AprilschedError, PromptsExhausted
+from aprilsched.core.state import SchedulerState
+from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted
+from aprilsched.store.base import Store
+from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.progress import Progress
@@ -31,16 +35,26 @@ class Run:
 
     Args:
         setup: its parts.
-        folder: where its files go; made when the engines are open.
+        folder: where its files go; made when the engines are open, or there, of a run that goes on.
         progress: shows it; None is quiet.
+        store: keeps it through a crash; a run that goes on needs the one it had.
     """
 
-    def __init__(self, setup: Setup, folder: RunFolder, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        folder: RunFolder,
+        progress: Progress | None,
+        *,
+        store: Store | None = None,
+    ) -> None:
         self._setup = setup
+        self._store = store
         self._folder = folder
         self._progress = progress
-        self._log = EventLog(folder.events)
+        self._log = EventLog(folder.events, append=folder.resumed)
         self._summary = summary_of(setup)
+        self._former = Former(folder.path, self._summary) if folder.resumed else None
         self._scheduler: RolloutScheduler | None = None
         self._interrupted = False
 
@@ -72,7 +86,8 @@ class Run:
 
     async def _run(self) -> None:
         setup, settings = self._setup, self._setup.settings
-        listeners = [self._log, self._summary]
+        summary = self._summary if self._former is None else self._former.listener
+        listeners: list[Listener] = [self._log, summary]
         self._scheduler = RolloutScheduler(
             setup.fleet,
             setup.prompts,
@@ -80,11 +95,14 @@ class Run:
             planner=setup.planner,
             listeners=listeners if self._progress is None else [*listeners, self._progress],
             run_id=setup.run_id,
+            store=self._store,
         )
         async with self._scheduler as rollouts:
-            self._folder.create(as_toml(settings))
-            self._log.start()
-            for done in range(1, settings.batches + 1):
+            before = await self._begin(rollouts.state)
+            if not rollouts.state.control.engines and setup.publisher is not None:
+                # Engines that were begun anew have not the version that the run had come to.
+                await rollouts.update_weights(setup.publisher, version=rollouts.version)
+            for done in range(before + 1, settings.batches + 1):
                 try:
                     await rollouts.next_batch()
                 except PromptsExhausted:
@@ -93,6 +111,23 @@ class Run:
                     await asyncio.sleep(settings.train_seconds)
                 if setup.publisher is not None and done % settings.update_every == 0:
                     await rollouts.update_weights(setup.publisher)
+
+    async def _begin(self, state: SchedulerState) -> int:
+        """From here on the folder is the run's; how many batches the trainer has had before."""
+        settings, before = self._setup.settings, 0
+        if self._former is not None:
+            before = await self._former.show(state, inline=self._setup.clock == "virtual")
+            if before >= settings.batches:
+                raise ConfigError(
+                    f"{self._folder.path} has all its {before} batches; give more with --batches."
+                )
+        # What censors lengths is said by the scheduler itself.
+        self._summary.ledger, self._summary.warns = state.book.ledger, False
+        if self._progress is not None:
+            self._progress.skip(before)
+        self._folder.create(as_toml(settings))
+        self._log.start(batches=state.book.counters.batches)
+        return before
 
     @contextmanager
     def _ended_by_ctrl_c(self) -> Generator[None]:

@@ -20,11 +20,12 @@ from aprilsched.commands.settings import RunSettings
 from aprilsched.commands.setup import prepare
 from aprilsched.commands.tables import run_table
 from aprilsched.errors import ConfigError
-from aprilsched.telemetry.run_folder import RunFolder, default_path
+from aprilsched.telemetry.run_folder import CONFIG, RunFolder, default_path
 
 __all__ = ["RunCommand", "main"]
 
 _INTERRUPTED = 130
+_WITH_RESUME = frozenset({"--resume", "--batches", "--json", "--quiet", "--help"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,9 @@ class RunCommand:
     """A TOML file of settings, such as a run folder's config.toml; flags override it."""
     out: Path | None = None
     """The run folder; runs/TIME-SEED if not given. It must be new or empty."""
+    resume: Path | None = None
+    """Go on with the run in this folder, which was cut off, under its own settings; of the others
+    only --batches, --json and --quiet may be given too."""
     json: bool = False
     """Print the summary as JSON on stdout; everything else goes to stderr."""
     quiet: bool = False
@@ -57,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         print(tomli_w.dumps(as_toml(command.settings)), end="")
         return 0
     setup = prepare(command.settings)
-    folder = RunFolder(command.out or default_path(command.settings.seed))
+    folder = _folder(command)
     messages = Console(stderr=True)
     progress = None if command.quiet else progress_of(setup, messages, title="run")
     summary = Run(setup, folder, progress).execute()
@@ -68,6 +72,12 @@ def main(arguments: Sequence[str]) -> int:
     if not command.quiet:
         messages.print(f"The run is in {folder.path}", soft_wrap=True, highlight=False)
     return _INTERRUPTED if summary.interrupted else 0
+
+
+def _folder(command: RunCommand) -> RunFolder:
+    if command.resume is not None:
+        return RunFolder.resume(command.resume)
+    return RunFolder(command.out or default_path(command.settings.seed))
 
 
 def _parse(arguments: Sequence[str]) -> RunCommand:
@@ -85,11 +95,25 @@ def _parse(arguments: Sequence[str]) -> RunCommand:
 
 def _config_path(arguments: Sequence[str]) -> str | None:
     """The file's content decides the defaults of all other flags, so it is looked for first."""
+    resumed = _value("--resume", arguments, "folder; give that of a run")
+    if resumed is None:
+        return _value("--config", arguments, "file; give the path of a TOML file")
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag.startswith("--") and flag not in _WITH_RESUME:
+            raise ConfigError(
+                f"{flag} does not go with --resume, which goes on under the run's own settings; "
+                "give only --batches, --json or --quiet with it."
+            )
+    return str(RunFolder.resume(Path(resumed)).path / CONFIG)
+
+
+def _value(flag: str, arguments: Sequence[str], what: str) -> str | None:
     for position, argument in enumerate(arguments):
-        if argument.startswith("--config="):
-            return argument.removeprefix("--config=")
-        if argument == "--config":
+        if argument.startswith(f"{flag}="):
+            return argument.removeprefix(f"{flag}=")
+        if argument == flag:
             if position + 1 == len(arguments):
-                raise ConfigError("--config names no file; give the path of a TOML file.")
+                raise ConfigError(f"{flag} names no {what}.")
             return arguments[position + 1]
     return None

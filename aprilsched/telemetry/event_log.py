@@ -72,8 +72,11 @@ class EventLog:
         """The folder is there: from now on lines reach the file. `batches`: delivered before, as
         a run that goes on knows it; what the log has beyond them was not saved, and is void."""
         self._started = True
-        if not self._append or self.error is not None:
-            return
+        if self._append and self.error is None:
+            self._go_on(batches)
+        self._flush()
+
+    def _go_on(self, batches: int) -> None:
         try:
             tail = self._former()
             os.truncate(self._path, tail.size)

@@ -43,29 +43,24 @@ def read_tail(path: Path) -> Tail:
     """The end of the log at `path`.
 
     Raises:
-        RunFolderError: if it cannot be read, or is damaged before its end.
+        OSError: if it cannot be read.
+        RunFolderError: if it is damaged before its end.
     """
     decoder = msgspec.json.Decoder(_Line)
     size, t, incarnation = 0, 0.0, 1
     broken: int | None = None
-    try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                line = _decoded(decoder, raw)
-                if line is None:
-                    broken = broken or number
-                elif broken is not None:
-                    raise RunFolderError(
-                        f"{path} is damaged in line {broken}, before its end; go on with a copy "
-                        "of the run without that line."
-                    )
-                else:
-                    size, t = size + len(raw), line.t
-                    incarnation += line.event == RESUMED
-    except OSError as error:
-        raise RunFolderError(
-            f"{path} cannot be read ({error.strerror or error}); make it readable."
-        ) from error
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            line = _decoded(decoder, raw)
+            if line is None:
+                broken = broken or number
+            elif broken is not None:
+                raise RunFolderError(
+                    f"{path} is damaged in line {broken}, before its end; take that line out of it."
+                )
+            else:
+                size, t = size + len(raw), line.t
+                incarnation += line.event == RESUMED
     return Tail(size=size, t=t, incarnation=incarnation)
 
 

@@ -125,17 +125,16 @@ def _refuse_taken(path: Path) -> None:
 
 def _refuse_other(path: Path) -> None:
     """Only what a run has begun can go on."""
-    for name in (CONFIG, EVENTS):
-        try:
-            found = (path / name).is_file()
-        except OSError as error:
-            raise _unusable(path, error) from error
-        if not found:
-            raise RunFolderError(
-                f"{path} holds no run that could go on (it has no {name}); name the folder of one "
-                "that was cut off."
-            )
-    read_tail(path / EVENTS)
+    try:
+        for name in (CONFIG, EVENTS):
+            if not (path / name).is_file():
+                raise RunFolderError(
+                    f"{path} holds no run that could go on (it has no {name}); name the folder of "
+                    "one that was cut off."
+                )
+        read_tail(path / EVENTS)
+    except OSError as error:
+        raise _unusable(path, error) from error
 
 
 def _unusable(path: Path, error: OSError) -> RunFolderError:

@@ -99,6 +99,7 @@ class Summary:
         self._evaluated = 0
         self._evaluating: set[int] = set()
         """Rollouts of evaluations under way: they end with their process."""
+        self._resumed = False
         self._reissued = 0
         """Evaluated rollouts whose ids a resumed scheduler gave again."""
         self.ledger: Ledger | None = None
@@ -177,8 +178,12 @@ class Summary:
     def _rollouts(self, remainder: Remainder) -> RolloutFigures:
         held = set(remainder.in_flight)
         somewhere = held | self._delivered | self._dropped
+        launched = len(self._sent | somewhere) + self._reissued
+        if self._resumed:
+            # What was dropped just before a process ended may be saved, and not in its log.
+            launched += remainder.ledger.total - len(self._dropped)
         return RolloutFigures(
-            launched=len(self._sent | somewhere) + self._reissued,
+            launched=launched,
             delivered=len(self._delivered) + self._reissued,
             evaluated=self._evaluated,
             in_flight=len(held),
@@ -276,6 +281,7 @@ class Summary:
         self._engines = len(event.engines)
 
     def _restart(self) -> None:
+        self._resumed = True
         self._stop_idling()
         self._pauses.stop_all(self._now)
         self._updates.stop_all(self._now)

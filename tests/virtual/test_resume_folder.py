@@ -1,0 +1,256 @@
+"""A run that was cut off goes on in its own folder: one log, one account, one summary."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aprilsched.analysis.lengths_of_run import read_record
+from aprilsched.analysis.lines import read_lines
+from aprilsched.analysis.rebuild import rebuilt_summary
+from aprilsched.analysis.run import read_run
+from aprilsched.cli import main
+from aprilsched.commands.config_file import read_settings
+from aprilsched.commands.drive import Run
+from aprilsched.commands.settings import RunSettings, SchedulerFlags, WorkloadSettings
+from aprilsched.commands.setup import prepare
+from aprilsched.core.events import BatchRequested
+from aprilsched.engines.sim import SimFleet
+from aprilsched.errors import ConfigError, RunFolderError
+from aprilsched.store.sqlite import SqliteStore
+from aprilsched.telemetry.event_log import EventLog
+from aprilsched.telemetry.figures import RunSummary
+from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY, RunFolder
+
+BATCHES = 8
+STORE = "store"
+
+
+class DyingFleet(SimFleet):
+    """Copies a run's files at some times: what would be there if it died then."""
+
+    def __init__(self, run: Path, times: Sequence[float]) -> None:
+        super().__init__(2, stream_interval=8)
+        self._run = run
+        self._times = times
+        self._copying: asyncio.Task[None] | None = None
+        self.remains: list[Path] = []
+
+    async def open(self) -> None:
+        await super().open()
+        self._copying = asyncio.create_task(self._copy())
+
+    async def close(self) -> None:
+        if self._copying is not None:
+            self._copying.cancel()
+        await super().close()
+
+    async def _copy(self) -> None:
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        for number, time in enumerate(self._times):
+            await asyncio.sleep(begin + time - loop.time())
+            self.remains.append(self._run.with_name(f"{self._run.name}-{number}"))
+            shutil.copytree(self._run, self.remains[-1])
+
+
+def begin(run: Path, times: Sequence[float], **changes: Any) -> list[Path]:
+    """Run to the end; what it would have left behind at `times`."""
+    scheduler = SchedulerFlags(
+        batch_groups=4, group_size=4, over_provision=2.0, save_interval_s=0.3, **changes
+    )
+    settings = RunSettings(
+        batches=BATCHES,
+        seed=5,
+        train_seconds=0.5,
+        scheduler=scheduler,
+        workload=WorkloadSettings(median=60, cap=600),
+    )
+    return go(settings, RunFolder(run / "run"), times)
+
+
+def resume(run: Path, times: Sequence[float] = (), *, batches: int | None = None) -> list[Path]:
+    """Go on with what is left of a run."""
+    settings = read_settings(run / "run" / CONFIG)
+    if batches is not None:
+        settings = replace(settings, batches=batches)
+    return go(settings, RunFolder.resume(run / "run"), times)
+
+
+def go(settings: RunSettings, folder: RunFolder, times: Sequence[float]) -> list[Path]:
+    folder.path.parent.mkdir(exist_ok=True)
+    fleet = DyingFleet(folder.path.parent, times)
+    store = SqliteStore(folder.path.parent / STORE, inline=True)
+    Run(replace(prepare(settings), fleet=fleet), folder, None, store=store).execute()
+    return fleet.remains
+
+
+def check_account(run: Path, *, incarnations: int, batches: int = BATCHES) -> RunSummary:
+    """Every batch and every rollout once; log, summary and what is rebuilt agree."""
+    folder = run / "run"
+    whole = read_run(folder)
+    assert [delivery.index for delivery in whole.deliveries] == list(range(batches))
+    delivered = [r.rollout_id for delivery in whole.deliveries for r in delivery.rollouts]
+    assert len(delivered) == len(set(delivered)) == batches * 16
+    summary = whole.summary
+    assert [figures.index for figures in summary.per_batch] == list(range(batches))
+    count = summary.rollouts
+    assert count.lost == count.duplicated == 0
+    assert count.delivered == len(delivered)
+    assert count.launched == count.delivered + count.in_flight + sum(count.dropped.values())
+    lines = [json.loads(line) for line in (folder / EVENTS).read_bytes().splitlines()]
+    times = [line["t"] for line in lines]
+    assert times == sorted(times)
+    assert summary.seconds.wall == pytest.approx(times[-1], abs=1e-4)
+    resumed = [line["incarnation"] for line in lines if line.get("event") == "Resumed"]
+    assert resumed == list(range(2, incarnations + 1))
+    again = rebuilt_summary(folder)
+    assert again.rollouts.delivered == count.delivered
+    assert again.rollouts.in_flight == count.in_flight
+    assert again.bias.censoring.policies == summary.bias.censoring.policies
+    for ours, theirs in zip(again.per_batch, summary.per_batch, strict=True):
+        assert replace(ours, seconds=0, trainer_seconds=0, efficiency=0) == replace(
+            theirs, seconds=0, trainer_seconds=0, efficiency=0
+        )
+        assert ours.seconds == pytest.approx(theirs.seconds, abs=1e-4)
+    return summary
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("rule", ["mask", "evict"])
+def test_a_run_that_died_goes_on(tmp_path: Path, pace: str, rule: str):
+    remains = begin(
+        tmp_path / "a", [0.5, 1.7, 3.3], pace=pace, max_staleness=1, staleness_rule=rule
+    )
+    assert len(remains) == 3
+    for left in remains:
+        before = read_run(left / "run").summary
+        assert before.error is not None
+        resume(left)
+        after = check_account(left, incarnations=2)
+        assert after.error is None
+        assert after.seconds.wall >= before.seconds.wall
+        assert after.batches > before.batches
+        launched = read_record(left / "run", group_size=4).groups
+        assert rule == "evict" or len(launched) * 4 == after.rollouts.launched
+
+
+def test_it_may_die_again_and_go_further_than_it_was_to(tmp_path: Path):
+    (left,) = begin(tmp_path / "a", [2.0])
+    (left,) = resume(left, [0.8])
+    (left,) = resume(left, [0.8])
+    resume(left)
+    check_account(left, incarnations=4)
+    with pytest.raises(ConfigError, match="has all its 8 batches; give more with --batches"):
+        resume(left)
+    resume(left, batches=10)
+    check_account(left, incarnations=5, batches=10)
+    assert read_settings(left / "run" / CONFIG).batches == 10
+
+
+def test_what_was_not_saved_does_not_count(tmp_path: Path):
+    early, late = begin(tmp_path / "a", [1.0, 4.0], pace="asynchronous")
+    shutil.copy(late / "run" / EVENTS, early / "run" / EVENTS)
+    known = deliveries(early)
+    resume(early)
+    assert deliveries(early) > BATCHES, "some were delivered anew"
+    check_account(early, incarnations=2)
+    assert known > 2
+
+
+def test_a_delivery_that_was_cut_off_is_that_of_the_batch_that_comes_again(tmp_path: Path):
+    begin(tmp_path / "a", [])
+    delivered = [line.t for line in read_lines(tmp_path / "a" / "run" / EVENTS) if line.batch == 3]
+    (left,) = begin(tmp_path / "b", [delivered[0] + 0.1])
+    log = left / "run" / EVENTS
+    torn = log.read_bytes().rindex(b'"command":"Deliver"') + 10
+    log.write_bytes(log.read_bytes()[:torn])
+    assert deliveries(left) == 3
+    resume(left)
+    assert b'"command":"Redeliver"' in log.read_bytes()
+    check_account(left, incarnations=2)
+
+
+def deliveries(run: Path) -> int:
+    """Lines in its log."""
+    return (run / "run" / EVENTS).read_bytes().count(b'"command":"Deliver","batch"')
+
+
+# --- the log -----------------------------------------------------------------------------------
+
+
+def whole_log(tmp_path: Path) -> bytes:
+    begin(tmp_path / "whole", [])
+    return (tmp_path / "whole" / "run" / EVENTS).read_bytes()
+
+
+def test_a_log_is_gone_on_with_wherever_it_was_cut(tmp_path: Path):
+    whole, chance = whole_log(tmp_path), random.Random(1)
+    path = tmp_path / EVENTS
+    for tail in (b"", b"\0" * 4096, b"\0\0\n", b'{"t":1.0,"event":\n') * 5:
+        cut = chance.randrange(len(whole))
+        path.write_bytes(whole[:cut] + tail)
+        kept = whole[:cut].rpartition(b"\n")[0].splitlines()
+        log = EventLog(path, append=True)
+        log.on_event(BatchRequested(), 1000.0)
+        assert path.read_bytes() == whole[:cut] + tail, "nothing is cut away before the start"
+        log.start(batches=3)
+        log.on_event(BatchRequested(), 1000.5)
+        log.close()
+        assert log.error is None
+        lines = path.read_bytes().splitlines()
+        assert lines[: len(kept)] == kept
+        end = json.loads(kept[-1])["t"] if kept else 0.0
+        assert [json.loads(line) for line in lines[len(kept) :]] == [
+            {"t": end, "event": "Resumed", "incarnation": 2, "batches": 3},
+            {"t": end, "event": "BatchRequested"},
+            {"t": pytest.approx(end + 0.5), "event": "BatchRequested"},
+        ]
+        assert list(read_lines(path))
+
+
+def test_a_log_that_is_damaged_in_the_middle_is_refused(tmp_path: Path):
+    first, second, rest = whole_log(tmp_path).split(b"\n", 2)
+    folder = tmp_path / "whole" / "run"
+    (folder / EVENTS).write_bytes(b"\n".join([first, second[:-9], rest]))
+    with pytest.raises(RunFolderError, match="damaged in line 2"):
+        RunFolder.resume(folder)
+    with pytest.raises(RunFolderError, match="damaged in line 2"):
+        read_run(folder)
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+def test_only_a_run_can_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    begin(tmp_path / "a", [])
+    folder = tmp_path / "a" / "run"
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for arguments, what in (
+        ([str(tmp_path)], "holds no run that could go on (it has no config.toml)"),
+        ([], "--resume names no folder"),
+        ([str(folder), "--seed", "3"], "--seed does not go with --resume"),
+        ([str(folder), "--out=x"], "--out does not go with --resume"),
+        ([str(folder), "--dry-run"], "--dry-run does not go with --resume"),
+    ):
+        assert main(["run", "--quiet", "--resume", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert what in error
+        assert error.count("\n") == 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+
+
+def test_a_run_of_which_nothing_was_saved_cannot_go_on(tmp_path: Path):
+    (left,) = begin(tmp_path / "a", [2.0])
+    (left / STORE).unlink()
+    with pytest.raises(RunFolderError, match="nothing saved that could go on"):
+        resume(left)
+    assert not (left / "run" / SUMMARY).exists()
