@@ -114,6 +114,16 @@ class CpuServer:
             self._process.wait(STOP_SECONDS)
             self._process = None
 
+    def freeze(self) -> None:
+        """Let it hang: its sockets stay open, and nothing answers until :meth:`thaw`."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Go on where it stopped."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGCONT)
+
     def stop(self) -> None:
         """End the process group, gently first."""
         if self._process is None:

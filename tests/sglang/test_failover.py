@@ -1,0 +1,123 @@
+"""Real servers that hang, die and come back while they generate: nothing is lost, nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.core.commands import LoseEngine
+from aprilsched.engines.sglang.address import ServerAddress
+from aprilsched.errors import PromptsExhausted
+from tests.sglang.conftest import ADMIN_KEY
+from tests.sglang.helpers import until
+from tests.sglang.recorded import Recorder, check_greedy, long_tail
+from tests.sglang.server import CpuServer
+
+Pair = tuple[CpuServer, CpuServer]
+
+
+def name(server: CpuServer) -> str:
+    return ServerAddress.parse(server.url).name
+
+
+def scheduler(servers: list[CpuServer], recorder: Recorder, groups: int) -> RolloutScheduler:
+    """Greedy, so that every token can be checked against the model."""
+    opened = RolloutScheduler(
+        SGLangFleet([s.url for s in servers], admin_key=ADMIN_KEY, stream_interval=16),
+        long_tail(groups, longest=400, temperature=0.0, every=2),
+        config=SchedulerConfig(
+            batch_groups=4,
+            group_size=4,
+            over_provision=2.0,
+            pace="asynchronous",
+            stall_timeout_s=8.0,
+            control_timeout_s=20.0,
+        ),
+        listeners=[recorder],
+    )
+    recorder.scheduler = opened
+    return opened
+
+
+def halfway(rollouts: RolloutScheduler, engine: str) -> Callable[[], bool]:
+    """Several requests are in the middle of their responses on the engine."""
+
+    def look() -> bool:
+        requests = rollouts.state.book.open_requests(engine)
+        return sum(r.generated >= 16 and r.remaining >= 100 for r in requests) >= 2
+
+    return look
+
+
+def losses(recorder: Recorder) -> list[LoseEngine]:
+    return [command for command in recorder.commands if isinstance(command, LoseEngine)]
+
+
+async def rest(rollouts: RolloutScheduler) -> list[Batch]:
+    """Every batch that is left."""
+    batches: list[Batch] = []
+    while True:
+        try:
+            batches.append(await rollouts.next_batch())
+        except PromptsExhausted:
+            return batches
+
+
+def check_whole(rollouts: RolloutScheduler, batches: list[Batch], model: Path, at: Path) -> None:
+    """Each rollout is there once, to its last token, with its model's own logprobs."""
+    delivered = [rollout for batch in batches for rollout in batch.rollouts]
+    assert len({rollout.rollout_id for rollout in delivered}) == len(delivered)
+    counters, ledger = rollouts.state.book.counters, rollouts.state.book.ledger
+    assert ledger.total == 0, [entry.cause for entry in ledger.entries]
+    assert counters.launched == counters.delivered == len(delivered)
+    check_greedy(delivered, [model, model], at)
+
+
+@pytest.mark.timeout(400)
+async def test_what_a_hanging_server_had_is_finished_by_the_other_until_it_is_back(
+    clean_pair: Pair, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (stays, hangs), recorder = clean_pair, Recorder()
+    async with scheduler([stays, hangs], recorder, groups=40) as rollouts:
+        await until(halfway(rollouts, name(hangs)))
+        hangs.freeze()
+        try:
+            batches = [await rollouts.next_batch(), await rollouts.next_batch()]
+            await until(lambda: bool(losses(recorder)))
+            (loss,) = losses(recorder)
+            assert loss.engine == name(hangs)
+            assert loss.cause.startswith("no token for ")
+            assert set(rollouts.state.tracker.engines) == {name(stays)}
+        finally:
+            hangs.thaw()
+        await until(lambda: set(rollouts.state.tracker.engines) == {name(stays), name(hangs)}, 120)
+        batches += await rest(rollouts)
+        check_whole(rollouts, batches, models[0], tmp_path)
+        moved = [r for b in batches for r in b.rollouts if len(r.segments) > 1]
+        assert any([s.engine for s in r.segments] == [name(hangs), name(stays)] for r in moved)
+        assert len(losses(recorder)) == 1
+
+
+@pytest.mark.timeout(400)
+async def test_the_only_server_is_killed_and_started_again_and_the_run_goes_on(
+    clean_pair: Pair,
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    only, recorder = clean_pair[1], Recorder()
+    async with scheduler([only], recorder, groups=16) as rollouts:
+        await until(halfway(rollouts, name(only)))
+        only.kill()
+        await until(lambda: bool(losses(recorder)))
+        assert losses(recorder)[0].last
+        only.start()
+        await asyncio.to_thread(only.wait_ready)
+        batches = await rest(rollouts)
+        check_whole(rollouts, batches, models[0], tmp_path)
+        assert rollouts.state.book.counters.tokens_reprefilled > 0
+    assert "no engine is left since" in caplog.text
