@@ -52,7 +52,7 @@ class Run:
         self._store = store
         self._folder = folder
         self._progress = progress
-        self._log = EventLog(folder.events, append=folder.resumed)
+        self._log = EventLog(folder.events, append=folder.resumed, patient=setup.clock == "virtual")
         self._summary = summary_of(setup)
         self._former = Former(folder.path, self._summary) if folder.resumed else None
         self._scheduler: RolloutScheduler | None = None

@@ -80,7 +80,7 @@ class SimulatedRun:
         return result
 
     def _log(self, folder: RunFolder) -> EventLog:
-        log = EventLog(folder.events)
+        log = EventLog(folder.events, patient=True)
         folder.create(as_toml(self._setup.settings))
         log.start()
         return log

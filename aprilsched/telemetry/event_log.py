@@ -8,7 +8,8 @@ A process that goes on with the run of a former one appends to its log: time goe
 line, and the first new one is the event "Resumed".
 
 Invariant: whatever goes wrong while writing, the run goes on; it is said once, and in the
-summary.
+summary. The disk is written to by a thread of its own: one that is too slow costs lines, which are
+counted, and no time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import Literal
 
 import msgspec
 
@@ -25,6 +26,7 @@ from aprilsched.core import commands as do
 from aprilsched.core.events import Event
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.event_lines import plain_fields
+from aprilsched.telemetry.file_writer import FileWriter
 from aprilsched.telemetry.log_tail import RESUMED, Tail, read_tail
 
 __all__ = ["EventLog"]
@@ -34,8 +36,11 @@ log = logging.getLogger("aprilsched")
 _FLUSH_SECONDS = 1.0
 _FLUSH_BYTES = 1 << 18
 _MICROSECONDS = 6
-_NEW = "xb"
-_THERE = "ab"
+_PENDING_BYTES = 1 << 26
+"""What a disk that hangs may leave unwritten: some minutes of a busy fleet's lines."""
+_CLOSE_SECONDS = 10.0
+_NEW: Literal["xb", "wb"] = "xb"
+_THERE: Literal["ab"] = "ab"
 
 # A trainer may take minutes over a batch, and no event comes meanwhile to flush its delivery.
 _FLUSHED_AT_ONCE = (do.Deliver, do.Redeliver, do.FinishUpdate)
@@ -45,22 +50,38 @@ class EventLog:
     """Writes a run's events to `path`, which is made with the first bytes that reach it.
 
     With `append` it is there, of a run that was cut off. Nothing is written (or cut away) before
-    :meth:`start`: a run that is refused leaves no file, or leaves it as it was.
+    :meth:`start`: a run that is refused leaves no file, or leaves it as it was. A `patient` log
+    waits for a slow disk instead of dropping lines, as a run on a virtual clock should.
     """
 
-    def __init__(self, path: Path, *, append: bool = False) -> None:
-        self.error: str | None = None
-        """Why the log is not complete; None while it is."""
+    def __init__(self, path: Path, *, append: bool = False, patient: bool = False) -> None:
         self._path = path
         self._append = append
         self._tail: Tail | None = None
         """Where a former process's part ends; read with the first event of the new one."""
-        self._file: BinaryIO | None = None
         self._encoder = msgspec.json.Encoder(enc_hook=_unknown)
         self._buffer = bytearray()
+        self._lines = 0
+        """In the buffer."""
+        self._dropped = 0
+        self._failure: str | None = None
         self._began: float | None = None
         self._started = False
         self._flushed_at = time.monotonic()
+        self._writer = FileWriter(
+            path,
+            _THERE if append else _NEW,
+            max_bytes=_PENDING_BYTES,
+            patient=patient,
+            failed=self._give_up,
+        )
+
+    @property
+    def error(self) -> str | None:
+        """Why the log is not complete; None while it is."""
+        if self._failure is None and self._dropped:
+            return f"{self._dropped} lines were dropped, because the disk was too slow for them"
+        return self._failure
 
     def on_event(self, event: Event, now: float) -> None:
         self._line("event", event, now)
@@ -72,7 +93,7 @@ class EventLog:
         """The folder is there: from now on lines reach the file. `batches`: delivered before, as
         a run that goes on knows it; what the log has beyond them was not saved, and is void."""
         self._started = True
-        if self._append and self.error is None:
+        if self._append and self._failure is None:
             self._go_on(batches)
         self._flush()
 
@@ -88,17 +109,13 @@ class EventLog:
         self._buffer[:0] = self._encoder.encode(line) + b"\n"
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left, in bounded time."""
         self._flush()
-        if self._file is not None:
-            try:
-                self._file.close()
-            except OSError as error:
-                self._give_up(error)
-            self._file = None
+        if not self._writer.close(_CLOSE_SECONDS):
+            self._give_up(TimeoutError(f"the disk did not take it within {_CLOSE_SECONDS:g} s"))
 
     def _line(self, kind: str, what: object, now: float) -> None:
-        if self.error is not None:
+        if self._failure is not None:
             return
         try:
             if self._began is None:
@@ -107,10 +124,11 @@ class EventLog:
             line.update(plain_fields(what))
             self._buffer += self._encoder.encode(line)
         except Exception as error:
-            # A listener that raises ends the run, and a log is no reason to.
+            # Detached like any listener that raises, it could not say so in the summary.
             self._give_up(error)
             return
         self._buffer += b"\n"
+        self._lines += 1
         if self._due() or isinstance(what, _FLUSHED_AT_ONCE):
             self._flush()
 
@@ -124,22 +142,24 @@ class EventLog:
         return late or len(self._buffer) > _FLUSH_BYTES
 
     def _flush(self) -> None:
-        if not self._started or self.error is not None or not self._buffer:
+        if not self._started or self._failure is not None or not self._buffer:
             return
-        try:
-            if self._file is None:
-                self._file = self._path.open(_THERE if self._append else _NEW)
-            self._file.write(self._buffer)
-            self._file.flush()
-        except OSError as error:
-            self._give_up(error)
+        if not self._writer.put(bytes(self._buffer)):
+            self._drop(self._lines)
         self._buffer.clear()
+        self._lines = 0
         self._flushed_at = time.monotonic()
 
+    def _drop(self, lines: int) -> None:
+        if not self._dropped and self._failure is None:
+            log.warning(
+                "%s misses lines, the run goes on: the disk is too slow for them.", self._path.name
+            )
+        self._dropped += lines
+
     def _give_up(self, error: Exception) -> None:
-        if self.error is None:
-            self.error = str(error)
-            self._buffer.clear()
+        if self._failure is None:
+            self._failure = str(error)
             log.warning("%s is not complete, the run goes on: %s", self._path.name, error)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +182,75 @@ def test_an_event_that_cannot_be_written_ends_the_log_and_not_the_run(
         log.close()
     assert log.error is not None
     assert len(caplog.records) == 1
+
+
+# --- a disk that hangs ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that takes nothing until somebody reads it."""
+    path = tmp_path / "events.jsonl"
+    os.mkfifo(path)
+    monkeypatch.setattr(event_log, "_NEW", "wb")
+    monkeypatch.setattr(event_log, "_PENDING_BYTES", 5000)
+    return path
+
+
+def lines_of(content: bytes) -> list[int]:
+    """Whole lines, by the number of their request."""
+    assert content.endswith(b"\n")
+    return [json.loads(line)["request_id"] for line in content.splitlines()]
+
+
+def progress(number: int) -> ev.Progress:
+    return ev.Progress(request_id=number, attempt=1, token_ids=TOKENS, logprobs=LOGPROBS)
+
+
+def test_a_disk_that_hangs_costs_lines_and_no_time(
+    pipe: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(event_log, "_FLUSH_BYTES", 200)
+    log = EventLog(pipe)
+    log.start()
+    with caplog.at_level(logging.WARNING, logger="aprilsched"):
+        for number in range(1000):
+            log.on_event(progress(number), 0.0)
+        assert log.error is not None
+        with ThreadPoolExecutor(1) as threads:
+            reading = threads.submit(pipe.read_bytes)
+            log.close()
+            found = lines_of(reading.result())
+    # A stretch is missing; what is there is whole and in order.
+    assert found[:50] == list(range(50))
+    assert found == sorted(set(found))
+    assert 10 < len(found) < 200
+    assert log.error.startswith(f"{1000 - len(found)} lines were dropped")
+    assert ["the disk is too slow" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_end(
+    pipe: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(event_log, "_CLOSE_SECONDS", 0.01)
+    log = EventLog(pipe)
+    log.start()
+    with caplog.at_level(logging.WARNING, logger="aprilsched"):
+        log.on_event(EVENTS[0], 0.0)
+        log.close()
+    assert log.error == "the disk did not take it within 0.01 s"
+    assert len(caplog.records) == 1
+    pipe.read_bytes()  # the thread ends
+
+
+def test_a_patient_log_waits_for_the_disk(pipe: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(event_log, "_FLUSH_BYTES", 200)
+    log = EventLog(pipe, patient=True)
+    log.start()
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(pipe.read_bytes)
+        for number in range(1000):
+            log.on_event(progress(number), 0.0)
+        log.close()
+        assert lines_of(reading.result()) == list(range(1000))
+    assert log.error is None
