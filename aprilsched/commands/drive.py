@@ -52,7 +52,12 @@ class Run:
         self._store = store
         self._folder = folder
         self._progress = progress
-        self._log = EventLog(folder.events, append=folder.resumed, patient=setup.clock == "virtual")
+        self._log = EventLog(
+            folder.events,
+            append=folder.resumed,
+            patient=setup.clock == "virtual",
+            log_tokens=setup.settings.log_tokens,
+        )
         self._summary = summary_of(setup)
         self._former = Former(folder.path, self._summary) if folder.resumed else None
         self._scheduler: RolloutScheduler | None = None
@@ -117,7 +122,7 @@ class Run:
         settings, before = self._setup.settings, 0
         if self._former is not None:
             before = await self._former.show(state, inline=self._setup.clock == "virtual")
-            if before >= settings.batches:
+            if before >= settings.batches and self._folder.ended:
                 raise ConfigError(
                     f"{self._folder.path} has all its {before} batches; give more with --batches."
                 )

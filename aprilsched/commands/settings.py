@@ -132,6 +132,9 @@ class RunSettings:
     model: str | None = None
     """A TOML file that aprilsched calibrate wrote: the engines' step times, for automatic
     over-provisioning and, with servers, for their efficiency."""
+    log_tokens: bool = False
+    """Write prompts and outputs into events.jsonl: token ids, logprobs and prompt keys. Without it
+    only their lengths are there."""
     admin_key_env: str | None = None
     """Name of the environment variable that holds the servers' admin API key."""
     api_key_env: str | None = None

@@ -1,15 +1,15 @@
 """Events and commands as the plain fields of a line in events.jsonl.
 
-Invariant: no token id, no logprob and nothing of the caller's own data (prompt keys, metadata)
-appears, only counts. A field whose name is in :data:`FIELDS` is written as the table says, every
-other one as it is.
+Invariant: with :data:`FIELDS`, no token id, no logprob and nothing of the caller's own data (prompt
+keys, metadata) appears, only counts. A field whose name is in the table is written as it says,
+every other one as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -26,15 +26,19 @@ from aprilsched.types import (
     VersionSpan,
 )
 
-__all__ = ["FIELDS", "plain_fields"]
+__all__ = ["FIELDS", "Writers", "plain_fields"]
 
 
-def plain_fields(thing: Any) -> dict[str, Any]:
+Writers: TypeAlias = Mapping[str, Callable[[Any], dict[str, Any]]]
+"""How a field of this name is written."""
+
+
+def plain_fields(thing: Any, writers: Writers) -> dict[str, Any]:
     """The fields of an event or a command."""
     plain: dict[str, Any] = {}
     for name in _names(thing.__class__):
         value = getattr(thing, name)
-        write = FIELDS.get(name)
+        write = writers.get(name)
         if write is None:
             plain[name] = value
         else:
@@ -124,7 +128,7 @@ def _schedule(schedule: Schedule | None) -> dict[str, Any]:
     return {} if schedule is None else {"schedule": schedule.why}
 
 
-FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
+FIELDS: Writers = {
     "token_ids": _tokens,
     "input_ids": _tokens,
     "logprobs": _nothing,

@@ -25,9 +25,10 @@ import msgspec
 from aprilsched.core import commands as do
 from aprilsched.core.events import Event
 from aprilsched.errors import RunFolderError
-from aprilsched.telemetry.event_lines import plain_fields
+from aprilsched.telemetry.event_lines import FIELDS, plain_fields
 from aprilsched.telemetry.file_writer import FileWriter
 from aprilsched.telemetry.log_tail import RESUMED, Tail, read_tail
+from aprilsched.telemetry.token_lines import TOKEN_FIELDS
 
 __all__ = ["EventLog"]
 
@@ -51,11 +52,20 @@ class EventLog:
 
     With `append` it is there, of a run that was cut off. Nothing is written (or cut away) before
     :meth:`start`: a run that is refused leaves no file, or leaves it as it was. A `patient` log
-    waits for a slow disk instead of dropping lines, as a run on a virtual clock should.
+    waits for a slow disk instead of dropping lines, as a run on a virtual clock should. Prompts and
+    outputs are written with `log_tokens` only, else their lengths.
     """
 
-    def __init__(self, path: Path, *, append: bool = False, patient: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        append: bool = False,
+        patient: bool = False,
+        log_tokens: bool = False,
+    ) -> None:
         self._path = path
+        self._writers = TOKEN_FIELDS if log_tokens else FIELDS
         self._append = append
         self._tail: Tail | None = None
         """Where a former process's part ends; read with the first event of the new one."""
@@ -121,7 +131,7 @@ class EventLog:
             if self._began is None:
                 self._began = now - self._former().t if self._append else now
             line = {"t": round(now - self._began, _MICROSECONDS), kind: type(what).__name__}
-            line.update(plain_fields(what))
+            line.update(plain_fields(what, self._writers))
             self._buffer += self._encoder.encode(line)
         except Exception as error:
             # Detached like any listener that raises, it could not say so in the summary.

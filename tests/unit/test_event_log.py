@@ -83,8 +83,8 @@ COMMANDS: list[do.Command] = [
 ]
 
 
-def written(path: Path) -> list[dict[str, Any]]:
-    log = EventLog(path)
+def written(path: Path, *, log_tokens: bool = False) -> list[dict[str, Any]]:
+    log = EventLog(path, log_tokens=log_tokens)
     log.start()
     for event in EVENTS:
         log.on_event(event, 100.0)
@@ -182,6 +182,33 @@ def test_an_event_that_cannot_be_written_ends_the_log_and_not_the_run(
         log.close()
     assert log.error is not None
     assert len(caplog.records) == 1
+
+
+def test_with_tokens_every_line_says_what_it_did_and_the_tokens_too(tmp_path: Path):
+    plain = written(tmp_path / "plain.jsonl")
+    rich = written(tmp_path / "rich.jsonl", log_tokens=True)
+    for before, after in zip(plain, rich, strict=True):
+        for name in before.keys() - {"rollouts"}:
+            assert after[name] == before[name]
+    arrived = next(line for line in rich if line.get("event") == "Progress")
+    assert arrived["token_ids"] == TOKENS.tolist()
+    assert arrived["logprobs"] == LOGPROBS.tolist()
+    sent = next(line for line in rich if line.get("command") == "Send")
+    assert (sent["input_ids"], sent["tokens"]) == (TOKENS.tolist(), 5)
+    asked = next(line for line in rich if line.get("event") == "PromptsArrived")
+    assert asked["asked"] == [{"key": "secret-key", "input_ids": TOKENS.tolist()}] * 2
+    (delivered,) = next(line for line in rich if line.get("command") == "Deliver")["rollouts"]
+    (counted,) = next(line for line in plain if line.get("command") == "Deliver")["rollouts"]
+    assert delivered == counted | {
+        "key": "secret-key",
+        "input_ids": TOKENS[:3].tolist(),
+        "token_ids": TOKENS.tolist(),
+        "logprobs": LOGPROBS.tolist(),
+    }
+    lines = [
+        list(read_lines(tmp_path / name, progress=True)) for name in ("plain.jsonl", "rich.jsonl")
+    ]
+    assert lines[0] == lines[1]
 
 
 # --- a disk that hangs ---------------------------------------------------------------------------
