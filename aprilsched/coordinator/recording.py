@@ -29,7 +29,7 @@ log = logging.getLogger("aprilsched")
 
 T = TypeVar("T")
 
-FINISHED_S = 0.25
+FINISHED_S = 0.5
 _AGAIN_S = 10.0
 _CLOSE_S = 30.0
 
@@ -135,7 +135,7 @@ class Recorder:
 
     async def _save_in_time(self) -> None:
         while True:
-            await asyncio.sleep(FINISHED_S)
+            await asyncio.sleep(min(FINISHED_S, self._interval_s))
             journal = self._state.book.journal
             if journal.finished or _now() >= self._saved_at + self._interval_s:
                 self._save()

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from aprilsched.core.counters import Counters
 from aprilsched.core.ledger import Entry, Ledger, Reason
 from aprilsched.core.lifecycle import Move, State
@@ -17,7 +19,14 @@ from aprilsched.core.ready import Ready
 from aprilsched.core.records import GroupRecord, RequestRecord, RolloutRecord
 from aprilsched.core.saving.journal import Journal
 from aprilsched.core.waiting import Waiting
-from aprilsched.types import Int32Array, Prompt, SamplingParams, VersionSpan
+from aprilsched.types import (
+    NO_VERSION,
+    Float32Array,
+    Int32Array,
+    Prompt,
+    SamplingParams,
+    VersionSpan,
+)
 
 __all__ = ["Book"]
 
@@ -110,7 +119,10 @@ class Book:
         if rollout.turns == 0:
             rollout.prompt_ids = input_ids
         elif output_start is None and len(input_ids) > known:
-            rollout.log.append_environment(input_ids[known:])
+            added = input_ids[known:]
+            rollout.log.append_environment(added)
+            nothing = np.zeros(len(added), dtype=np.float32)
+            self.journal.arrive(rollout, added, nothing, version=NO_VERSION, engine=None)
         request = RequestRecord(
             request_id=self._next_id(),
             rollout=rollout,
@@ -182,6 +194,13 @@ class Book:
         elif request.crossed and len(log) > request.attempt_start:
             log.exact = False
         self.journal.change(request.rollout)
+
+    def arrive(self, request: RequestRecord, ids: Int32Array, logprobs: Float32Array) -> None:
+        """New tokens of an open attempt."""
+        rollout, version, engine = request.rollout, request.version, request.engine
+        self.hold(len(ids))
+        rollout.log.append(ids, logprobs, version=version, engine=engine)
+        self.journal.arrive(rollout, ids, logprobs, version=version, engine=engine)
 
     def hold(self, tokens: int) -> None:
         """So many more tokens are with engines."""

@@ -98,8 +98,6 @@ class RolloutRecord:
     """The output of each turn that an episode was given: where it begins and ends, and why."""
     replay: Replay | None = None
     """The episode was begun anew, and asks for what it was given before."""
-    saved: int = 0
-    """Tokens that a cut has."""
     anew: bool = False
     """What a cut has is void."""
 

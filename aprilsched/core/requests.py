@@ -32,11 +32,7 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
         counters.tokens_discarded += tokens
         state.book.ledger.late_tokens(dropped, tokens)
         return
-    state.book.hold(tokens)
-    request.rollout.log.append(
-        event.token_ids, event.logprobs, version=request.version, engine=request.engine
-    )
-    state.book.journal.grow(request.rollout)
+    state.book.arrive(request, event.token_ids, event.logprobs)
     state.due.note(request.rollout.group, state.tracker.trainer)
 
 

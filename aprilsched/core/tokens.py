@@ -77,20 +77,6 @@ class TokenLog:
         """Ids and logprobs from `start` on: views, valid until the next token is booked."""
         return self._ids[start : self._size], self._logprobs[start : self._size]
 
-    def runs_since(self, start: int) -> list[tuple[int, int, int, str | None]]:
-        """The runs from `start` on: begin, length, version and engine of each."""
-        found: list[tuple[int, int, int, str | None]] = []
-        end = self._size
-        for place in range(len(self._runs) - 1, -1, -1):
-            run = self._runs[place]
-            begin = max(start, self._runs[place - 1].end if place else 0)
-            if end > begin:
-                found.append((begin, end - begin, run.version, run.engine))
-            if begin <= start:
-                break
-            end = begin
-        return found[::-1]
-
     def cut(self, size: int) -> None:
         """Forget all tokens after the first `size`."""
         self._size = min(self._size, size)

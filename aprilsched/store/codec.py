@@ -72,8 +72,7 @@ def _plain(value: Any) -> Any:
         plain: dict[Any, Any] = dict(cast("Mapping[Any, Any]", value))
         return plain
     if isinstance(value, np.generic):
-        item: Any = value.item()
-        return item
+        return cast("np.generic[Any]", value).item()
     raise TypeError(type(value).__name__)
 
 

@@ -79,7 +79,7 @@ class MemoryStore:
         self._lengths.extend(cut.lengths)
         for index in cut.acknowledged:
             self._batches.pop(index, None)
-        for group_id in cut.removed:
+        for group_id, _ in cut.removed:
             self._remove(group_id)
 
     def close(self) -> None:

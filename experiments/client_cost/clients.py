@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SGLangFleet
+from aprilsched.store import Store
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 128
@@ -118,7 +119,9 @@ async def tight(url: str, *, in_flight: int, rollouts: int) -> Cost:
     return await bare(url, in_flight=in_flight, rollouts=rollouts, read=by_piece)
 
 
-def scheduler(urls: Sequence[str], *, in_flight: int, rollouts: int) -> RolloutScheduler:
+def scheduler(
+    urls: Sequence[str], *, in_flight: int, rollouts: int, store: Store | None = None
+) -> RolloutScheduler:
     """A scheduler that keeps `in_flight` rollouts generating."""
     groups = in_flight // GROUP_SIZE
     sampling = SamplingParams(max_new_tokens=ANSWER_TOKENS)
@@ -134,7 +137,7 @@ def scheduler(urls: Sequence[str], *, in_flight: int, rollouts: int) -> RolloutS
         refill_groups=min(4, groups),
         pace="asynchronous",
     )
-    return RolloutScheduler(SGLangFleet(urls), prompts, config=config)
+    return RolloutScheduler(SGLangFleet(urls), prompts, config=config, store=store)
 
 
 async def scheduled(url: str, *, in_flight: int, rollouts: int) -> Cost:

@@ -189,7 +189,7 @@ def test_what_was_finished_is_not_generated_again(tmp_path: Path):
         async with scheduler(killed, listeners=[Sends()]) as rollouts:
             held = {r: len(m.log) for r, m in rollouts.state.book.rollouts.items()}
             await rollouts.next_batch()
-        # What ended in the last quarter of a second may not have been saved.
+        # What ended in the last half of a second may not have been saved.
         kept = finished - sent
         assert len(kept) >= 0.6 * len(finished)
         assert sum(held[r] for r in kept) > 0.5 * tokens

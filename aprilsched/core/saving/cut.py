@@ -10,7 +10,7 @@ import numpy as np
 from aprilsched.core.lifecycle import GENERATING, State
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.records import GroupRecord, RolloutRecord
-from aprilsched.core.saving.journal import DeliveredBatch
+from aprilsched.core.saving.journal import Arrival, DeliveredBatch, Journal
 from aprilsched.core.saving.saved import (
     Cut,
     GroupState,
@@ -34,24 +34,22 @@ _NO_ENGINE = -1
 def take_changes(state: SchedulerState) -> Cut:
     """What the journal has; it begins anew."""
     journal = state.book.journal
-    # A rollout that was delivered has its last tokens here, since its batch may be asked for again.
-    touched = journal.grown | journal.changed
     cut = Cut(
         whole=False,
         run=_run(state),
         schedule=_schedule(state),
-        page=_page(touched.values()),
+        page=_page(_arrivals(journal)),
         groups=tuple(_group(group) for group in journal.launched.values()),
         group_states=tuple(_group_state(group) for group in journal.changed_groups.values()),
         rollouts=tuple(_rollout(rollout) for rollout in journal.changed.values()),
         batches=tuple(_batch(batch) for batch in journal.delivered),
         acknowledged=tuple(journal.acknowledged),
-        removed=tuple(journal.removed),
+        removed=tuple(journal.removed.items()),
         dropped=tuple(journal.dropped),
         lengths=tuple(journal.lengths),
     )
-    for rollout in touched.values():
-        rollout.saved, rollout.anew = len(rollout.log), False
+    for rollout in journal.changed.values():
+        rollout.anew = False
     journal.clear()
     return cut
 
@@ -66,7 +64,7 @@ def take_everything(state: SchedulerState) -> Cut:
         whole=True,
         run=_run(state),
         schedule=_schedule(state),
-        page=_page(rollouts, whole=True),
+        page=_page(_held(rollouts)),
         groups=tuple(_group(group) for group in groups),
         group_states=tuple(_group_state(group) for group in groups),
         rollouts=tuple(_rollout(rollout) for rollout in rollouts),
@@ -81,33 +79,52 @@ def take_anew(state: SchedulerState) -> Cut:
     cut = take_everything(state)
     for group in state.book.training_groups():
         for member in group.members:
-            member.saved, member.anew = len(member.log), False
+            member.anew = False
     state.book.journal.clear()
     return cut
 
 
-def _page(rollouts: Iterable[RolloutRecord], *, whole: bool = False) -> TokenPage | None:
+def _arrivals(journal: Journal) -> Iterable[Arrival]:
+    """What came, but not for those that left, and everything of those that began anew."""
+    anew = {r.rollout_id for r in journal.changed.values() if r.anew}
+    without = journal.gone | anew
+    if without:
+        yield from (a for a in journal.arrived if a.rollout_id not in without)
+    else:
+        yield from journal.arrived
+    yield from _held(journal.changed[rollout_id] for rollout_id in anew)
+
+
+def _held(rollouts: Iterable[RolloutRecord]) -> Iterable[Arrival]:
+    """All tokens of these rollouts."""
+    for rollout in rollouts:
+        begin = 0
+        ids, logprobs = rollout.log.since(0)
+        for end, version, engine in rollout.log.runs:
+            yield Arrival(
+                rollout.rollout_id, begin, ids[begin:end], logprobs[begin:end], version, engine
+            )
+            begin = end
+
+
+def _page(arrivals: Iterable[Arrival]) -> TokenPage | None:
     rows: list[tuple[int, int, int, int, int]] = []
-    places: dict[str, int] = {}
+    places: dict[str | None, int] = {None: _NO_ENGINE}
     ids: list[Int32Array] = []
     logprobs: list[Float32Array] = []
-    for rollout in rollouts:
-        log = rollout.log
-        start = 0 if whole or rollout.anew else rollout.saved
-        if len(log) <= start:
-            continue
-        for begin, length, version, engine in log.runs_since(start):
-            place = _NO_ENGINE if engine is None else places.setdefault(engine, len(places))
-            rows.append((rollout.rollout_id, begin, length, version, place))
-        new_ids, new_logprobs = log.since(start)
+    for rollout_id, start, new_ids, new_logprobs, version, engine in arrivals:
+        place = places.get(engine)
+        if place is None:
+            place = places[engine] = len(places) - 1
+        rows.append((rollout_id, start, len(new_ids), version, place))
         ids.append(new_ids)
         logprobs.append(new_logprobs)
     if not rows:
         return None
-    # Concatenated, so copied: the views are of arrays that grow on.
     return TokenPage(
         slices=np.array(rows, dtype=np.int32),
-        engines=tuple(places),
+        engines=tuple(engine for engine in places if engine is not None),
+        # Copied: what is held of a log is a view of arrays that grow on.
         token_ids=np.concatenate(ids),
         logprobs=np.concatenate(logprobs),
     )

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from aprilsched.core.ledger import Entry
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.records import GroupRecord, RolloutRecord
+from aprilsched.types import Float32Array, Int32Array
 
-__all__ = ["DeliveredBatch", "Journal"]
+__all__ = ["Arrival", "DeliveredBatch", "Journal"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -26,20 +28,34 @@ class DeliveredBatch:
     groups: tuple[GroupRecord, ...]
 
 
+class Arrival(NamedTuple):
+    """Tokens of one rollout from one engine under one version, from `start` on."""
+
+    rollout_id: int
+    start: int
+    token_ids: Int32Array
+    logprobs: Float32Array
+    version: int
+    engine: str | None
+
+
 class Journal:
     """Notes while `active`; nothing is noted where nothing is saved."""
 
     def __init__(self) -> None:
         self.active = False
         self.launched: dict[int, GroupRecord] = {}
-        self.grown: dict[int, RolloutRecord] = {}
-        """Rollouts with new tokens."""
+        self.arrived: list[Arrival] = []
+        """Tokens, as they came."""
         self.changed: dict[int, RolloutRecord] = {}
-        """Rollouts of which something else changed."""
+        """Rollouts of which something other than their tokens changed."""
         self.changed_groups: dict[int, GroupRecord] = {}
         self.delivered: list[DeliveredBatch] = []
         self.acknowledged: list[int] = []
-        self.removed: list[int] = []
+        self.removed: dict[int, int] = {}
+        """Groups that left, with all their tokens."""
+        self.gone: set[int] = set()
+        """Their rollouts."""
         self.dropped: list[Entry] = []
         self.lengths: list[GroupLengths] = []
         self.finished = False
@@ -55,9 +71,19 @@ class Journal:
         if self.active and _counts(group):
             self.launched[group.group_id] = group
 
-    def grow(self, rollout: RolloutRecord) -> None:
-        if self.active and _counts(rollout.group):
-            self.grown[rollout.rollout_id] = rollout
+    def arrive(
+        self,
+        rollout: RolloutRecord,
+        ids: Int32Array,
+        logprobs: Float32Array,
+        *,
+        version: int,
+        engine: str | None,
+    ) -> None:
+        """Tokens that were just booked; the arrays are kept until the next cut."""
+        if self.active and len(ids) and _counts(rollout.group):
+            start = len(rollout.log) - len(ids)
+            self.arrived.append(Arrival(rollout.rollout_id, start, ids, logprobs, version, engine))
 
     def change(self, rollout: RolloutRecord) -> None:
         if self.active and _counts(rollout.group):
@@ -95,12 +121,14 @@ class Journal:
             self.lengths.append(group)
 
     def _forget(self, group_id: int, members: Iterable[RolloutRecord]) -> None:
-        self.removed.append(group_id)
+        tokens = 0
+        for member in members:
+            self.gone.add(member.rollout_id)
+            self.changed.pop(member.rollout_id, None)
+            tokens += len(member.log)
+        self.removed[group_id] = tokens
         self.launched.pop(group_id, None)
         self.changed_groups.pop(group_id, None)
-        for member in members:
-            self.grown.pop(member.rollout_id, None)
-            self.changed.pop(member.rollout_id, None)
 
 
 def _counts(group: GroupRecord) -> bool:

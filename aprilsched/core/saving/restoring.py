@@ -198,7 +198,6 @@ def _rollout(
         finish_reason=known.finish_reason,
         answered=list(known.turns),
         turns=len(known.turns) if state.rules.episodes else 1,
-        saved=len(tokens.token_ids),
         anew=cut_short,
     )
     if stage is not Stage.GENERATING:

@@ -184,7 +184,8 @@ class RunState:
 class Cut:
     """What changed since the cut before; if it is `whole`, everything, and all before is void.
 
-    `removed` are groups that were dropped, or delivered and acknowledged; `schedule` is what was
+    `removed` are groups that were dropped, or delivered and acknowledged, and all their tokens;
+    `schedule` is what was
     chosen while the run went on, None where nothing is chosen.
     """
 
@@ -197,7 +198,7 @@ class Cut:
     rollouts: Sequence[RolloutState] = ()
     batches: Sequence[SavedBatch] = ()
     acknowledged: Sequence[int] = ()
-    removed: Sequence[int] = ()
+    removed: Sequence[tuple[int, int]] = ()
     dropped: Sequence[Entry] = ()
     lengths: Sequence[GroupLengths] = ()
 

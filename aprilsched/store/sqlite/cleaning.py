@@ -36,17 +36,13 @@ class _Census:
 
     members: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     """The rollouts of each group."""
-    tokens: dict[int, int] = field(default_factory=dict[int, int])
-    """Of each of them."""
     since: dict[int, int] = field(default_factory=dict[int, int])
     """The first page that counts, for rollouts that began anew."""
     stored: int = 0
     """Tokens in all pages."""
+    live: int = 0
+    """Of them those of rollouts that are still there; about, where some began anew."""
     pages: int = 0
-
-    @property
-    def live(self) -> int:
-        return sum(self.tokens.values())
 
 
 class Cleaner:
@@ -62,7 +58,7 @@ class Cleaner:
             return
         for group in saved.groups:
             census.members[group.group_id] = tuple(m.rollout_id for m in group.members)
-        census.tokens = {rollout: len(held.token_ids) for rollout, held in saved.tokens.items()}
+        census.live = sum(len(held.token_ids) for held in saved.tokens.values())
         rows = connection.execute("SELECT rollout_id, since FROM rollouts WHERE since > 0")
         census.since = dict(rows.fetchall())
         for (slices,) in connection.execute("SELECT slices FROM pages"):
@@ -79,15 +75,17 @@ class Cleaner:
         for state in cut.rollouts:
             if state.anew:
                 census.since[state.rollout_id] = page
-                census.tokens.pop(state.rollout_id, None)
         if cut.page is not None:
             census.stored += cut.page.tokens
+            census.live += cut.page.tokens
             census.pages += 1
-            for rollout_id, _, length, _, _ in cut.page.slices.tolist():
-                census.tokens[rollout_id] = census.tokens.get(rollout_id, 0) + length
-        for group_id in cut.removed:
-            for rollout_id in census.members.pop(group_id, ()):
-                census.tokens.pop(rollout_id, None)
+        for group_id, tokens in cut.removed:
+            # One that came and went between two cuts was never written.
+            members = census.members.pop(group_id, None)
+            if members is None:
+                continue
+            census.live -= tokens
+            for rollout_id in members:
                 census.since.pop(rollout_id, None)
 
     def clean(self, connection: sqlite3.Connection) -> None:
@@ -120,13 +118,12 @@ class Cleaner:
             return True
         if census.stored < _SLACK_TOKENS:
             return False
-        live = census.live
-        return census.stored - live > live + _SLACK_TOKENS
+        return census.stored - census.live > census.live + _SLACK_TOKENS
 
     def _choose(self, connection: sqlite3.Connection) -> tuple[list[int], int]:
         """Pages that are mostly dead, or small where there are many; and what is dead in them."""
         many = self._census.pages > _MANY_PAGES
-        alive = np.fromiter(self._census.tokens, dtype=np.int32)
+        alive = np.array(self._alive(), dtype=np.int32)
         chosen: list[int] = []
         kept = dead = 0
         for seq, blob in connection.execute("SELECT seq, slices FROM pages ORDER BY seq"):
@@ -141,8 +138,12 @@ class Cleaner:
                 break
         return chosen, dead
 
+    def _alive(self) -> list[int]:
+        return [rollout for members in self._census.members.values() for rollout in members]
+
     def _merged(self, connection: sqlite3.Connection, chosen: Iterable[int]) -> TokenPage | None:
         pieces: dict[int, list[Slice]] = {}
+        alive = set(self._alive())
         for seq in chosen:
             row = connection.execute(
                 f"SELECT {COLUMNS} FROM pages WHERE seq = ?", (seq,)
@@ -152,7 +153,7 @@ class Cleaner:
                 continue
             for rollout_id, piece in slices_of(page):
                 counts = seq >= self._census.since.get(rollout_id, 0)
-                if counts and rollout_id in self._census.tokens:
+                if counts and rollout_id in alive:
                     pieces.setdefault(rollout_id, []).append(piece)
         return _page(pieces)
 

@@ -147,7 +147,7 @@ class SqliteStore:
         _write_groups(connection, cut)
         _write_rollouts(connection, cut, page)
         _write_lists(connection, cut)
-        _remove(connection, cut.removed)
+        _remove(connection, (group_id for group_id, _ in cut.removed))
 
 
 def _put(connection: sqlite3.Connection, table: str, body: bytes) -> None:
