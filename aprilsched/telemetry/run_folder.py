@@ -55,6 +55,11 @@ class RunFolder:
     def events(self) -> Path:
         return self.path / EVENTS
 
+    @property
+    def ended(self) -> bool:
+        """The run in it came to its end, or to Ctrl-C; one that was killed did not."""
+        return (self.path / SUMMARY).exists()
+
     def create(self, config: Mapping[str, Any]) -> None:
         """Make the folder, with the run's resolved configuration. What a run that goes on was
         summed up to before is not true any more, and goes.

@@ -149,10 +149,13 @@ def test_it_may_die_again_and_go_further_than_it_was_to(tmp_path: Path):
     (left,) = resume(left, [0.8])
     resume(left)
     check_account(left, incarnations=4)
+    (left / "run" / SUMMARY).unlink()
+    resume(left)
+    check_account(left, incarnations=5)
     with pytest.raises(ConfigError, match="has all its 8 batches; give more with --batches"):
         resume(left)
     resume(left, batches=10)
-    check_account(left, incarnations=5, batches=10)
+    check_account(left, incarnations=6, batches=10)
     assert read_settings(left / "run" / CONFIG).batches == 10
 
 
