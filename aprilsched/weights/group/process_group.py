@@ -34,6 +34,7 @@ _BACKLOG = 1024
 _MESSAGE_LIMIT = 300
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _CLEAN_UP_ONLY = "2"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _building = threading.Lock()
 
 
@@ -157,12 +158,27 @@ class TrainerGroup:
         for prefix in (group.name, f"{group.name}/", f"{DEVICES[group.backend]}/"):
             store = distributed.PrefixStore(prefix, store)
         if group.backend == "gloo":
-            return c10d.ProcessGroupGloo(store, 0, group.world_size, self._timeout)
+            return c10d.ProcessGroupGloo(store, 0, group.world_size, self._gloo_options())
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         options.global_ranks_in_group = []
         with _no_tear_down():
             return c10d.ProcessGroupNCCL(store, 0, group.world_size, options)
+
+    def _gloo_options(self) -> Any:
+        """gloo listens, too: where the engines reach this machine, and nowhere else.
+
+        Left to itself it takes whatever address the machine's name stands for.
+        """
+        gloo = _distributed().distributed_c10d.ProcessGroupGloo
+        told = os.environ.get(_GLOO_INTERFACE, "")
+        options = gloo._Options()
+        options._timeout = self._timeout
+        options._devices = [
+            gloo.create_device(interface=name)
+            for name in filter(None, (part.strip() for part in told.split(",")))
+        ] or [gloo.create_device(hostname=self.refit.address)]
+        return options
 
 
 def _distributed() -> Any:

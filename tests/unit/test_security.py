@@ -1,0 +1,333 @@
+"""What SECURITY.md promises: nothing is executed, nothing listens to strangers, no key is shown."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from aprilsched import RolloutScheduler, SGLangFleet
+from aprilsched.commands.serve_sim import ServeSimCommand
+from aprilsched.commands.settings import RunSettings
+from aprilsched.commands.setup import prepare
+from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.engines.sglang.router.fleet import SGLangRouterFleet
+from aprilsched.engines.sim.http import SimServer
+from aprilsched.weights.group.addresses import LOOPBACK, address_towards
+from aprilsched.weights.group.process_group import TrainerGroup
+from tests.unit.test_arrows import modules
+
+# --- nothing that comes from outside is executed -----------------------------------------------
+
+BANNED_IMPORTS = frozenset(
+    {
+        "_pickle", "cloudpickle", "code", "codeop", "dill", "joblib", "jsonpickle", "marshal",
+        "pickle", "pty", "runpy", "shelve", "subprocess", "xmlrpc", "yaml",
+    }
+)  # fmt: skip
+BANNED_CALLS = frozenset(
+    {
+        "__import__", "compile", "eval", "exec", "np.load", "numpy.load", "os.execv", "os.execve",
+        "os.popen", "os.spawnv", "os.startfile", "os.system", "tempfile.mktemp", "torch.load",
+        "torch.jit.load", "torch.hub.load", "ssl._create_unverified_context",
+    }
+)  # fmt: skip
+BANNED_NAMES = frozenset(
+    {
+        "ForkingPickler", "MultiprocessingSerializer", "Unpickler", "broadcast_object_list",
+        "enable_load_extension", "load_extension", "recv_object_list", "scatter_object_list",
+    }
+)  # fmt: skip
+BANNED_ARGUMENTS = {"allow_pickle": True, "shell": True, "ssl": False, "verify": False}
+
+REASONED = {
+    ("aprilsched.cli", "import_module of a name that is made"): "a name of COMMANDS, our own table",
+    ("aprilsched.weights.tensor", "MultiprocessingSerializer"): "it only serializes, for SGLang",
+}
+"""What is done all the same, and why no stranger has a hand in it."""
+
+
+def violations(source: str) -> Iterator[str]:
+    """What a module does that it must not."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                found = [name.name for name in names]
+                yield from (f"imports {n}" for n in found if n.split(".")[0] in BANNED_IMPORTS)
+            case ast.ImportFrom(module=module) if (module or "").split(".")[0] in BANNED_IMPORTS:
+                yield f"imports {module}"
+            case ast.Call(func=function, args=arguments, keywords=keywords):
+                name = ast.unparse(function)
+                if name in BANNED_CALLS:
+                    yield f"calls {name}"
+                if name.endswith("import_module") and not isinstance(arguments[0], ast.Constant):
+                    yield "import_module of a name that is made"
+                for keyword in keywords:
+                    value = getattr(keyword.value, "value", None)
+                    if keyword.arg in BANNED_ARGUMENTS and value is BANNED_ARGUMENTS[keyword.arg]:
+                        yield f"passes {keyword.arg}={value}"
+            case ast.Attribute(attr=name) if name in BANNED_NAMES:
+                yield name
+            case ast.Name(id=name) if name in BANNED_NAMES:
+                yield name
+            case _:
+                pass
+
+
+def test_nothing_from_outside_is_unpickled_or_executed():
+    found = {
+        (module, what)
+        for module, path in modules().items()
+        for what in violations(path.read_text(encoding="utf-8"))
+    }
+    assert found == REASONED.keys()
+
+
+def test_of_what_is_serialized_for_sglang_nothing_is_read_back():
+    source = modules()["aprilsched.weights.tensor"].read_text(encoding="utf-8")
+    assert "deserialize" not in source
+    assert ".serialize(" in source
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import os, dill.detect",
+        "from pickle import loads",
+        "eval('1')",
+        "def f(x):\n return __import__(x)",
+        "import torch\ntorch.load('x')",
+        "import numpy as np\nnp.load('x')",
+        "f(allow_pickle=True)",
+        "import asyncio\nrun('ls', shell=True)",
+        "session.get(url, ssl=False)",
+        "importlib.import_module(name)",
+        "distributed.broadcast_object_list(x)",
+        "os.system('ls')",
+        "connection.enable_load_extension(True)",
+    ],
+)
+def test_the_checker_finds_what_is_banned(source: str):
+    assert len(list(violations(source))) == 1
+
+
+# --- nothing listens to strangers --------------------------------------------------------------
+
+
+def listening() -> set[str]:
+    """The addresses on which this process listens over TCP; IPv6 as it is written there."""
+    own = set[str]()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            own.add(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:  # the one of the listing itself
+            continue
+    found = set[str]()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            parts = line.split()
+            if parts[3] == "0A" and f"socket:[{parts[9]}]" in own:
+                address = bytes.fromhex(parts[1].split(":")[0])
+                found.add(".".join(map(str, reversed(address))) if table == "tcp" else parts[1])
+    return found
+
+
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/net/tcp").exists(), reason="only Linux tells who listens"
+)
+
+
+@needs_proc
+async def test_the_served_engine_listens_on_loopback_unless_it_is_told():
+    assert ServeSimCommand().host == LOOPBACK
+    async with SimServer():
+        assert listening() == {LOOPBACK}
+    async with SimServer(host="0.0.0.0"):
+        assert listening() == {"0.0.0.0"}
+
+
+@needs_proc
+def test_the_trainer_s_group_listens_where_its_engines_reach_it_and_nowhere_else():
+    """Its rendezvous and gloo both; gloo would choose by the machine's name, if it were let."""
+    addresses = {
+        LOOPBACK: address_towards(["127.0.0.1:30000", "localhost:30001", "sim"]),
+        "another": address_towards(["198.51.100.1:30000"]),  # no such host; nothing is sent
+    }
+    assert addresses[LOOPBACK] == LOOPBACK
+    for address in addresses.values():
+        group = TrainerGroup(
+            "alone", address=address, port=0, world_size=1, backend="gloo", timeout_s=20.0
+        )
+        group.join()
+        assert listening() == {address}
+        group.close()
+        del group
+
+
+# --- keys --------------------------------------------------------------------------------------
+
+ADMIN_KEY = "admin-key-4f1d9c"
+API_KEY = "api-key-7be202"
+KEYS = {"ADMIN": ADMIN_KEY, "API": API_KEY, "WRONG": "wrong-key-93ac11"}
+
+
+def told(text: str | bytes) -> list[str]:
+    """The keys that can be read in it."""
+    raw = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    forms: list[Callable[[bytes], bytes]] = [
+        bytes,
+        base64.b64encode,
+        lambda key: key.hex().encode(),
+    ]
+    return [name for name, key in KEYS.items() if any(form(key.encode()) in raw for form in forms)]
+
+
+def test_a_key_is_found_in_every_form():
+    for name, key in KEYS.items():
+        for form in (key, key.encode(), base64.b64encode(key.encode()), key.encode().hex()):
+            assert told(form) == [name]
+
+
+def ours(*roots: object) -> Iterator[object]:
+    """Every object of the package that can be reached from the roots."""
+    seen = set[int]()
+    todo: list[object] = list(roots)
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, type | ModuleType):
+            continue
+        seen.add(id(thing))
+        kind = type(thing).__module__
+        if kind.split(".")[0] == "aprilsched":
+            yield thing
+        if callable(thing) and hasattr(thing, "__globals__"):
+            todo.extend(getattr(thing, "__closure__", None) or ())
+        else:
+            todo.extend(gc.get_referents(thing))
+
+
+def test_no_repr_shows_a_key(monkeypatch: pytest.MonkeyPatch):
+    for name in ("ADMIN", "API"):
+        monkeypatch.setenv(name, KEYS[name])
+    settings = RunSettings(engine=("http://127.0.0.1:1",), admin_key_env="ADMIN", api_key_env="API")
+    url = "http://127.0.0.1:30000"
+    fleets = (
+        SGLangFleet([url, f"{url}/a"], admin_key=ADMIN_KEY, api_key=API_KEY),
+        SGLangRouterFleet(url, admin_key=ADMIN_KEY, api_key=API_KEY),
+    )
+    engine = SGLangEngine(url, admin_key=ADMIN_KEY, api_key=API_KEY)
+    schedulers = [RolloutScheduler(fleet, []) for fleet in fleets]
+    found = list(ours(*schedulers, engine, settings, prepare(settings)))
+    assert {"RolloutScheduler", "SGLangEngine", "Transport", "Setup", "Roster"} <= {
+        type(thing).__name__ for thing in found
+    }
+    for thing in found:
+        assert told(repr(thing) + str(thing)) == [], type(thing)
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line with every debug message there is."""
+    script = (
+        "import logging, sys; logging.basicConfig(level=logging.DEBUG);"
+        "from aprilsched.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    return [sys.executable, "-X", "dev", "-c", script, *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, **KEYS, "PYTHONASYNCIODEBUG": "1"}
+
+
+SHORT = [
+    "--batches", "40", "--batch-groups", "4", "--group-size", "4", "--over-provision", "2",
+    "--median", "60", "--cap", "600", "--pace", "asynchronous", "--log-tokens",
+]  # fmt: skip
+
+
+@contextmanager
+def served(log: Path) -> Generator[tuple[str, subprocess.Popen[str]]]:
+    """The URL of a served engine with the admin key, and its process."""
+    with (
+        log.open("w") as file,
+        _started(
+            command("serve-sim", "--port", "0", "--admin-key-env", "ADMIN", "--time-scale", "0.2"),
+            stdout=file,
+            stderr=file,
+        ) as process,
+    ):
+        mark = "listens at "
+        while mark not in (text := log.read_text()):
+            assert process.poll() is None, text
+            time.sleep(0.02)
+        yield text.partition(mark)[2].split()[0], process
+
+
+@contextmanager
+def _started(arguments: list[str], **streams: Any) -> Generator[subprocess.Popen[str]]:
+    with subprocess.Popen(arguments, env=environment(), text=True, **streams) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _said(arguments: list[str], code: int) -> str:
+    done = subprocess.run(
+        command(*arguments),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_no_key_is_in_what_a_run_says_or_leaves_behind(tmp_path: Path):
+    """With debug messages of everything, a wrong key, and an engine that dies half-way."""
+    folder = tmp_path / "run"
+    with (
+        served(tmp_path / "first.txt") as (first, _),
+        served(tmp_path / "second.txt") as (second, victim),
+    ):
+        engines = ["--engine", first, second]
+        wrong = ["--admin-key-env", "WRONG"]
+        right = ["--admin-key-env", "ADMIN", "--api-key-env", "API"]
+        refused = _said(["run", *engines, *wrong, "--out", str(tmp_path / "refused")], 2)
+        assert "401" in refused
+        said = refused + _said(["doctor", first, *wrong], 2)
+        with _started(
+            command("run", *engines, *right, *SHORT, "--out", str(folder)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as running:
+            _await_delivery(folder / "events.jsonl", running)
+            victim.kill()
+            out, err = running.communicate(timeout=120)
+            assert running.returncode == 0, err
+        assert "is out of use" in err
+        said += out + err
+    assert len(said) > 10_000
+    assert told(said) == []
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"config.toml", "events.jsonl", "summary.json"} <= {path.name for path in files}
+    assert [(path.name, told(path.read_bytes())) for path in files if told(path.read_bytes())] == []
+
+
+def _await_delivery(events: Path, process: subprocess.Popen[str]) -> None:
+    while not (events.exists() and b'"command":"Deliver"' in events.read_bytes()):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
