@@ -362,6 +362,17 @@ def test_a_generation_whose_connection_was_reset_is_not_sent_twice():
     run_virtual(main())
 
 
+def test_a_call_whose_engine_is_closed_before_it_is_repeated_ends_with_an_error_of_ours():
+    async def main() -> None:
+        async with Setting({"kind": "reset", "routes": ["/abort_request"], "after": 2}) as setting:
+            call = asyncio.create_task(failure(setting.engine.abort("0" * 32)))
+            await until(lambda: setting.fired == {"reset": 1})
+            await setting.engine.close()
+            assert "was closed" in str(await call)
+
+    run_virtual(main())
+
+
 CALLS: dict[str, Callable[[SGLangEngine], Awaitable[object]]] = {
     "/pause_generation": lambda engine: engine.pause("retract"),
     "/flush_cache": lambda engine: engine.flush(),

@@ -139,6 +139,8 @@ class Transport:
         headers: Mapping[str, str] | None,
     ) -> Answer:
         data = None if body is None else msgspec.json.encode(body)
+        if session.closed:  # while a retry waited; aiohttp's own error for that is none of ours
+            raise EngineError(self._name, "was closed during a call.")
         try:
             async with session.request(
                 method, self._url / path, data=data, headers=headers, allow_redirects=False
