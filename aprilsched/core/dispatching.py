@@ -65,6 +65,7 @@ def dispatch(state: SchedulerState) -> None:
 
 def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     version = state.tracker.trainer
+    state.note_work(engine)
     state.book.open_attempt(request, engine, version=version, adapter=state.adapter)
     state.sends += 1
     request.sent = state.sends

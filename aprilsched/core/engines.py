@@ -45,7 +45,7 @@ def on_opened(state: SchedulerState, event: Opened) -> None:
     for engine in event.engines:
         current = engine.version == state.tracker.trainer and state.adapter is None
         state.control.join(engine, standby=not current)
-        state.pulses.join(engine.name, engine.max_running)
+        state.pulses.join(engine.name, engine.max_running, state.now)
         if current:
             state.tracker.join(engine.name, state.tracker.trainer)
     if state.resumed:
@@ -76,7 +76,7 @@ def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:
     current = engine.version == state.tracker.trainer and state.adapter is None
     standby = not current or bool(refitting)
     state.control.join(engine, standby=True)
-    state.pulses.join(engine.name, engine.max_running)
+    state.pulses.join(engine.name, engine.max_running, state.now)
     note_join(state, engine.name)
     if not standby:
         promote(state, engine.name)
@@ -93,6 +93,7 @@ def promote(state: SchedulerState, engine: str) -> None:
 
 
 def on_paused(state: SchedulerState, event: Paused) -> None:
+    state.note_work(event.engine)
     if state.control.confirm(event.engine, Mode.PAUSING, Mode.PAUSED) is not None:
         _move_open(state, event.engine, State.RUNNING, Move.HOLD)
 
@@ -104,6 +105,7 @@ def on_flushed(state: SchedulerState, event: Flushed) -> None:
 
 
 def on_continued(state: SchedulerState, event: Continued) -> None:
+    state.note_work(event.engine)
     control = state.control.confirm(event.engine, Mode.CONTINUING, Mode.RUNNING)
     if control is None:
         return

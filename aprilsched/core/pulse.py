@@ -1,18 +1,19 @@
 """The pulse of every engine: is it silent, is it slow? Seen by the tokens that arrive alone.
 
 A server that answers ``/health`` may decode nothing, and one that is paused answers nothing and is
-well; what counts is that tokens come while they should. Time is counted by ticks, and only while
-an engine is meant to run and has open requests: pauses, refits and sleep do not count, nor does a
-time in which the trainer held the event loop up (a late tick counts for two seconds at most).
+well; what counts is that tokens come while they should: while it is meant to run and has open
+requests. Pauses, refits and sleep do not count.
 
-*Silent*: no token of any open request. It is the caller who knows how long that may last.
+*Silent*: no token of any open request. Counted by ticks, so that a time in which the trainer held
+the event loop up does not count: what arrived meanwhile is read after it, and a late tick counts
+for two seconds at most. It is the caller who knows how long silence may last.
 
-*Slow*: the tokens of a window per request second, over a window of :data:`WINDOW` seconds of work,
-are below a share both of what is usual for the engine under such a load (kept for each octave of
-the number of running requests: a lighter load is never held against a heavier one, whose rate is
-lower) and of the median of the others' latest windows, :data:`SLOW_WINDOWS` times in a row. So a
-load that changed, or a slowness of all, is none of one engine. Context that was sent to be
-prefilled in the window is allowed for at :data:`PREFILL_TOKENS_PER_S`.
+*Slow*: the tokens per request second, over a window of :data:`WINDOW` seconds of work, are below a
+share both of what is usual for the engine under such a load (kept for each octave of the number of
+running requests: a lighter load is never held against a heavier one, whose rate is lower) and of
+the median of the others' latest windows, :data:`SLOW_WINDOWS` times in a row. So a load that
+changed, or a slowness of all, is none of one engine. Context that was sent to be prefilled in the
+window is allowed for at :data:`PREFILL_TOKENS_PER_S`.
 
 Invariants: a token costs a look-up and two additions; what is usual for an engine outlives its
 loss, or one that comes back as slow as it was would pass for a usual one.
@@ -65,6 +66,8 @@ class Pulse:
     """Requests that it runs at the same time; the others wait in it."""
     silence: float = 0.0
     """Seconds without a token."""
+    at: float = 0.0
+    """Until when its work is counted."""
     tokens: int = 0
     owed: int = 0
     """Context sent to be prefilled."""
@@ -81,14 +84,16 @@ class Pulse:
     told: bool = False
     """It was said that it is slow, though nothing can be done about it."""
 
-    def works(self, seconds: float, open_requests: int) -> None:
-        """It was meant to generate for so many seconds."""
-        running = open_requests
-        if self.max_running is not None:
-            running = min(running, max(1, self.max_running))
-        self.silence += seconds
-        self.worked += seconds
-        self.busy += seconds * running
+    def advance(self, now: float, open_requests: int) -> None:
+        """So many requests have been open since the last call; 0 while it was not meant to run."""
+        if open_requests:
+            running = open_requests
+            if self.max_running is not None:
+                running = min(running, max(1, self.max_running))
+            seconds = now - self.at
+            self.worked += seconds
+            self.busy += seconds * running
+        self.at = now
 
     def window(self, now: float) -> Window | None:
         """Its window if that has ended, the next one then begins; else None."""
@@ -114,9 +119,10 @@ class Pulse:
         known = self.usual.get(window.octave, window.rate)
         self.usual[window.octave] = known + _NEW * (window.rate - known)
 
-    def forget(self) -> None:
+    def forget(self, now: float) -> None:
         """It is another process now, perhaps."""
         self.silence, self.slow, self.told, self.rated_at = 0.0, 0, False, None
+        self.at = now
         self._begin()
 
     def _begin(self) -> None:
@@ -131,11 +137,11 @@ class Pulses:
         self._pulses: dict[str, Pulse] = {}
         self._ticked: float | None = None
 
-    def join(self, engine: str, max_running: int | None) -> None:
+    def join(self, engine: str, max_running: int | None, now: float) -> None:
         """An engine is connected."""
         pulse = self._pulses.setdefault(engine, Pulse())
         pulse.max_running = max_running
-        pulse.forget()
+        pulse.forget(now)
 
     def of(self, engine: str) -> Pulse:
         """An engine's, which has joined."""

@@ -42,6 +42,7 @@ def on_finished(state: SchedulerState, event: Finished) -> None:
         return
     state.control.engines[request.engine].strikes = 0
     state.pulses.beat(request.engine, 0)
+    state.note_work(request.engine)
     state.book.close_attempt(request, event.spans)
     state.due.note(request.rollout.group, state.tracker.trainer)
     if request.rollout.group.dropped is not None:
@@ -56,6 +57,7 @@ def on_interrupted(state: SchedulerState, event: Interrupted) -> None:
     if request is not None:
         if request.gained:
             request.failures = 0
+        state.note_work(request.engine)
         state.book.close_attempt(request, event.spans)
         state.due.note(request.rollout.group, state.tracker.trainer)
         take_back(state, request)
@@ -66,6 +68,7 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
     if request is None:
         return
     engine, rollout = request.engine, request.rollout
+    state.note_work(engine)
     state.book.close_attempt(request, None)
     exhausted = count_failure(request, state.rules, event)
     request.avoid = engine

@@ -6,7 +6,7 @@ from collections import deque
 
 from aprilsched.core.book import Book
 from aprilsched.core.commands import Command
-from aprilsched.core.control import FleetControl
+from aprilsched.core.control import FleetControl, Mode
 from aprilsched.core.due import DueGroups
 from aprilsched.core.expectation import Expectations
 from aprilsched.core.lengths.groups import group_lengths
@@ -107,6 +107,13 @@ class SchedulerState:
         lengths = group_lengths(group)
         self.expectations.observed.add_group(lengths)
         self.book.journal.note_lengths(lengths)
+
+    def note_work(self, engine: str) -> None:
+        """The number of its open requests is about to change, or it stopped or went on."""
+        control = self.control.engines.get(engine)
+        if control is not None:
+            works = control.mode in (Mode.RUNNING, Mode.PAUSING)
+            self.pulses.of(engine).advance(self.now, self.book.open[engine] if works else 0)
 
     @property
     def usual_running(self) -> float:

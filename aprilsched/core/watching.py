@@ -22,10 +22,11 @@ def on_tick(state: SchedulerState, _: Tick) -> None:
     for control in list(state.control.engines.values()):
         engine, pulse = control.name, state.pulses.of(control.name)
         waiting = state.book.open[engine]
+        state.note_work(engine)
         if control.mode is not Mode.RUNNING or not waiting:
             pulse.silence = 0.0
             continue
-        pulse.works(seconds, waiting)
+        pulse.silence += seconds
         if pulse.silence >= state.rules.stall_timeout_s and _stalled(state, engine, pulse):
             requests = "1 open request" if waiting == 1 else f"{waiting} open requests"
             lose(state, engine, f"no token for {pulse.silence:.0f} s from {requests}")

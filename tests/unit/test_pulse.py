@@ -214,26 +214,32 @@ def test_a_lighter_load_is_not_held_against_a_heavier_one():
 
 def test_requests_that_wait_inside_the_engine_do_not_make_it_slow():
     pulse = Pulse(max_running=10)
-    for _ in range(15):
-        pulse.works(1.0, 100)
-        pulse.tokens += 10 * 40
+    pulse.advance(15.0, 100)
+    pulse.tokens = 15 * 10 * 40
     window = pulse.window(now=15.0)
     assert window is not None
     assert window.rate == pytest.approx(40.0)
 
 
-def test_context_to_be_prefilled_is_allowed_for():
+def test_work_is_counted_as_it_changes_and_not_in_pauses():
     pulse = Pulse()
-    pulse.owed = 30_000
-    for _ in range(15):
-        pulse.works(1.0, 1)
-        pulse.tokens += 10
+    for until, requests in ((5.0, 100), (500.0, 0), (501.0, 10), (510.0, 4)):
+        pulse.advance(until, requests)
+    pulse.tokens = 5 * 100 + 1 * 10 + 9 * 4
+    window = pulse.window(now=510.0)
+    assert window is not None
+    assert window.rate == pytest.approx(1.0)
+    assert pulse.window(now=511.0) is None
+
+
+def test_context_to_be_prefilled_is_allowed_for():
+    pulse = Pulse(owed=30_000, tokens=150)
+    pulse.advance(15.0, 1)
     window = pulse.window(now=15.0)
     assert window is not None
     assert window.fair == pytest.approx(20.0), "half of it went by with prefill"
     pulse.owed = 60_000
-    for _ in range(15):
-        pulse.works(1.0, 1)
+    pulse.advance(30.0, 1)
     window = pulse.window(now=30.0)
     assert window is not None
     assert window.fair is None
