@@ -35,7 +35,7 @@ class Run:
 
     Args:
         setup: its parts.
-        folder: where its files go; made when the engines are open, or there, of a run that goes on.
+        folder: where its files go: a new one, or that of a run that goes on.
         progress: shows it; None is quiet.
         store: keeps it through a crash; a run that goes on needs the one it had.
     """
@@ -70,6 +70,7 @@ class Run:
             AprilschedError: if the run could not begin or go on.
         """
         failure: AprilschedError | None = None
+        self._folder.reserve()
         try:
             with self._progress or nullcontext():
                 run_on_clock(self._setup, self._drive)
@@ -80,6 +81,8 @@ class Run:
             if not self._folder.created:
                 raise
             failure = error
+        finally:
+            self._folder.discard()
         summary = self._finish(failure)
         if failure is not None:
             raise failure
@@ -109,11 +112,12 @@ class Run:
                 await rollouts.update_weights(setup.publisher, version=rollouts.version)
             for done in range(before + 1, settings.batches + 1):
                 try:
-                    await rollouts.next_batch()
+                    batch = await rollouts.next_batch()
                 except PromptsExhausted:
                     return
                 if settings.train_seconds:
                     await asyncio.sleep(settings.train_seconds)
+                batch.acknowledge()
                 if setup.publisher is not None and done % settings.update_every == 0:
                     await rollouts.update_weights(setup.publisher)
 

@@ -20,6 +20,7 @@ from aprilsched.commands.settings import RunSettings
 from aprilsched.commands.setup import prepare
 from aprilsched.commands.tables import run_table
 from aprilsched.errors import ConfigError
+from aprilsched.store import SqliteStore
 from aprilsched.telemetry.run_folder import CONFIG, RunFolder, default_path
 
 __all__ = ["RunCommand", "main"]
@@ -64,7 +65,9 @@ def main(arguments: Sequence[str]) -> int:
     folder = _folder(command)
     messages = Console(stderr=True)
     progress = None if command.quiet else progress_of(setup, messages, title="run")
-    summary = Run(setup, folder, progress).execute()
+    # On a virtual clock a thread's work would take no time, or all of it.
+    store = SqliteStore(folder.store, inline=setup.clock == "virtual")
+    summary = Run(setup, folder, progress, store=store).execute()
     if command.json:
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
     elif not command.quiet:

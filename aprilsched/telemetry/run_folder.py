@@ -1,13 +1,14 @@
-"""The folder of a run: config.toml, events.jsonl, summary.json. Output stays inside.
+"""The folder of a run: config.toml, events.jsonl, summary.json, store.sqlite. Output stays inside.
 
 Invariant: a folder that holds something is never written into, but for that of a run that goes on;
-and nothing is made before the run is known to begin, so that a refused run leaves nothing behind.
+and a run that is refused leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -20,11 +21,21 @@ from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.log_tail import read_tail
 
-__all__ = ["CONFIG", "EVENTS", "RUNS", "SUMMARY", "RunFolder", "default_path", "write_json"]
+__all__ = [
+    "CONFIG",
+    "EVENTS",
+    "RUNS",
+    "STORE",
+    "SUMMARY",
+    "RunFolder",
+    "default_path",
+    "write_json",
+]
 
 CONFIG = "config.toml"
 EVENTS = "events.jsonl"
 SUMMARY = "summary.json"
+STORE = "store.sqlite"
 RUNS = Path("runs")
 
 
@@ -39,6 +50,8 @@ class RunFolder:
         (_refuse_other if resumed else _refuse_taken)(path)
         self.path = path
         self.created = False
+        self._made: list[Path] | None = None
+        """Folders that :meth:`reserve` made; None before it was called."""
         self.resumed = resumed
         """It holds the run of a former process, which goes on."""
 
@@ -60,17 +73,45 @@ class RunFolder:
         """The run in it came to its end, or to Ctrl-C; one that was killed did not."""
         return (self.path / SUMMARY).exists()
 
-    def create(self, config: Mapping[str, Any]) -> None:
-        """Make the folder, with the run's resolved configuration. What a run that goes on was
-        summed up to before is not true any more, and goes.
+    @property
+    def store(self) -> Path:
+        """What keeps the run through a crash."""
+        return self.path / STORE
+
+    def reserve(self) -> None:
+        """Make the folder for the store, which is opened before the run is known to begin.
 
         Raises:
             RunFolderError: if that cannot be done.
         """
+        if self.resumed or self._made is not None:
+            return
         try:
-            if not self.resumed:
-                self.path.mkdir(parents=True, exist_ok=True)
-                _refuse_taken(self.path)  # by another run, since this one looked
+            self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
+            self.path.mkdir(parents=True, exist_ok=True)
+            _refuse_taken(self.path)  # by another run, since this one looked
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+
+    def discard(self) -> None:
+        """The run was refused: what was made for it goes."""
+        if self.resumed or self.created:
+            return
+        with suppress(OSError):
+            for file in self.path.glob(f"{STORE}*"):
+                file.unlink()
+            for folder in self._made or ():
+                folder.rmdir()
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        """The run has begun: write its resolved configuration. What a run that goes on was summed
+        up to before is not true any more, and goes.
+
+        Raises:
+            RunFolderError: if that cannot be done.
+        """
+        self.reserve()
+        try:
             _write(self.path / CONFIG, tomli_w.dumps(config).encode())
             (self.path / SUMMARY).unlink(missing_ok=True)
         except OSError as error:

@@ -24,11 +24,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client_cost"))
 
-import benchmark as client_cost  # noqa: E402
-from clients import scheduler  # noqa: E402
-from memory import post  # noqa: E402
+import benchmark as client_cost
+from clients import scheduler
+from memory import post
 
-from aprilsched import SqliteStore  # noqa: E402
+from aprilsched import SqliteStore
 
 TOKENS_PER_SECOND = 100_000
 EVENT_TOKENS = 64
@@ -50,7 +50,7 @@ async def run(url: str, *, in_flight: int, rollouts: int, path: Path | None) -> 
             batch.acknowledge()
             if path is not None:
                 wal = path.with_name(path.name + "-wal")
-                largest = max(largest, path.stat().st_size + wal.stat().st_size)
+                largest = max(largest, sum(os.path.getsize(p) for p in (path, wal)))  # noqa: ASYNC240
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     if (count, tokens) != (rollouts, rollouts * ANSWER_TOKENS):
         raise SystemExit(f"read {count} rollouts of {tokens} tokens instead of {rollouts}")
@@ -79,7 +79,9 @@ def measure(in_flight: int, rollouts: int, *, store: bool) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def compare(level: int, repeats: int, seconds: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def compare(
+    level: int, repeats: int, seconds: float
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Alternating runs at one number in flight."""
     rollouts = max(2 * level, int(seconds * TOKENS_PER_SECOND / ANSWER_TOKENS))
     rollouts -= rollouts % 8
@@ -97,9 +99,7 @@ def compare(level: int, repeats: int, seconds: float) -> tuple[list[dict[str, An
         "rollouts": rollouts,
         "ratio": [min(ratios), statistics.median(ratios), max(ratios)],
         "tokens_per_s": statistics.median(r["tokens_per_s"] for r in raw),
-        "cpu_share_without": statistics.median(
-            r["cpu"] / r["wall"] for r in raw if not r["store"]
-        ),
+        "cpu_share_without": statistics.median(r["cpu"] / r["wall"] for r in raw if not r["store"]),
         "cpu_share_with": statistics.median(r["cpu"] / r["wall"] for r in with_store),
         "file_bytes": max(r["file_bytes"] for r in with_store),
         "written_bytes": rollouts * ANSWER_TOKENS * 8,

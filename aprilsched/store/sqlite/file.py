@@ -14,9 +14,9 @@ from aprilsched.store.sqlite.schema import migrate
 __all__ = ["connect", "safe_path", "said_by"]
 
 _WAIT_SECONDS = 1.0
-_PAGE_BYTES = 65536
+_PAGE_BYTES = 16_384
 """Blobs are large; in pages of 4 KiB each would be a long chain."""
-_WAL_BYTES = 1 << 26
+_WAL_BYTES = 1 << 25
 _DAMAGED = "restore a checkpoint, or move it away to begin anew"
 
 
@@ -72,7 +72,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
-    connection.execute("PRAGMA wal_autocheckpoint = 4000")
+    connection.execute("PRAGMA wal_autocheckpoint = 1000")
     connection.execute("PRAGMA trusted_schema = OFF")
     migrate(connection, path)
     connection.execute("BEGIN EXCLUSIVE")

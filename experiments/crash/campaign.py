@@ -1,0 +1,200 @@
+"""kill -9 of the coordinator at random moments of a run against a real server, resumed each time.
+
+    python experiments/crash/campaign.py --kills 50 --out experiments/crash/result.json
+
+Needs the CPU server of `make test`. See README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.sglang.server import CpuServer, write_model  # noqa: E402
+
+TRAINER = Path(__file__).with_name("trainer.py")
+SAVED_WITHIN = 0.7
+"""Seconds after its end in which a rollout may not be saved yet: 0.5, and the writing."""
+
+
+@dataclass(frozen=True)
+class Lives:
+    """Every life of one run, as it was logged."""
+
+    logs: list[list[dict[str, Any]]]
+    begun: list[float]
+    killed_at: list[float]
+
+    @property
+    def finished_and_sent_again(self) -> list[int]:
+        """Rollouts that had ended in time to be saved, and were generated again all the same."""
+        again: list[int] = []
+        for life, killed in enumerate(self.killed_at):
+            ended = {
+                line["rollout"]
+                for line in self.logs[life]
+                if line["what"] == "finished" and line["at"] < killed - SAVED_WITHIN
+            }
+            for later in self.logs[life + 1 :]:
+                again += [
+                    line["rollout"]
+                    for line in later
+                    if line["what"] == "sent" and line["rollout"] in ended
+                ]
+        return again
+
+    @property
+    def resumed_partials(self) -> int:
+        """Requests that a later life sent with tokens that an earlier one had generated."""
+        return sum(
+            line["what"] == "sent" and line["known"] > 12 for log in self.logs[1:] for line in log
+        )
+
+    def seconds_to_resume(self) -> list[float]:
+        """From the start of each later life to its open scheduler."""
+        return [
+            line["at"] - begun
+            for log, begun in zip(self.logs[1:], self.begun[1:], strict=True)
+            for line in log
+            if line["what"] == "open"
+        ]
+
+
+def start(url: str, folder: Path, groups: int, life: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(TRAINER), url, str(folder), str(groups), str(life)]
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+
+def log_of(folder: Path, life: int) -> list[dict[str, Any]]:
+    """What a life said; nothing if it was killed while it imported."""
+    path = folder / f"log-{life}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def is_open(log: list[dict[str, Any]]) -> bool:
+    return any(line["what"] == "open" for line in log)
+
+
+def uninterrupted(url: str, folder: Path, options: argparse.Namespace) -> float:
+    """The same run without a kill; how long it took."""
+    began = time.monotonic()
+    if start(url, folder, options.groups, 0).wait(600):
+        raise SystemExit("the uninterrupted run failed")
+    return time.monotonic() - began
+
+
+def killed_often(url: str, folder: Path, options: argparse.Namespace) -> Lives:
+    """Kill at random moments until an open scheduler was met often enough, then let it end."""
+    draw = random.Random(options.seed)
+    lives = Lives(logs=[], begun=[], killed_at=[])
+    while True:
+        life = len(lives.begun)
+        lives.begun.append(time.time())
+        process = start(url, folder, options.groups, life)
+        if sum(map(is_open, lives.logs)) == options.kills:
+            code = process.wait(600)
+        else:
+            # Importing takes a second or two; some kills meet it, or the opening.
+            try:
+                code = process.wait(draw.uniform(1.0, options.longest))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                lives.killed_at.append(time.time())
+                process.wait()
+                lives.logs.append(log_of(folder, life))
+                print(f"life {life} was killed", file=sys.stderr, flush=True)
+                continue
+        if code:
+            raise SystemExit(f"life {life} ended by itself with {code}")
+        lives.logs.append(log_of(folder, life))
+        return lives
+
+
+def delivered(folder: Path) -> dict[str, list[int]]:
+    """Every rollout of every batch, by its prompt and place; raises on a second one."""
+    found: dict[str, list[int]] = {}
+    ids: set[int] = set()
+    for path in sorted(folder.glob("batch-*.json")):
+        for rollout in json.loads(path.read_text())["rollouts"]:
+            key = str(rollout["key"])
+            if key in found or rollout["id"] in ids:
+                raise SystemExit(f"{key} was delivered twice")
+            found[key] = rollout["tokens"]
+            ids.add(rollout["id"])
+    return found
+
+
+def campaign(url: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    whole, cut = folder / "whole", folder / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    seconds = uninterrupted(url, whole, options)
+    lives = killed_often(url, cut, options)
+    expected, got = delivered(whole), delivered(cut)
+    end = next(line for line in lives.logs[-1] if line["what"] == "end")
+    again = [line for log in lives.logs for line in log if line["what"] == "got" and line["again"]]
+    generated = json.loads((whole / "log-0.jsonl").read_text().splitlines()[-1])["generated"]
+    resumed = lives.seconds_to_resume()
+    return {
+        "kills": len(lives.killed_at),
+        "kills_of_an_open_scheduler": sum(map(is_open, lives.logs[:-1])),
+        "groups": options.groups,
+        "rollouts_expected": len(expected),
+        "rollouts_delivered": len(got),
+        "lost": len(expected.keys() - got.keys()),
+        "doubled": 0,
+        "different_from_the_uninterrupted_run": sum(expected[k] != got.get(k) for k in expected),
+        "finished_and_generated_again": len(lives.finished_and_sent_again),
+        "batches_delivered_again": len(again),
+        "partials_resumed": lives.resumed_partials,
+        "tokens_of_the_run": generated,
+        "tokens_known_at_the_end": end["generated"],
+        "dropped": end["dropped"],
+        "seconds_uninterrupted": seconds,
+        "seconds_in_all": sum(k - b for k, b in zip(lives.killed_at, lives.begun, strict=False)),
+        "seconds_to_an_open_scheduler": [min(resumed), max(resumed)] if resumed else None,
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--groups", type=int, default=400)
+    parser.add_argument("--longest", type=float, default=5.0, help="seconds of a life")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        server = CpuServer(write_model(folder / "model"), folder / "server.txt")
+        server.start()
+        try:
+            server.wait_ready()
+            result = campaign(server.url, folder, options)
+        finally:
+            server.stop()
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

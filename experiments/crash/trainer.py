@@ -1,0 +1,141 @@
+"""A trainer that may be killed at any moment: each batch goes into a file, then is acknowledged.
+
+    python trainer.py URL FOLDER GROUPS LIFE
+
+Started again it goes on. In FOLDER: `rollouts.store`, one `batch-N.json` for each batch, and
+`log-LIFE.jsonl` for each life, with what was sent and what came to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+from aprilsched import (
+    Batch,
+    Prompt,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SGLangFleet,
+    SqliteStore,
+)
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+
+GROUP_SIZE = 2
+VOCABULARY = 128
+SEED = 7
+
+
+class Log:
+    """Says when each rollout was sent and when it came to its end, as it happens."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._rollouts: dict[int, int] = {}
+
+    def on_event(self, event: ev.Event, now: float) -> None:
+        if isinstance(event, ev.Finished):
+            self.say("finished", rollout=self._rollouts[event.request_id])
+
+    def on_command(self, command: do.Command, now: float) -> None:
+        if isinstance(command, do.Send):
+            self._rollouts[command.request_id] = command.rollout_id
+            self.say("sent", rollout=command.rollout_id, known=len(command.input_ids))
+
+    def say(self, what: str, **fields: object) -> None:
+        self._file.write(json.dumps({"at": time.time(), "what": what, **fields}) + "\n")
+        self._file.flush()
+
+
+def prompts(groups: int) -> Iterator[Prompt]:
+    """Greedy responses of a long-tailed law; the length is the limit."""
+    draw = np.random.default_rng(SEED)
+    for index in range(groups):
+        yield Prompt(
+            input_ids=draw.integers(3, VOCABULARY, 12),
+            key=index,
+            sampling=tuple(
+                SamplingParams(
+                    max_new_tokens=int(np.clip(draw.lognormal(3.6, 0.8), 8, 300)),
+                    temperature=0.0,
+                    ignore_eos=True,
+                )
+                for _ in range(GROUP_SIZE)
+            ),
+        )
+
+
+def written(batch: Batch) -> dict[str, object]:
+    return {
+        "index": batch.index,
+        "rollouts": [
+            {
+                "id": rollout.rollout_id,
+                "key": [group.prompt.key, rollout.index],
+                "tokens": rollout.token_ids.tolist(),
+                "segments": len(rollout.segments),
+                "versions": sorted(set(rollout.versions.tolist())),
+            }
+            for group in batch.groups
+            for rollout in group.rollouts
+        ],
+    }
+
+
+def write(folder: Path, batch: Batch) -> None:
+    """As a trainer's checkpoint does it: whole or not at all, and then on the disk."""
+    path = folder / f"batch-{batch.index}.json"
+    content = json.dumps(written(batch))
+    if (
+        path.exists()
+        and json.loads(path.read_text())["rollouts"] != json.loads(content)["rollouts"]
+    ):
+        raise SystemExit(f"batch {batch.index} was delivered again and is another one")
+    writing = path.with_suffix(".writing")
+    with writing.open("w") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(writing, path)
+
+
+async def main(url: str, folder: Path, groups: int, log: Log) -> None:
+    config = SchedulerConfig(
+        batch_groups=4, group_size=GROUP_SIZE, over_provision=2.0, save_interval_s=0.5
+    )
+    async with RolloutScheduler(
+        SGLangFleet([url], stream_interval=8),
+        prompts(groups),
+        config=config,
+        store=SqliteStore(folder / "rollouts.store"),
+        listeners=[log],
+    ) as rollouts:
+        log.say("open")
+        async for batch in rollouts:
+            log.say("got", batch=batch.index, again=batch.redelivered)
+            write(folder, batch)
+            batch.acknowledge()
+        counters = rollouts.state.book.counters
+        log.say(
+            "end",
+            launched=counters.launched,
+            delivered=counters.delivered,
+            dropped=rollouts.state.book.ledger.total,
+            generated=counters.tokens_generated,
+        )
+
+
+if __name__ == "__main__":
+    where, number = Path(sys.argv[2]), sys.argv[4]
+    with (where / f"log-{number}.jsonl").open("w") as opened:
+        asyncio.run(main(sys.argv[1], where, int(sys.argv[3]), Log(opened)))
