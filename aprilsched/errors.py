@@ -11,7 +11,7 @@
     │   ├── ControlTimeout     a control call did not answer in time
     │   └── TornWeights        an update began and did not end well; neither old nor new
     ├── RefitError             no engine took the new weights; the old version goes on
-    ├── FleetLost              no engine is left to generate on
+    ├── FleetLost              no engine is left to generate on, and none came back in time
     ├── RunGivenUp             group after group failed, and none was accepted
     ├── PromptsExhausted       the prompts have ended and everything was delivered
     ├── EpisodeError           an episode used its turn in a way that cannot be recorded
@@ -90,7 +90,7 @@ class RefitError(AprilschedError):
 
 
 class FleetLost(AprilschedError):
-    """Every engine is lost; what was generated is still held by the scheduler."""
+    """Every engine is lost and none came back within ``fleet_wait_s``."""
 
 
 class RunGivenUp(AprilschedError):

@@ -160,7 +160,9 @@ class RolloutScheduler:
 
         Raises:
             PromptsExhausted: when the prompts have ended and everything was delivered.
-            FleetLost: when no engine is left.
+            FleetLost: when no engine is left and none comes back within `fleet_wait_s`.
+            RefitError: when the engines that are left have not the fleet's weights; after an
+                update it goes on.
             RunGivenUp: when `max_failed_groups` groups in a row failed.
             SchedulerClosed: outside of the ``async with`` block.
         """
