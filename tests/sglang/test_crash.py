@@ -1,0 +1,92 @@
+"""kill -9 of the coordinator against a real server: the campaign of experiments/crash, small."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tests.sglang.helpers import settled
+from tests.sglang.server import CpuServer
+
+CAMPAIGN = Path(__file__).resolve().parents[2] / "experiments" / "crash" / "campaign.py"
+KILLS = 4
+
+
+def campaign() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("crash_campaign", CAMPAIGN)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+async def test_a_run_that_is_killed_again_and_again_delivers_what_one_that_is_not_does(
+    clean_server: CpuServer, tmp_path: Path
+):
+    options = argparse.Namespace(kills=KILLS, groups=80, longest=5.0, seed=3)
+    result = await asyncio.to_thread(campaign().campaign, clean_server.url, tmp_path, options)
+    assert result["kills_of_an_open_scheduler"] >= 2
+    assert result["rollouts_expected"] == 2 * options.groups
+    for what in ("lost", "different_from_the_uninterrupted_run", "finished_and_generated_again"):
+        assert result[what] == 0, what
+    assert result["dropped"] == 0
+    await settled(clean_server.url)
+
+
+def killed_and_resumed(url: str, weights: Path, tmp_path: Path) -> dict[str, Any]:
+    """The summary of an `aprilsched run` that was killed and resumed."""
+    prompts = tmp_path / "prompts.jsonl"
+    sampling = {"max_tokens": 120, "temperature": 0, "ignore_eos": True}
+    lines = [json.dumps({"input_ids": [5 + i, 7, 9], "sampling": sampling}) for i in range(40)]
+    prompts.write_text("\n".join(lines) + "\n")
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "aprilsched.cli"]
+    begin = [
+        "run", "--engine", url, "--prompts", str(prompts), "--weights", str(weights),
+        "--batches", "8", "--batch-groups", "2", "--group-size", "2", "--over-provision", "2",
+        "--out", str(out), "--quiet",
+    ]  # fmt: skip
+    process = subprocess.Popen([*command, *begin], start_new_session=True)
+    store = out / "store.sqlite-wal"
+    deadline = time.monotonic() + 120
+    while not (store.exists() and (out / "events.jsonl").exists()):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    time.sleep(2.0)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (out / "summary.json").exists()
+    done = subprocess.run(
+        [*command, "run", "--resume", str(out), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+async def test_the_command_line_goes_on_after_kill_9(
+    clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
+):
+    summary = await asyncio.to_thread(killed_and_resumed, clean_server.url, models[0], tmp_path)
+    assert summary["batches"] == 8
+    rollouts = summary["rollouts"]
+    assert rollouts["lost"] == rollouts["duplicated"] == 0
+    assert rollouts["delivered"] == 8 * 2 * 2
+    assert rollouts["launched"] == rollouts["delivered"] + rollouts["in_flight"]
+    await settled(clean_server.url)
