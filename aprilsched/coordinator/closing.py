@@ -34,18 +34,27 @@ async def release(attempts: Attempts, engines: Mapping[str, Engine], state: Sche
 
 async def _release(attempts: Attempts, engine: Engine, state: SchedulerState) -> None:
     control = state.control.of(engine.name)
+    # An abort that fails, or is not answered, must not keep the continue from being tried.
+    await _abort_open(attempts, engine)
+    if control is not None and control.mode is Mode.RUNNING:
+        return
     try:
-        await _abort_open(attempts, engine)
-        if control is None or control.mode is not Mode.RUNNING:
-            if control is not None and control.released and isinstance(engine, SleepingEngine):
-                await engine.wake(sorted(control.released))
-            await engine.resume()
-            # An abort is lost on requests that an in-place pause or a hold kept back (hazards
-            # 4 and 5): after the continue it counts.
-            await _abort_open(attempts, engine)
+        if control is not None and control.released and isinstance(engine, SleepingEngine):
+            await engine.wake(sorted(control.released))
+        await engine.resume()
     except EngineError as error:
-        log.warning("could not be released: %s", error)
+        log.warning("could not be told to continue: %s", error)
+    else:
+        # An abort is lost on requests that an in-place pause or a hold kept back (hazards 4 and
+        # 5): after the continue it counts.
+        await _abort_open(attempts, engine)
 
 
 async def _abort_open(attempts: Attempts, engine: Engine) -> None:
-    await asyncio.gather(*(engine.abort(name) for name in attempts.open_ids(engine.name)))
+    names = attempts.open_ids(engine.name)
+    try:
+        async with asyncio.timeout(_BOUND_S / 3):
+            await asyncio.gather(*(engine.abort(name) for name in names))
+    except (EngineError, TimeoutError) as error:
+        why = str(error) or f"{engine.name} does not answer"
+        log.warning("not all of %d requests could be aborted: %s", len(names), why)
