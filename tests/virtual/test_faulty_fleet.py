@@ -1,0 +1,75 @@
+"""The real scheduler and the real adapters against faulty servers: what a run survives, and how.
+
+Each test is what a seeded campaign (experiments/faults) once found. Real sockets, virtual clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.engines.sglang.limits import SGLangLimits
+from aprilsched.engines.sim import run_virtual
+from aprilsched.engines.sim.http import SimServer
+from aprilsched.engines.sim.http.faults import faults_of
+from tests.sglang.helpers import until
+from tests.support.sim_http import CONFIG, INTERVAL
+
+Table = dict[str, Any]
+
+LIMITS = SGLangLimits(max_answer_bytes=2**20)
+BATCHES = 6
+OPENED = 1.0
+"""Opening is over by then."""
+
+
+def config(**changes: Any) -> SchedulerConfig:
+    values: Table = {"batch_groups": 4, "group_size": 2, "over_provision": 1.5}
+    return SchedulerConfig(**{**values, **changes})
+
+
+@asynccontextmanager
+async def fleet_with(
+    *faults: Table, engines: int = 3, settings: SchedulerConfig | None = None
+) -> AsyncGenerator[tuple[RolloutScheduler, list[SimServer]]]:
+    """A scheduler on `engines` servers; a fault without engines happens to the first one."""
+    entries = [{"at": OPENED, "engines": [0], **fault} for fault in faults]
+    script = faults_of({"fault": entries})
+    prompts = LongTailWorkload(median=80, sigma=0.5, cap=400, group_size=2, vocab_size=512, seed=3)
+    async with AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(SimServer(CONFIG, faults=script.of_engine(index)))
+            for index in range(engines)
+        ]
+        fleet = SGLangFleet(
+            [server.url for server in servers],
+            stream_interval=INTERVAL,
+            limits=LIMITS,
+        )
+        rollouts = await stack.enter_async_context(
+            RolloutScheduler(fleet, prompts, config=settings or config())
+        )
+        await asyncio.sleep(OPENED)
+        yield rollouts, servers
+
+
+def test_a_run_whose_aborts_fail_at_its_end_leaves_no_engine_paused():
+    async def main(fault: Table) -> None:
+        loop = asyncio.get_running_loop()
+        settings = config(pace="synchronous", over_provision=3.0)
+        fault = {**fault, "routes": ["/abort_request"]}
+        async with fleet_with(fault, engines=1, settings=settings) as (rollouts, servers):
+            await rollouts.next_batch()
+            batcher = servers[0].engine.batcher
+            await until(lambda: batcher.paused is not None)
+            closing = loop.time()
+            await rollouts.close()
+            assert loop.time() - closing <= 1.0 + LIMITS.abort_timeout
+            assert batcher.paused is None
+
+    run_virtual(main({"kind": "flood-answer", "bytes": 2**22}))
+    run_virtual(main({"kind": "status", "status": 500}))
+    run_virtual(main({"kind": "silence"}))
