@@ -297,7 +297,10 @@ class FloodComments(InStream, frozen=True, kw_only=True):
 
 
 class FloodTokens(InStream, frozen=True, kw_only=True):
-    """`tokens` tokens more than the response has, of id 0, before its finish."""
+    """`tokens` tokens more than were asked for, of id 0, before the finish.
+
+    Not in responses that end before: what came there could not be told from the model's own.
+    """
 
     kind = "flood-tokens"
     tokens: AtLeastOne = GIGABYTE

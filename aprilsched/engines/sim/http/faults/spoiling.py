@@ -19,7 +19,14 @@ from aprilsched.engines.sim.http.faults.kinds import (
     Truncate,
 )
 
-__all__ = ["CHANGES", "error_event", "finishes", "has_logprobs", "more_tokens"]
+__all__ = [
+    "CHANGES",
+    "error_event",
+    "finishes",
+    "has_all_its_tokens",
+    "has_logprobs",
+    "more_tokens",
+]
 
 _TOKENS_A_TIME = 64
 _MADE_UP = (-1.0, 0, None)
@@ -33,6 +40,11 @@ def has_logprobs(event: Event) -> bool:
 def finishes(event: Event) -> bool:
     """Whether it is the last one."""
     return event.get("meta_info", {}).get("finish_reason") is not None
+
+
+def has_all_its_tokens(event: Event) -> bool:
+    """Whether it is the last one of a response that is as long as was asked for."""
+    return finishes(event) and event["meta_info"]["finish_reason"]["type"] == "length"
 
 
 def error_event(fault: ErrorEvent) -> Event:

@@ -30,7 +30,13 @@ from aprilsched.engines.sim.http.faults.kinds import (
     SlowLoris,
     Stall,
 )
-from aprilsched.engines.sim.http.faults.spoiling import CHANGES, error_event, finishes, more_tokens
+from aprilsched.engines.sim.http.faults.spoiling import (
+    CHANGES,
+    error_event,
+    finishes,
+    has_all_its_tokens,
+    more_tokens,
+)
 
 __all__ = ["dribbled", "flood", "spoiled"]
 
@@ -212,7 +218,7 @@ async def _flooded_by_comments(met: Met[FloodComments], items: Items) -> Items:
 async def _flooded_by_tokens(met: Met[FloodTokens], items: Items) -> Items:
     spot = _Spot(met, met.fault.after_tokens)
     async for item in items:
-        if isinstance(item, bytes) or not spot.reached(item, finishes):
+        if isinstance(item, bytes) or not spot.reached(item, has_all_its_tokens):
             yield item
             continue
         for event in more_tokens(met.fault, item):
