@@ -97,6 +97,8 @@ class Book:
             self.rollouts[rollout.rollout_id] = rollout
             if not episodes:
                 self.add_request(rollout, prompt.input_ids, sampling)
+            elif parked:
+                self.journal.change(rollout)
         group.unfinished = group.unscored = len(samplings)
         self.counters.launched += len(samplings)
         if evaluation_id is None:

@@ -156,7 +156,7 @@ def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord
     requests = list(state.book.open_requests(engine))
     for request in requests:
         state.book.close_attempt(request, None)
-        request.avoid = engine
+        request.shun(engine)
         take_back(state, request)
     if state.update is not None:
         state.update.answers.setdefault(engine, (None, cause))

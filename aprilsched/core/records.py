@@ -13,7 +13,17 @@ from aprilsched.core.lifecycle import Move, State, after
 from aprilsched.core.tokens import TokenLog
 from aprilsched.types import FinishReason, Int32Array, Prompt, SamplingParams
 
-__all__ = ["GroupRecord", "Replay", "RequestRecord", "RolloutRecord"]
+__all__ = ["GroupRecord", "Refusal", "Replay", "RequestRecord", "RolloutRecord"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """An engine did not take a request: its fault, if another one takes it."""
+
+    engine: str
+    sent: int
+    """Which of all attempts, in the order of sending, it was."""
+    cause: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,8 +55,10 @@ class RequestRecord:
     """Attempts in a row that failed without a new token."""
     breaks: int = 0
     """Attempts that failed after new tokens, or went down with their engine."""
-    avoid: str = ""
-    """The engine on which the last attempt failed."""
+    avoid: frozenset[str] = frozenset()
+    """The engines on which it failed since its last new token."""
+    refusal: Refusal | None = None
+    """By the first engine that did not take it, while another may."""
     aborting: bool = False
     prefill_due: int = 0
     """Context tokens that the engine computes again before the attempt's next chunk."""
@@ -63,6 +75,11 @@ class RequestRecord:
     @property
     def remaining(self) -> int:
         return self.sampling.max_new_tokens - self.generated
+
+    def shun(self, engine: str) -> None:
+        """The attempt that has just been closed failed on `engine`."""
+        before = frozenset[str]() if self.gained else self.avoid
+        self.avoid = before | {engine}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from aprilsched.core.dropping import drop
 from aprilsched.core.engines import lose
 from aprilsched.core.events import Failed, Finished, Interrupted, Progress
 from aprilsched.core.ledger import Reason
+from aprilsched.core.records import Refusal, RequestRecord
 from aprilsched.core.retries import count_failure
 from aprilsched.core.state import SchedulerState
 from aprilsched.core.turns import end_turn, take_back
@@ -34,6 +35,10 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
         return
     state.book.arrive(request, event.token_ids, event.logprobs)
     state.due.note(request.rollout.group, state.tracker.trainer)
+    if request.refusal is not None:
+        refusal, request.refusal = request.refusal, None
+        why = f"it refused what {request.engine} takes: {refusal.cause}"
+        _strike(state, refusal.engine, why, sent=refusal.sent)
 
 
 def on_finished(state: SchedulerState, event: Finished) -> None:
@@ -56,7 +61,7 @@ def on_interrupted(state: SchedulerState, event: Interrupted) -> None:
     request = state.book.attempt(event.request_id, event.attempt)
     if request is not None:
         if request.gained:
-            request.failures = 0
+            request.failures, request.avoid = 0, frozenset()
         state.note_work(request.engine)
         state.book.close_attempt(request, event.spans)
         state.due.note(request.rollout.group, state.tracker.trainer)
@@ -70,8 +75,12 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
     engine, rollout = request.engine, request.rollout
     state.note_work(engine)
     state.book.close_attempt(request, None)
-    exhausted = count_failure(request, state.rules, event)
-    request.avoid = engine
+    request.shun(engine)
+    if event.final and _another_may_take_it(state, request):
+        request.refusal = Refusal(engine=engine, sent=request.sent, cause=event.cause)
+        exhausted = ""
+    else:
+        exhausted = count_failure(request, state.rules, event)
     if rollout.group.dropped is None and exhausted:
         drop(state, rollout.group, Reason.FAILED, exhausted, culprit=rollout.rollout_id)
     else:
@@ -81,14 +90,20 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
         _strike(state, engine, event.cause, sent=request.sent)
 
 
+def _another_may_take_it(state: SchedulerState, request: RequestRecord) -> bool:
+    """An engine that lost its key, its adapters or its proxy's mind refuses what is none of the
+    request's fault, and faster than the others answer: alone it would end the run."""
+    return request.refusal is None and bool(state.control.engines.keys() - request.avoid)
+
+
 def _strike(state: SchedulerState, engine: str, cause: str, *, sent: int) -> None:
     """A dead engine answers fastest, has the least load and so draws every request: stop it.
 
     What breaks off together counts once: a moment without network, or a trainer that holds the
     event loop up until every connection has timed out, must not cost the whole fleet.
     """
-    control = state.control.engines[engine]
-    if sent <= control.struck:
+    control = state.control.engines.get(engine)
+    if control is None or sent <= control.struck:
         return
     control.struck = state.sends
     control.strikes += 1

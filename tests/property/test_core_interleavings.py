@@ -6,19 +6,33 @@ At the end it drains, and the conservation law must hold without any tolerance.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from aprilsched.config import RefillRule, SchedulerConfig
 from aprilsched.core import events as ev
+from aprilsched.core.policies.over_provision import FixedRatio
+from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
 from aprilsched.core.policies.resume import ResumeOrder
+from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.rules import Pace, RewardScope
 from aprilsched.store import MemoryStore
 from aprilsched.types import SamplingParams, VersionSpan
+from tests.property.conftest import RecordSteps
 from tests.support.driver import Driver, Key, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
@@ -44,6 +58,8 @@ class Interleavings(RuleBasedStateMachine):
         holds=st.booleans(),
         keeps=st.booleans(),
         adapters=st.booleans(),
+        episodes=st.booleans(),
+        automatic=st.booleans(),
     )
     def begin(
         self,
@@ -62,13 +78,15 @@ class Interleavings(RuleBasedStateMachine):
         holds: bool,
         keeps: bool,
         adapters: bool,
+        episodes: bool,
+        automatic: bool,
     ) -> None:
         if (pace, straggler) not in (("synchronous", "retract"), ("synchronous", "abort")):
             refill = "pool" if refill == "rounds" else refill
         config = SchedulerConfig(
             batch_groups=2,
             group_size=2,
-            over_provision=ratio,
+            over_provision="auto" if automatic else ratio,
             straggler=straggler,
             pace=pace,
             refill=refill,
@@ -91,6 +109,7 @@ class Interleavings(RuleBasedStateMachine):
             config,
             reward_scope=scope,
             accepts=accepts,
+            episodes=episodes,
             supply=supply,
             engines=("a", "b", "c"),
             holds_stragglers=holds,
@@ -153,6 +172,38 @@ class Interleavings(RuleBasedStateMachine):
         sleep = self.driver.state.sleep
         if sleep is not None and not sleep.waking:
             self.driver.feed(ev.WakeRequested())
+
+    @precondition(lambda self: self.driver.plans)
+    @rule(choice=st.integers(0, 99))
+    def planned(self, choice: int) -> None:
+        self.driver.plans.pop(0)
+        refills: list[Refill | None] = [None, Wave(), ConstantPool(together=1)]
+        if self.driver.state.rules.parks:
+            refills += [Rounds(store=2.5)] * 3
+        refill = refills[choice % len(refills)]
+        ratio = FixedRatio(ratio=1.0 + choice % 3 / 2)
+        schedule = None if refill is None else Schedule(over_provision=ratio, refill=refill)
+        self.driver.feed(ev.Planned(schedule=schedule))
+
+    # --- episodes ------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.driver.dialogues.thinking)
+    @rule(choice=st.integers(0, 99))
+    def ask(self, choice: int) -> None:
+        thinking = list(self.driver.dialogues.thinking)
+        rollout_id = thinking[choice % len(thinking)]
+        self.driver.feed(self.driver.dialogues.ask(rollout_id))
+
+    @precondition(lambda self: self.driver.dialogues.thinking)
+    @rule(choice=st.integers(0, 99), raises=st.sampled_from([False, False, False, True]))
+    def episode_ends(self, choice: int, raises: bool) -> None:
+        dialogues = self.driver.dialogues
+        thinking = list(dialogues.thinking)
+        rollout_id = thinking[choice % len(thinking)]
+        if raises:
+            self.driver.feed(dialogues.fail(rollout_id))
+        elif dialogues.turns[rollout_id]:
+            self.driver.feed(dialogues.end(rollout_id))
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -275,7 +326,13 @@ class Interleavings(RuleBasedStateMachine):
                 driver.settle()
             elif driver.state.update is None and driver.state.sleep is None and control.engines:
                 return
-            elif driver.sends or driver.scores or driver.group_scores or driver.verdicts:
+            elif (
+                driver.sends
+                or driver.scores
+                or driver.group_scores
+                or driver.verdicts
+                or driver.dialogues.thinking
+            ):
                 self._serve_one()
             elif any(control.all()):
                 self._update_as_told()
@@ -323,6 +380,10 @@ class Interleavings(RuleBasedStateMachine):
             driver.interrupt(next(iter(driver.aborts)))
         elif driver.sends:
             driver.finish(driver.attempts()[0], 1)
+        elif driver.dialogues.thinking:
+            rollout_id = next(iter(driver.dialogues.thinking))
+            known = driver.dialogues.turns[rollout_id]
+            driver.feed((driver.dialogues.end if known else driver.dialogues.ask)(rollout_id))
         elif driver.scores:
             rollout = driver.scores.pop(0).rollout
             driver.feed(ev.Rewarded(rollout_id=rollout.rollout_id, reward=0.0))
@@ -357,11 +418,33 @@ class Interleavings(RuleBasedStateMachine):
                 }
                 assert len(lengths) == 1
 
+    # --- the count -----------------------------------------------------------------------------
 
-TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(
-    max_examples=150,
-    stateful_step_count=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+    @invariant()
+    def count(self) -> None:
+        """Hypothesis asks after each step; the driver has checked the core's invariants then."""
+        STEPS[type(self).__name__] += 1
+
+
+STEPS: Counter[str] = Counter()
+LEAST_STEPS = 10_000
+
+
+def steps_of(machine: type[Interleavings], examples: int) -> int:
+    """Run a machine until it has made :data:`LEAST_STEPS`; how many they were."""
+    STEPS[machine.__name__] = 0
+    while STEPS[machine.__name__] < LEAST_STEPS:
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=60,
+                deadline=None,
+                suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+            ),
+        )
+    return STEPS[machine.__name__]
+
+
+def test_random_interleavings_of_every_event(record_steps: RecordSteps):
+    record_steps("interleavings", steps_of(Interleavings, 400))

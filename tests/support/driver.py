@@ -20,6 +20,7 @@ from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state import SchedulerState
 from aprilsched.store import Store
 from aprilsched.types import Batch, Int32Array, Prompt, SamplingParams, VersionSpan
+from tests.support.dialogues import Dialogues
 
 Key = tuple[int, int]
 Control = do.Pause | do.Flush | do.Continue | do.Release | do.Wake
@@ -76,12 +77,15 @@ class Driver:
     group_scores: list[do.ScoreGroup] = field(default_factory=list[do.ScoreGroup])
     verdicts: list[do.Judge] = field(default_factory=list[do.Judge])
     episodes_started: list[do.StartEpisode] = field(default_factory=list[do.StartEpisode])
+    dialogues: Dialogues = field(default_factory=Dialogues)
     resolved: list[do.ResolveTurn] = field(default_factory=list[do.ResolveTurn])
     cancelled: list[do.CancelWork] = field(default_factory=list[do.CancelWork])
     fetches: list[do.FetchPrompts] = field(default_factory=list[do.FetchPrompts])
     batches: list[Batch] = field(default_factory=list[Batch])
     redelivered: list[Batch] = field(default_factory=list[Batch])
     evaluations: dict[int, Batch] = field(default_factory=dict[int, Batch])
+    kept_evaluations: dict[int, Batch] = field(default_factory=dict[int, Batch])
+    """Those that the store counts."""
     updates: list[do.FinishUpdate] = field(default_factory=list[do.FinishUpdate])
     retired: list[do.Retire] = field(default_factory=list[do.Retire])
     sleeps: list[do.FinishSleep] = field(default_factory=list[do.FinishSleep])
@@ -159,8 +163,11 @@ class Driver:
                 self.verdicts.append(command)
             case do.StartEpisode():
                 self.episodes_started.append(command)
+                self.dialogues.start(command)
             case do.ResolveTurn():
                 self.resolved.append(command)
+                if command.rollout_id in self.dialogues.asking:
+                    self.dialogues.answer(command)
             case do.Plan():
                 self.plans.append(command)
             case do.AwaitFleet():
@@ -173,6 +180,7 @@ class Driver:
                 self.given_up.append(command)
             case do.CancelWork():
                 self.cancelled.append(command)
+                self.dialogues.cancel(command)
             case do.FetchPrompts():
                 self.fetches.append(command)
             case do.Deliver():
@@ -206,6 +214,7 @@ class Driver:
         """Take a cut into the store, if there is one."""
         if self.store is not None:
             self.store.save(take_changes(self.state), durable=True)
+            self.kept_evaluations = dict(self.evaluations)
 
     def restart(self, versions: Sequence[int | None] = ()) -> None:
         """The process is gone, and a new one goes on with what the store has; the engines then
@@ -218,8 +227,10 @@ class Driver:
             open_things.clear()
         self.episodes_started.clear()
         self.resolved.clear()
+        self.dialogues.clear()
         self.gone.clear()
         self.ended = False
+        self.evaluations = dict(self.kept_evaluations)
         self.core = Scheduler(self.rules)
         self.state.book.journal.active = True
         self.given = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 __all__ = ["Places"]
 
@@ -26,28 +26,28 @@ class Places:
         self._heap = [(load, name) for name, load in self._loads.items()]
         heapq.heapify(self._heap)
 
-    def take(self, *, prefer: str, avoid: str) -> str | None:
+    def take(self, *, prefer: str, avoid: Collection[str]) -> str | None:
         """The engine for one request, which counts from now on; None if there is none.
 
         Args:
             prefer: where the prompt's prefix is cached.
-            avoid: the engine that just failed the request; taken only if it is the last.
+            avoid: the engines that just failed the request; taken only if there is no other.
         """
         least = self._least(avoid)
         if least is None:
             return None
         near = self._loads[least] + self._slack
-        if prefer != avoid and self._loads.get(prefer, near + 1) <= near:
+        if prefer not in avoid and self._loads.get(prefer, near + 1) <= near:
             least = prefer
         self._loads[least] += 1
         return least
 
-    def _least(self, avoid: str) -> str | None:
+    def _least(self, avoid: Collection[str]) -> str | None:
         if not self._heap:
             return None
         while (top := self._heap[0])[0] != self._loads[top[1]]:
             heapq.heapreplace(self._heap, (self._loads[top[1]], top[1]))
-        if top[1] != avoid or len(self._heap) == 1:
+        if top[1] not in avoid:
             return top[1]
-        others = (other for other in self._loads if other != avoid)
-        return min(others, key=lambda other: (self._loads[other], other))
+        others = (other for other in self._loads if other not in avoid)
+        return min(others, key=lambda other: (self._loads[other], other), default=top[1])

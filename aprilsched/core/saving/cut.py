@@ -195,7 +195,6 @@ def _batch(batch: DeliveredBatch) -> SavedBatch:
 
 def _run(state: SchedulerState) -> RunState:
     book = state.book
-    evaluated = [m for groups in state.evaluations.values() for g in groups for m in g.members]
     return RunState(
         last_id=book.last_id,
         cursor=state.cursor,
@@ -207,7 +206,7 @@ def _run(state: SchedulerState) -> RunState:
         counters=replace(book.counters),
         dropped_rollouts={str(reason): n for reason, n in book.ledger.rollouts.items()},
         dropped_tokens={str(reason): n for reason, n in book.ledger.tokens.items()},
-        evaluating=_open_evaluations(evaluated),
+        evaluating=_evaluating(state),
         failed_in_a_row=state.failed_in_a_row,
         delivered_since_update=state.delivered_since_update,
         wave_due=state.wave_due,
@@ -223,6 +222,11 @@ def _schedule(state: SchedulerState) -> Schedule | None:
     return state.schedule if state.rules.automatic else None
 
 
-def _open_evaluations(members: Iterable[RolloutRecord]) -> tuple[int, int]:
-    open_members = [m for m in members if m.group.dropped is None]
-    return len(open_members), sum(m.log.sampled_tokens for m in open_members)
+def _evaluating(state: SchedulerState) -> tuple[tuple[int, int, int], ...]:
+    return tuple(
+        (member.rollout_id, group.group_id, member.log.sampled_tokens)
+        for groups in state.evaluations.values()
+        for group in groups
+        if group.dropped is None
+        for member in group.members
+    )

@@ -105,6 +105,12 @@ class Journal:
         self.dropped.extend(entries)
         self._forget(group.group_id, group.members)
 
+    def drop_saved(self, entry: Entry) -> None:
+        """A rollout that was saved, and that a restart leaves behind."""
+        if self.active:
+            self.dropped.append(entry)
+            self.removed[entry.group_id] = self.removed.get(entry.group_id, 0) + entry.tokens
+
     def deliver(self, batch: DeliveredBatch) -> None:
         if self.active:
             self.delivered.append(batch)

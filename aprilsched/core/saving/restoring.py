@@ -129,11 +129,9 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
         book.ledger.entries.append(entry)
     book.ledger.rollouts.update({Reason(name): n for name, n in run.dropped_rollouts.items()})
     book.ledger.tokens.update({Reason(name): n for name, n in run.dropped_tokens.items()})
-    rollouts, tokens = run.evaluating
-    if rollouts:
-        book.ledger.rollouts[Reason.RESTARTED] += rollouts
-        book.ledger.tokens[Reason.RESTARTED] += tokens
-        book.counters.tokens_discarded += tokens
+    for rollout_id, group_id, tokens in run.evaluating:
+        cause = "its evaluation ended with the process that asked for it"
+        _drop(state, rollout_id, group_id, tokens, Reason.RESTARTED, cause)
     state.cursor = run.cursor
     state.tracker.start(run.version)
     state.base, state.adapter = run.base, run.adapter
@@ -309,19 +307,25 @@ def _drop_damaged(state: SchedulerState, saved: Saved, delivered: set[int]) -> N
         for member in members.get(group_id, ()):
             tokens = saved.tokens.get(member.rollout_id)
             lost = 0 if tokens is None else len(tokens.token_ids)
-            book.counters.tokens_discarded += lost
             book.counters.delivered -= group_id in delivered
-            book.ledger.add(
-                Entry(
-                    rollout_id=member.rollout_id,
-                    group_id=group_id,
-                    reason=Reason.DAMAGED,
-                    cause=cause,
-                    tokens=lost,
-                    at=0.0,
-                )
-            )
+            _drop(state, member.rollout_id, group_id, lost, Reason.DAMAGED, cause)
     if saved.damaged:
         # Of a group that cannot be read at all, nobody knows how many rollouts it had.
         counters = book.counters
         counters.launched = counters.delivered + book.ledger.total + len(book.rollouts)
+
+
+def _drop(
+    state: SchedulerState, rollout_id: int, group_id: int, tokens: int, reason: Reason, cause: str
+) -> None:
+    entry = Entry(
+        rollout_id=rollout_id,
+        group_id=group_id,
+        reason=reason,
+        cause=cause,
+        tokens=tokens,
+        at=state.now,
+    )
+    state.book.counters.tokens_discarded += tokens
+    state.book.ledger.add(entry)
+    state.book.journal.drop_saved(entry)

@@ -155,7 +155,8 @@ class RunState:
         cursor: prompts of the source that were launched.
         ready: complete groups, in the order of their completion.
         version: the trainer's.
-        evaluating: rollouts, and their tokens, of evaluations under way: they end with the call.
+        evaluating: rollout, group and tokens of what evaluations have under way: those end with
+            the call that asked for them.
         longest: the most tokens that any response may have.
     """
 
@@ -169,7 +170,7 @@ class RunState:
     counters: Counters
     dropped_rollouts: dict[str, int]
     dropped_tokens: dict[str, int]
-    evaluating: tuple[int, int]
+    evaluating: tuple[tuple[int, int, int], ...]
     failed_in_a_row: int
     delivered_since_update: int
     wave_due: bool
