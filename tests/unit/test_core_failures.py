@@ -41,13 +41,67 @@ def test_after_the_last_attempt_the_whole_group_is_in_the_ledger_and_replaced():
     assert len(driver.group_ids()) == 2
 
 
-def test_a_refused_request_is_not_tried_again():
-    driver = Driver(config())
+def test_a_failed_request_goes_to_an_engine_on_which_it_has_not_failed():
+    driver = Driver(config(max_attempts=9), engines=("a", "b", "c"))
+    driver.request_batch()
+    request = driver.attempts()[0][0]
+
+    def fail() -> str:
+        key = next(key for key in driver.sends if key[0] == request)
+        engine = driver.sends[key].engine
+        driver.fail(key)
+        return engine
+
+    assert {fail() for _ in range(3)} == {"a", "b", "c"}
+    for _ in range(3):
+        fail()
+    assert driver.state.book.ledger.total == 0
+    key = next(key for key in driver.sends if key[0] == request)
+    driver.progress(key, 1)
+    assert driver.state.book.requests[request].avoid, "one that breaks off again is as bad"
+    driver.interrupt(key)
+    assert not driver.state.book.requests[request].avoid
+
+
+def test_a_request_that_the_only_engine_refuses_is_not_tried_again():
+    driver = Driver(config(), engines=("a",))
     driver.request_batch()
     driver.fail(driver.attempts()[0], cause="too long", final=True)
     assert driver.state.book.ledger.rollouts[Reason.FAILED] == 1
     assert driver.state.book.ledger.entries[0].cause == "refused at attempt 1: too long"
     assert driver.state.book.counters.retries == 0
+
+
+def test_a_request_that_two_engines_refuse_is_not_tried_again():
+    driver = Driver(config(), engines=("a", "b", "c"))
+    driver.request_batch()
+    key = driver.attempts()[0]
+    driver.fail(key, cause="too long", final=True)
+    assert driver.state.book.ledger.total == 0
+    driver.fail((key[0], 2), cause="too long", final=True)
+    assert driver.state.book.ledger.rollouts[Reason.FAILED] == 1
+    assert driver.state.book.ledger.entries[0].cause == "refused at attempt 2: too long"
+    assert not driver.lost, "requests that nobody takes are no engine's fault"
+
+
+def test_an_engine_that_refuses_what_others_take_is_lost():
+    driver = Driver(config(batch_groups=6))
+    driver.request_batch()
+    for loss in range(3):
+        assert not driver.lost, loss
+        key = next(key for key, send in driver.sends.items() if send.engine == "a")
+        driver.fail(key, cause="HTTP 401", final=True)
+        again = (key[0], key[1] + 1)
+        assert driver.sends[again].engine == "b"
+        driver.progress(again, 1)
+        driver.finish(again)
+        # What was sent before the strike counts with it.
+        for key in [key for key, send in driver.sends.items() if send.engine == "a"]:
+            driver.interrupt(key)
+    (lost,) = driver.lost
+    assert lost.engine == "a"
+    assert lost.cause == "it failed 3 times in a row: it refused what b takes: HTTP 401"
+    assert driver.state.book.ledger.total == 0
 
 
 def test_an_attempt_that_brought_a_token_counts_apart_from_those_in_a_row_that_did_not():
@@ -95,7 +149,7 @@ def test_a_request_that_ends_every_engine_it_meets_is_dropped_in_the_end():
 
 
 def test_late_tokens_of_a_dropped_rollout_are_counted_as_discarded():
-    driver = Driver(config())
+    driver = Driver(config(), engines=("a",))
     driver.request_batch()
     key, sibling = driver.attempts(driver.group_ids()[0])
     driver.fail(key, final=True)
@@ -178,7 +232,7 @@ def test_carried_rollouts_are_sent_first():
 
 
 def test_a_run_in_which_group_after_group_fails_is_given_up_and_launches_nothing_more():
-    driver = Driver(config(max_failed_groups=3))
+    driver = Driver(config(max_failed_groups=3), engines=("a",))
     driver.request_batch()
     for _ in range(3):
         assert not driver.given_up
@@ -192,7 +246,7 @@ def test_a_run_in_which_group_after_group_fails_is_given_up_and_launches_nothing
 
 
 def test_an_accepted_group_ends_a_row_of_failures():
-    driver = Driver(config(max_failed_groups=2, over_provision=2.0))
+    driver = Driver(config(max_failed_groups=2, over_provision=2.0), engines=("a",))
     driver.request_batch()
     for _ in range(3):
         driver.fail(driver.attempts()[0], final=True)

@@ -107,13 +107,13 @@ class SlowPlaces:
     loads: dict[str, int]
     slack: int
 
-    def take(self, prefer: str, avoid: str) -> str | None:
-        names = [name for name in self.loads if name != avoid] or list(self.loads)
+    def take(self, prefer: str, avoid: frozenset[str]) -> str | None:
+        names = [name for name in self.loads if name not in avoid] or list(self.loads)
         if not names:
             return None
         taken = min(names, key=lambda name: (self.loads[name], name))
         near = self.loads[taken] + self.slack
-        if prefer in names and prefer != avoid and self.loads[prefer] <= near:
+        if prefer in names and prefer not in avoid and self.loads[prefer] <= near:
             taken = prefer
         self.loads[taken] += 1
         return taken
@@ -126,11 +126,12 @@ ENGINES = ("a", "b", "c", "d")
     loads=st.dictionaries(st.sampled_from(ENGINES), st.integers(0, 6)),
     slack=st.integers(-1, 4),
     asked=st.lists(
-        st.tuples(st.sampled_from(["", *ENGINES]), st.sampled_from(["", *ENGINES])), max_size=40
+        st.tuples(st.sampled_from(["", *ENGINES]), st.frozensets(st.sampled_from(ENGINES))),
+        max_size=40,
     ),
 )
 def test_places_are_those_of_a_plain_search(
-    loads: dict[str, int], slack: int, asked: list[tuple[str, str]]
+    loads: dict[str, int], slack: int, asked: list[tuple[str, frozenset[str]]]
 ) -> None:
     slow = SlowPlaces(loads=dict(loads), slack=slack)
     places = Places(loads, slack=slack)
@@ -139,7 +140,7 @@ def test_places_are_those_of_a_plain_search(
 
 
 def taken(places: Places, count: int, *, prefer: str = "", avoid: str = "") -> list[str | None]:
-    return [places.take(prefer=prefer, avoid=avoid) for _ in range(count)]
+    return [places.take(prefer=prefer, avoid=avoid.split()) for _ in range(count)]
 
 
 def test_the_least_loaded_engine_is_taken() -> None:
@@ -155,12 +156,19 @@ def test_a_spread_group_goes_wherever_there_is_least_to_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loads", "engine"), [({"a": 0, "b": 9}, "b"), ({"a": 0}, "a")], ids=["another", "the last"]
+    ("loads", "avoid", "engine"),
+    [
+        ({"a": 0, "b": 9}, "a", "b"),
+        ({"a": 0, "b": 1, "c": 9}, "a b", "c"),
+        ({"a": 0}, "a", "a"),
+        ({"a": 3, "b": 1}, "a b", "b"),
+    ],
+    ids=["another", "the third", "the last", "none is left"],
 )
-def test_the_engine_that_failed_a_request_is_taken_only_if_it_is_the_last(
-    loads: dict[str, int], engine: str
+def test_engines_that_failed_a_request_are_taken_only_if_there_is_no_other(
+    loads: dict[str, int], avoid: str, engine: str
 ) -> None:
-    assert taken(Places(loads, slack=8), 1, prefer="a", avoid="a") == [engine]
+    assert taken(Places(loads, slack=8), 1, prefer="a", avoid=avoid) == [engine]
 
 
 def test_without_engines_there_is_no_place() -> None:

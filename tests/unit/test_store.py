@@ -107,7 +107,7 @@ def filled(path: Path, *, cuts: int = 10, seed: int = 1, steps: int = 40) -> Dri
     """A store with a run in it, closed."""
     store = SqliteStore(path)
     store.open()
-    driver = Driver(config(), store=store)
+    driver = Driver(config(), engines=("a",), store=store)
     for number in range(cuts):
         run(driver, steps, seed + number)
         driver.save()

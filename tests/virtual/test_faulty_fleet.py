@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import pytest
+
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sim import run_virtual
@@ -73,3 +75,54 @@ def test_a_run_whose_aborts_fail_at_its_end_leaves_no_engine_paused():
     run_virtual(main({"kind": "flood-answer", "bytes": 2**22}))
     run_virtual(main({"kind": "status", "status": 500}))
     run_virtual(main({"kind": "silence"}))
+
+
+async def delivered(rollouts: RolloutScheduler) -> None:
+    """Several batches and updates' worth of work, with nothing dropped on the way."""
+    for _ in range(BATCHES):
+        batch = await rollouts.next_batch()
+        assert len(batch.groups) == 4
+    assert rollouts.state.book.ledger.total == 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"kind": "status", "status": 400},
+        {"kind": "status", "status": 401},
+        {"kind": "status", "status": 404},
+        {"kind": "error-event", "code": 400},
+    ],
+    ids=str,
+)
+def test_an_engine_that_refuses_everything_costs_no_rollout(fault: Table):
+    async def main() -> None:
+        async with fleet_with(fault) as (rollouts, servers):
+            await delivered(rollouts)
+            refusing = servers[0].url.removeprefix("http://")
+            assert refusing not in rollouts.state.control.engines
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "kind", ["no-logprobs", "drop", "truncate", "garbage", "reset", "flood-event"]
+)
+def test_two_faulty_engines_of_three_cost_no_rollout(kind: str):
+    async def main() -> None:
+        async with fleet_with({"kind": kind, "engines": [0, 1]}) as (rollouts, servers):
+            await delivered(rollouts)
+            assert all(server.faults.fired[kind] for server in servers[:2])
+
+    run_virtual(main())
+
+
+def test_a_request_that_nobody_takes_is_dropped_and_costs_no_engine():
+    async def main() -> None:
+        fault = {"kind": "error-event", "code": 400, "every": 5, "engines": [0, 1, 2]}
+        async with fleet_with(fault) as (rollouts, _):
+            for _ in range(BATCHES):
+                await rollouts.next_batch()
+            assert len(rollouts.state.control.engines) == 3
+
+    run_virtual(main())
