@@ -609,7 +609,9 @@ def test_an_engine_can_die_of_a_call(tmp_path: Path):
 def test_a_dead_engine_can_be_stopped_and_one_that_dies_for_good_stays_away():
     async def main() -> None:
         async with Setting({"kind": "die", "at": 1}) as setting:
+            assert setting.server.listening
             await asyncio.sleep(10**6)
+            assert not setting.server.listening
             assert type(await failure(setting.engine.version())) is EngineUnreachable
 
     run_virtual(main())

@@ -77,6 +77,11 @@ class SimServer:
         port = self._port if self._bound is None else self._bound
         return f"http://{host}:{port}"
 
+    @property
+    def listening(self) -> bool:
+        """Started, and not dead just now."""
+        return self._runner is not None
+
     async def start(self) -> None:
         """Listen.
 
