@@ -32,10 +32,10 @@ _EVENTS_PER_SECOND = 4000
 
 
 @contextlib.contextmanager
-def server() -> Iterator[str]:
-    """The stand-in's URL."""
+def server(*arguments: int) -> Iterator[str]:
+    """The stand-in's URL; its arguments are those of server.py."""
     with subprocess.Popen(
-        [sys.executable, str(HERE / "server.py")],
+        [sys.executable, str(HERE / "server.py"), *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

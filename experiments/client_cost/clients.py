@@ -120,11 +120,16 @@ async def tight(url: str, *, in_flight: int, rollouts: int) -> Cost:
 
 
 def scheduler(
-    urls: Sequence[str], *, in_flight: int, rollouts: int, store: Store | None = None
+    urls: Sequence[str],
+    *,
+    in_flight: int,
+    rollouts: int,
+    store: Store | None = None,
+    tokens: int = ANSWER_TOKENS,
 ) -> RolloutScheduler:
-    """A scheduler that keeps `in_flight` rollouts generating."""
+    """A scheduler that keeps `in_flight` rollouts of so many tokens generating."""
     groups = in_flight // GROUP_SIZE
-    sampling = SamplingParams(max_new_tokens=ANSWER_TOKENS)
+    sampling = SamplingParams(max_new_tokens=tokens)
     prompts = [
         Prompt(input_ids=prompt_ids(number), sampling=sampling)
         for number in range(rollouts // GROUP_SIZE)

@@ -1,10 +1,10 @@
 """A stand-in for an SGLang server whose answers are encoded before anybody asks.
 
 It speaks as much of SGLang 0.5.21 as the adapter needs: the probes, the control calls, and
-``/generate`` as incremental server-sent events of 64 tokens with ``[logprob, id, null]`` triples.
-Every stream gives the same answer of 1,024 tokens, one event each `pace` seconds, as far as the
-event `limit`; both are set with POST /bench. It runs in its own process, so its CPU time is
-nobody's measurement.
+``/generate`` as incremental server-sent events with ``[logprob, id, null]`` triples.
+Every stream gives the same answer, one event each `pace` seconds, as far as the event `limit`; both
+are set with POST /bench. Its tokens, and those of an event, are the arguments: 1024 and 64 unless
+given. It runs in its own process, so its CPU time is nobody's measurement.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ VOCABULARY = 151_936
 _SEED = 7
 
 
-def answer() -> list[bytes]:
-    """The events of the one answer: 16 of 64 tokens; the last one carries spans."""
+def answer(tokens: int, event_tokens: int) -> list[bytes]:
+    """The events of the one answer; the last one carries spans."""
     draw = random.Random(_SEED)
-    ids = [draw.randrange(VOCABULARY) for _ in range(ANSWER_TOKENS)]
-    logprobs = [-draw.expovariate(1.0) for _ in range(ANSWER_TOKENS)]
+    ids = [draw.randrange(VOCABULARY) for _ in range(tokens)]
+    logprobs = [-draw.expovariate(1.0) for _ in range(tokens)]
     return [
-        _event(ids, logprobs, start, start + EVENT_TOKENS)
-        for start in range(0, ANSWER_TOKENS, EVENT_TOKENS)
+        _event(ids, logprobs, start, start + event_tokens)
+        for start in range(0, tokens, event_tokens)
     ]
 
 
 def _event(ids: list[int], logprobs: list[float], start: int, end: int) -> bytes:
-    last = end == ANSWER_TOKENS
+    last = end == len(ids)
     meta: dict[str, object] = {
         "id": "0123456789ab-0000000001-0001",
-        "finish_reason": {"type": "length", "length": ANSWER_TOKENS} if last else None,
+        "finish_reason": {"type": "length", "length": end} if last else None,
         "prompt_tokens": 128,
         "weight_version": "0",
         "total_retractions": 0,
@@ -50,7 +50,7 @@ def _event(ids: list[int], logprobs: list[float], start: int, end: int) -> bytes
         "dp_rank": None,
     }
     if last:
-        meta["weight_versions"] = [{"version": "0", "start": 0, "end": ANSWER_TOKENS}]
+        meta["weight_versions"] = [{"version": "0", "start": 0, "end": end}]
         meta["e2e_latency"] = 10.25
     body = json.dumps({"output_ids": ids[start:end], "meta_info": meta}, separators=(",", ":"))
     return b"data: " + body.encode() + b"\n\n"
@@ -59,8 +59,8 @@ def _event(ids: list[int], logprobs: list[float], start: int, end: int) -> bytes
 class Server:
     """The endpoints."""
 
-    def __init__(self) -> None:
-        self._events = answer()
+    def __init__(self, tokens: int, event_tokens: int) -> None:
+        self._events = answer(tokens, event_tokens)
         self._pace = 0.0
         self._limit = len(self._events)
         self._held = 0
@@ -121,9 +121,9 @@ class Server:
         self._held -= 1
 
 
-async def main() -> None:
+async def main(tokens: int = ANSWER_TOKENS, event_tokens: int = EVENT_TOKENS) -> None:
     """Serve on a free port, which is printed, until the standard input ends."""
-    runner = web.AppRunner(Server().app(), access_log=None)
+    runner = web.AppRunner(Server(tokens, event_tokens).app(), access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0, backlog=8192)
     await site.start()
@@ -135,4 +135,4 @@ async def main() -> None:
 if __name__ == "__main__":
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    asyncio.run(main())
+    asyncio.run(main(*map(int, sys.argv[1:])))
