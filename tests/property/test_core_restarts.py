@@ -101,7 +101,7 @@ class Restarts(Interleavings):
 
     def _unsaved(self) -> bool:
         journal = self.driver.state.book.journal
-        return bool(journal.arrived or journal.changed or journal.launched)
+        return bool(len(journal.arrived) or journal.changed or journal.launched)
 
     @rule()
     def save(self) -> None:

@@ -205,6 +205,8 @@ class Driver:
                     ]
             case do.EndOfPrompts():
                 self.ended = True
+            case do.Launch() | do.ReportSlow():
+                pass
             case do.AdmitEngine():
                 self.admitted.append(command)
 

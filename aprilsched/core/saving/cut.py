@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-import numpy as np
-
 from aprilsched.core.lifecycle import GENERATING, State
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.records import GroupRecord, RolloutRecord
-from aprilsched.core.saving.journal import Arrival, DeliveredBatch, Journal
+from aprilsched.core.saving.journal import DeliveredBatch, Journal
+from aprilsched.core.saving.page import PageBuilder
 from aprilsched.core.saving.saved import (
     Cut,
     GroupState,
@@ -24,11 +23,8 @@ from aprilsched.core.saving.saved import (
     TokenPage,
 )
 from aprilsched.core.state import SchedulerState
-from aprilsched.types import Float32Array, Int32Array
 
 __all__ = ["take_anew", "take_changes", "take_everything"]
-
-_NO_ENGINE = -1
 
 
 def take_changes(state: SchedulerState) -> Cut:
@@ -38,7 +34,7 @@ def take_changes(state: SchedulerState) -> Cut:
         whole=False,
         run=_run(state),
         schedule=_schedule(state),
-        page=_page(_arrivals(journal)),
+        page=_arrived(journal),
         groups=tuple(_group(group) for group in journal.launched.values()),
         group_states=tuple(_group_state(group) for group in journal.changed_groups.values()),
         rollouts=tuple(_rollout(rollout) for rollout in journal.changed.values()),
@@ -64,7 +60,7 @@ def take_everything(state: SchedulerState) -> Cut:
         whole=True,
         run=_run(state),
         schedule=_schedule(state),
-        page=_page(_held(rollouts)),
+        page=_held(rollouts),
         groups=tuple(_group(group) for group in groups),
         group_states=tuple(_group_state(group) for group in groups),
         rollouts=tuple(_rollout(rollout) for rollout in rollouts),
@@ -84,50 +80,30 @@ def take_anew(state: SchedulerState) -> Cut:
     return cut
 
 
-def _arrivals(journal: Journal) -> Iterable[Arrival]:
+def _arrived(journal: Journal) -> TokenPage | None:
     """What came, but not for those that left, and everything of those that began anew."""
-    anew = {r.rollout_id for r in journal.changed.values() if r.anew}
-    without = journal.gone | anew
-    if without:
-        yield from (a for a in journal.arrived if a.rollout_id not in without)
-    else:
-        yield from journal.arrived
-    yield from _held(journal.changed[rollout_id] for rollout_id in anew)
+    anew = [rollout for rollout in journal.changed.values() if rollout.anew]
+    journal.arrived.forget(journal.gone.union(rollout.rollout_id for rollout in anew))
+    _add_all(journal.arrived, anew)
+    return journal.arrived.page()
 
 
-def _held(rollouts: Iterable[RolloutRecord]) -> Iterable[Arrival]:
+def _held(rollouts: Iterable[RolloutRecord]) -> TokenPage | None:
     """All tokens of these rollouts."""
+    builder = PageBuilder()
+    _add_all(builder, rollouts)
+    return builder.page()
+
+
+def _add_all(builder: PageBuilder, rollouts: Iterable[RolloutRecord]) -> None:
     for rollout in rollouts:
         begin = 0
         ids, logprobs = rollout.log.since(0)
         for end, version, engine in rollout.log.runs:
-            yield Arrival(
+            builder.add(
                 rollout.rollout_id, begin, ids[begin:end], logprobs[begin:end], version, engine
             )
             begin = end
-
-
-def _page(arrivals: Iterable[Arrival]) -> TokenPage | None:
-    rows: list[tuple[int, int, int, int, int]] = []
-    places: dict[str | None, int] = {None: _NO_ENGINE}
-    ids: list[Int32Array] = []
-    logprobs: list[Float32Array] = []
-    for rollout_id, start, new_ids, new_logprobs, version, engine in arrivals:
-        place = places.get(engine)
-        if place is None:
-            place = places[engine] = len(places) - 1
-        rows.append((rollout_id, start, len(new_ids), version, place))
-        ids.append(new_ids)
-        logprobs.append(new_logprobs)
-    if not rows:
-        return None
-    return TokenPage(
-        slices=np.array(rows, dtype=np.int32),
-        engines=tuple(engine for engine in places if engine is not None),
-        # Copied: what is held of a log is a view of arrays that grow on.
-        token_ids=np.concatenate(ids),
-        logprobs=np.concatenate(logprobs),
-    )
 
 
 def _group(group: GroupRecord) -> SavedGroup:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from aprilsched.core.ledger import Entry
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.records import GroupRecord, RolloutRecord
+from aprilsched.core.saving.page import PageBuilder
 from aprilsched.types import Float32Array, Int32Array
 
-__all__ = ["Arrival", "DeliveredBatch", "Journal"]
+__all__ = ["DeliveredBatch", "Journal"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -28,24 +28,13 @@ class DeliveredBatch:
     groups: tuple[GroupRecord, ...]
 
 
-class Arrival(NamedTuple):
-    """Tokens of one rollout from one engine under one version, from `start` on."""
-
-    rollout_id: int
-    start: int
-    token_ids: Int32Array
-    logprobs: Float32Array
-    version: int
-    engine: str | None
-
-
 class Journal:
     """Notes while `active`; nothing is noted where nothing is saved."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = 0) -> None:
         self.active = False
         self.launched: dict[int, GroupRecord] = {}
-        self.arrived: list[Arrival] = []
+        self.arrived = PageBuilder(room)
         """Tokens, as they came."""
         self.changed: dict[int, RolloutRecord] = {}
         """Rollouts of which something other than their tokens changed."""
@@ -63,8 +52,9 @@ class Journal:
 
     def clear(self) -> None:
         """A cut was taken."""
-        active = self.active
-        self.__init__()
+        # The next page will be about as large, and the last one is the cut's now.
+        active, room = self.active, len(self.arrived)
+        self.__init__(room)
         self.active = active
 
     def launch(self, group: GroupRecord) -> None:
@@ -80,10 +70,10 @@ class Journal:
         version: int,
         engine: str | None,
     ) -> None:
-        """Tokens that were just booked; the arrays are kept until the next cut."""
+        """Tokens that were just booked."""
         if self.active and len(ids) and _counts(rollout.group):
             start = len(rollout.log) - len(ids)
-            self.arrived.append(Arrival(rollout.rollout_id, start, ids, logprobs, version, engine))
+            self.arrived.add(rollout.rollout_id, start, ids, logprobs, version, engine)
 
     def change(self, rollout: RolloutRecord) -> None:
         if self.active and _counts(rollout.group):
