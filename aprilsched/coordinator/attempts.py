@@ -24,7 +24,9 @@ from aprilsched.errors import EngineError, EngineRejected, EngineUnreachable
 __all__ = ["Attempts"]
 
 _ABORT_AGAIN_S = 0.25
-_CLIENT_ERRORS = frozenset(range(400, 500)) - {408, 425, 429}
+_OF_THE_REQUEST = frozenset({400, 413, 422})
+"""Statuses that another attempt cannot change. A missing key (401, 403) or path (404) is the
+engine's trouble, or its proxy's: it is lost like one that answers 500, and asked back."""
 
 Key = tuple[int, int]
 
@@ -140,7 +142,7 @@ class Attempts:
                         self._feed(news)
         except EngineError as error:
             if not last:
-                final = isinstance(error, EngineRejected) and error.status in _CLIENT_ERRORS
+                final = isinstance(error, EngineRejected) and error.status in _OF_THE_REQUEST
                 last = [
                     Failed(
                         request_id=request_id,
