@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aprilsched.core.saving.saved import Cut, Saved, TokenPage
-from aprilsched.store.assembling import Slice, slices_of
 from aprilsched.store.sqlite.pages import COLUMNS, insert_page, page_from
-from aprilsched.types import Int32Array
+from aprilsched.types import Float32Array, Int32Array
 
 __all__ = ["Cleaner"]
 
@@ -112,76 +112,101 @@ class Cleaner:
         self._census.pages -= len(chosen) - (page is not None)
         connection.execute(f"PRAGMA incremental_vacuum({_FREE_PAGES})").fetchall()
 
-    def _due(self) -> bool:
+    def _due(self, *, without: int = 0) -> bool:
+        """Is it time, and would it still be `without` so many dead tokens?"""
         census = self._census
-        if census.pages > _MANY_PAGES:
-            return True
-        if census.stored < _SLACK_TOKENS:
-            return False
-        return census.stored - census.live > census.live + _SLACK_TOKENS
+        dead = census.stored - without - census.live
+        return census.pages > _MANY_PAGES or dead > census.live + _SLACK_TOKENS
 
     def _choose(self, connection: sqlite3.Connection) -> tuple[list[int], int]:
-        """Pages that are mostly dead, or small where there are many; and what is dead in them."""
+        """What to clean, and what is dead in it: pages that are all dead, and, where those are not
+        enough, those that are mostly dead; small ones where there are many."""
         many = self._census.pages > _MANY_PAGES
-        alive = np.array(self._alive(), dtype=np.int32)
+        alive = self._alive()
         chosen: list[int] = []
-        kept = dead = 0
+        mostly: list[tuple[int, int, int]] = []
+        dead = 0
         for seq, blob in connection.execute("SELECT seq, slices FROM pages ORDER BY seq"):
             slices = _table(blob)
             total = int(slices[:, 2].sum())
             live = int(slices[np.isin(slices[:, 0], alive), 2].sum())
-            if 2 * live <= total or (many and total < _SMALL_TOKENS):
+            if live == 0:
                 chosen.append(seq)
-                kept += live
-                dead += total - live
+                dead += total
+            elif 2 * live <= total or (many and total < _SMALL_TOKENS):
+                mostly.append((seq, live, total - live))
+        if not many and not self._due(without=dead):
+            return chosen, dead
+        kept = 0
+        for seq, live, rest in mostly:
+            chosen.append(seq)
+            kept, dead = kept + live, dead + rest
             if kept > _AT_ONCE_TOKENS:
                 break
         return chosen, dead
 
-    def _alive(self) -> list[int]:
-        return [rollout for members in self._census.members.values() for rollout in members]
+    def _alive(self) -> Int32Array:
+        members = self._census.members.values()
+        return np.fromiter((rollout for group in members for rollout in group), dtype=np.int32)
 
     def _merged(self, connection: sqlite3.Connection, chosen: Iterable[int]) -> TokenPage | None:
-        pieces: dict[int, list[Slice]] = {}
-        alive = set(self._alive())
+        """One page of all that lives in these, each rollout's tokens side by side."""
+        alive, since = self._alive(), self._census.since
+        places: dict[str, int] = {}
+        tables: list[Int32Array] = []
+        ids: list[Int32Array] = []
+        logprobs: list[Float32Array] = []
         for seq in chosen:
-            row = connection.execute(
-                f"SELECT {COLUMNS} FROM pages WHERE seq = ?", (seq,)
-            ).fetchone()
-            page = page_from(row)
+            page = page_from(
+                connection.execute(f"SELECT {COLUMNS} FROM pages WHERE seq = ?", (seq,)).fetchone()
+            )
             if page is None:
                 continue
-            for rollout_id, piece in slices_of(page):
-                counts = seq >= self._census.since.get(rollout_id, 0)
-                if counts and rollout_id in alive:
-                    pieces.setdefault(rollout_id, []).append(piece)
-        return _page(pieces)
+            slices = page.slices.copy()
+            new_places = [places.setdefault(engine, len(places)) for engine in page.engines]
+            # A place of -1, for no engine, finds the last entry.
+            slices[:, 4] = np.array([*new_places, -1], dtype=np.int32)[slices[:, 4]]
+            lives = np.isin(slices[:, 0], alive)
+            for rollout_id in [r for r, first in since.items() if seq < first]:
+                lives &= slices[:, 0] != rollout_id
+            kept = np.repeat(lives, slices[:, 2])
+            tables.append(slices[lives])
+            ids.append(page.token_ids[kept])
+            logprobs.append(page.logprobs[kept])
+        if not sum(map(len, tables)):
+            return None
+        slices, order = _joined(np.concatenate(tables))
+        return TokenPage(
+            slices=slices,
+            engines=tuple(places),
+            token_ids=np.concatenate(ids)[order],
+            logprobs=np.concatenate(logprobs)[order],
+        )
 
 
 def _table(blob: bytes) -> Int32Array:
     return np.frombuffer(blob, dtype=np.int32).reshape(-1, 5)
 
 
-def _page(pieces: dict[int, list[Slice]]) -> TokenPage | None:
-    rows: list[list[int]] = []
-    places: dict[str, int] = {}
-    ordered: list[Slice] = []
-    for rollout_id, slices in pieces.items():
-        end = -1
-        for piece in sorted(slices, key=lambda piece: piece.start):
-            place = -1 if piece.engine is None else places.setdefault(piece.engine, len(places))
-            length = len(piece.token_ids)
-            if piece.start == end and rows[-1][3:] == [piece.version, place]:
-                rows[-1][2] += length
-            else:
-                rows.append([rollout_id, piece.start, length, piece.version, place])
-            end = piece.start + length
-            ordered.append(piece)
-    if not rows:
-        return None
-    return TokenPage(
-        slices=np.array(rows, dtype=np.int32),
-        engines=tuple(places),
-        token_ids=np.concatenate([piece.token_ids for piece in ordered]),
-        logprobs=np.concatenate([piece.logprobs for piece in ordered]),
+def _joined(slices: Int32Array) -> tuple[Int32Array, NDArray[np.int64]]:
+    """Slices in the order of rollouts and positions, those that continue each other as one; and
+    where each of their tokens was."""
+    by_place = np.lexsort((slices[:, 1], slices[:, 0]))
+    begins: NDArray[np.int64] = np.concatenate(([0], np.cumsum(slices[:, 2], dtype=np.int64)[:-1]))[
+        by_place
+    ]
+    slices = slices[by_place]
+    lengths = slices[:, 2].astype(np.int64)
+    new_begins: NDArray[np.int64] = np.concatenate(([0], np.cumsum(lengths)[:-1]))
+    order: NDArray[np.int64] = np.repeat(begins - new_begins, lengths) + np.arange(lengths.sum())
+    before, after = slices[:-1], slices[1:]
+    continues = (
+        (after[:, 0] == before[:, 0])
+        & (after[:, 1] == before[:, 1] + before[:, 2])
+        & (after[:, 3] == before[:, 3])
+        & (after[:, 4] == before[:, 4])
     )
+    firsts = np.flatnonzero(np.concatenate(([True], ~continues)))
+    joined = slices[firsts]
+    joined[:, 2] = np.add.reduceat(lengths, firsts)
+    return joined, order
