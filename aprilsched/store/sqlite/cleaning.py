@@ -196,9 +196,10 @@ def _joined(slices: Int32Array) -> tuple[Int32Array, NDArray[np.int64]]:
         by_place
     ]
     slices = slices[by_place]
-    lengths = slices[:, 2].astype(np.int64)
+    lengths: NDArray[np.int64] = slices[:, 2].astype(np.int64)
     new_begins: NDArray[np.int64] = np.concatenate(([0], np.cumsum(lengths)[:-1]))
-    order: NDArray[np.int64] = np.repeat(begins - new_begins, lengths) + np.arange(lengths.sum())
+    shift: NDArray[np.int64] = np.repeat(begins - new_begins, lengths)
+    order = shift + np.arange(len(shift))
     before, after = slices[:-1], slices[1:]
     continues = (
         (after[:, 0] == before[:, 0])
