@@ -47,13 +47,15 @@ class CuttingProxy:
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with self._kept(writer), self._upstream() as (answers, server):
-            await asyncio.wait(
-                [
-                    asyncio.ensure_future(self._pass(reader, server, count=True)),
-                    asyncio.ensure_future(self._pass(answers, writer)),
-                ]
-            )
+        # Where the server is not there, the caller's connection breaks as well.
+        with contextlib.suppress(OSError):
+            async with self._kept(writer), self._upstream() as (answers, server):
+                await asyncio.wait(
+                    [
+                        asyncio.ensure_future(self._pass(reader, server, count=True)),
+                        asyncio.ensure_future(self._pass(answers, writer)),
+                    ]
+                )
 
     @contextlib.asynccontextmanager
     async def _upstream(

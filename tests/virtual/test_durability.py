@@ -36,7 +36,7 @@ from aprilsched.core.events import Event, Finished
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.ledger import Reason
 from aprilsched.engines.sim import run_virtual
-from aprilsched.errors import ConfigError, RefitError, SchedulerClosed, StoreError
+from aprilsched.errors import ConfigError, FleetLost, RefitError, SchedulerClosed, StoreError
 from aprilsched.store import Store
 
 PROMPTS = 24
@@ -715,3 +715,32 @@ def test_a_source_that_can_skip_is_asked_to():
     rest = run_virtual(to_the_end(store, prompts=Source()))
     assert skipped
     assert len(by_key(rest)) == 4 * PROMPTS
+
+
+def test_a_lost_fleet_ends_the_scheduler_and_not_the_run():
+    store = MemoryStore()
+    expected = whole_run()
+    fleet = SimFleet(2, stream_interval=8)
+
+    async def first_life() -> list[Batch]:
+        settings = config(fleet_wait_s=0.5)
+        async with scheduler(store, fleet=fleet, config=settings) as rollouts:
+            batches = [await rollouts.next_batch()]
+            batches[0].acknowledge()
+            waiting = asyncio.create_task(rollouts.next_batch())
+            await asyncio.sleep(0.2)
+            for engine in fleet.engines:
+                engine.crash()
+            with pytest.raises(FleetLost, match="none came back"):
+                await waiting
+            held = {r.rollout_id: len(r.log) for r in rollouts.state.book.rollouts.values()}
+        saved = store.open()
+        assert saved is not None
+        assert {r: len(t.token_ids) for r, t in saved.tokens.items() if r in held} == {
+            r: tokens for r, tokens in held.items() if r in saved.tokens
+        }
+        assert sum(held.values()) > 0
+        return batches
+
+    batches = run_virtual(first_life())
+    assert by_key(batches + run_virtual(to_the_end(store))) == expected
