@@ -36,7 +36,14 @@ from aprilsched.core.events import Event, Finished
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.ledger import Reason
 from aprilsched.engines.sim import run_virtual
-from aprilsched.errors import ConfigError, FleetLost, RefitError, SchedulerClosed, StoreError
+from aprilsched.errors import (
+    ConfigError,
+    EngineUnreachable,
+    FleetLost,
+    RefitError,
+    SchedulerClosed,
+    StoreError,
+)
 from aprilsched.store import Store
 
 PROMPTS = 24
@@ -717,13 +724,17 @@ def test_a_source_that_can_skip_is_asked_to():
     assert len(by_key(rest)) == 4 * PROMPTS
 
 
-def test_a_lost_fleet_ends_the_scheduler_and_not_the_run():
+async def gone() -> None:
+    raise EngineUnreachable("sim", "is not there")
+
+
+def test_a_lost_fleet_ends_the_scheduler_and_not_the_run(monkeypatch: pytest.MonkeyPatch):
     store = MemoryStore()
     expected = whole_run()
     fleet = SimFleet(2, stream_interval=8)
 
     async def first_life() -> list[Batch]:
-        settings = config(fleet_wait_s=0.5)
+        settings = config(fleet_wait_s=5.0)
         async with scheduler(store, fleet=fleet, config=settings) as rollouts:
             batches = [await rollouts.next_batch()]
             batches[0].acknowledge()
@@ -731,6 +742,7 @@ def test_a_lost_fleet_ends_the_scheduler_and_not_the_run():
             await asyncio.sleep(0.2)
             for engine in fleet.engines:
                 engine.crash()
+                monkeypatch.setattr(engine, "open", gone)
             with pytest.raises(FleetLost, match="none came back"):
                 await waiting
             held = {r.rollout_id: len(r.log) for r in rollouts.state.book.rollouts.values()}
