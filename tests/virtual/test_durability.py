@@ -277,10 +277,17 @@ def test_a_batch_is_acknowledged_from_the_trainers_thread(tmp_path: Path):
             batch.acknowledge()
             while rollouts.state.unacknowledged:
                 threading.Event().wait(0.01)
+            rollouts.checkpoint(tmp_path / f"after-{batch.index}")
             return batch.index, len(batch.groups)
 
     assert life() == (0, 4)
     assert life() == (1, 2)
+    restored = aprilsched.blocking.RolloutScheduler(
+        SimFleet(1, time_scale=0.01), quick, config=config()
+    )
+    restored.restore(tmp_path / "after-0")
+    with restored as rollouts:
+        assert [batch.index for batch in rollouts] == [1]
 
 
 def test_a_copy_of_a_batch_in_another_process_says_where_to_acknowledge_it():
