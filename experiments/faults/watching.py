@@ -1,0 +1,104 @@
+"""What a run of the campaign is watched for: invariants, recoveries, the time to a next token."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.core.invariants import check
+from aprilsched.core.state import SchedulerState
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """A listener; `state` is given once the scheduler is there."""
+
+    def __init__(self) -> None:
+        self.state: SchedulerState | None = None
+        self.losses: Counter[str] = Counter()
+        """Engines lost, by what was said of them."""
+        self.standby = 0
+        self.readmitted = 0
+        self.recoveries: list[float] = []
+        """Seconds from an engine's loss to its readmission."""
+        self.failed_attempts = 0
+        self.waits_for_fleet = 0
+        self._heard: dict[int, float] = {}
+        """When a request was sent, or gave a token, the last time."""
+        self._lost_at: dict[str, float] = {}
+        self._engine_of: dict[tuple[int, int], str] = {}
+        self._tokens_at: dict[str, list[float]] = {}
+
+    def on_event(self, event: ev.Event, now: float) -> None:
+        if isinstance(event, ev.Progress):
+            engine = self._engine_of[event.request_id, event.attempt]
+            self._heard[event.request_id] = now
+            self._tokens_at.setdefault(engine, []).append(now)
+            return
+        if isinstance(event, ev.Failed):
+            self.failed_attempts += 1
+        if self.state is not None:
+            check(self.state)
+
+    def on_command(self, command: do.Command, now: float) -> None:
+        match command:
+            case do.Send():
+                self._engine_of[command.request_id, command.attempt] = command.engine
+                self._heard[command.request_id] = now
+            case do.LoseEngine():
+                self.standby += command.standby
+                if not command.standby:
+                    self.losses[cause_of(command.cause)] += 1
+                self._lost_at.setdefault(command.engine, now)
+            case do.AdmitEngine():
+                self.readmitted += 1
+                lost_at = self._lost_at.pop(command.engine, None)
+                if lost_at is not None:
+                    self.recoveries.append(now - lost_at)
+            case do.AwaitFleet():
+                self.waits_for_fleet += 1
+            case _:
+                pass
+
+    def silences(self, now: float) -> list[float]:
+        """Seconds since each request that is with an engine now was heard of."""
+        if self.state is None:
+            return []
+        return [now - self._heard[r.request_id] for r in self.state.book.open_requests()]
+
+    def next_token(self, after: float, engine: str | None = None) -> float | None:
+        """Seconds to the next token of an engine, or of any."""
+        times = [self._tokens_at.get(engine, [])] if engine else list(self._tokens_at.values())
+        found = [t[place] for t in times if (place := bisect_right(t, after)) < len(t)]
+        return min(found) - after if found else None
+
+
+def cause_of(message: str) -> str:
+    """A class of causes: the words before the details."""
+    for word in (
+        "refused at attempt",
+        "attempts broke off",
+        "cannot connect",
+        "the connection broke",
+        "every token needs one",
+        "cannot be read",
+        "the stream ended",
+        "answered 4",
+        "answered 5",
+        "a fault of the script",
+        "bytes",
+        "was lost",
+        "no token for",
+        "tokens/s a request",
+        "attempts in a row",
+        "pause failed",
+        "flush failed",
+        "continue failed",
+        "refit failed",
+    ):
+        if word in message:
+            return word
+    return message[:60]
