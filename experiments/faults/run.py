@@ -8,7 +8,7 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,6 +34,7 @@ from aprilsched.errors import (
     RunGivenUp,
 )
 from aprilsched.telemetry.summary import Summary
+from aprilsched.timing import H200_QWEN3_4B
 from aprilsched.types import Batch
 from experiments.faults.scripts import random_script
 from experiments.faults.truth import CONTENT, is_right
@@ -46,10 +47,10 @@ BATCHES = 12
 GROUPS, GROUP_SIZE = 4, 4
 VOCAB = 512
 INTERVAL = 16
-TRAIN_S = (0.2, 2.0, 10.0)
+TRAIN_S = (1.0, 10.0, 60.0)
 REFUSALS = 300
 """Updates in a row that reach no engine, a second apart, after which the trainer gives up."""
-BATCH_S = 1.0
+BATCH_S = 8.0
 """About what the engines need for a batch."""
 DEADLINE_S = 6 * 3600.0
 """Of virtual time: whoever is not done by then hangs."""
@@ -57,7 +58,14 @@ FLEET_WAIT_S = 600.0
 AFTERWARDS_S = 3600.0
 """After closing: faults end, and nothing of ours may be left on an engine."""
 
-MACHINE = SimConfig(stream_interval=INTERVAL, vocab_size=VOCAB, stream_at_pause=False)
+MACHINE = SimConfig(
+    # 25 tokens/s for each response, so that few tokens take as long as the scheduler's timeouts
+    # and the windows in which it looks for slow engines are made for.
+    timing=replace(H200_QWEN3_4B, t0=0.04),
+    stream_interval=INTERVAL,
+    vocab_size=VOCAB,
+    stream_at_pause=False,
+)
 RECOMPUTES = ("retract", "abort", "run")
 """Stragglers of these have every context computed under the weights that sample after it."""
 
@@ -301,7 +309,7 @@ class _Run:
             self.refused += 1
             if self.refused > REFUSALS:
                 raise
-            await asyncio.sleep(BATCH_S)
+            await asyncio.sleep(1.0)
 
     def _check(self, batch: Batch) -> None:
         for group in batch.groups:

@@ -37,17 +37,21 @@ def random_script(seed: int, *, engines: int, horizon_s: float) -> Table:
     """
     rng = np.random.default_rng((seed, 1))
     kinds = list(KINDS)
-    more = int(rng.integers(1, 5)) if seed % 2 else 0
-    chosen = [kinds[seed // 2 % len(kinds)], *rng.choice(kinds, more)]
-    faults = [_fault(str(kind), rng, engines, horizon_s) for kind in chosen]
+    alone = seed % 2 == 0
+    chosen = [kinds[seed // 2 % len(kinds)]]
+    if not alone:
+        chosen += rng.choice(kinds, int(rng.integers(1, 5))).tolist()
+    faults = [_fault(kind, rng, engines, horizon_s, alone=alone) for kind in chosen]
     return {"seed": seed, "fault": faults}
 
 
-def _fault(kind: str, rng: np.random.Generator, engines: int, horizon_s: float) -> Table:
+def _fault(
+    kind: str, rng: np.random.Generator, engines: int, horizon_s: float, *, alone: bool
+) -> Table:
     hit = rng.choice(engines, int(rng.choice([1, 2, engines], p=[0.6, 0.2, 0.2])), replace=False)
     fault: Table = {"kind": kind, "engines": sorted(hit.tolist())}
     cls = KINDS[kind]
-    begin = round(float(rng.uniform(OPEN_S, horizon_s)), 3)
+    begin = round(float(rng.uniform(OPEN_S, 0.6 * horizon_s)), 3)
     fault |= _parameters(kind, rng)
     if issubclass(cls, EngineWide) and rng.random() < 0.6:
         return fault | {"at": begin}
@@ -61,14 +65,14 @@ def _fault(kind: str, rng: np.random.Generator, engines: int, horizon_s: float) 
     if rng.random() < 0.1:
         fault["at"] = OPEN_S  # and to the end
     else:
-        fault["until"] = round(begin + 0.5 + float(rng.exponential(20)), 3)
+        fault["until"] = round(begin + 1 + float(rng.exponential(60)), 3)
     for name, values in (
         ("after", [2, 3, 10]),
         ("every", [2, 5]),
         ("probability", [0.1, 0.5]),
         ("times", [1, 3]),
     ):
-        if rng.random() < 0.3:
+        if not alone and rng.random() < 0.3:
             fault.setdefault(name, rng.choice(values).item())
     if issubclass(cls, InStream) or (kind in ("truncate", "garbage") and rng.random() < 0.5):
         fault["after_tokens"] = int(rng.choice(_TOKENS))
@@ -84,7 +88,7 @@ def _routes(kind: str, rng: np.random.Generator) -> Table:
 
 
 def _parameters(kind: str, rng: np.random.Generator) -> Table:
-    seconds = round(float(np.exp(rng.normal(np.log(15), 1.3))), 3)
+    seconds = round(float(np.exp(rng.normal(np.log(40), 1.3))), 3)
     carried_out = bool(rng.random() < 0.5)
     match kind:
         case "delay":

@@ -90,6 +90,9 @@ def cause_of(message: str) -> str:
         "answered 5",
         "a fault of the script",
         "bytes",
+        "not the tokens of",
+        "asked for",
+        "refused what",
         "was lost",
         "no token for",
         "tokens/s a request",
@@ -101,4 +104,4 @@ def cause_of(message: str) -> str:
     ):
         if word in message:
             return word
-    return message[:60]
+    return "others"
