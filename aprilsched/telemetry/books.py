@@ -11,9 +11,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from aprilsched.core.counters import Counters
 from aprilsched.core.ledger import Entry, Ledger, Reason
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.telemetry.ages import ages_of
+from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.telemetry.open_attempts import OpenAttempt, OpenAttempts
 from aprilsched.telemetry.summary import Remainder
 from aprilsched.types import Batch
@@ -53,10 +53,11 @@ class _Group:
     rollout_ids: list[int] = field(default_factory=list[int])
 
 
-class Books:
+class Books(DispatchingListener):
     """Listens to a run; :meth:`remainder` is what the scheduler would say of itself."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.counters = Counters()
         self.ledger = Ledger()
         self._groups: dict[int, _Group] = {}
@@ -70,8 +71,7 @@ class Books:
         self._began = False
         self._retried: int | None = None
         """The rollout of which an attempt failed in the event in work."""
-        self._now = 0.0
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers = {
             ev.Opened: self._opened,
             ev.Progress: self._progress,
             ev.Finished: self._finished,
@@ -95,16 +95,7 @@ class Books:
 
     def on_event(self, event: ev.Event, now: float) -> None:
         self._retried = None
-        self._on(event, now)
-
-    def on_command(self, command: do.Command, now: float) -> None:
-        self._on(command, now)
-
-    def _on(self, what: object, now: float) -> None:
-        self._now = now
-        handler = self._handlers.get(type(what))
-        if handler is not None:
-            handler(what)
+        super().on_event(event, now)
 
     def remainder(self) -> Remainder:
         """Rollouts in flight, counts, the ledger, and the lengths of what is still open."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -12,6 +10,7 @@ from rich.text import Text
 
 from aprilsched.core import commands as do
 from aprilsched.core import events as ev
+from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.types import NO_VERSION, Batch
 
 __all__ = ["Progress"]
@@ -19,7 +18,7 @@ __all__ = ["Progress"]
 _REFRESH_HZ = 4
 
 
-class Progress:
+class Progress(DispatchingListener):
     """Shows a run on `console`; use it as ``with progress:`` around the run.
 
     Args:
@@ -31,6 +30,7 @@ class Progress:
     def __init__(
         self, console: Console, *, title: str, batches: int, batch_groups: int, group_size: int
     ) -> None:
+        super().__init__()
         self._console = console
         self._title = title
         self._batches = batches
@@ -44,7 +44,6 @@ class Progress:
         self._tokens = 0
         self._tokens_before = 0
         """In the batch before this one."""
-        self._now = 0.0
         self._began = 0.0
         """When the batch in work began."""
         self._rate_since = 0.0
@@ -53,7 +52,7 @@ class Progress:
         """Groups of the open attempts, by request."""
         self._done: Counter[int] = Counter()
         """Finished rollouts of groups that are not delivered."""
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers = {
             ev.Opened: self._opened,
             ev.Progress: self._progress,
             ev.Finished: self._finished,
@@ -85,18 +84,6 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def on_event(self, event: ev.Event, now: float) -> None:
-        self._on(event, now)
-
-    def on_command(self, command: do.Command, now: float) -> None:
-        self._on(command, now)
-
-    def _on(self, what: object, now: float) -> None:
-        self._now = now
-        handler = self._handlers.get(type(what))
-        if handler is not None:
-            handler(what)
 
     def line(self) -> Text:
         """What is shown now."""

@@ -10,9 +10,9 @@ updates under way have ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from aprilsched.core import commands as do
 from aprilsched.core import events as ev
@@ -22,6 +22,7 @@ from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.batch_figures import Bound, Measured
 from aprilsched.telemetry.bias import BiasCollector
+from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.telemetry.figures import (
     RolloutFigures,
     RunSummary,
@@ -51,7 +52,7 @@ def default_burn_in(batches: int) -> int:
     return max(1, batches // 4)
 
 
-class Summary:
+class Summary(DispatchingListener):
     """Listens to a run and sums it up.
 
     Args:
@@ -75,6 +76,7 @@ class Summary:
         workload_mean: float | None = None,
         burn_in: int | None = None,
     ) -> None:
+        super().__init__()
         self._trainer_waits = trainer_waits
         self._bound = bound
         self._workload_mean = workload_mean
@@ -82,7 +84,6 @@ class Summary:
         self.batches: list[Measured] = []
         self._engines = 0
         self._began: float | None = None
-        self._now = 0.0
         self._delivered_at = 0.0
         self._asked = False
         self._trainer = 0.0
@@ -105,7 +106,7 @@ class Summary:
         self.ledger: Ledger | None = None
         self.warns = True
         self._bias = BiasCollector()
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers = {
             ev.Opened: self._opened,
             ev.BatchRequested: self._batch_requested,
             ev.UpdateRequested: self._update_requested,
@@ -123,18 +124,6 @@ class Summary:
             do.Redeliver: self._redeliver,
             do.DeliverEvaluation: self._deliver_evaluation,
         }
-
-    def on_event(self, event: ev.Event, now: float) -> None:
-        self._on(event, now)
-
-    def on_command(self, command: do.Command, now: float) -> None:
-        self._on(command, now)
-
-    def _on(self, what: object, now: float) -> None:
-        self._now = now
-        handler = self._handlers.get(type(what))
-        if handler is not None:
-            handler(what)
 
     # --- the result ----------------------------------------------------------------------------
 

@@ -1,0 +1,31 @@
+"""A listener that is a table: what each kind of event and command does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from aprilsched.core.commands import Command
+from aprilsched.core.events import Event
+
+__all__ = ["DispatchingListener"]
+
+
+class DispatchingListener:
+    """Calls `_handlers` by type, with `_now` set; what has no handler is passed over."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._handlers: dict[type, Callable[[Any], None]] = {}
+
+    def on_event(self, event: Event, now: float) -> None:
+        self._on(event, now)
+
+    def on_command(self, command: Command, now: float) -> None:
+        self._on(command, now)
+
+    def _on(self, what: object, now: float) -> None:
+        self._now = now
+        handler = self._handlers.get(type(what))
+        if handler is not None:
+            handler(what)
