@@ -112,8 +112,10 @@ async def test_ten_distributed_refits_with_stragglers_in_the_pause(
         batches: list[Batch] = []
         for _ in range(10):
             batches.append(await rollouts.next_batch())
-            # On a busy machine a batch's last responses can all end before new prompts are there.
-            await until(lambda: rollouts.state.book.open_attempts >= 8)
+            # On a busy machine all responses may have ended, with the next batches ready: then
+            # nothing is launched until one of those is taken.
+            while rollouts.state.book.open_attempts < 8:
+                batches.append(await rollouts.next_batch())
             trainer.version = rollouts.version + 1
             report = await rollouts.update_weights(refit)
             assert not report.quarantined
