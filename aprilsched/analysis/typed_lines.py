@@ -1,8 +1,8 @@
 """Lines of events.jsonl as the events and commands that they were written from.
 
 What the lines leave out is filled in: token ids and logprobs are 0, a loss mask is the staleness
-bound's, a prompt is as long as it was. Kinds of which too little is written (a plan's evidence,
-what rewards and verdicts are asked about) are passed over, as are names that are not known here.
+bound's, a prompt is as long as it was. What rewards and verdicts are asked about has its ids and no
+tokens. A plan's evidence is not written: its kinds are passed over, as are names not known here.
 """
 
 from __future__ import annotations
@@ -166,6 +166,19 @@ def _resolve_turn(line: Fields) -> Command:
     )
 
 
+def _score(line: Fields) -> Command:
+    rollout = _unread(line["rollout_id"], line["group_id"])
+    return do.Score(rollout=rollout, prompt=_prompt(line))
+
+
+def _score_group(line: Fields) -> Command:
+    return do.ScoreGroup(group=_unread_group(line["group_id"]))
+
+
+def _judge(line: Fields) -> Command:
+    return do.Judge(group=_unread_group(line["group_id"]))
+
+
 def _deliver(line: Fields) -> Command:
     return do.Deliver(batch=_batch(line))
 
@@ -219,6 +232,16 @@ def _rollout(row: Fields, index: int) -> Rollout:
     )
 
 
+def _unread(rollout_id: int, group_id: int) -> Rollout:
+    """Of which no more is written than whose it is."""
+    row = {"rollout_id": rollout_id, "group_id": group_id, "tokens": 0, "segments": ()}
+    return _rollout(row, 0)
+
+
+def _unread_group(group_id: int) -> Group:
+    return Group(group_id=group_id, prompt=Prompt(input_ids=_ids(1)), rollouts=())
+
+
 def _loss_mask(versions: Int32Array, masked: int) -> BoolArray:
     """False for the environment's tokens, and for the oldest `masked` others: those beyond the
     staleness bound are all the tokens below some version."""
@@ -269,12 +292,15 @@ _BUILD: dict[str, Callable[[Fields], Event | Command]] = {
     "Launch": _launch,
     "Send": _send,
     "StartEpisode": _start_episode,
+    "Score": _score,
+    "ScoreGroup": _score_group,
+    "Judge": _judge,
     "ResolveTurn": _resolve_turn,
     "Deliver": _deliver,
     "Redeliver": _redeliver,
     "DeliverEvaluation": _deliver_evaluation,
 }
-_NOT_WRITTEN = frozenset({"Planned", "Plan", "Score", "ScoreGroup", "Judge"})
+_NOT_WRITTEN = frozenset({"Planned", "Plan"})
 _PLAIN: dict[str, type[Event | Command]] = {
     kind.__name__: kind
     for kind in (*get_args(Event), *get_args(Command))

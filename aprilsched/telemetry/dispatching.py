@@ -19,12 +19,13 @@ class DispatchingListener:
         self._handlers: dict[type, Callable[[Any], None]] = {}
 
     def on_event(self, event: Event, now: float) -> None:
-        self._on(event, now)
+        self.hear(event, now)
 
     def on_command(self, command: Command, now: float) -> None:
-        self._on(command, now)
+        self.hear(command, now)
 
-    def _on(self, what: object, now: float) -> None:
+    def hear(self, what: Event | Command, now: float) -> None:
+        """Either of them."""
         self._now = now
         handler = self._handlers.get(type(what))
         if handler is not None:

@@ -1,0 +1,149 @@
+"""Where a recorded run's engines spent their time, from its events.jsonl.
+
+Invariant: for each engine the parts add up to the time since it came into the run.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.analysis.rebuild import replay
+from aprilsched.analysis.run import readable
+from aprilsched.telemetry.run_folder import CONFIG, EVENTS
+from aprilsched.telemetry.usage.occupancy import Moved, Occupancy
+from aprilsched.telemetry.usage.parts import (
+    BUSY,
+    PART_INDEX,
+    PARTS,
+    Part,
+    Stretch,
+    seconds_by_part,
+)
+
+__all__ = ["RunUsage", "UsageRecorder", "usage_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunUsage:
+    """The engines' time in a run; seconds, parts in the order of
+    :data:`~aprilsched.telemetry.usage.parts.PARTS`.
+
+    Attributes:
+        engines: names, in the order in which they came.
+        capacity: by engine, the slots that its time is divided by.
+        tokens: by engine, what it generated.
+        wall: the run's seconds.
+        edges: by engine, float64 [n], times between which nothing changed.
+        spent: by engine, float64 [n, parts], seconds of each part up to each edge.
+    """
+
+    engines: tuple[str, ...]
+    capacity: tuple[int, ...]
+    tokens: tuple[int, ...]
+    wall: float
+    edges: tuple[NDArray[np.float64], ...]
+    spent: tuple[NDArray[np.float64], ...]
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """By engine and part: float64 [engines, parts]."""
+        return np.array([spent[-1] for spent in self.spent]).reshape(len(self.engines), len(PARTS))
+
+    @property
+    def shares(self) -> dict[Part, float]:
+        """Of all engines' time together; they add up to 1."""
+        sums = self.seconds.sum(axis=0)
+        total = float(sums.sum()) or 1.0
+        return {part: float(sums[index]) / total for part, index in PART_INDEX.items()}
+
+    @property
+    def utilization(self) -> float:
+        """The busy share of all engines' time, 0 to 1."""
+        return sum(self.shares[part] for part in BUSY)
+
+    def series(
+        self, bins: int, *, start: float = 0.0, end: float | None = None
+    ) -> NDArray[np.float64]:
+        """Seconds of each part in each of `bins` equal pieces of the time from `start` to `end`
+        (the run's): float64 [bins, engines, parts]."""
+        stops = np.linspace(start, self.wall if end is None else end, bins + 1)
+        result = np.zeros((bins, len(self.engines), len(PARTS)))
+        for engine, (edges, spent) in enumerate(zip(self.edges, self.spent, strict=True)):
+            for part in range(len(PARTS)):
+                result[:, engine, part] = np.diff(np.interp(stops, edges, spent[:, part]))
+        return result
+
+
+def usage_of(folder: Path) -> RunUsage:
+    """That of the run in `folder`.
+
+    Raises:
+        RunFolderError: if a file is missing or cannot be understood.
+    """
+    with readable(folder):
+        config: dict[str, Any] = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        recorder = UsageRecorder(batch_groups=config.get("scheduler", {}).get("batch_groups"))
+        end = replay(folder / EVENTS, [recorder])
+    return recorder.usage(end)
+
+
+class UsageRecorder:
+    """A listener that keeps every stretch, since an engine's capacity is known at the end."""
+
+    def __init__(self, *, batch_groups: int | None = None) -> None:
+        self._stretches: dict[str, list[Stretch]] = {}
+        self._moved: dict[str, list[Moved]] = {}
+        self._occupancy = Occupancy(self._add, self._move, batch_groups=batch_groups)
+        self.on_event = self._occupancy.on_event
+        self.on_command = self._occupancy.on_command
+
+    def usage(self, end: float) -> RunUsage:
+        """Up to `end`."""
+        self._occupancy.advance(end)
+        engines = self._occupancy.engines
+        columns = [self._spent(name, engine.peak) for name, engine in engines.items()]
+        return RunUsage(
+            engines=tuple(engines),
+            capacity=tuple(engine.peak for engine in engines.values()),
+            tokens=tuple(engine.tokens for engine in engines.values()),
+            wall=end,
+            edges=tuple(edges for edges, _ in columns),
+            spent=tuple(spent for _, spent in columns),
+        )
+
+    def _add(self, stretch: Stretch) -> None:
+        self._stretches.setdefault(stretch.engine, []).append(stretch)
+
+    def _move(self, moved: Moved) -> None:
+        self._moved.setdefault(moved.engine, []).append(moved)
+
+    def _spent(self, name: str, capacity: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        stretches = self._stretches.get(name, [])
+        if not stretches:
+            return np.zeros(1), np.zeros((1, len(PARTS)))
+        edges = np.array([stretches[0].start, *(stretch.end for stretch in stretches)])
+        seconds = np.array([seconds_by_part(stretch, capacity) for stretch in stretches])
+        self._correct(seconds, edges, name, capacity)
+        spent = np.vstack([np.zeros(len(PARTS)), np.cumsum(seconds, axis=0)])
+        return edges, spent
+
+    def _correct(
+        self, seconds: NDArray[np.float64], edges: NDArray[np.float64], name: str, slots: int
+    ) -> None:
+        """Take what was decoding from the stretches before the chunk that showed it."""
+        decode = PART_INDEX["decode"]
+        for moved in self._moved.get(name, []):
+            part, left = PART_INDEX[moved.part], moved.slot_seconds / max(1, slots)
+            row = int(np.searchsorted(edges, moved.time)) - 1
+            while left > 0 and row >= 0 and seconds[row, part] > 0:
+                taken = min(left, float(seconds[row, part]))
+                seconds[row, part] -= taken
+                seconds[row, decode] += taken
+                left -= taken
+                row -= 1
