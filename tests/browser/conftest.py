@@ -1,4 +1,4 @@
-"""One headless browser for all tests that open pages."""
+"""One headless browser for each file of tests that open pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from playwright.sync_api import Browser
 from tests.support.browser import browser_program, launched
 
 
-@pytest.fixture(scope="session")
+# For no longer than a file: playwright's synchronous interface leaves its event loop running in
+# this thread, and while it does, no asynchronous test can start its own.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """A real Chromium without a window; `tests.support.browser.opened` opens a page in it."""
     try:
