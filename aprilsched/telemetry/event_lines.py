@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 
 from aprilsched.core.events import EngineInfo
@@ -26,11 +27,22 @@ from aprilsched.types import (
     VersionSpan,
 )
 
-__all__ = ["FIELDS", "Writers", "plain_fields"]
+__all__ = ["FIELDS", "ProgressLine", "Writers", "plain_fields"]
 
 
 Writers: TypeAlias = Mapping[str, Callable[[Any], dict[str, Any]]]
 """How a field of this name is written."""
+
+
+class ProgressLine(msgspec.Struct, gc=False):
+    """The line of a Progress, most lines of a run: made in a quarter of the time of a dictionary.
+    Its time is rounded when it is encoded."""
+
+    t: float
+    event: Literal["Progress"]
+    request_id: int
+    attempt: int
+    tokens: int
 
 
 def plain_fields(thing: Any, writers: Writers) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import msgspec
 
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SGLangFleet
 from aprilsched.store import Store
+from aprilsched.telemetry.base import Listener
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 128
@@ -126,6 +127,7 @@ def scheduler(
     rollouts: int,
     store: Store | None = None,
     tokens: int = ANSWER_TOKENS,
+    listeners: Sequence[Listener] = (),
 ) -> RolloutScheduler:
     """A scheduler that keeps `in_flight` rollouts of so many tokens generating."""
     groups = in_flight // GROUP_SIZE
@@ -142,7 +144,9 @@ def scheduler(
         refill_groups=min(4, groups),
         pace="asynchronous",
     )
-    return RolloutScheduler(SGLangFleet(urls), prompts, config=config, store=store)
+    return RolloutScheduler(
+        SGLangFleet(urls), prompts, config=config, store=store, listeners=listeners
+    )
 
 
 async def scheduled(url: str, *, in_flight: int, rollouts: int) -> Cost:

@@ -1,0 +1,220 @@
+"""What telemetry costs the coordinator at 100,000 tokens/s.
+
+    python experiments/telemetry_cost/benchmark.py --out experiments/telemetry_cost/result.json
+
+Three ways, from the most faithful to the least noisy: whole processes with and without it in
+pairs, its calls timed inside of such a process, and a recorded stream shown to it in a loop. See
+README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client_cost"))
+
+import benchmark as client_cost
+from clients import scheduler
+from memory import post
+from pieces import COMBINATIONS, together
+from processes import machine, measured
+from replayed import Recorder, replayed
+
+from aprilsched.core.commands import Command
+from aprilsched.core.events import Event
+from aprilsched.telemetry.base import Listener
+
+TOKENS_PER_SECOND = 100_000
+EVENT_TOKENS = 64
+ANSWER_TOKENS = 1024
+IN_FLIGHT = 512
+COMPARED = ("log_and_summary", "everything")
+
+
+class Timed:
+    """Passes on, and adds up the time of the calls.
+
+    Not the thread's CPU time: to ask for that is a system call, and costs more than what is timed.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self.ns = 0
+        self.calls = 0
+
+    def on_event(self, event: Event, now: float) -> None:
+        before = time.perf_counter_ns()
+        self._listener.on_event(event, now)
+        self.ns += time.perf_counter_ns() - before
+        self.calls += 1
+
+    def on_command(self, command: Command, now: float) -> None:
+        before = time.perf_counter_ns()
+        self._listener.on_command(command, now)
+        self.ns += time.perf_counter_ns() - before
+        self.calls += 1
+
+
+def other_threads_s(but: Sequence[threading.Thread]) -> dict[str, float]:
+    """CPU of the threads that telemetry has started, by name."""
+    return {
+        thread.name: time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+        for thread in threading.enumerate()
+        if thread not in but and thread.ident is not None
+    }
+
+
+async def read(url: str, rollouts: int, listeners: Sequence[Listener]) -> dict[str, float]:
+    """Read everything; CPU of the whole process."""
+    await post(url, {"pace": IN_FLIGHT * EVENT_TOKENS / TOKENS_PER_SECOND})
+    tokens = 0
+    async with scheduler(
+        [url], in_flight=IN_FLIGHT, rollouts=rollouts, listeners=listeners
+    ) as running:
+        gc.collect()
+        cpu, wall = time.process_time(), time.perf_counter()
+        async for batch in running:
+            tokens += batch.tokens
+            batch.acknowledge()
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    if tokens != rollouts * ANSWER_TOKENS:
+        raise SystemExit(f"read {tokens} tokens of {rollouts} rollouts")
+    return {"cpu": cpu, "wall": wall, "cpu_per_s": cpu / wall, "tokens_per_s": tokens / wall}
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """The measured process."""
+    url, rollouts, which = options.url, options.rollouts, options.run
+    if which == "replayed":
+        recorder = Recorder()
+        asyncio.run(read(url, rollouts, [recorder]))
+        return replayed(recorder, options.repeats)
+    names = (*(["deaf"] if options.inside else []), *COMBINATIONS[which])
+    before = threading.enumerate()
+    with tempfile.TemporaryDirectory() as folder, together(names, Path(folder)) as listeners:
+        timed = [Timed(listener) for listener in listeners] if options.inside else []
+        found: dict[str, Any] = asyncio.run(read(url, rollouts, timed or listeners))
+        threads = other_threads_s(before)
+    found |= {"run": which}
+    if timed:
+        # The clock costs as much for a listener that does nothing, which comes first.
+        clock = timed[0].ns
+        parts = {
+            name: (each.ns - clock) / 1e6 / found["wall"]
+            for name, each in zip(names[1:], timed[1:], strict=True)
+        }
+        parts |= {name: 1e3 * seconds / found["wall"] for name, seconds in threads.items()}
+        found |= {"inside_ms_per_s": parts, "shown_per_s": timed[0].calls / found["wall"]}
+        found["clock_us"] = clock / 1e3 / timed[0].calls
+    return found
+
+
+def process(which: str, rollouts: int, *more: object) -> dict[str, Any]:
+    """One run in a process of its own, against a fresh server."""
+    with client_cost.server() as url:
+        arguments = ("--url", url, "--run", which, "--rollouts", rollouts, *more)
+        found = measured(__file__, *arguments)
+    print(which, *more, found, file=sys.stderr, flush=True)
+    return found
+
+
+def compare(repeats: int, rollouts: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Alternating runs: without, with, with everything, and back."""
+    raw: list[dict[str, Any]] = []
+    ratios: dict[str, list[float]] = {which: [] for which in COMPARED}
+    for repeat in range(repeats):
+        order = ("nothing", *COMPARED)[:: 1 if repeat % 2 == 0 else -1]
+        cpu: dict[str, float] = {}
+        for which in order:
+            found = process(which, rollouts)
+            raw.append(found)
+            cpu[which] = found["cpu_per_s"]
+        for which in COMPARED:
+            ratios[which].append(cpu[which] / cpu["nothing"])
+    rows = [
+        {
+            "with": which,
+            "ratio": [f(ratios[which]) for f in (min, statistics.median, max)],
+            "cpu_ms_per_s": 1e3 * _cpu(raw, which),
+            "cpu_ms_per_s_without": 1e3 * _cpu(raw, "nothing"),
+        }
+        for which in COMPARED
+    ]
+    return raw, rows
+
+
+def _cpu(raw: list[dict[str, Any]], which: str) -> float:
+    return statistics.median(run["cpu_per_s"] for run in raw if run["run"] == which)
+
+
+def inside(repeats: int, rollouts: int, base_ms: float | None) -> dict[str, Any]:
+    """Every call of everything timed; medians, and their sum as a share of the rest."""
+    raw = [process("everything", rollouts, "--inside") for _ in range(repeats)]
+    parts = {
+        name: statistics.median(run["inside_ms_per_s"].get(name, 0.0) for run in raw)
+        for name in raw[0]["inside_ms_per_s"]
+    }
+    rest = base_ms or statistics.median(
+        1e3 * run["cpu_per_s"] - sum(run["inside_ms_per_s"].values()) for run in raw
+    )
+    total = sum(parts.values())
+    return {
+        "ms_per_s": parts,
+        "total_ms_per_s": total,
+        "rest_ms_per_s": rest,
+        "share": total / rest,
+        "shown_per_s": statistics.median(run["shown_per_s"] for run in raw),
+        "runs": raw,
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3, help="of what is timed inside")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of streaming, for each run")
+    parser.add_argument("--out", type=Path)
+    # What the measured processes are started with.
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--rollouts", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    if options.url:
+        print(json.dumps(run(options)))
+        return
+    rollouts = max(2 * IN_FLIGHT, int(options.seconds * TOKENS_PER_SECOND / ANSWER_TOKENS))
+    rollouts -= rollouts % IN_FLIGHT
+    runs, pairs = compare(options.pairs, rollouts) if options.pairs else ([], [])
+    base_ms = pairs[0]["cpu_ms_per_s_without"] if pairs else None
+    result = {
+        **machine(),
+        "in_flight": IN_FLIGHT,
+        "rollouts": rollouts,
+        "pairs": pairs,
+        "inside": inside(options.repeats, rollouts, base_ms),
+        "replayed": process("replayed", rollouts, "--repeats", 5),
+        "runs": runs,
+    }
+    print(json.dumps({**result, "runs": len(runs)}, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
