@@ -1,0 +1,199 @@
+"""The parts of the engines' time add up to the wall time, and each has the cause that it names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched import (
+    LongTailWorkload,
+    Prompt,
+    Rollout,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+    Turn,
+)
+from aprilsched.analysis.usage import RunUsage, UsageRecorder, usage_of
+from aprilsched.cli import main
+from aprilsched.core.events import EngineLost
+from aprilsched.engines.sim import run_virtual
+from aprilsched.telemetry.usage.parts import PARTS
+from aprilsched.telemetry.usage.usage import Usage
+
+Program = Callable[[RolloutScheduler], Coroutine[Any, Any, None]]
+
+# fmt: off
+RUNS: dict[str, tuple[list[str], set[str]]] = {
+    "waves": ([], {"tail", "re_prefill", "pause"}),
+    "no over-provisioning": (["--over-provision", "1"], {"tail"}),
+    "pool": (["--refill", "pool"], {"re_prefill"}),
+    "rounds": (["--refill", "rounds", "--probes", "1"], {"tail"}),
+    "asynchronous": (["--pace", "asynchronous", "--train-seconds", "30"], {"trainer"}),
+    "synchronous": (["--train-seconds", "30"], {"trainer"}),
+    "in place": (["--straggler", "in_place"], {"tail"}),
+    "abort": (["--straggler", "abort"], {"re_prefill"}),
+    "run": (["--straggler", "run"], {"tail"}),
+    "refits": (["--sim.refit-seconds", "3"], {"refit"}),
+    "two engines": (["--sim.engines", "2", "--max-in-flight", "20"], {"tail"}),
+}
+# fmt: on
+"""Arguments of ``aprilsched run``, and parts that must be there."""
+
+
+def check(usage: RunUsage) -> dict[str, float]:
+    """Everything adds up, however it is cut; the seconds of all engines by part."""
+    assert usage.wall > 0
+    for row, edges in zip(usage.seconds, usage.edges, strict=True):
+        assert (row >= -1e-9).all()
+        assert row.sum() == pytest.approx(edges[-1] - edges[0])
+        assert edges[-1] == pytest.approx(usage.wall)
+    assert sum(usage.shares.values()) == pytest.approx(1)
+    for bins in (1, 7, 100):
+        series = usage.series(bins)
+        assert (series >= -1e-9).all()
+        assert series.sum(axis=0) == pytest.approx(usage.seconds)
+    whole = usage.series(10)
+    present = usage.edges[0][0] <= 1e-9
+    assert not present or whole[:, 0].sum(axis=1) == pytest.approx(usage.wall / 10)
+    return dict(zip(PARTS, usage.seconds.sum(axis=0).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_parts_add_up_to_the_wall_time(tmp_path: Path, name: str):
+    changes, parts = RUNS[name]
+    arguments = ["run", "--batch-groups", "4", "--group-size", "4", "--over-provision", "2"]
+    arguments += ["--quiet", "--median", "60", "--cap", "600", "--batches", "5", *changes]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    usage = usage_of(tmp_path)
+    seconds = check(usage)
+    assert usage.seconds.sum() == pytest.approx(usage.wall * len(usage.engines), rel=1e-3)
+    assert all(seconds[part] > 0 for part in parts)
+    assert sum(usage.tokens) > 0
+    assert 0 < usage.utilization < 1
+
+
+def run(program: Program, *, fleet: SimFleet | None = None, **arguments: Any) -> dict[str, float]:
+    """The seconds of each part in a run; live and afterwards they are the same ones."""
+    config = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
+    config.update(arguments.pop("config", {}))
+    live = Usage(batch_groups=4)
+    recorder = UsageRecorder(batch_groups=4)
+    prompts = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
+
+    async def whole() -> float:
+        async with RolloutScheduler(
+            fleet or SimFleet(2, stream_interval=8),
+            arguments.pop("prompts", None) or prompts,
+            config=SchedulerConfig(**config),  # type: ignore[arg-type]
+            listeners=[live, recorder],
+            **arguments,
+        ) as rollouts:
+            await program(rollouts)
+            return asyncio.get_running_loop().time()
+
+    end = run_virtual(whole())
+    live.advance(end)
+    usage = recorder.usage(end)
+    seconds = check(usage)
+    for index, engine in enumerate(live.engines.values()):
+        assert engine.wall == pytest.approx(usage.seconds[index].sum())
+        assert engine.tokens == usage.tokens[index]
+        assert engine.capacity == usage.capacity[index]
+    # Live, time is divided by the slots known until then, which can only be fewer.
+    assert live.utilization() >= usage.utilization * 0.999
+    return seconds
+
+
+async def train(rollouts: RolloutScheduler) -> None:
+    for _ in range(4):
+        await rollouts.next_batch()
+        await rollouts.update_weights(SimPublisher())
+
+
+def test_a_slow_reward():
+    async def score(rollout: Rollout, prompt: Prompt) -> float:
+        await asyncio.sleep(50)
+        return 1.0
+
+    seconds = run(train, reward=score, config={"over_provision": 1.0})
+    assert seconds["rewards"] / 2 == pytest.approx(4 * 50, rel=0.1)
+
+
+def test_a_slow_source_of_prompts():
+    workload = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
+
+    async def slow() -> AsyncGenerator[Prompt]:
+        for index in range(1_000):
+            await asyncio.sleep(10)
+            yield workload.prompt(index)
+
+    seconds = run(train, prompts=slow(), config={"over_provision": 1.0})
+    # Four prompts a batch; what is under way meanwhile is no waiting.
+    assert seconds["prompts"] / 2 == pytest.approx(4 * 4 * 10, rel=0.1)
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+def test_a_slow_trainer(pace: str):
+    async def slowly(rollouts: RolloutScheduler) -> None:
+        for _ in range(4):
+            await rollouts.next_batch()
+            await asyncio.sleep(200)
+            await rollouts.update_weights(SimPublisher())
+
+    seconds = run(slowly, config={"pace": pace, "ready_batches": 1})
+    # An asynchronous one generates a batch ahead in this time.
+    least = 0.95 if pace == "synchronous" else 0.7
+    assert least * 4 * 200 < seconds["trainer"] / 2 <= 4 * 200 * 1.001
+
+
+def test_a_trainer_that_borrows_the_memory():
+    async def colocated(rollouts: RolloutScheduler) -> None:
+        for _ in range(3):
+            await rollouts.next_batch()
+            async with rollouts.asleep():
+                await asyncio.sleep(30)
+            await rollouts.update_weights(SimPublisher())
+
+    seconds = run(colocated)
+    assert seconds["asleep"] / 2 == pytest.approx(90, rel=0.02)
+
+
+def test_tools_of_episodes():
+    async def talk(turn: Turn, prompt: Prompt) -> float:
+        sampling = SamplingParams(max_new_tokens=50, ignore_eos=True)
+        first = await turn.generate(prompt.input_ids, sampling)
+        await asyncio.sleep(100)
+        await turn.generate([*prompt.input_ids, *first.token_ids, 7], sampling)
+        return 1.0
+
+    prompts = [Prompt(input_ids=np.array([i + 1, 2], dtype=np.int32)) for i in range(200)]
+    seconds = run(train, prompts=prompts, episode=talk, config={"over_provision": 1.0})
+    assert seconds["environment"] / 2 == pytest.approx(4 * 100, rel=0.1)
+
+
+def test_an_engine_that_is_lost():
+    async def lose(rollouts: RolloutScheduler) -> None:
+        await rollouts.next_batch()
+        await rollouts.update_weights(SimPublisher())
+        rollouts._feed(EngineLost(engine="sim-1", cause="burnt"))
+        await rollouts.next_batch()
+
+    assert run(lose)["lost"] > 0
+
+
+def test_evaluations_are_work():
+    async def evaluate(rollouts: RolloutScheduler) -> None:
+        await rollouts.next_batch()
+        workload = LongTailWorkload(median=600, sigma=0.1, cap=900, group_size=4, seed=1)
+        await rollouts.evaluate([workload.prompt(i) for i in range(4)], group_size=4)
+
+    seconds = run(evaluate)
+    assert seconds["trainer"] < 0.01 * sum(seconds.values())
