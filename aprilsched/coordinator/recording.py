@@ -103,7 +103,7 @@ class Recorder:
             async with asyncio.timeout(_CLOSE_S):
                 if self._writing is not None:
                     await asyncio.wait([self._writing])
-                self._save()
+                self._save(last=True)
                 while self._queue:
                     await self._write(self._queue.popleft())
                 await self._call(self._store.close)
@@ -115,9 +115,15 @@ class Recorder:
             if self._thread is not None:
                 self._thread.shutdown(wait=False)
 
-    def _save(self, *, durable: bool = False, then: Callable[[], None] | None = None) -> None:
+    def _save(
+        self,
+        *,
+        durable: bool = False,
+        then: Callable[[], None] | None = None,
+        last: bool = False,
+    ) -> None:
         self._soon = False
-        if self.error is not None and _now() < self._failed_at + _AGAIN_S:
+        if self.error is not None and not last and _now() < self._failed_at + _AGAIN_S:
             # What is noted meanwhile would grow without bound; the next cut is a whole one.
             self._state.book.journal.clear()
             if then is not None:

@@ -664,6 +664,24 @@ def test_a_store_that_fails_does_not_end_the_run_and_is_whole_when_it_works_agai
     assert len(delivered) == 4 * (PROMPTS - 4)
 
 
+def test_the_end_is_tried_to_be_saved_however_lately_the_store_failed():
+    store = Failing()
+
+    async def main() -> None:
+        async with scheduler(store) as rollouts:
+            store.full = True
+            await rollouts.next_batch()
+            assert store.refused == 1
+            store.full = False
+
+    async def second_life() -> list[Batch]:
+        return await to_the_end(store)
+
+    run_virtual(main())
+    batches = run_virtual(second_life())
+    assert [b.index for b in batches if b.redelivered] == [0]
+
+
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     store = SqliteStore(tmp_path / "store", inline=True)
 
