@@ -10,7 +10,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["GREY", "PALETTE", "finish", "new_figure", "save"]
+from aprilsched.analysis.colours import PART_COLOURS
+
+__all__ = ["GREY", "PALETTE", "PART_COLOURS", "finish", "new_figure", "save"]
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 """Okabe and Ito, 2008: the eight-colour set without black."""
