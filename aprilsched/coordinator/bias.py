@@ -18,6 +18,7 @@ from aprilsched.core.events import Event
 from aprilsched.core.lengths.groups import group_lengths, pooled
 from aprilsched.core.lengths.identity import bias_without, expected_lengths
 from aprilsched.core.state import SchedulerState
+from aprilsched.telemetry.base import Chunks
 from aprilsched.telemetry.bias_figures import InFlightFigures, LawFigures
 from aprilsched.telemetry.censoring import warning_now
 from aprilsched.telemetry.laws import in_flight_figures, law_figures, sample_law
@@ -65,6 +66,9 @@ class LiveBias:
         self._warned = False
 
     def on_event(self, event: Event, now: float) -> None:
+        pass
+
+    def on_progress(self, chunks: Chunks, now: float) -> None:
         pass
 
     def on_command(self, command: Command, now: float) -> None:

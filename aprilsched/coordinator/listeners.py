@@ -3,6 +3,8 @@
 - One that raises is told nothing more. The run goes on, and it is said once, with where it raised.
 - One that holds the event loop up is named once: while it is at work nothing is read, sent or
   decided.
+- Chunks of tokens are held for a moment for those that take many at once, and shown before anything
+  that comes after them.
 - An :class:`~aprilsched.errors.InvariantViolation` is no mistake of the listener. It is one of the
   scheduler, which a listener that checks it has found, and it ends the run.
 """
@@ -15,9 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.events import Event, Progress
 from aprilsched.errors import InvariantViolation
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import BulkListener, Listener
 
 __all__ = ["Listeners"]
 
@@ -28,6 +30,8 @@ _LONG_CALL_S = 0.01
 _TOO_LONG_S = 1.0
 _TOO_MUCH = 0.05
 """Of the run's time, in calls that are counted."""
+_HELD_S = 0.25
+_HELD_CHUNKS = 256
 
 
 _Calls: TypeAlias = tuple[tuple[Listener, Callable[[Any, float], None]], ...]
@@ -39,6 +43,14 @@ class Listeners:
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self._on_event: _Calls = tuple((each, each.on_event) for each in listeners)
         self._on_command: _Calls = tuple((each, each.on_command) for each in listeners)
+        self._on_chunk: _Calls = tuple(
+            (each, each.on_event) for each in listeners if not isinstance(each, BulkListener)
+        )
+        self._on_chunks: _Calls = tuple(
+            (each, each.on_progress) for each in listeners if isinstance(each, BulkListener)
+        )
+        self._held: list[tuple[Progress, float]] = []
+        self._held_until = 0.0
         self._began: float | None = None
         self._seconds: dict[int, float] = {}
         """In long calls, by the listener's id."""
@@ -46,13 +58,37 @@ class Listeners:
 
     def event(self, event: Event, now: float) -> None:
         """`event` was handled."""
-        self._tell(self._on_event, event, now)
+        if isinstance(event, Progress):
+            if self._on_chunk:
+                self._tell(self._on_chunk, event, now)
+            self._hold(event, now)
+        else:
+            if self._held:
+                self.release()
+            self._tell(self._on_event, event, now)
 
     def command(self, command: Command, now: float) -> None:
         """`command` was decided."""
+        if self._held:
+            self.release()
         self._tell(self._on_command, command, now)
 
-    def _tell(self, calls: _Calls, what: Event | Command, now: float) -> None:
+    def release(self) -> None:
+        """Show what is held."""
+        if self._held:
+            held, self._held = self._held, []
+            self._tell(self._on_chunks, held, held[-1][1])
+
+    def _hold(self, event: Progress, now: float) -> None:
+        if not self._on_chunks:
+            return
+        if not self._held:
+            self._held_until = now + _HELD_S
+        self._held.append((event, now))
+        if now >= self._held_until or len(self._held) >= _HELD_CHUNKS:
+            self.release()
+
+    def _tell(self, calls: _Calls, what: object, now: float) -> None:
         if self._began is None:
             self._began = now
         before = time.perf_counter()
@@ -69,8 +105,10 @@ class Listeners:
             before = after
 
     def _detach(self, listener: Listener, error: Exception) -> None:
-        self._on_event = tuple(each for each in self._on_event if each[0] is not listener)
-        self._on_command = tuple(each for each in self._on_command if each[0] is not listener)
+        self._on_event = _without(self._on_event, listener)
+        self._on_command = _without(self._on_command, listener)
+        self._on_chunk = _without(self._on_chunk, listener)
+        self._on_chunks = _without(self._on_chunks, listener)
         log.error(
             "the listener %s raised and is told nothing more, the run goes on: %r",
             _name(listener),
@@ -90,6 +128,10 @@ class Listeners:
                 _name(listener),
                 total,
             )
+
+
+def _without(calls: _Calls, listener: Listener) -> _Calls:
+    return tuple(each for each in calls if each[0] is not listener)
 
 
 def _name(listener: Listener) -> str:

@@ -39,6 +39,7 @@ class EventLoop:
     def stop(self) -> None:
         """Decide nothing any more: what happens while closing must not pause an engine again."""
         self._stopped = True
+        self._listeners.release()
 
     def feed(self, event: Event) -> None:
         """Something happened. Handled now, or right after the event in work.
@@ -61,7 +62,9 @@ class EventLoop:
     def _handle(self, event: Event) -> None:
         now = self._clock()
         commands = self.core.handle(event, now)
-        if not isinstance(event, Tick):
+        if isinstance(event, Tick):
+            self._listeners.release()
+        else:
             self._listeners.event(event, now)
         for command in commands:
             self._listeners.command(command, now)

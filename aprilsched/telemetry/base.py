@@ -1,13 +1,22 @@
-"""What a listener is: it is shown every event and every command, in order, and decides nothing."""
+"""What a listener is: it is shown every event and every command, in order, and decides nothing.
+
+Most events are chunks of tokens, which come by the thousand a second. A listener that needs not
+hear of each at once can be told of many together, which costs a third: between two things that a
+coordinator does, a listener's code is in no cache any more.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.events import Event, Progress
 
-__all__ = ["Listener"]
+__all__ = ["BulkListener", "Chunks", "Listener"]
+
+Chunks: TypeAlias = Sequence[tuple[Progress, float]]
+"""Each with the time at which it was handled."""
 
 
 class Listener(Protocol):
@@ -20,4 +29,13 @@ class Listener(Protocol):
 
     def on_command(self, command: Command, now: float) -> None:
         """`command` was decided at `now`."""
+        ...
+
+
+@runtime_checkable
+class BulkListener(Listener, Protocol):
+    """Is told of chunks of tokens a moment later, and before whatever else happened after them."""
+
+    def on_progress(self, chunks: Chunks, now: float) -> None:
+        """What came since the last call, in order; the last one at `now`."""
         ...

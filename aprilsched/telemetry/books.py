@@ -22,6 +22,7 @@ from aprilsched.core.counters import Counters
 from aprilsched.core.ledger import Entry, Ledger, Reason
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.telemetry.ages import ages_of
+from aprilsched.telemetry.base import Chunks
 from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.telemetry.open_attempts import OpenAttempt, OpenAttempts
 from aprilsched.telemetry.summary import Remainder
@@ -96,6 +97,10 @@ class Books(DispatchingListener):
     def on_event(self, event: ev.Event, now: float) -> None:
         self._retried = None
         super().on_event(event, now)
+
+    def on_progress(self, chunks: Chunks, now: float) -> None:
+        self._retried = None
+        super().on_progress(chunks, now)
 
     def remainder(self) -> Remainder:
         """Rollouts in flight, counts, the ledger, and the lengths of what is still open."""

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.events import Event, Progress
+from aprilsched.telemetry.base import Chunks
 
 __all__ = ["DispatchingListener"]
 
@@ -23,6 +24,14 @@ class DispatchingListener:
 
     def on_command(self, command: Command, now: float) -> None:
         self.hear(command, now)
+
+    def on_progress(self, chunks: Chunks, now: float) -> None:
+        handler = self._handlers.get(Progress)
+        if handler is not None:
+            for event, at in chunks:
+                self._now = at
+                handler(event)
+        self._now = now
 
     def hear(self, what: Event | Command, now: float) -> None:
         """Either of them."""

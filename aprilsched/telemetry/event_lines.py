@@ -35,8 +35,7 @@ Writers: TypeAlias = Mapping[str, Callable[[Any], dict[str, Any]]]
 
 
 class ProgressLine(msgspec.Struct, gc=False):
-    """The line of a Progress, most lines of a run: made in a quarter of the time of a dictionary.
-    Its time is rounded when it is encoded."""
+    """The line of a Progress, as most are: made in a quarter of the time of a dictionary."""
 
     t: float
     event: Literal["Progress"]

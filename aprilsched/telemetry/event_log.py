@@ -24,8 +24,9 @@ from typing import Literal
 import msgspec
 
 from aprilsched.core import commands as do
-from aprilsched.core.events import Event, Progress
+from aprilsched.core.events import Event
 from aprilsched.errors import RunFolderError
+from aprilsched.telemetry.base import Chunks
 from aprilsched.telemetry.event_lines import FIELDS, ProgressLine, plain_fields
 from aprilsched.telemetry.file_writer import FileWriter
 from aprilsched.telemetry.log_tail import RESUMED, Tail, read_tail
@@ -39,9 +40,6 @@ _FLUSH_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
 """Of the run's clock, which is at hand, between two looks at the wall clock."""
 _FLUSH_BYTES = 1 << 18
-_HELD_LINES = 1024
-"""Of progress, until they are encoded together. One by one, between everything else that a
-coordinator does, each took 8 us; so it takes 2."""
 _MICROSECONDS = 6
 _PENDING_BYTES = 1 << 26
 """What a disk that hangs may leave unwritten: some minutes of a busy fleet's lines."""
@@ -77,8 +75,6 @@ class EventLog:
         """Where a former process's part ends; read with the first event of the new one."""
         self._encoder = msgspec.json.Encoder(enc_hook=_unknown)
         self._counts_only = not log_tokens
-        self._held: list[ProgressLine] = []
-        """Not in the buffer yet, and after everything in it."""
         self._buffer = bytearray()
         self._lines = 0
         """In the buffer."""
@@ -105,15 +101,22 @@ class EventLog:
         return self._failure
 
     def on_event(self, event: Event, now: float) -> None:
-        if isinstance(event, Progress) and self._counts_only and self._began is not None:
-            self._hold(event, now - self._began)
-            if now >= self._look_at or len(self._held) >= _HELD_LINES:
-                self._look(now)
-        else:
-            self._line("event", event, now)
+        self._line("event", event, now)
+
+    def on_progress(self, chunks: Chunks, now: float) -> None:
+        if self._began is None or not self._counts_only:
+            for event, at in chunks:
+                self._line("event", event, at)
+        elif self._failure is None:
+            self._count_lines(chunks, self._began)
+            self._look(now)
 
     def on_command(self, command: do.Command, now: float) -> None:
         self._line("command", command, now)
+
+    def seconds(self, now: float) -> float:
+        """`now`, of the event loop's clock, on the run's; 0.0 before the first event."""
+        return 0.0 if self._began is None else round(now - self._began, _MICROSECONDS)
 
     def start(self, *, batches: int = 0) -> None:
         """The folder is there: from now on lines reach the file. `batches`: delivered before, as
@@ -140,14 +143,24 @@ class EventLog:
         if not self._writer.close(_CLOSE_SECONDS):
             self._give_up(TimeoutError(f"the disk did not take it within {_CLOSE_SECONDS:g} s"))
 
-    def _hold(self, event: Progress, t: float) -> None:
-        tokens = len(event.token_ids)
-        self._held.append(ProgressLine(t, "Progress", event.request_id, event.attempt, tokens))
+    def _count_lines(self, chunks: Chunks, began: float) -> None:
+        self._buffer += self._encoder.encode_lines(
+            [
+                ProgressLine(
+                    round(at - began, _MICROSECONDS),
+                    "Progress",
+                    event.request_id,
+                    event.attempt,
+                    len(event.token_ids),
+                )
+                for event, at in chunks
+            ]
+        )
+        self._lines += len(chunks)
 
     def _line(self, kind: str, what: object, now: float) -> None:
         if self._failure is not None:
             return
-        self._encode_held()
         try:
             if self._began is None:
                 self._began = now - self._former().t if self._append else now
@@ -165,16 +178,6 @@ class EventLog:
         else:
             self._look(now)
 
-    def _encode_held(self) -> None:
-        if not self._held:
-            return
-        for line in self._held:
-            line.t = round(line.t, _MICROSECONDS)
-        if self._failure is None:
-            self._buffer += self._encoder.encode_lines(self._held)
-            self._lines += len(self._held)
-        self._held.clear()
-
     def _former(self) -> Tail:
         if self._tail is None:
             self._tail = read_tail(self._path)
@@ -186,12 +189,10 @@ class EventLog:
         if now >= self._look_at:
             self._look_at = now + _LOOK_SECONDS
             late = time.monotonic() - self._flushed_at > _FLUSH_SECONDS
-        self._encode_held()
         if late or len(self._buffer) > _FLUSH_BYTES:
             self._flush()
 
     def _flush(self) -> None:
-        self._encode_held()
         if not self._started or self._failure is not None or not self._buffer:
             return
         if not self._writer.put(bytes(self._buffer)):

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 from pieces import PIECES, together
 
+from aprilsched.coordinator.listeners import Listeners
 from aprilsched.core.commands import Command
 from aprilsched.core.events import Event
-from aprilsched.telemetry.base import Listener
 
 __all__ = ["Recorder", "replayed"]
 
@@ -67,14 +67,14 @@ def _cost(name: str, stream: Recorded) -> float:
     with tempfile.TemporaryDirectory() as folder:
         before = time.process_time()
         with together([name], Path(folder)) as (listener,):
-            _show(listener, stream)
+            _show(Listeners([listener]), stream)
         return time.process_time() - before
 
 
-def _show(listener: Listener, stream: Recorded) -> None:
-    on_event, on_command = listener.on_event, listener.on_command
+def _show(listeners: Listeners, stream: Recorded) -> None:
     for event, command, now in stream:
         if event is not None:
-            on_event(event, now)
+            listeners.event(event, now)
         elif command is not None:
-            on_command(command, now)
+            listeners.command(command, now)
+    listeners.release()

@@ -60,6 +60,7 @@ class Usage:
         self._seconds: dict[str, list[float]] = {}
         self._occupancy = Occupancy(self._add, self._move, batch_groups=batch_groups)
         self.on_event = self._occupancy.on_event
+        self.on_progress = self._occupancy.on_progress
         self.on_command = self._occupancy.on_command
 
     def advance(self, now: float) -> None:
@@ -81,6 +82,11 @@ class Usage:
             )
             for name, engine in self._occupancy.engines.items()
         }
+
+    @property
+    def groups_ready(self) -> int:
+        """Groups that are complete, and wait for their batch."""
+        return self._occupancy.groups_ready
 
     def seconds(self) -> dict[Part, float]:
         """The parts of all engines together."""
