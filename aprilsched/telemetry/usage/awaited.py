@@ -101,6 +101,11 @@ class Awaited(DispatchingListener):
         return "pause" if busy else "trainer"
 
     @property
+    def ready(self) -> int:
+        """Groups that are complete, and wait for their batch."""
+        return self._ready
+
+    @property
     def outside(self) -> int:
         """Episodes that have nothing for an engine at the moment."""
         return len(self._outside)

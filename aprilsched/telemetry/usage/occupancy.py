@@ -123,6 +123,23 @@ class Occupancy(DispatchingListener):
             do.AdmitEngine: self._admit,
         }
 
+    @property
+    def groups_ready(self) -> int:
+        """Groups that are complete, and wait for their batch."""
+        return self._awaited.ready
+
+    @property
+    def outside(self) -> int:
+        """Episodes that have nothing for an engine at the moment."""
+        return self._outside
+
+    def decodes(self, request_id: int) -> bool:
+        """The request grows now."""
+        request = self._requests.get(request_id)
+        return (
+            request is not None and request.at == "decode" and request.engine.state == "generating"
+        )
+
     def advance(self, now: float) -> None:
         """End the stretches that are under way, and begin new ones."""
         self._now = now

@@ -24,7 +24,9 @@ class EngineUsage:
     """An engine now, and its time so far.
 
     Attributes:
-        in_flight: requests that it has.
+        in_flight: requests that it has; the three next are those of them that decode, wait for
+            their first token, and wait for their next one after a pause or a move (if it
+            generates; in a pause, what they will go on with).
         tokens: that it generated.
         capacity: the slots that its time is divided by: requests that it had at once at most.
         seconds: its wall time by part, see :data:`~aprilsched.telemetry.usage.parts.PARTS`.
@@ -36,6 +38,9 @@ class EngineUsage:
     version: int | None
     tokens: int
     capacity: int
+    decoding: int = 0
+    prefilling: int = 0
+    re_prefilling: int = 0
     seconds: Mapping[Part, float] = field(default_factory=dict[Part, float])
 
     @property
@@ -78,6 +83,9 @@ class Usage:
                 version=engine.version,
                 tokens=engine.tokens,
                 capacity=engine.peak,
+                decoding=engine.counts["decode"],
+                prefilling=engine.counts["prefill"],
+                re_prefilling=engine.counts["re_prefill"],
                 seconds=dict(zip(PARTS, self._of(name), strict=True)),
             )
             for name, engine in self._occupancy.engines.items()
@@ -87,6 +95,15 @@ class Usage:
     def groups_ready(self) -> int:
         """Groups that are complete, and wait for their batch."""
         return self._occupancy.groups_ready
+
+    @property
+    def outside(self) -> int:
+        """Episodes that are with their tools."""
+        return self._occupancy.outside
+
+    def decodes(self, request_id: int) -> bool:
+        """The request grows now, on an engine that generates."""
+        return self._occupancy.decodes(request_id)
 
     def seconds(self) -> dict[Part, float]:
         """The parts of all engines together."""
