@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 
 from aprilsched.commands.config_file import as_toml
 from aprilsched.commands.former import Former
-from aprilsched.commands.listening import summary_of
+from aprilsched.commands.listening import sampler_of, summary_of
 from aprilsched.commands.remainder import remainder
 from aprilsched.commands.setup import Setup, run_on_clock
 from aprilsched.coordinator import RolloutScheduler
@@ -58,6 +58,7 @@ class Run:
             patient=setup.clock == "virtual",
             log_tokens=setup.settings.log_tokens,
         )
+        self._sampler = sampler_of(setup, folder, self._log)
         self._summary = summary_of(setup)
         self._former = Former(folder.path, self._summary) if folder.resumed else None
         self._scheduler: RolloutScheduler | None = None
@@ -93,7 +94,7 @@ class Run:
             await self._run()
 
     async def _run(self) -> None:
-        setup, settings = self._setup, self._setup.settings
+        setup = self._setup
         summary = self._summary if self._former is None else self._former.listener
         listeners: list[Listener] = [self._log, summary]
         self._scheduler = RolloutScheduler(
@@ -110,16 +111,22 @@ class Run:
             if not rollouts.state.control.engines and setup.publisher is not None:
                 # Engines that were begun anew have not the version that the run had come to.
                 await rollouts.update_weights(setup.publisher, version=rollouts.version)
-            for done in range(before + 1, settings.batches + 1):
-                try:
-                    batch = await rollouts.next_batch()
-                except PromptsExhausted:
-                    return
-                if settings.train_seconds:
-                    await asyncio.sleep(settings.train_seconds)
-                batch.acknowledge()
-                if setup.publisher is not None and done % settings.update_every == 0:
-                    await rollouts.update_weights(setup.publisher)
+            async with self._sampler:
+                await self._train(rollouts, before)
+
+    async def _train(self, rollouts: RolloutScheduler, before: int) -> None:
+        """What a trainer does, from its batch number `before` on."""
+        setup, settings = self._setup, self._setup.settings
+        for done in range(before + 1, settings.batches + 1):
+            try:
+                batch = await rollouts.next_batch()
+            except PromptsExhausted:
+                return
+            if settings.train_seconds:
+                await asyncio.sleep(settings.train_seconds)
+            batch.acknowledge()
+            if setup.publisher is not None and done % settings.update_every == 0:
+                await rollouts.update_weights(setup.publisher)
 
     async def _begin(self, state: SchedulerState) -> int:
         """From here on the folder is the run's; how many batches the trainer has had before."""

@@ -1,14 +1,19 @@
-"""The listeners of a run that its setup decides."""
+"""The listeners of a run that its setup decides, and what samples engines and GPUs beside it."""
 
 from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from rich.console import Console
 
 from aprilsched.commands.setup import Setup
+from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.progress import Progress
+from aprilsched.telemetry.run_folder import RunFolder
+from aprilsched.telemetry.sampling import Sampler
 from aprilsched.telemetry.summary import Summary
 
-__all__ = ["progress_of", "summary_of"]
+__all__ = ["progress_of", "sampler_of", "summary_of"]
 
 
 def summary_of(setup: Setup) -> Summary:
@@ -29,4 +34,27 @@ def progress_of(setup: Setup, console: Console, *, title: str) -> Progress:
         batches=setup.settings.batches,
         batch_groups=setup.config.batch_groups,
         group_size=setup.config.group_size,
+    )
+
+
+def sampler_of(
+    setup: Setup, folder: RunFolder, log: EventLog
+) -> AbstractAsyncContextManager[object]:
+    """What samples engines and GPUs, on the clock of `log`; nothing, if the settings say so.
+
+    Raises:
+        ConfigError: if the GPUs are wanted and cannot be sampled.
+    """
+    settings, virtual = setup.settings, setup.clock == "virtual"
+    if not settings.sample:
+        return nullcontext()
+    # A GPU's seconds are none of a virtual clock's.
+    wanted = {"auto": None, "on": True, "off": False}[settings.gpu]
+    return Sampler(
+        folder.samples,
+        setup.fleet,
+        interval=settings.sample,
+        gpu=False if virtual else wanted,
+        clock=log.seconds,
+        patient=virtual,
     )

@@ -7,7 +7,7 @@ it is meant for (:class:`SchedulerConfig`, :class:`LongTailWorkload`, :class:`Si
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -135,6 +135,11 @@ class RunSettings:
     log_tokens: bool = False
     """Write prompts and outputs into events.jsonl: token ids, logprobs and prompt keys. Without it
     only their lengths are there."""
+    sample: float = 1.0
+    """Seconds between two samples of the engines' load and of the GPUs, in samples.jsonl; 0 for
+    none."""
+    gpu: Literal["auto", "on", "off"] = "auto"
+    """Whether this machine's GPUs are sampled by NVML; "auto": where they and nvidia-ml-py are."""
     admin_key_env: str | None = None
     """Name of the environment variable that holds the servers' admin API key."""
     api_key_env: str | None = None
@@ -167,6 +172,11 @@ class RunSettings:
             raise ConfigError('engine mixes "sim" with URLs; give one or the other.')
         if self.simulated and self.weights is not None:
             raise ConfigError("weights is for SGLang servers; give their URLs as engine too.")
+        if self.simulated and self.gpu == "on":
+            raise ConfigError(
+                'gpu is "on", and the embedded engine has none; give the URLs of SGLang servers, '
+                'or leave it "auto".'
+            )
         if self.tokenizer is not None and self.prompts is None:
             raise ConfigError("tokenizer is for prompts that are text; give prompts too.")
 
@@ -177,6 +187,7 @@ _LEAST: dict[str, float] = {
     "update_every": 0,
     "train_seconds": 0,
     "burn_in": 0,
+    "sample": 0,
 }
 
 

@@ -1,4 +1,5 @@
-"""The folder of a run: config.toml, events.jsonl, summary.json, store.sqlite. Output stays inside.
+"""The folder of a run: config.toml, events.jsonl, summary.json, store.sqlite, and samples.jsonl
+where engines or GPUs are sampled. Output stays inside.
 
 Invariant: a folder that holds something is never written into, but for that of a run that goes on;
 and a run that is refused leaves nothing behind.
@@ -24,17 +25,22 @@ from aprilsched.telemetry.log_tail import read_tail
 __all__ = [
     "CONFIG",
     "EVENTS",
+    "REPORT",
     "RUNS",
+    "SAMPLES",
     "STORE",
     "SUMMARY",
     "RunFolder",
     "default_path",
     "write_json",
+    "write_whole",
 ]
 
 CONFIG = "config.toml"
 EVENTS = "events.jsonl"
 SUMMARY = "summary.json"
+REPORT = "report.html"
+SAMPLES = "samples.jsonl"
 STORE = "store.sqlite"
 RUNS = Path("runs")
 
@@ -67,6 +73,11 @@ class RunFolder:
     @property
     def events(self) -> Path:
         return self.path / EVENTS
+
+    @property
+    def samples(self) -> Path:
+        """Of engines and GPUs beside the run."""
+        return self.path / SAMPLES
 
     @property
     def ended(self) -> bool:
@@ -143,8 +154,17 @@ def write_json(path: Path, content: object) -> None:
         RunFolderError: if it cannot be written.
     """
     encoded = msgspec.json.format(msgspec.json.encode(content), indent=2)
+    write_whole(path, encoded + b"\n")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write `content`, whole or not at all.
+
+    Raises:
+        RunFolderError: if it cannot be written.
+    """
     try:
-        _write(path, encoded + b"\n")
+        _write(path, content)
     except OSError as error:
         raise _unusable(path, error) from error
 

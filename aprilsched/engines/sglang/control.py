@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from tenacity import AsyncRetrying, retry_if_result, wait_exponential
 
 from aprilsched.engines.base import PauseMode
+from aprilsched.engines.load import EngineLoad
 from aprilsched.engines.sglang.failures import Answer
 from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.limits import SGLangLimits
+from aprilsched.engines.sglang.loads import read_load
 from aprilsched.engines.sglang.probe import ServerFacts, weight_label
 from aprilsched.engines.sglang.wire import quoted, version_number
 from aprilsched.errors import ControlTimeout, EngineError, EngineRejected, EngineUnreachable
@@ -31,6 +33,8 @@ _BUSY = 400
 _PAUSED = 503
 _CONFLICT = 409
 _FLUSH_POLL_SECONDS = 0.05
+_LOAD_SECONDS = 5.0
+"""Who asks for a load asks again soon."""
 _MESSAGE_BYTES = 1024
 
 
@@ -68,6 +72,14 @@ class ServerControl:
             "GET", "ready", timeout=timeout, accept=(200, _PAUSED, 404), admin=False
         )
         return None if answer.status == 404 else answer.status == _PAUSED
+
+    async def load(self, *, metrics: bool = False) -> EngineLoad:
+        """What is on it; see :class:`~aprilsched.engines.load.ReportsLoad`."""
+        timeout = min(_LOAD_SECONDS, self._limits.control_timeout)
+        enabled = self.facts.metrics
+        return await read_load(
+            self.name, self._transport, timeout, enabled=enabled, metrics=metrics
+        )
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop decoding. Always with the mode: SGLang's default aborts every request."""

@@ -110,8 +110,12 @@ class Transport:
         repeatable: bool = True,
         admin: bool = True,
         headers: Mapping[str, str] | None = None,
+        at_most: int | None = None,
     ) -> Answer:
-        """One control call, retried where that is safe; raises unless the status is accepted."""
+        """One control call, retried where that is safe; raises unless the status is accepted.
+
+        `at_most`: bytes of the answer, where the limits' would be too many.
+        """
         session = self._opened(self._control if admin else self._generate)
         retries = AsyncRetrying(
             retry=retry_if_exception(lambda error: _may_repeat(error, repeatable)),
@@ -121,7 +125,9 @@ class Transport:
         )
         try:
             async with asyncio.timeout(timeout):
-                answer: Answer = await retries(self._once, session, method, path, body, headers)
+                answer: Answer = await retries(
+                    self._once, session, method, path, body, headers, at_most
+                )
         except TimeoutError as error:
             raise ControlTimeout(
                 self._name, f"{method} /{path} did not answer within {timeout:g} s."
@@ -137,6 +143,7 @@ class Transport:
         path: str,
         body: object,
         headers: Mapping[str, str] | None,
+        at_most: int | None,
     ) -> Answer:
         data = None if body is None else msgspec.json.encode(body)
         if session.closed:  # while a retry waited; aiohttp's own error for that is none of ours
@@ -145,29 +152,33 @@ class Transport:
             async with session.request(
                 method, self._url / path, data=data, headers=headers, allow_redirects=False
             ) as response:
-                return Answer(response.status, await self.read(response))
+                return Answer(response.status, await self.read(response, at_most))
         except (aiohttp.ClientError, OSError) as error:
             raise engine_error(self._name, self._url, error) from error
 
-    async def read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def read(self, response: aiohttp.ClientResponse, at_most: int | None = None) -> bytes:
         """The whole body, if it is not too long; of an error's only the beginning."""
         failed = response.status >= _NOT_DONE
-        at_most = _ERROR_BYTES if failed else self._limits.max_answer_bytes
+        limit = self._limits.max_answer_bytes
+        hint = "raise max_answer_bytes if it should"
+        if at_most is not None and at_most < limit:
+            limit, hint = at_most, "no such answer is that long"
+        if failed:
+            limit = _ERROR_BYTES
         inflow = inflow_of(response)
         body = bytearray()
         async for data in response.content.iter_any():
             inflow.renew()
             body += data
-            if len(body) > at_most:
+            if len(body) > limit:
                 response.close()
                 if failed:
                     break
                 raise EngineProtocolError(
                     self._name,
-                    f"{response.url.path} answered with more than {at_most} bytes; raise "
-                    "max_answer_bytes if it should.",
+                    f"{response.url.path} answered with more than {limit} bytes; {hint}.",
                 )
-        return bytes(body[:at_most])
+        return bytes(body[:limit])
 
     def _opened(self, session: aiohttp.ClientSession | None) -> aiohttp.ClientSession:
         if session is None:

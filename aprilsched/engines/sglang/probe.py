@@ -46,6 +46,7 @@ class ServerFacts:
         torch_empty_cache: whether continue_generation knows this switch.
         update_sessions: whether tensors are refused outside of begin and end (0.5.21).
         pipelined: whether its layers are spread over several pipeline stages.
+        metrics: whether it measures itself, and tells Prometheus.
     """
 
     model_path: str
@@ -57,6 +58,7 @@ class ServerFacts:
     torch_empty_cache: bool
     update_sessions: bool
     pipelined: bool
+    metrics: bool = False
 
 
 def release(version: str) -> tuple[int, int, int]:
@@ -116,6 +118,7 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
         torch_empty_cache="torch_empty_cache" in schema.properties("ContinueGenerationReqInput"),
         update_sessions="/begin_weight_update" in schema.paths,
         pipelined=(server.pp_size or 1) > 1,
+        metrics=bool(server.enable_metrics),
     )
 
 

@@ -128,6 +128,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     tp_size: Count | None = None
     pp_size: Count | None = None
     enable_lora: bool | None = None
+    enable_metrics: bool | None = None
     enable_memory_saver: bool | None = None
     enable_weights_cpu_backup: bool | None = None
     incremental_streaming_output: bool | None = None

@@ -104,6 +104,15 @@ class Batcher:
         """Context tokens with a place in the KV pool, at the last event."""
         return self._pool.used
 
+    def in_progress(self, now: float) -> tuple[int, float, float]:
+        """Steps of the work that is not done yet, and its seconds: of decoding, of prefill."""
+        work = self._work
+        seconds = 0.0 if work is None else max(0.0, min(now, work.end) - work.start)
+        if not isinstance(work, _Decode):
+            return 0, 0.0, seconds
+        timing = self.config.timing
+        return timing.steps_within(len(self._batch), self._pool.running, seconds), seconds, 0.0
+
     def knows(self, request_id: str) -> bool:
         """Whether a request of this id has not ended yet."""
         return request_id in self._by_id
@@ -276,12 +285,16 @@ class Batcher:
         return _Decode(now, now + seconds, steps)
 
     def _complete_decode(self, work: _Decode) -> None:
-        tokens = work.steps * len(self._batch)
+        batch, seconds, counters = len(self._batch), work.end - work.start, self.counters
+        tokens = work.steps * batch
         self._batch.steps += work.steps
         self._pool.running += tokens
-        self.counters.steps += work.steps
-        self.counters.generated += tokens
-        self.counters.decode_seconds += work.end - work.start
+        counters.steps += work.steps
+        counters.generated += tokens
+        counters.decoded += tokens
+        counters.decoded_squares += tokens * batch
+        counters.decode_seconds += seconds
+        counters.request_seconds += seconds * batch
 
     def _preempt(self) -> None:
         """The request admitted last gives its place back; it is prefilled again later."""

@@ -65,8 +65,14 @@ class Counters:
     """Those of them that had been computed before in the same request."""
     preemptions: int = 0
     steps: int = 0
+    decoded: int = 0
+    """Tokens of those steps: all but the first one after each prefill."""
+    decoded_squares: int = 0
+    """Sum of the squared batch over the steps."""
     prefill_passes: int = 0
     decode_seconds: float = 0.0
+    request_seconds: float = 0.0
+    """The same, each step as often as it has requests."""
     prefill_seconds: float = 0.0
     paused_seconds: float = 0.0
     """Pauses that have ended."""

@@ -20,10 +20,12 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest, PauseMode
+from aprilsched.engines.load import EngineLoad
 from aprilsched.engines.sim.adapters import Adapters
 from aprilsched.engines.sim.batcher import Batcher
 from aprilsched.engines.sim.checksum import weights_key_of_files
 from aprilsched.engines.sim.config import Counters, SimConfig
+from aprilsched.engines.sim.load import load_of
 from aprilsched.engines.sim.memory import Memory
 from aprilsched.engines.sim.pacing import Pacer
 from aprilsched.errors import ConfigError, EngineError, EngineProtocolError, EngineRejected
@@ -201,6 +203,10 @@ class SimEngine:
         """The version of the last refit; 0 before."""
         self._pacer.now()
         return self._batcher.version
+
+    async def load(self, *, metrics: bool = False) -> EngineLoad:
+        """What is on it now, work in progress included; nothing is changed by asking."""
+        return load_of(self._batcher, self._pacer.now(), self._pacer.scale)
 
     async def pause(self, mode: PauseMode) -> None:
         """Returns when nothing decodes any more. Cancelled, it still takes effect."""

@@ -37,6 +37,11 @@ class Pacer:
     def started(self) -> bool:
         return self._loop is not None
 
+    @property
+    def scale(self) -> float:
+        """Loop seconds in a modelled one, as they usually pass."""
+        return self._usual_scale
+
     def start(self) -> None:
         """Go on, on the running loop."""
         self._loop = asyncio.get_running_loop()

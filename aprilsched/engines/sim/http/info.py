@@ -17,6 +17,7 @@ __all__ = ["health", "loads", "model_info", "models", "openapi", "ready", "serve
 _VERSION = "0.5.21"
 """The SGLang whose answers these are."""
 _HEALTH_SECONDS = 20.0
+_MICROSECONDS = 1e6
 
 _STRING, _FLAG = {"type": "string"}, {"type": "boolean"}
 _SCHEMAS: dict[str, dict[str, Any]] = {
@@ -73,6 +74,7 @@ async def server_info(request: web.Request) -> web.Response:
             "pp_size": 1,
             "dp_size": 1,
             "enable_lora": True,
+            "enable_metrics": False,
             "enable_memory_saver": False,
             "enable_weights_cpu_backup": False,
             "max_running_requests": config.max_running,
@@ -87,22 +89,51 @@ async def server_info(request: web.Request) -> web.Response:
 
 
 async def loads(request: web.Request) -> web.Response:
-    """GET /v1/loads."""
+    """GET /v1/loads: the part of it that SGLang calls core, whatever is asked for.
+
+    As on a server without --enable-metrics, what only that measures is 0.
+    """
     served = request.app[SERVED]
     now, config = served.loads, served.config
+    counters, scale = now.counters, served.time_scale
+    decode_us = counters.decode_seconds * scale * _MICROSECONDS
+    moments = [
+        float(counters.steps),
+        float(counters.decoded),
+        decode_us,
+        float(counters.decoded_squares),
+        counters.request_seconds * scale * _MICROSECONDS,
+        float(counters.decoded),
+    ]
     rank = {
-        "timestamp": time.time(),
+        "timestamp": now.timestamp,
         "dp_rank": 0,
         "num_running_reqs": now.running,
         "num_waiting_reqs": now.waiting,
+        "num_waiting_uncached_tokens": 0,
         "num_used_tokens": now.kv_in_use,
         "num_total_tokens": now.kv_in_use,
+        "num_active_tokens": now.kv_in_use,
+        "num_prealloc_ready_tokens": 0,
         "max_total_num_tokens": config.kv_tokens,
         "max_running_requests": config.max_running,
         "token_usage": round(now.kv_in_use / config.kv_tokens, 4),
+        "gen_throughput": 0.0,
+        "cache_hit_rate": 0.0,
+        "utilization": 0.0,
+        "total_prefill_uncached_tokens": counters.prefilled - counters.cached,
+        "total_prefill_busy_us": int(counters.prefill_seconds * scale * _MICROSECONDS),
+        "decode_moments": moments if counters.steps else None,
     }
-    timestamp = datetime.now(UTC).isoformat()
-    return as_json({"timestamp": timestamp, "version": _VERSION, "loads": [rank]})
+    return as_json(
+        {
+            "timestamp": datetime.now(UTC).isoformat(),
+            "version": _VERSION,
+            "accelerator": None,
+            "num_accelerators": 1,
+            "loads": [rank],
+        }
+    )
 
 
 async def ready(request: web.Request) -> web.Response:

@@ -10,12 +10,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.config import Counters, SimConfig
 from aprilsched.engines.sim.engine import SimEngine
 from aprilsched.engines.sim.http.refusals import Refused
 from aprilsched.errors import EngineRejected
@@ -38,11 +39,13 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loads:
-    """What /v1/loads tells."""
+    """What /v1/loads tells, as it was at `timestamp` of the wall clock."""
 
     running: int
     waiting: int
     kv_in_use: int
+    counters: Counters
+    timestamp: float
 
 
 class ServedRequests:
@@ -84,7 +87,13 @@ class ServedRequests:
     def _loads(self) -> Loads:
         batcher = self.engine.batcher
         waiting = max(batcher.waiting, len(self._entered()) - batcher.running)
-        return Loads(running=batcher.running, waiting=waiting, kv_in_use=batcher.kv_in_use)
+        return Loads(
+            running=batcher.running,
+            waiting=waiting,
+            kv_in_use=batcher.kv_in_use,
+            counters=replace(batcher.counters),
+            timestamp=time.time(),
+        )
 
     def labelled(self, spans: tuple[VersionSpan, ...], tokens: int) -> list[dict[str, str | int]]:
         """`spans` over the first `tokens` tokens, with labels instead of versions."""

@@ -1,0 +1,163 @@
+"""The load of one server: GET /v1/loads, or /get_load of older ones, and some of /metrics.
+
+What SGLang says there is not always what it seems (seen on 0.5.21): the figures are published
+every 15 decode steps and not at all in a pause, so they carry their age; throughput and hit rate
+stay 0 unless the server runs with --enable-metrics. Counters of decode steps need no such flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from aprilsched.engines.load import EngineLoad
+from aprilsched.engines.sglang.http import Transport
+from aprilsched.engines.sglang.probe import decode
+from aprilsched.engines.sglang.series import SERIES, read_series
+
+__all__ = ["Loads", "OlderLoad", "load_of", "older_load_of", "read_load"]
+
+_T = TypeVar("_T", int, float)
+
+_ANSWER_BYTES = 2**20
+_SERIES_BYTES = 2**22
+_NOT_FOUND = 404
+_MICROSECONDS = 1e-6
+_REQUESTS, _STEP_MICROSECONDS, _TOKENS = 1, 2, 5
+"""Places in decode_moments: sums over decode steps of 1, b, us, b * b, b * us and tokens. A step
+that follows none of its kind is left out, so all of them are a little low."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+
+
+class RankLoad(msgspec.Struct, frozen=True):
+    """One data-parallel rank in /v1/loads."""
+
+    num_running_reqs: Count
+    num_waiting_reqs: Count
+    timestamp: Amount | None = None
+    num_used_tokens: Count | None = None
+    max_total_num_tokens: Count | None = None
+    max_running_requests: Count | None = None
+    gen_throughput: Amount | None = None
+    cache_hit_rate: Amount | None = None
+    total_prefill_busy_us: Count | None = None
+    decode_moments: Annotated[list[Amount], msgspec.Meta(min_length=3, max_length=64)] | None = None
+
+
+class Loads(msgspec.Struct, frozen=True):
+    """GET /v1/loads."""
+
+    loads: Annotated[list[RankLoad], msgspec.Meta(min_length=1, max_length=4096)]
+    timestamp: datetime | None = None
+
+
+class OlderLoad(msgspec.Struct, frozen=True):
+    """One rank in /get_load."""
+
+    num_reqs: Count
+    num_waiting_reqs: Count
+    num_tokens: Count | None = None
+
+
+async def read_load(
+    engine: str,
+    transport: Transport,
+    timeout: float,  # noqa: ASYNC109 - of each of the calls, retries included
+    *,
+    enabled: bool,
+    metrics: bool,
+) -> EngineLoad:
+    """Ask a server for its load. `enabled`: it runs with --enable-metrics; `metrics`: ask for
+    those too.
+
+    Raises:
+        EngineError: if it does not tell.
+    """
+    answer = await transport.call(
+        "GET",
+        "v1/loads",
+        timeout=timeout,
+        accept=(200, _NOT_FOUND),
+        admin=False,
+        at_most=_ANSWER_BYTES,
+    )
+    if answer.status == _NOT_FOUND:
+        answer = await transport.call(
+            "GET", "get_load", timeout=timeout, admin=False, at_most=_ANSWER_BYTES
+        )
+        load = older_load_of(decode(engine, "/get_load", answer.body, list[OlderLoad]))
+    else:
+        load = load_of(decode(engine, "/v1/loads", answer.body, Loads), enabled=enabled)
+    if not (metrics and enabled):
+        return load
+    text = await transport.call(
+        "GET", "metrics", timeout=timeout, admin=False, at_most=_SERIES_BYTES
+    )
+    return replace(load, series=read_series(text.body, SERIES))
+
+
+def load_of(answer: Loads, *, enabled: bool) -> EngineLoad:
+    """All ranks of an answer as one engine."""
+    ranks = answer.loads
+    # A rank that has not decoded yet leaves its moments out.
+    moments = [rank.decode_moments for rank in ranks if rank.decode_moments is not None]
+    prefill = _sum(rank.total_prefill_busy_us for rank in ranks)
+    counts = prefill is not None
+    decode_us = sum(m[_STEP_MICROSECONDS] for m in moments)
+    return EngineLoad(
+        running=sum(rank.num_running_reqs for rank in ranks),
+        queued=sum(rank.num_waiting_reqs for rank in ranks),
+        max_running=_sum(rank.max_running_requests for rank in ranks),
+        kv_tokens=_sum(rank.num_used_tokens for rank in ranks),
+        kv_capacity=_sum(rank.max_total_num_tokens for rank in ranks),
+        generated=int(sum(map(_tokens, moments))) if counts else None,
+        decode_seconds=decode_us * _MICROSECONDS / len(ranks) if counts else None,
+        prefill_seconds=prefill * _MICROSECONDS / len(ranks) if prefill is not None else None,
+        tokens_per_s=_sum(rank.gen_throughput for rank in ranks) if enabled else None,
+        cache_hit_rate=_mean([rank.cache_hit_rate for rank in ranks]) if enabled else None,
+        age_s=_age(answer),
+    )
+
+
+def older_load_of(ranks: Sequence[OlderLoad]) -> EngineLoad:
+    """The same of an older server, which tells less."""
+    queued = sum(rank.num_waiting_reqs for rank in ranks)
+    return EngineLoad(
+        running=max(0, sum(rank.num_reqs for rank in ranks) - queued),
+        queued=queued,
+        kv_tokens=_sum(rank.num_tokens for rank in ranks),
+    )
+
+
+def _tokens(moments: Sequence[float]) -> float:
+    # Without speculation each request of a step gives one.
+    return moments[_TOKENS] if len(moments) > _TOKENS else moments[_REQUESTS]
+
+
+def _sum(values: Iterable[_T | None]) -> _T | None:
+    """None unless every rank tells it."""
+    total: Any = 0
+    for value in values:
+        if value is None:
+            return None
+        total += value
+    return total
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    total = _sum(values)
+    return None if total is None else total / len(values)
+
+
+def _age(answer: Loads) -> float:
+    """Both times are the server's own; what is most out of date counts."""
+    told = [rank.timestamp for rank in answer.loads if rank.timestamp]
+    if answer.timestamp is None or not told:
+        return 0.0
+    return max(0.0, answer.timestamp.timestamp() - min(told))

@@ -1,0 +1,123 @@
+"""NVML, by nvidia-ml-py: the GPUs of this machine, as their driver sees them.
+
+Every call may block, so all of this runs in a thread of its own (:mod:`.gpu_thread`). A figure
+that a GPU does not have (a MIG slice has no utilization, say) is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, TypeVar
+
+from aprilsched.errors import ConfigError
+from aprilsched.telemetry.extras import extra
+from aprilsched.telemetry.sampling.lines import DeviceLine, GpuLine
+
+__all__ = ["Nvml"]
+
+_T = TypeVar("_T")
+
+_PERCENT = 100
+_MILLI = 1000
+_PROCESSES = 16
+
+
+class Nvml:
+    """The library, from here to :meth:`close`.
+
+    Raises:
+        ConfigError: if it is not there, in one sentence.
+    """
+
+    def __init__(self) -> None:
+        with extra("gpu"):
+            self._api: Any = import_module("pynvml")
+        try:
+            self._api.nvmlInit()
+        except self._api.NVMLError as error:
+            raise ConfigError(
+                f"NVML does not answer ({error}); run where NVIDIA's driver is, or sample without "
+                "it."
+            ) from error
+        # In a container's driver one GPU may be out of reach, and the others are not.
+        found = {
+            index: self._told(self._api.nvmlDeviceGetHandleByIndex, index)
+            for index in range(self._api.nvmlDeviceGetCount())
+        }
+        self._handles = {index: handle for index, handle in found.items() if handle is not None}
+
+    def close(self) -> None:
+        """Let go of it; others in this process keep their hold."""
+        self._told(self._api.nvmlShutdown)
+
+    def devices(self, t: float) -> list[DeviceLine]:
+        """The GPUs that there are."""
+        api = self._api
+        return [
+            DeviceLine(
+                t=t,
+                device=index,
+                name=_text(self._told(api.nvmlDeviceGetName, handle)),
+                uuid=_text(self._told(api.nvmlDeviceGetUUID, handle)),
+                memory_total=_of(self._told(api.nvmlDeviceGetMemoryInfo, handle), "total"),
+                power_limit_w=_over(
+                    self._told(api.nvmlDeviceGetEnforcedPowerLimit, handle), _MILLI
+                ),
+            )
+            for index, handle in self._handles.items()
+        ]
+
+    def sample(self, t: float) -> list[GpuLine]:
+        """Each of them now.
+
+        Raises:
+            OSError: if none of them tells anything any more.
+        """
+        lines = [self._line(t, index, handle) for index, handle in self._handles.items()]
+        if lines and all(line == GpuLine(t=t, device=line.device) for line in lines):
+            raise OSError("no GPU answers NVML any more")
+        return lines
+
+    def _line(self, t: float, index: int, handle: object) -> GpuLine:
+        api = self._api
+        rates = self._told(api.nvmlDeviceGetUtilizationRates, handle)
+        return GpuLine(
+            t=t,
+            device=index,
+            utilization=_over(_of(rates, "gpu"), _PERCENT),
+            memory_utilization=_over(_of(rates, "memory"), _PERCENT),
+            memory_used=_of(self._told(api.nvmlDeviceGetMemoryInfo, handle), "used"),
+            power_w=_over(self._told(api.nvmlDeviceGetPowerUsage, handle), _MILLI),
+            sm_clock_mhz=self._told(api.nvmlDeviceGetClockInfo, handle, api.NVML_CLOCK_SM),
+            temperature_c=self._told(
+                api.nvmlDeviceGetTemperature, handle, api.NVML_TEMPERATURE_GPU
+            ),
+            processes=self._processes(handle),
+        )
+
+    def _processes(self, handle: object) -> dict[int, int] | None:
+        found = self._told(self._api.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+        sizes = {p.pid: p.usedGpuMemory for p in found if p.usedGpuMemory is not None}
+        largest = sorted(sizes.items(), key=lambda size: -size[1])[:_PROCESSES]
+        return dict(largest) or None
+
+    def _told(self, call: Callable[..., _T], *arguments: object) -> _T | None:
+        """None for what this GPU does not tell."""
+        try:
+            return call(*arguments)
+        except self._api.NVMLError:
+            return None
+
+
+def _of(struct: Any, name: str) -> int | None:
+    return None if struct is None else int(getattr(struct, name))
+
+
+def _over(value: float | None, parts: int) -> float | None:
+    return None if value is None else value / parts
+
+
+def _text(value: Any) -> str:
+    """Older versions of the package give bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")

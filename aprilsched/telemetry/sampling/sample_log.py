@@ -1,0 +1,82 @@
+"""samples.jsonl: written by a thread of its own, as the event log is, and never waited for.
+
+Invariant: whatever goes wrong while writing, the run goes on, and it is said once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from aprilsched.telemetry.file_writer import FileWriter
+from aprilsched.telemetry.sampling.lines import DescriptionLine, ResumedLine, SampleLine
+
+__all__ = ["SampleLog"]
+
+log = logging.getLogger("aprilsched")
+
+_PENDING_BYTES = 1 << 22
+_CLOSE_SECONDS = 5.0
+_TAIL_BYTES = 1 << 16
+
+
+class SampleLog:
+    """Appends lines to `path`, from any thread; a new file begins with their description.
+
+    A `patient` one waits for a slow disk, as a run on a virtual clock should.
+    """
+
+    def __init__(self, path: Path, *, interval: float, patient: bool = False) -> None:
+        self._path = path
+        self._interval = interval
+        self._encoder = msgspec.json.Encoder()
+        self._said = self._closed = False
+        self._writer = FileWriter(
+            path, "ab", max_bytes=_PENDING_BYTES, patient=patient, failed=self._give_up
+        )
+
+    def start(self, t: float) -> None:
+        """The first line of this process, at `t` on the run's clock."""
+        there = False
+        try:
+            there = self._cut_to_whole_lines() > 0
+        except OSError as error:
+            self._give_up(error)
+        self.write([ResumedLine(t=t) if there else DescriptionLine(t=t, interval=self._interval)])
+
+    def write(self, lines: Sequence[SampleLine]) -> None:
+        """Hand `lines` over; those that a slow disk has no room for are dropped."""
+        block = b"".join(self._encoder.encode(line) + b"\n" for line in lines)
+        if block and not self._closed and not self._writer.put(block):
+            self._give_up(OSError("the disk is too slow"))
+
+    def close(self) -> None:
+        """Write what is left, in bounded time; what comes later is passed over."""
+        self._closed = True
+        if not self._writer.close(_CLOSE_SECONDS):
+            self._give_up(OSError(f"the disk did not take it within {_CLOSE_SECONDS:g} s"))
+
+    def _cut_to_whole_lines(self) -> int:
+        """A process that was killed may have left a piece of a line; the bytes that stay."""
+        if not self._path.exists():
+            return 0
+        size = self._path.stat().st_size
+        with self._path.open("rb") as file:
+            file.seek(max(0, size - _TAIL_BYTES))
+            tail = file.read()
+        whole = tail.rfind(b"\n") + 1
+        if not whole and len(tail) < size:
+            raise OSError("it is damaged at its end")
+        size += whole - len(tail)
+        os.truncate(self._path, size)
+        return size
+
+    def _give_up(self, error: OSError) -> None:
+        # Both threads come here, and a line twice in the log harms nobody.
+        if not self._said:
+            self._said = True
+            log.warning("%s is not complete, the run goes on: %s", self._path.name, error)

@@ -1,0 +1,124 @@
+"""Samples of GPUs and engines beside a run, in samples.jsonl.
+
+Invariant: a run never waits for it. Engines are asked by tasks of their own, NVML by a thread, the
+file is written by another one; what fails is said once and left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+from aprilsched.errors import ConfigError
+from aprilsched.telemetry.sampling.engine_loads import EngineLoads, HasEngines
+from aprilsched.telemetry.sampling.gpu_thread import GpuThread
+from aprilsched.telemetry.sampling.lines import DeviceLine, EngineLine, GpuLine
+from aprilsched.telemetry.sampling.nvml import Nvml
+from aprilsched.telemetry.sampling.sample_log import SampleLog
+
+__all__ = ["Sampler"]
+
+log = logging.getLogger("aprilsched")
+
+_TIME_DIGITS = 6
+
+
+class Sampler:
+    """Samples, for as long as its block lasts.
+
+    ::
+
+        async with RolloutScheduler(fleet, prompts, reward=score) as rollouts:
+            async with Sampler(folder / "samples.jsonl", fleet):
+                async for batch in rollouts:
+                    ...
+
+    Inside the scheduler's block, so that the fleet is open. The figures are the engines' own
+    (``/v1/loads`` of SGLang, the exact state of the embedded engine) and NVML's, of this machine's
+    GPUs. What the latter's utilization means is in
+    :data:`~aprilsched.telemetry.sampling.labels.NVML_UTILIZATION`.
+
+    Args:
+        path: of the file; one that is there is appended to.
+        fleet: whose engines are asked; None asks none.
+        interval: seconds between two samples, on the running loop's clock.
+        gpu: whether to ask NVML; None: where it is there.
+        clock: turns the loop's time into the run's (``EventLog.seconds``); without it the file's
+            time begins with the block.
+        patient: wait for a slow disk instead of dropping samples, as on a virtual clock.
+
+    Raises:
+        ConfigError: if `interval` is not positive, or NVML is wanted and not there.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        fleet: HasEngines | None = None,
+        *,
+        interval: float = 1.0,
+        gpu: bool | None = None,
+        clock: Callable[[float], float] | None = None,
+        patient: bool = False,
+    ) -> None:
+        if not (interval > 0 and math.isfinite(interval)):
+            raise ConfigError(f"interval is {interval}; give a number of seconds above 0.")
+        if gpu:
+            Nvml().close()
+        self.engines: dict[str, EngineLine] = {}
+        """The last sample of each engine."""
+        self.devices: dict[int, GpuLine] = {}
+        """The last sample of each GPU."""
+        self._fleet = fleet
+        self._interval = interval
+        self._gpu = gpu
+        self._clock = clock
+        self._log = SampleLog(path, interval=interval, patient=patient)
+        self._thread: GpuThread | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._began = 0.0
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._log.start(self._now())
+        if self._gpu is not False:
+            wanted = bool(self._gpu)
+            self._thread = GpuThread(self._interval, self._now, self._take_gpus, wanted=wanted)
+            self._thread.start()
+        if self._fleet is not None:
+            loads = EngineLoads(self._fleet, self._interval, self._now, self._take_engine)
+            self._task = asyncio.create_task(loads.work(), name="samples of the engines")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            if self._task is not None:
+                self._task.cancel()
+                await asyncio.wait([self._task])
+                if not self._task.cancelled() and (error := self._task.exception()):
+                    log.warning("the engines were not sampled to the end: %r", error)
+        finally:
+            if self._thread is not None:
+                self._thread.stop()
+            self._log.close()
+
+    def _now(self) -> float:
+        """On the run's clock; from any thread."""
+        if self._loop is None:
+            return 0.0
+        now = self._loop.time()
+        return round(now - self._began if self._clock is None else self._clock(now), _TIME_DIGITS)
+
+    def _take_engine(self, line: EngineLine) -> None:
+        self.engines[line.engine] = line
+        self._log.write([line])
+
+    def _take_gpus(self, lines: Sequence[DeviceLine | GpuLine]) -> None:
+        self.devices.update({line.device: line for line in lines if isinstance(line, GpuLine)})
+        self._log.write(lines)
