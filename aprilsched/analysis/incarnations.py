@@ -8,6 +8,7 @@ the log was cut off before its delivery, handing it over again is the delivery.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from aprilsched.telemetry.log_tail import RESUMED, read_tail
 __all__ = ["whole_lines"]
 
 _FIRST, _AGAIN = b'"command":"Deliver"', b'"command":"Redeliver"'
-_MARKS = (f'"event":"{RESUMED}"'.encode(), _FIRST, _AGAIN)
+_MARK = re.compile(b"|".join(map(re.escape, (f'"event":"{RESUMED}"'.encode(), _FIRST, _AGAIN))))
 
 
 class _Mark(msgspec.Struct, frozen=True):
@@ -55,7 +56,7 @@ class _Corrections:
         self._delivered: dict[int, int] = {}
         decoder = msgspec.json.Decoder(_Mark)
         for number, raw in _numbered(path, size):
-            if any(mark in raw for mark in _MARKS):
+            if _MARK.search(raw):
                 self._add(decoder.decode(raw), number)
         self._resume(batches)
 

@@ -13,7 +13,10 @@ import msgspec
 
 from aprilsched.analysis.incarnations import whole_lines
 
-__all__ = ["DeliveredLine", "EngineLine", "Line", "RestoredLine", "read_lines"]
+__all__ = ["PROGRESS", "DeliveredLine", "EngineLine", "Line", "RestoredLine", "read_lines"]
+
+PROGRESS = b'"event":"Progress"'
+"""In every line of the most frequent kind; in others only where somebody's text says so."""
 
 
 class DeliveredLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,5 +84,5 @@ def read_lines(path: Path, *, progress: bool = False) -> Iterator[Line]:
     """
     decoder = msgspec.json.Decoder(Line)
     for raw in whole_lines(path):
-        if progress or b'"event":"Progress"' not in raw:
+        if progress or PROGRESS not in raw:
             yield decoder.decode(raw)

@@ -8,6 +8,7 @@ tokens. A plan's evidence is not written: its kinds are passed over, as are name
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, TypeAlias, get_args
 
@@ -33,7 +34,7 @@ from aprilsched.types import (
     VersionSpan,
 )
 
-__all__ = ["Fields", "typed"]
+__all__ = ["Fields", "chunk", "typed"]
 
 Fields: TypeAlias = Mapping[str, Any]
 
@@ -63,14 +64,24 @@ def _prompts_arrived(line: Fields) -> Event:
     return ev.PromptsArrived(prompts=_prompts(line["prompts"]), last=line.get("last", False))
 
 
-def _progress(line: Fields) -> Event:
-    tokens = line["tokens"]
+def chunk(request_id: int, attempt: int, tokens: int) -> ev.Progress:
+    """New tokens of an attempt, of which no more is known than how many."""
+    token_ids, logprobs = _unknown(tokens)
     return ev.Progress(
-        request_id=line["request_id"],
-        attempt=line["attempt"],
-        token_ids=_ids(tokens),
-        logprobs=_logprobs(tokens),
+        request_id=request_id, attempt=attempt, token_ids=token_ids, logprobs=logprobs
     )
+
+
+@lru_cache(maxsize=1024)
+def _unknown(tokens: int) -> tuple[Int32Array, Float32Array]:
+    """A log has a million chunks, of few sizes; nobody writes into them."""
+    token_ids, logprobs = _ids(tokens), _logprobs(tokens)
+    token_ids.flags.writeable = logprobs.flags.writeable = False
+    return token_ids, logprobs
+
+
+def _progress(line: Fields) -> Event:
+    return chunk(line["request_id"], line["attempt"], line["tokens"])
 
 
 def _finished(line: Fields) -> Event:
