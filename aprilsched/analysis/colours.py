@@ -1,10 +1,14 @@
-"""One colour for each part of the engines' time, in every picture and page. No matplotlib here."""
+"""The colours of pictures and pages, one for each part of the engines' time. No matplotlib here."""
 
 from __future__ import annotations
 
 from aprilsched.telemetry.usage.parts import Part
 
-__all__ = ["PART_COLOURS"]
+__all__ = ["AGE_COLOURS", "GREY", "PALETTE", "PART_COLOURS", "PART_LABELS"]
+
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+"""Okabe and Ito, 2008: the eight-colour set without black."""
+GREY = "#555555"
 
 PART_COLOURS: dict[Part, str] = {
     "decode": "#0072B2",
@@ -21,3 +25,22 @@ PART_COLOURS: dict[Part, str] = {
     "lost": "#444444",
 }
 """Blues are busy, greys are nobody's fault; the others are Okabe and Ito's, and two of Tol's."""
+
+AGE_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00")
+"""Of tokens by staleness, 0 versions first; the last is for all that are older."""
+
+PART_LABELS: dict[Part, str] = {
+    "decode": "generating",
+    "prefill": "reading prompts",
+    "re_prefill": "reading again",
+    "tail": "waiting for the last responses",
+    "pause": "paused",
+    "refit": "new weights",
+    "trainer": "waiting for the trainer",
+    "prompts": "waiting for prompts",
+    "rewards": "waiting for rewards",
+    "environment": "tools of episodes",
+    "asleep": "lent to the trainer",
+    "lost": "out of use",
+}
+"""For people who meet them for the first time."""
