@@ -50,7 +50,7 @@ PYTHON_311 = $(shell for python in $(PYTHON) python3.11; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; \
 	then echo $$python; break; fi; done)
 
-.PHONY: help venv demo test test-fast lint format clean shared-sglang \
+.PHONY: help venv demo test test-fast docs lint format clean shared-sglang \
 	.browser .venv .venv-sglang
 
 help: ## Show this list.
@@ -73,6 +73,9 @@ test: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) lint ## Lint, and all tests
 test-fast: $(TEST_STAMP) $(BROWSER_READY) ## All tests that need no server.
 	$(BIN)/python -m pytest --ignore=tests/sglang $(ARGS)
 
+docs: $(TEST_STAMP) ## Build the documentation site, docs/_build/html/index.html.
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
 lint: $(TEST_STAMP) ## Check style, format and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -83,7 +86,7 @@ format: $(TEST_STAMP) ## Fix what ruff can fix.
 	$(BIN)/ruff format .
 
 clean: ## Remove both environments, the browser and every cache.
-	rm -rf .browser .venv .venv-sglang .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .browser .venv .venv-sglang .pytest_cache .ruff_cache .hypothesis dist docs/_build
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(DEMO_STAMP): pyproject.toml constraints.txt

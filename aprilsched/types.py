@@ -47,7 +47,7 @@ class SamplingParams:
     """How one response is sampled, in SGLang's names.
 
     ``extra`` is passed to the engine as it is, so any other parameter of the server can be
-    used. :func:`aprilsched.sampling.sampling_params` builds this from a mapping in the names
+    used. :func:`aprilsched.sampling_params` builds this from a mapping in the names
     of other libraries (``max_tokens``, ``stop``, ``seed``).
     """
 

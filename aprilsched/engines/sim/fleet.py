@@ -18,7 +18,7 @@ class SimFleet:
     Args:
         engines: how many.
         time_scale: loop seconds for each modelled second (1.0 under a virtual clock).
-        refit_seconds, pause_seconds: as in :class:`SimEngine`.
+        refit_seconds, pause_seconds: as in :class:`~aprilsched.engines.sim.engine.SimEngine`.
 
     The others are those of :class:`~aprilsched.engines.sim.config.SimConfig`.
 
@@ -74,6 +74,6 @@ class SimFleet:
             await engine.open()
 
     async def close(self) -> None:
-        """Close every engine; see :meth:`SimEngine.close`."""
+        """Close every engine; see :meth:`~aprilsched.engines.sim.engine.SimEngine.close`."""
         for engine in self._engines:
             await engine.close()

@@ -1,0 +1,36 @@
+"""The help of every command, as the command prints it at a width of 80 characters."""
+
+from __future__ import annotations
+
+import io
+import os
+from contextlib import redirect_stdout
+from unittest.mock import patch
+
+from aprilsched.cli import main
+from aprilsched.commands import COMMANDS
+
+__all__ = ["command_line", "help_of"]
+
+_WIDTH = 80
+_PLAIN = {"COLUMNS": str(_WIDTH), "LINES": "50", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+def command_line() -> str:
+    """A section for each command."""
+    return "\n\n".join(
+        f"## aprilsched {name}\n\n{what[0].upper()}{what[1:]}.\n\n```text\n{help_of(name)}\n```"
+        for name, what in COMMANDS.items()
+    )
+
+
+def help_of(name: str) -> str:
+    """What ``aprilsched NAME --help`` prints."""
+    output = io.StringIO()
+    with patch.dict(os.environ, _PLAIN), redirect_stdout(output):
+        try:
+            main([name, "--help"])
+        except SystemExit as end:
+            if end.code:
+                raise ValueError(f"aprilsched {name} --help ended with {end.code}") from end
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())

@@ -1,0 +1,70 @@
+"""What classes say about themselves: docstrings, and the strings below their fields."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from typing import Any
+
+__all__ = ["cell", "field_texts", "type_text"]
+
+_ROLE = re.compile(r":[a-z:]+:`~?(?:[\w.]*\.)?(\w+)`")
+_LITERAL = re.compile(r"``([^`]+)``")
+
+
+def field_texts(kind: type[Any]) -> dict[str, str]:
+    """The text of every field of a class, those of its bases before its own."""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.startswith("aprilsched."):
+            texts |= _own_texts(base)
+    return texts
+
+
+def _own_texts(kind: type[Any]) -> dict[str, str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    body = next(found for found in ast.walk(tree) if isinstance(found, ast.ClassDef))
+    texts: dict[str, str] = {}
+    name = ""
+    for statement in body.body:
+        match statement:
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                pass
+            case ast.Expr(value=ast.Constant(value=str(text))) if name:
+                texts[name] = inspect.cleandoc(text)
+                name = ""
+            case _:
+                name = ""
+    return {**_attributes(inspect.getdoc(kind) or ""), **texts}
+
+
+def _attributes(doc: str) -> dict[str, str]:
+    """The entries of an "Attributes:" section."""
+    texts: dict[str, str] = {}
+    found = re.search(r"^(?:Attributes|Args):\n((?:    .*\n?|\n)+)", doc + "\n", flags=re.MULTILINE)
+    if found is None:
+        return texts
+    for entry in re.split(r"^    (?=\w)", found.group(1), flags=re.MULTILINE)[1:]:
+        names, _, text = entry.partition(":")
+        for name in names.split(","):
+            texts[name.strip()] = " ".join(text.split())
+    return texts
+
+
+def cell(text: str) -> str:
+    """A piece of a docstring as one line of Markdown, fit for a table."""
+    line = " ".join(text.split())
+    line = _ROLE.sub(r"`\1`", line)
+    line = _LITERAL.sub(r"`\1`", line)
+    return line.replace("|", "\\|")
+
+
+def type_text(kind: type[Any], name: str) -> str:
+    """A field's type as it is written."""
+    for base in kind.__mro__:
+        annotations = inspect.get_annotations(base)
+        if name in annotations:
+            return str(annotations[name])  # a string already, for annotations are not evaluated
+    return ""

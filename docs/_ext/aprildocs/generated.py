@@ -1,0 +1,59 @@
+"""The Sphinx extension: ``{generated}`` puts a table or text in that is made from the code.
+
+The Markdown that a generator returns is read as if it stood in the page, so what it links to is
+checked like everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from aprildocs import command_line, tables
+from aprildocs.state_diagram import draw, moves_table
+from aprilsched.core.lifecycle import MOVES
+
+__all__ = ["GENERATORS", "setup"]
+
+GENERATORS: dict[str, Callable[[], str]] = {
+    "command-line": command_line.command_line,
+    "command-lines": tables.command_lines,
+    "event-lines": tables.event_lines,
+    "moves": lambda: moves_table(MOVES),
+    "sampling": tables.sampling_settings,
+    "settings": tables.settings,
+    "summary": tables.summary_figures,
+    "usage-parts": tables.usage_parts,
+    "written-fields": tables.written_fields,
+}
+"""By the name that a page asks for."""
+
+
+class Generated(SphinxDirective):
+    """``{generated} NAME``"""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        name = self.arguments[0]
+        if name not in GENERATORS:
+            raise self.error(f"{name!r} is not generated; choose one of {', '.join(GENERATORS)}.")
+        return self.parse_text_to_nodes(GENERATORS[name](), allow_section_headings=True)
+
+
+class StateDiagram(SphinxDirective):
+    """``{state-diagram}``: the table of legal moves as a drawing."""
+
+    def run(self) -> list[nodes.Node]:
+        scrolled = f'<div class="state-diagram-scroll">{draw(MOVES)}</div>'
+        return [nodes.raw("", scrolled, format="html")]
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.add_directive("generated", Generated)
+    app.add_directive("state-diagram", StateDiagram)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,184 @@
+"""Reference tables as Markdown: the settings, the figures of a run, its event log.
+
+Each is made from the classes themselves, their field names, types, defaults and docstrings.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, get_args, get_type_hints
+
+from aprildocs.documented import cell, field_texts, type_text
+from aprilsched.config import SchedulerConfig
+from aprilsched.core import commands, events
+from aprilsched.telemetry import figures
+from aprilsched.telemetry.event_lines import FIELDS
+from aprilsched.telemetry.log_tail import RESUMED
+from aprilsched.telemetry.token_lines import TOKEN_FIELDS
+from aprilsched.telemetry.usage.parts import BUSY, PARTS
+from aprilsched.types import SamplingParams
+
+__all__ = [
+    "command_lines",
+    "event_lines",
+    "sampling_settings",
+    "settings",
+    "summary_figures",
+    "usage_parts",
+    "written_fields",
+]
+
+
+def settings() -> str:
+    """Every field of the scheduler's configuration."""
+    return _settings(SchedulerConfig)
+
+
+def sampling_settings() -> str:
+    """Every field of the sampling parameters."""
+    return _settings(SamplingParams)
+
+
+def _settings(kind: type[Any]) -> str:
+    texts = field_texts(kind)
+    rows = ((f"`{f.name}`", f"`{_default(f)}`", cell(texts.get(f.name, ""))) for f in fields(kind))
+    return _table(("setting", "default", "what it does"), rows)
+
+
+def _default(field: Field[Any]) -> str:
+    if field.default is not MISSING:
+        value: Any = field.default
+        return f'"{value}"' if isinstance(value, str) else repr(value)
+    if field.default_factory is MISSING:
+        return "required"
+    made = field.default_factory()
+    return repr(made) if not is_dataclass(made) else f"{type(made).__name__}()"
+
+
+def summary_figures() -> str:
+    """summary.json, one table for each object in it."""
+    return "\n\n".join(_figures(figures.RunSummary, "", set()))
+
+
+def _figures(kind: type[Any], path: str, seen: set[type[Any]]) -> list[str]:
+    """The table of one object, then those of the objects inside it."""
+    seen.add(kind)
+    texts, hints = field_texts(kind), get_type_hints(kind)
+    rows = [
+        (f"`{f.name}`", cell(_written_type(type_text(kind, f.name))), cell(texts.get(f.name, "")))
+        for f in fields(kind)
+    ]
+    heading = f"### `{path}`" if path else "### The whole"
+    inner = (
+        _figures(nested, f"{path}.{f.name}".lstrip("."), seen)
+        for f in fields(kind)
+        for nested in _classes(hints[f.name])
+        if nested not in seen
+    )
+    own = [heading, _doc(kind), _table(("field", "type", "meaning"), rows)]
+    return [*(part for part in own if part), *(part for parts in inner for part in parts)]
+
+
+def _classes(hint: Any) -> list[type[Any]]:
+    if isinstance(hint, type) and is_dataclass(hint):
+        return [hint]
+    return [found for argument in get_args(hint) for found in _classes(argument)]
+
+
+def _written_type(written: str) -> str:
+    """As JSON has it."""
+    words = {"None": "null", "str": "string", "list": "list", "dict": "object"}
+    plain = re.sub(r"\b\w+Figures\b|\bSteadyState\b", "object", written)
+    plain = re.sub(r"\bBiasReference\b|\bMeanReference\b", "string", plain)
+    return re.sub(r"\b\w+\b", lambda word: words.get(word.group(), word.group()), plain)
+
+
+def usage_parts() -> str:
+    """The parts of an engine's wall time."""
+    rows = (
+        (f"`{part}`", "busy" if part in BUSY else "not busy", cell(meaning))
+        for part, meaning in PARTS.items()
+    )
+    return _table(("part", "", "what it is"), rows)
+
+
+def event_lines() -> str:
+    """The events: what is in events.jsonl as `"event"`. A Tick is shown to no listener."""
+    kinds = [kind for kind in _kinds(events.Event) if kind is not events.Tick]
+    rows = [_line(kind) for kind in kinds]
+    resumed = "A process goes on with the run of a former one; the first line that it writes."
+    rows.append((f"`{RESUMED}`", "`incarnation`, `batches`", resumed))
+    return _table(("event", "fields", "meaning"), rows)
+
+
+def command_lines() -> str:
+    """The commands: what is in events.jsonl as `"command"`."""
+    rows = (_line(kind) for kind in _kinds(commands.Command))
+    return _table(("command", "fields", "meaning"), rows)
+
+
+def _kinds(union: Any) -> tuple[type[Any], ...]:
+    return get_args(union)
+
+
+def _line(kind: type[Any]) -> tuple[str, str, str]:
+    names = ", ".join(
+        f"*{f.name}*" if f.name in TOKEN_FIELDS else f"`{f.name}`" for f in fields(kind)
+    )
+    return (f"`{kind.__name__}`", names or "none", _doc(kind))
+
+
+def _doc(kind: type[Any]) -> str:
+    """A docstring's sentences. Dataclasses without one have a made-up signature there."""
+    doc = inspect.cleandoc(kind.__doc__ or "")
+    if doc.startswith(f"{kind.__name__}("):
+        return ""
+    prose = re.split(r"^(?:Attributes|Args|Raises):", doc, maxsplit=1, flags=re.MULTILINE)[0]
+    return cell(prose)
+
+
+def written_fields() -> str:
+    """The fields that are not written as they are, and what stands for them."""
+    rows = [(f"*{name}*", *_WRITTEN[name]) for name in FIELDS]
+    return _table(("field", "is written as", "with `--log-tokens` also"), rows)
+
+
+_ROLLOUTS = (
+    "`batch` (its index), `version`, and `rollouts`: a list of objects with `rollout_id`, "
+    "`group_id`, `prompt_tokens`, `tokens` (the length), `segments` (lists of start, end, version "
+    "and engine), `reward`, `finish_reason`, `versions_exact`, `masked` (sampled tokens with loss "
+    "mask 0)"
+)
+
+_WRITTEN: dict[str, tuple[str, str]] = {
+    "token_ids": ("`tokens`, how many", "`token_ids`"),
+    "input_ids": ("`tokens`, how many", "`input_ids`"),
+    "logprobs": ("nothing", "`logprobs`"),
+    "versions": ("nothing", ""),
+    "prompt": ("`prompt_tokens`", "`key`, `input_ids`"),
+    "prompts": ("`prompts`, how many", "`asked`: for each, `key` and `input_ids`"),
+    "sampling": ("`max_new_tokens`", ""),
+    "spans": ("a list of version, start and end; null where the server told none", ""),
+    "rollout": ("`rollout_id`, `group_id`", ""),
+    "group": ("`group_id`", "`key`"),
+    "batch": (_ROLLOUTS, "for each rollout `key`, `input_ids`, `token_ids`, `logprobs`"),
+    "info": (
+        "`engine`, its `version`, `holds_stragglers`, `keeps_weights`, `kv_tokens`, `max_running`",
+        "",
+    ),
+    "restored": ("`restored`: `tokens` and `finished` of each rollout; only in a resumed run", ""),
+    "ended": ("`ended`, how many groups", ""),
+    "open": ("`open`, how many groups", ""),
+    "current": ("`schedule`: the schedule in words", ""),
+    "schedule": ("`schedule`: the schedule in words", ""),
+    "version": ("`version`, or `torn` (true) where the weights are of none", ""),
+}
+"""In words what the writers do; a field that they have and this has not fails the build."""
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

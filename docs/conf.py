@@ -1,0 +1,77 @@
+"""The documentation site: ``make docs``. Nothing is fetched, neither then nor by a reader."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+from aprilsched import __version__
+
+project = "aprilsched"
+author = "the aprilsched authors"
+copyright = author
+version = release = __version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "aprildocs.docstrings",
+    "aprildocs.generated",
+    "aprildocs.repository_links",
+]
+exclude_patterns = ["_build", "_ext"]
+root_doc = "index"
+
+# --- pages ---------------------------------------------------------------------------------------
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+suppress_warnings = ["myst.strikethrough"]
+
+# Names in docstrings stand in single backticks.
+default_role = "code"
+
+# --- API -----------------------------------------------------------------------------------------
+
+nitpicky = True
+nitpick_ignore_regex = [
+    # Not ours, or of the standard library: there is no network to look them up in.
+    (
+        r"py:.*",
+        r"(asyncio|collections|concurrent|contextlib|matplotlib|np|numpy|os|pathlib|torch)\..*",
+    ),
+    (r"py:.*", r"(types\.TracebackType|NDArray|Tensor|MsgspecError|looptime\.\w+)"),
+    # Inner workings that a signature or a sentence names, and the decisions describe.
+    (r"py:.*", r"aprilsched\.core\..*"),
+    (r"py:mod", r"aprilsched\..*"),
+    (r"py:class", r"aprilsched\.(types\.Receipt|analysis\.lines\..*)"),
+    # Type variables, and types that the signature of a dataclass breaks at their commas.
+    (r"py:class", r"aprilsched\..*\._?[CT]"),
+    (r"py:class", r"tuple\[.*|Weights|device"),
+]
+autodoc_type_aliases = {"Command": "Command", "Event": "Event"}
+nitpick_ignore = [("py:class", "Command"), ("py:class", "Event")]
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 90
+python_use_unqualified_type_names = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+# Attributes of a docstring as a list; as entries of their own they would be there twice.
+napoleon_use_ivar = True
+
+# --- looks ---------------------------------------------------------------------------------------
+
+html_theme = "furo"
+html_title = "aprilsched"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+pygments_style = "friendly"
+pygments_dark_style = "monokai"

@@ -1,0 +1,108 @@
+"""Every program on the pages of the site: the new ones run, the others are at least Python.
+
+The blocks of a page are one program, run from top to bottom with SGLang's servers replaced by the
+embedded engine and the names that belong to the reader (`trainer`, `dataset`, `model`) given.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import aprilsched
+from aprilsched import DiskPublisher, SimFleet
+from aprilsched.core import commands, events
+
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+RUN = ("quickstart", "guides/trainer", "guides/fleet", "guides/colocated", "guides/tuning")
+PAGES = sorted(
+    page.relative_to(DOCS).with_suffix("").as_posix()
+    for page in DOCS.rglob("*.md")
+    if "_build" not in page.parts and BLOCK.search(page.read_text())
+)
+
+
+class Trainer:
+    """Counts what it is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def step(self, tensors: Any) -> None:
+        self.rows.append(len(tensors.input_ids))
+
+    def save_pretrained(self, path: Path) -> None:
+        (path / "config.json").write_text("{}")
+        (path / "model.safetensors").write_bytes(bytes(len(self.rows)))
+
+
+def embedded(urls: Sequence[str], **keys: str | None) -> SimFleet:
+    assert set(keys) <= {"admin_key", "api_key"}
+    # Responses of many lengths, as an end token makes them.
+    return SimFleet(len(urls), time_scale=0.001, vocab_size=64, eos_token_id=0)
+
+
+def blocks(page: str) -> list[str]:
+    return BLOCK.findall((DOCS / f"{page}.md").read_text())
+
+
+def compiled(block: str, page: str) -> Any:
+    return compile(block, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_programs_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(aprilsched, "SGLangFleet", embedded)
+    trainer = Trainer()
+    names: dict[str, Any] = {
+        "dataset": [[index + 1, 2, 3] for index in range(12)],
+        "model": None,
+        "publisher": DiskPublisher(tmp_path / "given", save=trainer.save_pretrained),
+        "trainer": trainer,
+    }
+    for block in blocks(page):
+        code = compiled(block.replace("/shared", str(tmp_path)), page)
+        if code.co_flags & inspect.CO_COROUTINE:
+            asyncio.run(eval(code, names))  # noqa: S307
+        else:
+            exec(code, names)  # noqa: S102
+    asks = sum("trainer.step(" in block for block in blocks(page))
+    # Three batches of 4 groups of 4 each time the page trains.
+    assert trainer.rows == [16, 16, 16] * asks
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_s_programs_are_python_and_import_what_there_is(page: str):
+    for block in blocks(page):
+        compiled(block, page)
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("aprilsched"):
+                assert node.module is not None
+                module = __import__(node.module, fromlist=["*"])
+                missing = [name.name for name in node.names if not hasattr(module, name.name)]
+                assert not missing, f"{node.module} has no {', '.join(missing)}"
+
+
+def test_the_pages_that_run_are_there():
+    assert set(RUN) <= set(PAGES)
+
+
+def test_every_json_line_on_the_page_of_the_event_log_is_written_like_that():
+    page = (DOCS / "reference" / "events.md").read_text()
+    lines = re.findall(r'^\{"t".*\}$', page, flags=re.MULTILINE)
+    assert len(lines) == 3
+    for line in lines:
+        found = msgspec.json.decode(line)
+        kind = getattr(events, found.get("event", ""), None) or getattr(
+            commands, found.get("command", "")
+        )
+        assert set(found) - {"t", "event", "command"} == set(kind.__dataclass_fields__)

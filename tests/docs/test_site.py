@@ -1,0 +1,141 @@
+"""The documentation site builds without a warning, and says what the code says.
+
+The build checks every link between pages, every name in the API reference and every directive;
+what is checked here is what it cannot know.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+from aprildocs.command_line import help_of
+from aprildocs.generated import GENERATORS
+from aprildocs.state_diagram import PLACES, arrows, draw, moves_table
+from aprildocs.tables import command_lines, event_lines, settings, summary_figures, usage_parts
+
+from aprilsched.commands import COMMANDS
+from aprilsched.config import SchedulerConfig
+from aprilsched.core import commands, events
+from aprilsched.core.lifecycle import MOVES, Move, State
+from aprilsched.telemetry.usage.parts import PARTS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `make docs` builds it."""
+    built = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    done = subprocess.run(
+        [*command, "-d", built / "doctrees", "docs", built / "html"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return built / "html"
+
+
+def page(site: Path, name: str) -> str:
+    return unescape((site / f"{name}.html").read_text(encoding="utf-8"))
+
+
+def test_every_page_is_in_the_site(site: Path):
+    pages = {
+        path.relative_to(ROOT / "docs").with_suffix("").as_posix()
+        for path in (ROOT / "docs").rglob("*.md")
+        if "_build" not in path.parts
+    }
+    assert len(pages) > 30
+    assert not [name for name in pages if not (site / f"{name}.html").exists()]
+
+
+def test_nothing_is_fetched_when_a_page_is_read(site: Path):
+    fetched = re.compile(r"""<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=["'](?:https?:)?//""")
+    pages = list(site.rglob("*.html"))
+    assert pages
+    assert not [path.name for path in pages if fetched.search(path.read_text(encoding="utf-8"))]
+    styles = [path.read_text(encoding="utf-8") for path in site.rglob("*.css")]
+    assert styles
+    assert not [style for style in styles if re.search(r"url\(['\"]?(?:https?:)?//", style)]
+
+
+def test_the_drawing_on_the_page_has_every_legal_move_and_no_other(site: Path):
+    edge = r'data-from="(\w+)" data-move="(\w+)" data-to="(\w+)"'
+    drawn = re.findall(edge, page(site, "concepts"))
+    assert {(State(a), Move(m)): State(b) for a, m, b in drawn} == MOVES
+    assert len(drawn) == len(MOVES)
+
+
+def test_every_name_of_a_move_can_be_read_in_the_drawing():
+    words = set(re.findall(r"<text[^>]*>([\w ]+)</text>", draw(MOVES)))
+    assert words >= {move.replace("_", " ") for move in Move}
+    assert words >= set(State)
+
+
+def test_arrows_begin_and_end_apart():
+    ends = [(arrow.path.split(" ")[1:3], arrow.path.split(" ")[-2:]) for arrow in arrows(MOVES)]
+    assert len({tuple(map(tuple, end)) for end in ends}) == len(ends)
+
+
+def test_a_state_without_a_place_fails_the_build(monkeypatch: pytest.MonkeyPatch):
+    places = {state: place for state, place in PLACES.items() if state is not State.HELD}
+    monkeypatch.setattr("aprildocs.state_diagram.PLACES", places)
+    with pytest.raises(ValueError, match="no place in the diagram for held"):
+        draw(MOVES)
+
+
+def test_the_table_of_moves_has_as_many_as_there_are():
+    assert moves_table(MOVES).count("→") == len(MOVES)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_everything_that_is_generated_is_used_on_a_page(name: str):
+    pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    assert any(f"{{generated}} {name}\n" in text for text in pages)
+
+
+def rows(table: str) -> set[str]:
+    return set(re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE))
+
+
+def test_the_event_log_is_described_line_by_line():
+    assert rows(event_lines()) == {*events.__all__, "Resumed"} - {
+        "ControlCall",
+        "EngineInfo",
+        "Event",
+        "Tick",
+    }
+    assert rows(command_lines()) == set(commands.__all__) - {"Command"}
+
+
+def test_every_setting_is_there_with_its_default_and_what_it_does():
+    table = settings()
+    assert rows(table) == set(SchedulerConfig.__dataclass_fields__)
+    assert '| `refill` | `"wave"` | "wave": once at the begin of each batch' in table
+
+
+def test_the_figures_are_there_to_the_bottom():
+    table = summary_figures()
+    assert "### `bias.transient`" in table
+    assert {"schema", "efficiency", "reprefilled", "further_batches_to_1_percent"} <= rows(table)
+
+
+def test_the_parts_of_an_engine_s_time_are_there():
+    assert rows(usage_parts()) == set(PARTS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_s_help_is_the_same_each_time(name: str, site: Path):
+    text = help_of(name)
+    assert text.startswith(f"usage: aprilsched {name} ")
+    assert all(len(line) <= 80 for line in text.splitlines() if line.startswith(" "))
+    assert help_of(name) == text
+    assert "\x1b" not in text
+    assert f"aprilsched {name}" in page(site, "reference/command_line")
