@@ -8,15 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from aprilsched.analysis.colours import PART_COLOURS
+from aprilsched.analysis.colours import GREY, PALETTE, PART_COLOURS
 
-__all__ = ["GREY", "PALETTE", "PART_COLOURS", "finish", "new_figure", "save"]
-
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-"""Okabe and Ito, 2008: the eight-colour set without black."""
-GREY = "#555555"
+__all__ = ["GREY", "PALETTE", "PART_COLOURS", "finish", "ink_on", "new_figure", "prefix", "save"]
 
 _DPI = 110
 _TITLE = 12
@@ -36,6 +33,19 @@ def finish(axes: Axes, *, title: str, x: str, y: str, pad: float = 8) -> None:
     axes.tick_params(labelsize=_TEXT)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever can be read on `colour` (its luminance by WCAG's weights)."""
+    red, green, blue = to_rgb(colour)
+    return (
+        "white" if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.3 else "black"
+    )
+
+
+def prefix(title: str) -> str:
+    """`title` in front of what a picture says itself."""
+    return f"{title}: " if title else ""
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -32,7 +32,7 @@ from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, RunFolder, write_json
 from aprilsched.timing import H200_QWEN3_4B
 
-__all__ = ["ReplayCommand", "main"]
+__all__ = ["ReplayCommand", "main", "what_if"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,20 @@ def main(arguments: Sequence[str]) -> int:
     else:
         show(found, {v.name: v.what for v, _ in setups})
     return 0
+
+
+def what_if(command: ReplayCommand) -> ReplayReport:
+    """The same as a call: what `command` says of folders and output is ignored.
+
+    Raises:
+        AprilschedError: if the run cannot be read, or a setting is refused.
+    """
+    replay = _replay(command)
+    runs = {
+        variant.name: replay.run(replay.setup(variant), None, None)
+        for variant in variants(command.policy, replay.settings.scheduler)
+    }
+    return _report(replay, {name: run.execute() for name, run in runs.items()}, runs)
 
 
 def _replay(command: ReplayCommand) -> Replay:

@@ -1,0 +1,87 @@
+"""What a run knew of its response lengths at one moment, and how well that fixes the law."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.analysis.launches import Launches
+from aprilsched.analysis.lines import read_lines
+from aprilsched.analysis.run import readable
+from aprilsched.core.lengths.groups import GroupLengths, pooled
+from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
+from aprilsched.telemetry.run_folder import EVENTS
+
+__all__ = ["LawBand", "known_lengths", "law_band", "law_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LawBand:
+    """Where the law lies, as far as chance goes: between `low` and `high` at each of `lengths`,
+    float64 [n]; its mean between `mean_low` and `mean_high`."""
+
+    lengths: NDArray[np.int64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+    mean_low: float
+    mean_high: float
+
+
+def known_lengths(
+    folder: Path, *, group_size: int, until: float | None = None
+) -> list[GroupLengths]:
+    """All that was launched for training in the first `until` seconds of the run in `folder`, with
+    the tokens that were known then. Those of unfinished responses are up to date after an update,
+    and up to a chunk behind otherwise.
+
+    Raises:
+        RunFolderError: if the log is missing or cannot be understood.
+    """
+    launches = Launches()
+    with readable(folder):
+        for line in read_lines(folder / EVENTS, progress=True):
+            if until is not None and line.t > until:
+                break
+            launches.add(line)
+    return [
+        GroupLengths(
+            launched=place,
+            tokens=np.array([max(m.tokens, m.finished) for m in members], dtype=np.int64),
+            finished=np.array([m.finished for m in members], dtype=np.bool_),
+        )
+        for place, members in enumerate(launches.by_group(group_size))
+    ]
+
+
+def law_of(groups: Sequence[GroupLengths]) -> KaplanMeier:
+    """Kaplan and Meier's estimate, with unfinished responses as censored.
+
+    Raises:
+        ValueError: if there are no groups.
+    """
+    tokens, finished = pooled(groups)
+    return kaplan_meier(tokens, ~finished)
+
+
+def law_band(
+    groups: Sequence[GroupLengths], *, level: float = 0.9, draws: int = 200, seed: int = 0
+) -> LawBand:
+    """A bootstrap band of whole groups: their members are alike, and a formula that takes them as
+    independent (Greenwood's) would give too narrow a one."""
+    random = np.random.default_rng(seed)
+    grid = np.unique(np.geomspace(1, law_of(groups).end, 120).astype(np.int64))
+    laws = [law_of(_resampled(groups, random)) for _ in range(draws)]
+    tails = (0.5 - level / 2, 0.5 + level / 2)
+    low, high = np.quantile([law.survival_at(grid) for law in laws], tails, axis=0)
+    mean_low, mean_high = np.quantile([law.mean() for law in laws], tails)
+    return LawBand(
+        lengths=grid, low=low, high=high, mean_low=float(mean_low), mean_high=float(mean_high)
+    )
+
+
+def _resampled(groups: Sequence[GroupLengths], random: np.random.Generator) -> list[GroupLengths]:
+    return [groups[int(place)] for place in random.integers(0, len(groups), len(groups))]
