@@ -53,6 +53,8 @@ class Measured:
     off_policy_by_rollout: NDArray[np.int64]
     staleness_by_rollout: NDArray[np.int64]
     """Sum over those tokens."""
+    oldest_by_rollout: NDArray[np.int64]
+    """Staleness of the oldest of them."""
 
 
 def measure(
@@ -92,6 +94,7 @@ def measure(
         sampled_by_rollout=np.array([age.sampled for age in ages], dtype=np.int64),
         off_policy_by_rollout=np.array([age.off_policy for age in ages], dtype=np.int64),
         staleness_by_rollout=np.array([age.total for age in ages], dtype=np.int64),
+        oldest_by_rollout=np.array([age.oldest for age in ages], dtype=np.int64),
     )
 
 

@@ -21,6 +21,7 @@ from aprilsched.core.ledger import Ledger
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.batch_figures import Bound, Measured
+from aprilsched.telemetry.batch_meter import BatchMeter
 from aprilsched.telemetry.bias import BiasCollector
 from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.telemetry.figures import (
@@ -77,20 +78,13 @@ class Summary(DispatchingListener):
         burn_in: int | None = None,
     ) -> None:
         super().__init__()
-        self._trainer_waits = trainer_waits
-        self._bound = bound
+        self.meter = BatchMeter(trainer_waits=trainer_waits, bound=bound)
+        """For other listeners too, that come after this one."""
         self._workload_mean = workload_mean
         self._burn_in = burn_in
         self.batches: list[Measured] = []
         self._engines = 0
         self._began: float | None = None
-        self._delivered_at = 0.0
-        self._asked = False
-        self._trainer = 0.0
-        """Seconds of the trainer since the last delivery."""
-        self._idle_since: float | None = None
-        """The trainer has the last batch and nothing else goes on."""
-        self._trainer_total = 0.0
         self._pauses = Stopwatch()
         self._updates = Stopwatch()
         self._sent: set[int] = set()
@@ -108,7 +102,7 @@ class Summary(DispatchingListener):
         self._bias = BiasCollector()
         self._handlers = {
             ev.Opened: self._opened,
-            ev.BatchRequested: self._batch_requested,
+            ev.BatchRequested: self._measure,
             ev.UpdateRequested: self._update_requested,
             ev.Continued: self._continued,
             ev.Finished: self._bias.endings.request_finished,
@@ -193,7 +187,7 @@ class Summary(DispatchingListener):
     def _seconds(self) -> SecondsFigures:
         return SecondsFigures(
             wall=self._now - (self._now if self._began is None else self._began),
-            trainer=self._trainer_total,
+            trainer=self.meter.trainer_seconds,
             pause=self._pauses.total(self._now) / max(1, self._engines),
             update=self._updates.total(self._now),
         )
@@ -229,21 +223,14 @@ class Summary(DispatchingListener):
 
     def _deliver(self, command: do.Deliver) -> None:
         self._arrive(command.batch)
-        took = self._now - self._delivered_at - self._trainer
-        self.batches.append(
-            of.measure(
-                command.batch, seconds=took, trainer_seconds=self._trainer, bound=self._bound
-            )
-        )
-        self._bias.deliver(command.batch, self.batches[-1])
-        self._trainer = 0.0
-        self._delivered_at = self._now
-        self._idle_since = self._now
+        measured = self.meter.deliver(command.batch, self._now)
+        self.batches.append(measured)
+        self._bias.deliver(command.batch, measured)
 
     def _redeliver(self, command: do.Redeliver) -> None:
         """The trainer has a batch again that counts already."""
         if any(rollout.rollout_id in self._delivered for rollout in command.batch.rollouts):
-            self._idle_since = self._now
+            self._measure(command)
         else:  # its process ended before it could write that down
             self._deliver(do.Deliver(batch=command.batch))
 
@@ -263,15 +250,14 @@ class Summary(DispatchingListener):
 
     def _opened(self, event: ev.Opened) -> None:
         if self._began is None:
-            self._began = self._delivered_at = self._now
+            self._began = self._now
         else:
             self._restart()
-        self._idle_since = self._now
+        self._measure(event)
         self._engines = len(event.engines)
 
     def _restart(self) -> None:
         self._resumed = True
-        self._stop_idling()
         self._pauses.stop_all(self._now)
         self._updates.stop_all(self._now)
         self._dropped.update(self._evaluating)
@@ -280,22 +266,16 @@ class Summary(DispatchingListener):
         self._sent &= gone
         self._bias.restart(gone)
 
-    def _batch_requested(self, _: ev.BatchRequested) -> None:
-        self._stop_idling()
+    def _measure(self, what: ev.Event | do.Command) -> None:
+        self.meter.hear(what, self._now)
 
-    def _update_requested(self, _: ev.UpdateRequested) -> None:
+    def _update_requested(self, event: ev.UpdateRequested) -> None:
         self._updates.start("update", self._now)
-        self._stop_idling()
+        self._measure(event)
 
-    def _finish_update(self, _: do.FinishUpdate) -> None:
+    def _finish_update(self, command: do.FinishUpdate) -> None:
         self._updates.stop("update", self._now)
-        self._idle_since = self._now
-
-    def _stop_idling(self) -> None:
-        if self._idle_since is not None and self._trainer_waits:
-            self._trainer += self._now - self._idle_since
-            self._trainer_total += self._now - self._idle_since
-        self._idle_since = None
+        self._measure(command)
 
     def _pause(self, command: do.Pause) -> None:
         self._pauses.start(command.engine, self._now)

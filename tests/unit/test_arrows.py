@@ -38,10 +38,13 @@ LAZY = (
     frozenset(
         {
             "checkpoint_engine",
+            "opentelemetry",
+            "prometheus_client",
             "pynvml",
             "ray",
             "safetensors",
             "sglang",
+            "tensorboard",
             "tokenizers",
             "torch",
             "trackio",
@@ -162,6 +165,23 @@ RULES: dict[str, Rule] = {
             "aprilsched.telemetry",
             "aprilsched.types",
         )
+    ),
+    # Each of these files is for one package, and imported by who wants it.
+    "aprilsched.telemetry.metrics.exposition": Rule(
+        ours=("aprilsched.telemetry",), others=frozenset({"prometheus_client"})
+    ),
+    "aprilsched.telemetry.spans": Rule(
+        ours=("aprilsched.core", "aprilsched.telemetry", "aprilsched.types"),
+        others=frozenset({"opentelemetry"}),
+    ),
+    "aprilsched.telemetry.trackers.tensorboard_writer": Rule(
+        ours=("aprilsched.telemetry",), others=frozenset({"tensorboard"})
+    ),
+    "aprilsched.telemetry.trackers.trackio_writer": Rule(
+        ours=("aprilsched.telemetry",), others=frozenset({"trackio"})
+    ),
+    "aprilsched.telemetry.trackers.wandb_writer": Rule(
+        ours=("aprilsched.errors", "aprilsched.telemetry"), others=frozenset({"wandb"})
     ),
     "aprilsched.analysis": Rule(
         ours=(

@@ -1,0 +1,213 @@
+"""The metrics of a real run, scraped over HTTP and read by a parser that is not ours."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
+from aprilsched.analysis.rebuild import replay
+from aprilsched.analysis.usage import usage_of
+from aprilsched.cli import main
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.engines.sim import run_virtual
+from aprilsched.errors import ConfigError
+from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.live_figures import LiveFigures
+from aprilsched.telemetry.metrics import Metrics, serve_metrics
+from aprilsched.telemetry.metrics.table import METRICS
+from aprilsched.telemetry.usage.parts import PARTS
+from aprilsched.types import Batch
+
+Labels = tuple[tuple[str, str], ...]
+Samples = dict[tuple[str, Labels], float]
+
+
+def scraped(url: str) -> tuple[Samples, dict[str, str]]:
+    """Samples by name and labels, and the type of each family, by a parser that is not ours."""
+    with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310 - a loopback address
+        text = answer.read().decode()
+    families = list(text_string_to_metric_families(text))
+    samples = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    return samples, {family.name: family.type for family in families}
+
+
+@dataclass(kw_only=True)
+class Scraped:
+    samples: Samples
+    types: dict[str, str]
+    batches: list[Batch]
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.samples[f"aprilsched_{name}", tuple(sorted(labels.items()))]
+
+    def total(self, name: str) -> float:
+        return sum(v for (n, _), v in self.samples.items() if n == f"aprilsched_{name}")
+
+
+def driven(listeners: Sequence[Listener], *, batches: int = 4) -> list[Batch]:
+    config = SchedulerConfig(
+        batch_groups=4, group_size=4, over_provision=2.0, max_staleness=1, staleness_rule="evict"
+    )
+    workload = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
+
+    async def program() -> list[Batch]:
+        got: list[Batch] = []
+        fleet = SimFleet(2, refit_seconds=0.3)
+        async with RolloutScheduler(
+            fleet, workload, config=config, listeners=listeners
+        ) as rollouts:
+            for _ in range(batches):
+                got.append(await rollouts.next_batch())
+                await rollouts.update_weights(SimPublisher())
+        return got
+
+    return run_virtual(program())
+
+
+@pytest.fixture(scope="module")
+def run() -> Scraped:
+    """Two engines, four batches, an update after each, stale rollouts dropped."""
+    figures = LiveFigures(clock=None)
+    metrics = Metrics(figures)
+    with serve_metrics(metrics, 0) as server:
+        batches = driven([figures, metrics])
+        samples, types = scraped(server.url)
+    return Scraped(samples=samples, types=types, batches=batches)
+
+
+def test_everything_declared_is_exposed_and_nothing_else(run: Scraped):
+    ours = {name for name in run.types if name.startswith("aprilsched_")}
+    assert ours == {name.removesuffix("_total") for name in METRICS}
+    for name, metric in METRICS.items():
+        assert run.types[name.removesuffix("_total")] == metric.kind
+        suffix = "_count" if metric.kind == "histogram" else ""
+        found = [labels for sample, labels in run.samples if sample == name + suffix]
+        # The embedded engine's runs have a bound in the command line only.
+        assert found or name == "aprilsched_batch_efficiency_ratio", name
+        assert all({key for key, _ in labels} == set(metric.labels) for labels in found), name
+
+
+def test_counts_are_those_of_the_batches(run: Scraped):
+    lengths = [len(rollout) for batch in run.batches for rollout in batch.rollouts]
+    assert run.value("batches_delivered_total") == len(run.batches) == 4
+    assert run.value("rollouts_delivered_total") == len(lengths)
+    assert run.value("tokens_delivered_total") == sum(lengths)
+    assert run.value("response_length_tokens_count") == len(lengths)
+    assert run.value("response_length_tokens_sum") == sum(lengths)
+    for edge in (32.0, 128.0):
+        short = sum(length <= edge for length in lengths)
+        assert run.value("response_length_tokens_bucket", le=str(edge)) == short
+    ages = [rollout.staleness(batch.version) for batch in run.batches for rollout in batch.rollouts]
+    assert run.value("rollout_staleness_versions_bucket", le="0.0") == ages.count(0)
+    assert run.value("rollout_staleness_versions_sum") == sum(ages)
+    assert run.value("rollouts_dropped_total", reason="stale") > 0
+    assert run.value("rollouts_dropped_total", reason="failed") == 0
+    assert run.value("rollouts_launched_total") == (
+        run.value("rollouts_delivered_total")
+        + run.total("rollouts_dropped_total")
+        + run.value("rollouts_in_flight")
+    )
+    assert run.value("tokens_re_prefilled_total") > 0
+    assert run.value("tokens_generated_total") == run.total("engine_tokens_generated_total")
+
+
+def test_updates_are_timed(run: Scraped):
+    assert run.value("policy_version") == 4
+    assert run.value("updates_total", outcome="succeeded") == 4
+    assert run.value("updates_total", outcome="failed") == 0
+    # After the last update nobody asks for a batch, so the engines are still paused.
+    for name, times in (("update", 4), ("pause", 6), ("refit", 8)):
+        assert run.value(f"{name}_duration_seconds_count") == times
+        assert run.value(f"{name}_duration_seconds_sum") >= 0.3 * times
+    assert run.value("batch_wait_seconds_count") == run.value("batch_duration_seconds_count") == 4
+
+
+def test_an_engine_s_parts_are_those_of_the_usage(run: Scraped):
+    for engine in ("sim-0", "sim-1"):
+        assert run.value("engine_up", engine=engine) == 1
+        assert run.value("engine_version", engine=engine) == 4
+        assert run.value("engine_state", engine=engine, state="paused") == 1
+        assert run.value("engine_state", engine=engine, state="generating") == 0
+        assert {
+            dict(labels)["part"]
+            for name, labels in run.samples
+            if name == "aprilsched_engine_seconds_total" and ("engine", engine) in labels
+        } == set(PARTS)
+        assert run.value("engine_seconds_total", engine=engine, part="refit") == pytest.approx(1.2)
+
+
+def test_counters_never_go_down():
+    figures = LiveFigures(clock=None)
+    metrics = Metrics(figures)
+    before: dict[tuple[str, tuple[str, ...]], float] = {}
+    scrapes = 0
+
+    class Looking:
+        def on_event(self, event: ev.Event, now: float) -> None:
+            nonlocal scrapes
+            metrics.on_event(event, now)
+            scrapes += 1
+            for sample in metrics.scrape().samples:
+                if METRICS[sample.name].kind == "counter":
+                    key = (sample.name, sample.labels)
+                    assert sample.value >= before.get(key, 0.0), key
+                    before[key] = sample.value
+
+        def on_command(self, command: do.Command, now: float) -> None:
+            metrics.on_command(command, now)
+
+    driven([figures, Looking()], batches=2)
+    assert scrapes > 100
+
+
+def test_a_log_gives_the_same_values_as_the_run(tmp_path: Path):
+    arguments = ["--batch-groups", "4", "--group-size", "4", "--median", "60", "--cap", "600"]
+    arguments += ["--over-provision", "2", "--batches", "4", "--quiet", "--out", str(tmp_path)]
+    assert main(["run", *arguments]) == 0
+    figures = LiveFigures(clock=None)
+    metrics = Metrics(figures)
+    end = replay(tmp_path / "events.jsonl", [figures, metrics])
+    values = {(s.name, s.labels): s.value for s in metrics.scrape().samples}
+    tokens = json.loads((tmp_path / "summary.json").read_text())["tokens"]
+    for name, key in (("generated", "generated"), ("re_prefilled", "reprefilled")):
+        assert values[f"aprilsched_tokens_{name}_total", ()] == tokens[key]
+    seconds = [
+        value for (name, _), value in values.items() if name == "aprilsched_engine_seconds_total"
+    ]
+    assert sum(seconds) == pytest.approx(end, rel=0.05)
+    usage = usage_of(tmp_path)
+    assert values["aprilsched_engine_seconds_total", (usage.engines[0], "pause")] == pytest.approx(
+        usage.shares["pause"] * usage.wall, abs=1e-6
+    )
+
+
+def test_it_listens_on_loopback_only_and_says_what_it_cannot_do():
+    metrics = Metrics()
+    with serve_metrics(metrics, 0) as server:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics", server.url)
+        with (
+            pytest.raises(ConfigError, match=f"on 127.0.0.1:{server.port} .* give another port"),
+            serve_metrics(metrics, server.port),
+        ):
+            pass
+    with pytest.raises(urllib.error.URLError), urllib.request.urlopen(server.url, timeout=30):  # noqa: S310
+        pass
+    with socket.socket() as again:  # it has let go of the port
+        again.bind(("127.0.0.1", server.port))
+    with pytest.raises(ConfigError, match="port is 70000"), serve_metrics(metrics, 70_000):
+        pass
