@@ -33,6 +33,8 @@ class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
     """An engine in an Opened line."""
 
     name: str
+    version: int | None = None
+    """None: torn weights, neither old nor new."""
     kv_tokens: int | None = None
 
 
@@ -69,6 +71,12 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: float = 0
     """Of a Launch; a mean in others."""
     evaluation_id: int | None = None
+    adapter: int | None = None
+    mode: str = ""
+    """Of a Pause."""
+    call: str = ""
+    tags: tuple[str, ...] = ()
+    standby: bool = False
     restored: RestoredLine | None = None
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "SAMPLES",
     "STORE",
     "SUMMARY",
+    "TRACE",
     "RunFolder",
     "default_path",
     "write_json",
@@ -42,6 +43,7 @@ SUMMARY = "summary.json"
 REPORT = "report.html"
 SAMPLES = "samples.jsonl"
 STORE = "store.sqlite"
+TRACE = "trace.json"
 RUNS = Path("runs")
 
 
@@ -116,7 +118,7 @@ class RunFolder:
 
     def create(self, config: Mapping[str, Any]) -> None:
         """The run has begun: write its resolved configuration. What a run that goes on was summed
-        up to before is not true any more, and goes.
+        up to and drawn as before is not true any more, and goes.
 
         Raises:
             RunFolderError: if that cannot be done.
@@ -124,7 +126,8 @@ class RunFolder:
         self.reserve()
         try:
             _write(self.path / CONFIG, tomli_w.dumps(config).encode())
-            (self.path / SUMMARY).unlink(missing_ok=True)
+            for name in (SUMMARY, TRACE):
+                (self.path / name).unlink(missing_ok=True)
         except OSError as error:
             raise _unusable(self.path, error) from error
         self.created = True

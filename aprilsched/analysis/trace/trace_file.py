@@ -1,0 +1,95 @@
+"""A file in the trace event format, written event by event: one line each, none is kept.
+
+Times are whole microseconds, as the format counts and as events.jsonl rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import msgspec
+
+__all__ = ["TraceFile"]
+
+_BEGIN = b'{"displayTimeUnit":"ms","traceEvents":[\n'
+_END = b"\n]}\n"
+
+
+class TraceFile:
+    """Writes to `file`; :meth:`close` makes it whole and leaves it open.
+
+    A process has its tracks below each other, sorted by `tid`, which no other process uses: viewers
+    take threads of one id for one thread.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._encode = msgspec.json.Encoder().encode
+        self._between = b""
+        file.write(_BEGIN)
+
+    def process(self, pid: int, name: str) -> None:
+        self._describe("process_name", pid, 0, name=name)
+        self._describe("process_sort_index", pid, 0, sort_index=pid)
+
+    def track(self, pid: int, tid: int, name: str) -> None:
+        self._describe("thread_name", pid, tid, name=name)
+        self._describe("thread_sort_index", pid, tid, sort_index=tid)
+
+    def slice(
+        self,
+        *,
+        pid: int,
+        tid: int,
+        start: int,
+        end: int,
+        name: str,
+        args: Mapping[str, Any],
+        category: str,
+        color: str = "",
+    ) -> None:
+        """`color` is a name that chrome://tracing knows; others pass it over."""
+        event: dict[str, Any] = {
+            "ph": "X",
+            "pid": pid,
+            "tid": tid,
+            "ts": start,
+            "dur": end - start,
+            "name": name,
+            "cat": category,
+            "args": args,
+        }
+        if color:
+            event["cname"] = color
+        self._write(event)
+
+    def instant(
+        self, *, pid: int, tid: int, at: int, name: str, args: Mapping[str, Any], category: str
+    ) -> None:
+        self._write(
+            {
+                "ph": "i",
+                "s": "t",
+                "pid": pid,
+                "tid": tid,
+                "ts": at,
+                "name": name,
+                "cat": category,
+                "args": args,
+            }
+        )
+
+    def counter(self, *, pid: int, at: int, name: str, unit: str, value: int) -> None:
+        """Viewers call the track by both, `name` and `unit`."""
+        self._write({"ph": "C", "pid": pid, "ts": at, "name": name, "args": {unit: value}})
+
+    def close(self) -> None:
+        self._file.write(_END)
+
+    def _describe(self, what: str, pid: int, tid: int, **args: Any) -> None:
+        self._write({"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": what, "args": args})
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        self._file.write(self._between + self._encode(event))
+        self._between = b",\n"

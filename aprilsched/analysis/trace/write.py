@@ -1,0 +1,59 @@
+"""From the event log of a run to its trace, line by line.
+
+What is held at a time is what the engines have at that time, so a log may be of any length.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from aprilsched.analysis.lines import Line, read_lines
+from aprilsched.analysis.run import readable
+from aprilsched.analysis.trace.story import Story
+from aprilsched.analysis.trace.trace_file import TraceFile
+from aprilsched.errors import RunFolderError
+from aprilsched.telemetry.run_folder import EVENTS, TRACE
+
+__all__ = ["write_trace"]
+
+_BUFFER = 1 << 20
+
+
+def write_trace(folder: Path, path: Path | None = None) -> Path:
+    """Write the run in `folder` as a trace to `path`, else to its trace.json, and return that.
+
+    Open it in ui.perfetto.dev: engines are processes with a track for each slot, rollouts slices
+    that are cut where the version changes or the engine is paused. A run that goes on, or was
+    killed, is shown as far as its log goes.
+
+    Raises:
+        RunFolderError: if the log is missing or cannot be understood, or `path` not be written.
+    """
+    target = folder / TRACE if path is None else path
+    writing = target.with_name(f".{target.name}.writing")
+    try:
+        with writing.open("wb", buffering=_BUFFER) as file:
+            trace = TraceFile(file)
+            story = Story(trace)
+            for line in _lines(folder):
+                story.tell(line)
+            story.end()
+            trace.close()
+        os.replace(writing, target)
+    except OSError as error:
+        raise RunFolderError(
+            f"{target} cannot be written ({error.strerror or error}); name a file in a folder that "
+            "can be."
+        ) from error
+    finally:
+        with suppress(OSError):
+            writing.unlink(missing_ok=True)
+    return target
+
+
+def _lines(folder: Path) -> Iterator[Line]:
+    with readable(folder):
+        yield from read_lines(folder / EVENTS, progress=True)
