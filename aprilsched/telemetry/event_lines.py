@@ -7,14 +7,14 @@ every other one as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
 
-from aprilsched.core.events import EngineInfo
+from aprilsched.core.events import EngineInfo, Event, Progress
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.types import (
@@ -27,7 +27,7 @@ from aprilsched.types import (
     VersionSpan,
 )
 
-__all__ = ["FIELDS", "ProgressLine", "Writers", "plain_fields"]
+__all__ = ["FIELDS", "Line", "Lines", "Writers"]
 
 
 Writers: TypeAlias = Mapping[str, Callable[[Any], dict[str, Any]]]
@@ -44,17 +44,48 @@ class ProgressLine(msgspec.Struct, gc=False):
     tokens: int
 
 
-def plain_fields(thing: Any, writers: Writers) -> dict[str, Any]:
-    """The fields of an event or a command."""
-    plain: dict[str, Any] = {}
-    for name in _names(thing.__class__):
-        value = getattr(thing, name)
-        write = writers.get(name)
-        if write is None:
-            plain[name] = value
-        else:
-            plain.update(write(value))
-    return plain
+Line: TypeAlias = dict[str, Any] | ProgressLine
+
+_Fields: TypeAlias = tuple[tuple[str, Callable[[Any], dict[str, Any]] | None], ...]
+_EVENTS = frozenset[type](get_args(Event))
+
+
+class Lines:
+    """Makes lines whose fields are written as `writers` say.
+
+    What there is to know of a kind is looked up once: a run has a million lines of few kinds.
+    """
+
+    def __init__(self, writers: Writers) -> None:
+        self._writers = writers
+        self._fields: dict[type, _Fields] = {}
+        self._counted = Progress if writers is FIELDS else None
+
+    def lines(self, things: Iterable[Any], times: Iterable[float]) -> list[Line]:
+        """Of what happened or was decided, at these times."""
+        counted = self._counted
+        return [
+            ProgressLine(t, "Progress", thing.request_id, thing.attempt, len(thing.token_ids))
+            if type(thing) is counted
+            else self._line(thing, t)
+            for thing, t in zip(things, times, strict=True)
+        ]
+
+    def _line(self, thing: Any, t: float) -> Line:
+        kind: type[object] = thing.__class__
+        line = {"t": t, "event" if kind in _EVENTS else "command": kind.__name__}
+        for name, write in self._fields.get(kind) or self._learn(kind):
+            value = getattr(thing, name)
+            if write is None:
+                line[name] = value
+            else:
+                line.update(write(value))
+        return line
+
+    def _learn(self, kind: type) -> _Fields:
+        names = [field.name for field in fields(kind)]
+        self._fields[kind] = tuple((name, self._writers.get(name)) for name in names)
+        return self._fields[kind]
 
 
 def _tokens(ids: Sequence[int]) -> dict[str, Any]:
@@ -159,13 +190,3 @@ FIELDS: Writers = {
     "schedule": _schedule,
     "version": _version,
 }
-
-_NAMES: dict[type, tuple[str, ...]] = {}
-
-
-def _names(kind: type) -> tuple[str, ...]:
-    """The names of the fields; looked up once, since a run has a million lines of few kinds."""
-    names = _NAMES.get(kind)
-    if names is None:
-        names = _NAMES[kind] = tuple(field.name for field in fields(kind))
-    return names

@@ -27,9 +27,10 @@ from aprilsched.core import commands as do
 from aprilsched.core.events import Event
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.base import Chunks
-from aprilsched.telemetry.event_lines import FIELDS, ProgressLine, plain_fields
+from aprilsched.telemetry.event_lines import FIELDS, Lines
 from aprilsched.telemetry.file_writer import FileWriter
 from aprilsched.telemetry.log_tail import RESUMED, Tail, read_tail
+from aprilsched.telemetry.microseconds import to_microseconds
 from aprilsched.telemetry.token_lines import TOKEN_FIELDS
 
 __all__ = ["EventLog"]
@@ -40,15 +41,18 @@ _FLUSH_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
 """Of the run's clock, which is at hand, between two looks at the wall clock."""
 _FLUSH_BYTES = 1 << 18
-_MICROSECONDS = 6
+_HOLD_LINES = 1024
+"""Until they are encoded together: one by one, between everything else that a coordinator does, a
+line takes three times as long."""
 _PENDING_BYTES = 1 << 26
 """What a disk that hangs may leave unwritten: some minutes of a busy fleet's lines."""
 _CLOSE_SECONDS = 10.0
 _NEW: Literal["xb", "wb"] = "xb"
 _THERE: Literal["ab"] = "ab"
 
-# A trainer may take minutes over a batch, and no event comes meanwhile to flush its delivery.
-_FLUSHED_AT_ONCE = (do.Deliver, do.Redeliver, do.FinishUpdate)
+# A trainer may take minutes over a batch, and no event comes meanwhile to flush its delivery. What
+# a caller gets may be changed by them, so it cannot be held.
+_FLUSHED_AT_ONCE = (do.Deliver, do.DeliverEvaluation, do.Redeliver, do.FinishUpdate)
 
 
 class EventLog:
@@ -69,15 +73,17 @@ class EventLog:
         log_tokens: bool = False,
     ) -> None:
         self._path = path
-        self._writers = TOKEN_FIELDS if log_tokens else FIELDS
+        self._lines = Lines(TOKEN_FIELDS if log_tokens else FIELDS)
+        self._hold_lines = 1 if log_tokens else _HOLD_LINES
+        self._held: list[tuple[Event | do.Command, float]] = []
+        """Not in the buffer yet, and after everything in it."""
         self._append = append
         self._tail: Tail | None = None
         """Where a former process's part ends; read with the first event of the new one."""
         self._encoder = msgspec.json.Encoder(enc_hook=_unknown)
-        self._counts_only = not log_tokens
         self._buffer = bytearray()
-        self._lines = 0
-        """In the buffer."""
+        self._in_buffer = 0
+        """Lines."""
         self._dropped = 0
         self._failure: str | None = None
         self._began: float | None = None
@@ -101,22 +107,19 @@ class EventLog:
         return self._failure
 
     def on_event(self, event: Event, now: float) -> None:
-        self._line("event", event, now)
-
-    def on_progress(self, chunks: Chunks, now: float) -> None:
-        if self._began is None or not self._counts_only:
-            for event, at in chunks:
-                self._line("event", event, at)
-        elif self._failure is None:
-            self._count_lines(chunks, self._began)
-            self._look(now)
+        self._hold(event, now)
 
     def on_command(self, command: do.Command, now: float) -> None:
-        self._line("command", command, now)
+        self._hold(command, now)
+
+    def on_progress(self, chunks: Chunks, now: float) -> None:
+        self._held += chunks
+        if now >= self._look_at or len(self._held) >= self._hold_lines:
+            self._look(now)
 
     def seconds(self, now: float) -> float:
         """`now`, of the event loop's clock, on the run's; 0.0 before the first event."""
-        return 0.0 if self._began is None else round(now - self._began, _MICROSECONDS)
+        return 0.0 if self._began is None else to_microseconds([now - self._began])[0]
 
     def start(self, *, batches: int = 0) -> None:
         """The folder is there: from now on lines reach the file. `batches`: delivered before, as
@@ -143,40 +146,29 @@ class EventLog:
         if not self._writer.close(_CLOSE_SECONDS):
             self._give_up(TimeoutError(f"the disk did not take it within {_CLOSE_SECONDS:g} s"))
 
-    def _count_lines(self, chunks: Chunks, began: float) -> None:
-        self._buffer += self._encoder.encode_lines(
-            [
-                ProgressLine(
-                    round(at - began, _MICROSECONDS),
-                    "Progress",
-                    event.request_id,
-                    event.attempt,
-                    len(event.token_ids),
-                )
-                for event, at in chunks
-            ]
-        )
-        self._lines += len(chunks)
+    def _hold(self, what: Event | do.Command, now: float) -> None:
+        self._held.append((what, now))
+        if isinstance(what, _FLUSHED_AT_ONCE):
+            self._flush()
+        elif now >= self._look_at or len(self._held) >= self._hold_lines:
+            self._look(now)
 
-    def _line(self, kind: str, what: object, now: float) -> None:
-        if self._failure is not None:
+    def _encode(self) -> None:
+        """Bring what is held into the buffer."""
+        held, self._held = self._held, []
+        if self._failure is not None or not held:
             return
         try:
             if self._began is None:
-                self._began = now - self._former().t if self._append else now
-            line = {"t": round(now - self._began, _MICROSECONDS), kind: type(what).__name__}
-            line.update(plain_fields(what, self._writers))
-            self._buffer += self._encoder.encode(line)
+                self._began = held[0][1] - (self._former().t if self._append else 0.0)
+            began = self._began
+            times = to_microseconds([now - began for _, now in held])
+            lines = self._lines.lines([what for what, _ in held], times)
+            self._buffer += self._encoder.encode_lines(lines)
         except Exception as error:
             # Detached like any listener that raises, it could not say so in the summary.
             self._give_up(error)
-            return
-        self._buffer += b"\n"
-        self._lines += 1
-        if isinstance(what, _FLUSHED_AT_ONCE):
-            self._flush()
-        else:
-            self._look(now)
+        self._in_buffer += len(held)
 
     def _former(self) -> Tail:
         if self._tail is None:
@@ -189,16 +181,18 @@ class EventLog:
         if now >= self._look_at:
             self._look_at = now + _LOOK_SECONDS
             late = time.monotonic() - self._flushed_at > _FLUSH_SECONDS
+        self._encode()
         if late or len(self._buffer) > _FLUSH_BYTES:
             self._flush()
 
     def _flush(self) -> None:
+        self._encode()
         if not self._started or self._failure is not None or not self._buffer:
             return
         if not self._writer.put(bytes(self._buffer)):
-            self._drop(self._lines)
+            self._drop(self._in_buffer)
         self._buffer.clear()
-        self._lines = 0
+        self._in_buffer = 0
         self._flushed_at = time.monotonic()
 
     def _drop(self, lines: int) -> None:

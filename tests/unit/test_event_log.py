@@ -238,6 +238,7 @@ def test_a_disk_that_hangs_costs_lines_and_no_time(
     pipe: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(event_log, "_FLUSH_BYTES", 200)
+    monkeypatch.setattr(event_log, "_HOLD_LINES", 1)
     log = EventLog(pipe)
     log.start()
     with caplog.at_level(logging.WARNING, logger="aprilsched"):
@@ -272,6 +273,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(
 
 def test_a_patient_log_waits_for_the_disk(pipe: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(event_log, "_FLUSH_BYTES", 200)
+    monkeypatch.setattr(event_log, "_HOLD_LINES", 1)
     log = EventLog(pipe, patient=True)
     log.start()
     with ThreadPoolExecutor(1) as threads:

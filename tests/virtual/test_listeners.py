@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from aprilsched import (
@@ -17,10 +18,10 @@ from aprilsched import (
 )
 from aprilsched.coordinator import bias, listeners, step_times
 from aprilsched.core.commands import Command, Deliver
-from aprilsched.core.events import Event, Finished
+from aprilsched.core.events import Event, Finished, Progress
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import InvariantViolation
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import Chunks, Listener
 
 BATCHES = 4
 
@@ -44,6 +45,35 @@ class Counting:
     def _meet(self, what: object) -> None:
         self.met += self._at is not None and isinstance(what, self._at)
         if self.met == 3 and self._error is not None:
+            raise self._error
+
+
+class Recording:
+    """Keeps what it is told, with the time."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Event | Command, float]] = []
+
+    def on_event(self, event: Event, now: float) -> None:
+        self.told.append((event, now))
+
+    def on_command(self, command: Command, now: float) -> None:
+        self.told.append((command, now))
+
+
+class Bulk(Recording):
+    """The same of chunks many at a time; raises `error` at the third call."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self._error = error
+
+    def on_progress(self, chunks: Chunks, now: float) -> None:
+        assert chunks[-1][1] == now
+        self.sizes.append(len(chunks))
+        self.told += chunks
+        if len(self.sizes) == 3 and self._error is not None:
             raise self._error
 
 
@@ -100,6 +130,33 @@ def test_listeners_of_our_own_are_no_exception(
     with caplog.at_level(logging.ERROR, logger="aprilsched"):
         assert len(run([], over_provision="auto")) == BATCHES
     assert [kind.__name__ in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_chunks_in_bulk_come_in_the_same_order() -> None:
+    one_by_one, bulk = Recording(), Bulk()
+    run([one_by_one, bulk])
+    assert bulk.told == one_by_one.told
+    assert max(bulk.sizes) > 1
+
+
+def test_one_that_raises_in_bulk_is_told_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    broken, sound = Bulk(RuntimeError("a disk on fire")), Bulk()
+    with caplog.at_level(logging.ERROR, logger="aprilsched"):
+        run([broken, sound])
+    assert len(broken.sizes) == 3
+    assert broken.told == sound.told[: len(broken.told)]
+    assert ["Bulk raised" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_no_chunk_is_held_for_long() -> None:
+    told = listeners.Listeners([bulk := Bulk()])
+    empty = np.empty(0, dtype=np.int32)
+    chunk = Progress(request_id=0, attempt=1, token_ids=empty, logprobs=empty.astype(np.float32))
+    for tenth in range(10):
+        told.event(chunk, tenth / 10)
+    assert bulk.sizes == [4, 4]
+    told.release()
+    assert bulk.sizes == [4, 4, 2]
 
 
 def test_a_violated_invariant_ends_the_run() -> None:

@@ -1,0 +1,21 @@
+"""Rounding many times at once gives what rounding each does: logs are compared byte for byte."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aprilsched.telemetry.microseconds import to_microseconds
+
+SECONDS = st.floats(min_value=-1e9, max_value=1e9)
+TIES = st.integers(min_value=0, max_value=10**13).map(lambda n: n / 1e7)
+NEXT_TO_TIES = TIES.flatmap(
+    lambda s: st.sampled_from([math.nextafter(s, -math.inf), math.nextafter(s, math.inf)])
+)
+
+
+@given(st.lists(st.one_of(SECONDS, TIES, NEXT_TO_TIES)))
+def test_as_round_does_to_the_last_bit(seconds: list[float]):
+    assert [t.hex() for t in to_microseconds(seconds)] == [round(s, 6).hex() for s in seconds]
