@@ -38,6 +38,10 @@ from tests.support.driver import Driver, Key, prompts
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
 
 
+OPENED_AT = 0.001
+"""By the driver's clock."""
+
+
 class Interleavings(RuleBasedStateMachine):
     driver: Driver
     saves = False
@@ -419,6 +423,21 @@ class Interleavings(RuleBasedStateMachine):
                 assert len(lengths) == 1
 
     # --- the count -----------------------------------------------------------------------------
+
+    @invariant()
+    def usage_agrees(self) -> None:
+        """What listeners make of the events is what the core knows, and all time has a cause."""
+        driver, book = self.driver, self.driver.state.book
+        driver.usage.advance(driver.now)
+        for name, engine in driver.usage.engines.items():
+            if engine.state != "lost":
+                assert engine.in_flight == book.open[name]
+            assert min(engine.seconds.values()) >= -1e-9
+        walls = [engine.wall for engine in driver.usage.engines.values()]
+        assert walls == pytest.approx([driver.now - OPENED_AT] * len(walls))
+        awaited = driver.usage._occupancy._awaited
+        assert awaited._generated == len(book.ready)
+        assert awaited._ready == sum(bool(group.accepted) for group in book.ready)
 
     @invariant()
     def count(self) -> None:

@@ -19,6 +19,7 @@ from aprilsched.core.saving.cut import take_changes
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state import SchedulerState
 from aprilsched.store import Store
+from aprilsched.telemetry.usage.usage import Usage
 from aprilsched.types import Batch, Int32Array, Prompt, SamplingParams, VersionSpan
 from tests.support.dialogues import Dialogues
 
@@ -101,6 +102,8 @@ class Driver:
     auto_prompts: bool = True
     given: int = 0
     sent: list[do.Send] = field(default_factory=list[do.Send])
+    usage: Usage = field(default_factory=Usage)
+    """Hears everything."""
 
     def __post_init__(self) -> None:
         rules = self.config.rules(
@@ -130,6 +133,9 @@ class Driver:
         self.now += 0.001
         commands = self.core.handle(event, self.now)
         self.core.check_invariants()
+        self.usage.on_event(event, self.now)
+        for command in commands:
+            self.usage.on_command(command, self.now)
         if any(isinstance(command, do.Deliver) for command in commands):
             self.save()
         for command in commands:
