@@ -47,7 +47,11 @@ nitpick_ignore_regex = [
     # Inner workings that a signature or a sentence names, and the decisions describe.
     (r"py:.*", r"aprilsched\.core\..*"),
     (r"py:mod", r"aprilsched\..*"),
-    (r"py:class", r"aprilsched\.(types\.Receipt|analysis\.lines\..*)"),
+    (r"py:class", r"aprilsched\.types\.Receipt"),
+    (r"py:class", r"aprilsched\.analysis\.lines\..*"),
+    (r"py:class", r"aprilsched\.telemetry\.(batch_meter|live_figures)\..*"),
+    (r"py:class", r"aprilsched\.telemetry\.sampling\.engine_loads\..*"),
+    (r"py:data", r"FIELDS"),
     # Type variables, and types that the signature of a dataclass breaks at their commas.
     (r"py:class", r"aprilsched\..*\._?[CT]"),
     (r"py:class", r"tuple\[.*|Weights|device"),

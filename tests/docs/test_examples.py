@@ -1,7 +1,7 @@
 """Every program on the pages of the site: the new ones run, the others are at least Python.
 
 The blocks of a page are one program, run from top to bottom with SGLang's servers replaced by the
-embedded engine and the names that belong to the reader (`trainer`, `dataset`, `model`) given.
+embedded engine and the names that belong to the reader (`trainer`, `dataset`, a run folder) given.
 """
 
 from __future__ import annotations
@@ -19,11 +19,19 @@ import pytest
 
 import aprilsched
 from aprilsched import DiskPublisher, SimFleet
+from aprilsched.cli import main
 from aprilsched.core import commands, events
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
-RUN = ("quickstart", "guides/trainer", "guides/fleet", "guides/colocated", "guides/tuning")
+RUN = (
+    "reference/metrics",
+    "quickstart",
+    "guides/trainer",
+    "guides/fleet",
+    "guides/colocated",
+    "guides/tuning",
+)
 PAGES = sorted(
     page.relative_to(DOCS).with_suffix("").as_posix()
     for page in DOCS.rglob("*.md")
@@ -51,6 +59,15 @@ def embedded(urls: Sequence[str], **keys: str | None) -> SimFleet:
     return SimFleet(len(urls), time_scale=0.001, vocab_size=64, eos_token_id=0)
 
 
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run of two small batches."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    sizes = ["--batches", "2", "--batch-groups", "4", "--group-size", "2"]
+    assert main(["run", "--out", str(folder), "--quiet", *sizes]) == 0
+    return folder
+
+
 def blocks(page: str) -> list[str]:
     return BLOCK.findall((DOCS / f"{page}.md").read_text())
 
@@ -60,12 +77,15 @@ def compiled(block: str, page: str) -> Any:
 
 
 @pytest.mark.parametrize("page", RUN)
-def test_the_programs_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_programs_of_a_page_run(
+    page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_folder: Path
+):
     monkeypatch.setattr(aprilsched, "SGLangFleet", embedded)
     trainer = Trainer()
     names: dict[str, Any] = {
         "dataset": [[index + 1, 2, 3] for index in range(12)],
         "model": None,
+        "run_folder": run_folder,
         "publisher": DiskPublisher(tmp_path / "given", save=trainer.save_pretrained),
         "trainer": trainer,
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from html import unescape
 from pathlib import Path
 
@@ -16,12 +17,23 @@ import pytest
 from aprildocs.command_line import help_of
 from aprildocs.generated import GENERATORS
 from aprildocs.state_diagram import PLACES, arrows, draw, moves_table
-from aprildocs.tables import command_lines, event_lines, settings, summary_figures, usage_parts
+from aprildocs.tables import (
+    command_lines,
+    event_lines,
+    metrics,
+    sampled_figures,
+    settings,
+    summary_figures,
+    usage_parts,
+)
 
+import aprilsched
 from aprilsched.commands import COMMANDS
 from aprilsched.config import SchedulerConfig
 from aprilsched.core import commands, events
 from aprilsched.core.lifecycle import MOVES, Move, State
+from aprilsched.telemetry.metrics.table import METRICS
+from aprilsched.telemetry.sampling.lines import FIELDS as SAMPLED
 from aprilsched.telemetry.usage.parts import PARTS
 
 ROOT = Path(__file__).parents[2]
@@ -129,6 +141,25 @@ def test_the_figures_are_there_to_the_bottom():
 
 def test_the_parts_of_an_engine_s_time_are_there():
     assert rows(usage_parts()) == set(PARTS)
+
+
+def test_every_metric_and_every_sampled_figure_is_there():
+    assert rows(metrics()) == set(METRICS)
+    found = set(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", sampled_figures(), flags=re.MULTILINE))
+    assert found == {(source, name) for source, names in SAMPLED.items() for name in names}
+
+
+def test_every_public_name_is_in_the_reference(site: Path):
+    pages = [path.read_text(encoding="utf-8") for path in (site / "reference/api").glob("*.html")]
+    named = set(re.findall(r'id="aprilsched\.(\w+)"', "".join(pages)))
+    assert named >= set(aprilsched.__all__) - {"__version__"}
+
+
+def test_every_extra_is_in_the_quick_start():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = set(project["optional-dependencies"]) - {"dev"}
+    table = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8").partition("| extra |")[2]
+    assert not [extra for extra in extras if f"`{extra}`" not in table]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,4 +1,4 @@
-"""Keeps napoleon from reading "Text: more text" below a field as a type and its description."""
+"""Keeps napoleon from reading "Text: more text" below a field or a property as a type and more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _say_no_type(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
     """An empty type in front of the first colon is none, and the rest stays whole."""
-    if what == "attribute" and lines:
+    if what in ("attribute", "data", "property") and lines:
         lines[0] = f": {lines[0]}"
 
 

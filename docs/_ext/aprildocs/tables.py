@@ -17,6 +17,8 @@ from aprilsched.core import commands, events
 from aprilsched.telemetry import figures
 from aprilsched.telemetry.event_lines import FIELDS
 from aprilsched.telemetry.log_tail import RESUMED
+from aprilsched.telemetry.metrics.table import METRICS
+from aprilsched.telemetry.sampling.lines import FIELDS as SAMPLED
 from aprilsched.telemetry.token_lines import TOKEN_FIELDS
 from aprilsched.telemetry.usage.parts import BUSY, PARTS
 from aprilsched.types import SamplingParams
@@ -24,6 +26,8 @@ from aprilsched.types import SamplingParams
 __all__ = [
     "command_lines",
     "event_lines",
+    "metrics",
+    "sampled_figures",
     "sampling_settings",
     "settings",
     "summary_figures",
@@ -103,6 +107,30 @@ def usage_parts() -> str:
         for part, meaning in PARTS.items()
     )
     return _table(("part", "", "what it is"), rows)
+
+
+def metrics() -> str:
+    """What is told to Prometheus."""
+    rows = (
+        (
+            f"`{metric.name}`",
+            metric.kind,
+            ", ".join(f"`{label}`" for label in metric.labels),
+            cell(metric.help),
+        )
+        for metric in METRICS.values()
+    )
+    return _table(("metric", "kind", "labels", "meaning"), rows)
+
+
+def sampled_figures() -> str:
+    """The lines of samples.jsonl, by their source."""
+    rows = (
+        (f"`{source}`", f"`{name}`", cell(meaning))
+        for source, names in SAMPLED.items()
+        for name, meaning in names.items()
+    )
+    return _table(("source", "field", "meaning"), rows)
 
 
 def event_lines() -> str:
