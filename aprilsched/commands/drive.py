@@ -16,6 +16,7 @@ from aprilsched.commands.former import Former
 from aprilsched.commands.listening import sampler_of, summary_of
 from aprilsched.commands.remainder import remainder
 from aprilsched.commands.setup import Setup, run_on_clock
+from aprilsched.commands.showing import Screen
 from aprilsched.coordinator import RolloutScheduler
 from aprilsched.core.state import SchedulerState
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted
@@ -23,7 +24,6 @@ from aprilsched.store.base import Store
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.progress import Progress
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.telemetry.summary import Remainder
 
@@ -36,7 +36,7 @@ class Run:
     Args:
         setup: its parts.
         folder: where its files go: a new one, or that of a run that goes on.
-        progress: shows it; None is quiet.
+        screen: where it is shown; None is quiet.
         store: keeps it through a crash; a run that goes on needs the one it had.
     """
 
@@ -44,14 +44,13 @@ class Run:
         self,
         setup: Setup,
         folder: RunFolder,
-        progress: Progress | None,
+        screen: Screen | None,
         *,
         store: Store | None = None,
     ) -> None:
         self._setup = setup
         self._store = store
         self._folder = folder
-        self._progress = progress
         self._log = EventLog(
             folder.events,
             append=folder.resumed,
@@ -60,6 +59,7 @@ class Run:
         )
         self._sampler = sampler_of(setup, folder, self._log)
         self._summary = summary_of(setup)
+        self._shown = None if screen is None else screen.shown(self._summary)
         self._former = Former(folder.path, self._summary) if folder.resumed else None
         self._scheduler: RolloutScheduler | None = None
         self._interrupted = False
@@ -73,7 +73,7 @@ class Run:
         failure: AprilschedError | None = None
         self._folder.reserve()
         try:
-            with self._progress or nullcontext():
+            with self._shown or nullcontext():
                 run_on_clock(self._setup, self._drive)
         except (KeyboardInterrupt, asyncio.CancelledError):
             if not self._interrupted or not self._folder.created:
@@ -97,12 +97,14 @@ class Run:
         setup = self._setup
         summary = self._summary if self._former is None else self._former.listener
         listeners: list[Listener] = [self._log, summary]
+        if self._shown is not None:
+            listeners += self._shown.listeners
         self._scheduler = RolloutScheduler(
             setup.fleet,
             setup.prompts,
             config=setup.config,
             planner=setup.planner,
-            listeners=listeners if self._progress is None else [*listeners, self._progress],
+            listeners=listeners,
             run_id=setup.run_id,
             store=self._store,
         )
@@ -139,8 +141,8 @@ class Run:
                 )
         # What censors lengths is said by the scheduler itself.
         self._summary.ledger, self._summary.warns = state.book.ledger, False
-        if self._progress is not None:
-            self._progress.skip(before)
+        if self._shown is not None:
+            self._shown.begin(state.book.counters, state.book.ledger, batches=before)
         self._folder.create(as_toml(settings))
         self._log.start(batches=state.book.counters.batches)
         return before

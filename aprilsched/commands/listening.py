@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from rich.console import Console
-
 from aprilsched.commands.setup import Setup
 from aprilsched.telemetry.event_log import EventLog
-from aprilsched.telemetry.progress import Progress
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.telemetry.sampling import Sampler
 from aprilsched.telemetry.summary import Summary
 
-__all__ = ["progress_of", "sampler_of", "summary_of"]
+__all__ = ["sampler_of", "summary_of"]
 
 
 def summary_of(setup: Setup) -> Summary:
@@ -23,17 +20,6 @@ def summary_of(setup: Setup) -> Summary:
         bound=setup.bound,
         workload_mean=setup.workload_mean,
         burn_in=setup.settings.burn_in,
-    )
-
-
-def progress_of(setup: Setup, console: Console, *, title: str) -> Progress:
-    """What shows it while it goes on."""
-    return Progress(
-        console,
-        title=title,
-        batches=setup.settings.batches,
-        batch_groups=setup.config.batch_groups,
-        group_size=setup.config.group_size,
     )
 
 

@@ -19,12 +19,12 @@ from aprilsched.analysis.lengths_of_run import RecordedRun, read_record
 from aprilsched.analysis.prediction import prediction_error, recorded_summary
 from aprilsched.calibration import load_model
 from aprilsched.commands.config_file import read_settings
-from aprilsched.commands.listening import progress_of
 from aprilsched.commands.pictures import draw_comparison
 from aprilsched.commands.replay_report import ReplayReport, report, show
 from aprilsched.commands.replayed import Replay, bound_of, replay_settings
 from aprilsched.commands.settings import RunSettings, SimSettings
 from aprilsched.commands.setup import Setup
+from aprilsched.commands.showing import screen_of
 from aprilsched.commands.simulated import SimulatedRun
 from aprilsched.commands.variants import Variant, variants
 from aprilsched.errors import ConfigError, RunFolderError
@@ -151,8 +151,8 @@ def _run(
     command: ReplayCommand, replay: Replay, variant: Variant, setup: Setup, console: Console
 ) -> SimulatedRun:
     folder = None if command.out is None else RunFolder(command.out / variant.folder)
-    progress = progress_of(setup, console, title=f"{variant.name:8}")
-    return replay.run(setup, folder, None if command.quiet else progress)
+    screen = screen_of(setup, console, title=f"{variant.name:8}", compact=True)
+    return replay.run(setup, folder, None if command.quiet else screen)
 
 
 def _report(

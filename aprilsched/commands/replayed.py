@@ -15,13 +15,13 @@ import numpy as np
 from aprilsched.analysis.lengths_of_run import RecordedGroup, RecordedRun
 from aprilsched.commands.settings import RunSettings, SimSettings
 from aprilsched.commands.setup import Setup, prepare
+from aprilsched.commands.showing import Screen
 from aprilsched.commands.simulated import SimulatedRun
 from aprilsched.commands.variants import Variant
 from aprilsched.errors import PromptsExhausted
 from aprilsched.simulation import Costs
 from aprilsched.simulation.simulation import NEVER
 from aprilsched.telemetry.batch_figures import Bound
-from aprilsched.telemetry.progress import Progress
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.timing import StepTimeModel
 from aprilsched.types import Prompt, SamplingParams
@@ -99,15 +99,13 @@ class Replay:
             workload_mean=None,
         )
 
-    def run(
-        self, setup: Setup, folder: RunFolder | None, progress: Progress | None
-    ) -> SimulatedRun:
+    def run(self, setup: Setup, folder: RunFolder | None, screen: Screen | None) -> SimulatedRun:
         """That is ready to be executed."""
         costs = self.record.costs
         return SimulatedRun(
             setup,
             folder,
-            progress,
+            screen,
             timing=self.model,
             costs=Costs(
                 pause_seconds=costs.pause_seconds,

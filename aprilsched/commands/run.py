@@ -15,9 +15,9 @@ from rich.console import Console
 
 from aprilsched.commands.config_file import as_toml, read_settings
 from aprilsched.commands.drive import Run
-from aprilsched.commands.listening import progress_of
 from aprilsched.commands.settings import RunSettings
 from aprilsched.commands.setup import prepare
+from aprilsched.commands.showing import screen_of
 from aprilsched.commands.tables import run_table
 from aprilsched.errors import ConfigError
 from aprilsched.store import SqliteStore
@@ -64,10 +64,10 @@ def main(arguments: Sequence[str]) -> int:
     setup = prepare(command.settings)
     folder = _folder(command)
     messages = Console(stderr=True)
-    progress = None if command.quiet else progress_of(setup, messages, title="run")
+    screen = screen_of(setup, messages, title="run", where=str(folder.path))
     # On a virtual clock a thread's work would take no time, or all of it.
     store = SqliteStore(folder.store, inline=setup.clock == "virtual")
-    summary = Run(setup, folder, progress, store=store).execute()
+    summary = Run(setup, folder, None if command.quiet else screen, store=store).execute()
     if command.json:
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
     elif not command.quiet:

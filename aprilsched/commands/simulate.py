@@ -18,7 +18,6 @@ from rich.console import Console
 
 from aprilsched.calibration.model_file import load_model
 from aprilsched.commands.comparison import Comparison, compare, verdict
-from aprilsched.commands.listening import progress_of
 from aprilsched.commands.pictures import draw_comparison
 from aprilsched.commands.policies import Policy, chosen
 from aprilsched.commands.settings import (
@@ -28,6 +27,7 @@ from aprilsched.commands.settings import (
     WorkloadSettings,
 )
 from aprilsched.commands.setup import prepare
+from aprilsched.commands.showing import screen_of
 from aprilsched.commands.simulated import SimulatedRun
 from aprilsched.commands.tables import comparison_table
 from aprilsched.simulation.simulation import NEVER
@@ -117,8 +117,9 @@ def main(arguments: Sequence[str]) -> int:
     summaries: dict[str, RunSummary] = {}
     runs: dict[str, SimulatedRun] = {}
     for policy, setup in setups:
-        progress = None if command.quiet else progress_of(setup, messages, title=f"{policy.name:6}")
-        run = SimulatedRun(setup, RunFolder(root / policy.folder), progress, timing=timing)
+        screen = screen_of(setup, messages, title=f"{policy.name:6}", compact=True)
+        shown = None if command.quiet else screen
+        run = SimulatedRun(setup, RunFolder(root / policy.folder), shown, timing=timing)
         summaries[policy.name] = run.execute()
         runs[policy.name] = run
     comparison = compare(

@@ -8,6 +8,7 @@ from aprilsched.commands.config_file import as_toml
 from aprilsched.commands.listening import summary_of
 from aprilsched.commands.remainder import remainder
 from aprilsched.commands.setup import Setup
+from aprilsched.commands.showing import Screen
 from aprilsched.engines.sim import H200_QWEN3_4B, SimConfig
 from aprilsched.errors import PromptsExhausted
 from aprilsched.planning import Planner
@@ -16,7 +17,6 @@ from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.generation import Generation
-from aprilsched.telemetry.progress import Progress
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.timing import StepTimeModel
 
@@ -30,7 +30,7 @@ class SimulatedRun:
         setup: what is run; its fleet and its publisher are modelled, not used. Prompts that raise
             PromptsExhausted end the run there, with the batches that it has.
         folder: where the files go; None writes none.
-        progress: shows it; None is quiet.
+        screen: where it is shown; None is quiet.
         timing: how long the engines take.
         costs: latencies of everything else; those of the settings unless given.
     """
@@ -39,14 +39,14 @@ class SimulatedRun:
         self,
         setup: Setup,
         folder: RunFolder | None,
-        progress: Progress | None,
+        screen: Screen | None,
         *,
         timing: StepTimeModel = H200_QWEN3_4B,
         costs: Costs | None = None,
     ) -> None:
         self._setup = setup
         self._folder = folder
-        self._progress = progress
+        self._screen = screen
         self._timing = timing
         self._costs = costs or _costs(setup)
         self._generation = Generation()
@@ -62,12 +62,17 @@ class SimulatedRun:
         """
         log = None if self._folder is None else self._log(self._folder)
         summary = summary_of(self._setup)
+        shown = None if self._screen is None else self._screen.shown(summary)
         listeners: list[Listener] = [summary, self._generation]
-        listeners += [listener for listener in (log, self._progress) if listener is not None]
+        listeners += [] if log is None else [log]
+        listeners += [] if shown is None else shown.listeners
         simulation = self._simulation(listeners)
-        summary.ledger = simulation.state.book.ledger
+        book = simulation.state.book
+        summary.ledger = book.ledger
+        if shown is not None:
+            shown.begin(book.counters, book.ledger, batches=0)
         try:
-            with self._progress or nullcontext(), suppress(PromptsExhausted), rare_collections():
+            with shown or nullcontext(), suppress(PromptsExhausted), rare_collections():
                 simulation.run()
         finally:
             if log is not None:

@@ -1,0 +1,126 @@
+"""The engines as lines: all that fit, or those that are worth a look."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from aprilsched.telemetry.live.bars import Glyphs, bar
+from aprilsched.telemetry.live.snapshot import EngineRow
+from aprilsched.telemetry.live.words import host, percent, thousands
+
+__all__ = ["chosen", "engine_lines"]
+
+_NAME, _BAR = 24, 10
+"""Widest."""
+_STATE, _RUNNING, _PERCENT, _RATE, _VERSION = 10, 11, 5, 8, 7
+_STYLES = {
+    "generating": "green",
+    "paused": "yellow",
+    "refitting": "magenta",
+    "asleep": "blue",
+    "lost": "bold red",
+}
+
+
+def engine_lines(
+    rows: Sequence[EngineRow], *, width: int, height: int, glyphs: Glyphs
+) -> list[Text]:
+    """At most `height` lines with a head; of too many engines the last line counts the others."""
+    if height < 2 or not rows:
+        return []
+    shown = chosen(rows, height - 1)
+    if len(shown) < len(rows):
+        shown = chosen(rows, height - 2)
+    columns = _columns(rows, width)
+    lines = [_head(columns), *(_line(row, columns, glyphs) for row in shown)]
+    if len(shown) < len(rows):
+        lines.append(_others([row for row in rows if row not in shown], glyphs))
+    return lines
+
+
+def chosen(rows: Sequence[EngineRow], count: int) -> list[EngineRow]:
+    """Of too many, first the worst (those out of use, then the least busy), then as many of the
+    fullest; in their own order."""
+    if len(rows) <= count:
+        return list(rows)
+    worst = sorted(rows, key=lambda row: (row.state != "lost", row.busy))
+    picked = worst[: (count + 1) // 2]
+    fullest = sorted(rows, key=lambda row: -(row.kv_share or row.running + row.queued))
+    picked += [row for row in fullest if row not in picked][: count - len(picked)]
+    return [row for row in rows if row in picked]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Columns:
+    """Widths; `kv` and `busy` are those of the bars, without the figures behind them."""
+
+    name: int
+    kv: int
+    busy: int
+
+
+def _columns(rows: Sequence[EngineRow], width: int) -> _Columns:
+    fixed = 1 + _STATE + _RUNNING + _PERCENT + _RATE + _VERSION + _PERCENT + 2
+    longest = max(len("engine"), *(len(host(row.name)) for row in rows))
+    name = max(6, min(_NAME, longest, width - fixed))
+    bars = max(0, width - fixed - name)
+    busy = min(_BAR, (bars + 1) // 2)
+    return _Columns(name=name, kv=min(_BAR, bars - busy), busy=busy)
+
+
+def _head(columns: _Columns) -> Text:
+    kv = "KV" if columns.kv < 3 else "KV pool"
+    busy = "busy" if columns.busy < 7 else "busy (1 min)"
+    return Text(
+        f"{'engine':<{columns.name}} {'state':<{_STATE}}{'running':>{_RUNNING}} "
+        f"{kv:>{columns.kv + _PERCENT}}{'tokens/s':>{_RATE + 1}}{'policy':>{_VERSION}}"
+        f"{busy:>{columns.busy + _PERCENT}}",
+        style="bold dim",
+        no_wrap=True,
+    )
+
+
+def _line(row: EngineRow, columns: _Columns, glyphs: Glyphs) -> Text:
+    most = "" if row.max_running is None else f"/{row.max_running}"
+    queued = f"+{row.queued}" if row.queued else ""
+    version = "torn" if row.version is None else f"v{row.version}"
+    line = Text(no_wrap=True)
+    line.append(f"{_cut(host(row.name), columns.name):<{columns.name}} ")
+    line.append(f"{row.state:<{_STATE}}", style=_STYLES[row.state])
+    line.append(f"{row.running}{queued}{most}".rjust(_RUNNING) + " ")
+    _bar(line, row.kv_share, columns.kv, "blue", glyphs)
+    if row.kv_share is None:
+        line.append(f"{thousands(row.kv_tokens):>{_PERCENT}}")
+    else:
+        line.append(f"{percent(row.kv_share):>{_PERCENT}}")
+    line.append(f"{thousands(row.tokens_per_s):>{_RATE + 1}}{version:>{_VERSION}} ")
+    _bar(line, row.busy, columns.busy, "green", glyphs)
+    line.append(f"{percent(row.busy):>{_PERCENT - 1}}")
+    return line
+
+
+def _bar(line: Text, share: float | None, width: int, style: str, glyphs: Glyphs) -> None:
+    if share is None:
+        line.append(" " * width)
+        return
+    full, empty = bar(share, width, glyphs)
+    line.append(full, style=style)
+    line.append(empty, style="dim")
+
+
+def _cut(name: str, width: int) -> str:
+    """The end of a name tells it from its neighbours."""
+    return name if len(name) <= width else "~" + name[len(name) - width + 1 :]
+
+
+def _others(rows: Sequence[EngineRow], glyphs: Glyphs) -> Text:
+    states = Counter(row.state for row in rows)
+    said = [f"{count} {state}" for state, count in states.most_common()]
+    speed = thousands(sum(row.tokens_per_s for row in rows))
+    busy = percent(sum(row.busy for row in rows) / len(rows))
+    what = [", ".join(said), f"{speed} tokens/s", f"{busy} busy"]
+    return Text(f"and {len(rows)} more: {glyphs.dot.join(what)}", style="dim", no_wrap=True)

@@ -1,0 +1,226 @@
+"""What the live view keeps of a run; a listener, built on the account that all of them share.
+
+Invariants: what it does with a chunk of tokens is one look-up and two additions; everything else
+that is shown is computed when it is asked for, under the account's lock, so that a snapshot is of
+one moment whichever thread takes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from aprilsched.core import commands as do
+from aprilsched.core.commands import Command
+from aprilsched.core.events import Event, Progress
+from aprilsched.telemetry.base import Chunks
+from aprilsched.telemetry.batch_figures import Measured, efficiency
+from aprilsched.telemetry.dispatching import DispatchingListener
+from aprilsched.telemetry.live.contexts import Contexts
+from aprilsched.telemetry.live.facts import RunFacts
+from aprilsched.telemetry.live.history import History
+from aprilsched.telemetry.live.mishaps import Mishaps
+from aprilsched.telemetry.live.rollouts import Rollouts
+from aprilsched.telemetry.live.snapshot import (
+    EngineRow,
+    Faults,
+    LatestBatch,
+    Phase,
+    Snapshot,
+)
+from aprilsched.telemetry.live_figures import LiveFigures
+from aprilsched.telemetry.usage.parts import BUSY, Part
+from aprilsched.telemetry.usage.usage import EngineUsage
+
+__all__ = ["LiveModel"]
+
+_RECENT = 20
+"""Batches whose mean is told: enough to even one out, few enough to follow a change."""
+
+
+class LiveModel:
+    """Of a run of which `facts` are known; `figures` is told of everything before this listener.
+
+    Attributes:
+        note: goes into every snapshot.
+    """
+
+    def __init__(self, facts: RunFacts, figures: LiveFigures) -> None:
+        self.note = ""
+        self._facts = facts
+        self._figures = figures
+        self._rollouts = Rollouts()
+        self._contexts = Contexts()
+        self._mishaps = Mishaps()
+        self._history = History()
+        self._hear_all: tuple[DispatchingListener, ...] = (
+            self._rollouts,
+            self._contexts,
+            self._mishaps,
+        )
+        self._recent: deque[Measured] = deque(maxlen=_RECENT)
+        self._batches = 0
+        self._version = 0
+        self._began: float | None = None
+        self._batch_began = 0.0
+
+    def skip(self, batches: int) -> None:
+        """So many were delivered before, in the same run."""
+        self._batches = max(self._batches, batches)
+
+    # --- what happens --------------------------------------------------------------------------
+
+    def on_event(self, event: Event, now: float) -> None:
+        with self._figures.lock:
+            if type(event) is Progress:
+                self._contexts.hear(event, now)
+            else:
+                self._hear(event, now)
+
+    def on_command(self, command: Command, now: float) -> None:
+        with self._figures.lock:
+            self._hear(command, now)
+            if isinstance(command, do.Deliver | do.Redeliver):
+                self._delivered(command.batch.index, now)
+            elif isinstance(command, do.FinishUpdate) and not command.cause:
+                self._version = command.version
+
+    def on_progress(self, chunks: Chunks, now: float) -> None:
+        with self._figures.lock:
+            self._contexts.on_progress(chunks, now)
+
+    def _hear(self, what: Event | Command, now: float) -> None:
+        if self._began is None:
+            self._began = self._batch_began = now
+        for part in self._hear_all:
+            part.hear(what, now)
+        if now >= self._history.due:
+            self._sample(now)
+
+    def _delivered(self, index: int, now: float) -> None:
+        self._batches = index + 1
+        self._batch_began = now
+        measured = self._figures.batch
+        if measured is not None and measured.figures.index == index:
+            self._recent.append(measured)
+            self._version = max(self._version, measured.figures.version)
+
+    def _sample(self, now: float) -> None:
+        self._figures.usage.advance(now)
+        self._history.add(now, self._figures.usage.engines)
+
+    # --- what is shown -------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The run now."""
+        with self._figures.lock:
+            now = self._figures.advance()
+            if now >= self._history.due and self._began is not None:
+                self._sample(now)
+            return self._snapshot(now)
+
+    def _snapshot(self, now: float) -> Snapshot:
+        usage = self._figures.usage
+        engines = usage.engines
+        rows = tuple(self._row(engine, now) for engine in engines.values())
+        seconds = usage.seconds()
+        return Snapshot(
+            facts=self._facts,
+            elapsed=0.0 if self._began is None else max(0.0, now - self._began),
+            left=self._left(now),
+            batches=self._batches,
+            version=max([self._version, *(row.version or 0 for row in rows)]),
+            ready=usage.groups_ready,
+            in_flight=self._in_flight(engines),
+            carried=len(self._rollouts.carried),
+            utilization=usage.utilization(),
+            columns=self._history.utilization(),
+            idle=_idle(seconds),
+            tokens_per_s=sum(row.tokens_per_s for row in rows),
+            efficiency=efficiency(list(self._recent)) if self._recent else None,
+            latest=self._latest(),
+            faults=self._faults(now),
+            engines=rows,
+            note=self.note,
+        )
+
+    def _row(self, engine: EngineUsage, now: float) -> EngineRow:
+        info = self._contexts.engines.get(engine.name)
+        most = None if info is None else info.max_running
+        running = engine.in_flight if most is None else min(engine.in_flight, most)
+        busy, tokens_per_s = self._history.lately(engine, now)
+        return EngineRow(
+            name=engine.name,
+            state=engine.state,
+            running=running,
+            queued=engine.in_flight - running,
+            max_running=most,
+            kv_tokens=self._contexts.tokens[engine.name],
+            kv_pool=None if info is None else info.kv_tokens,
+            tokens_per_s=tokens_per_s,
+            version=engine.version,
+            busy=busy,
+        )
+
+    def _in_flight(self, engines: Mapping[str, EngineUsage]) -> dict[Phase, int]:
+        at_work = [engine for engine in engines.values() if engine.state == "generating"]
+        usage, carried = self._figures.usage, self._rollouts.carried
+        decoding = sum(engine.decoding for engine in at_work)
+        stragglers = sum(
+            request.rollout_id in carried and usage.decodes(request_id)
+            for request_id, request in self._contexts.open.items()
+        )
+        open_requests = len(self._contexts.open)
+        waiting = len(self._rollouts.growing) - open_requests - usage.outside
+        counts: dict[Phase, int] = {
+            "decoding": decoding - stragglers,
+            "straggler": stragglers,
+            "prefilling": sum(engine.prefilling for engine in at_work),
+            "re-prefilling": sum(engine.re_prefilling for engine in at_work),
+            "paused": open_requests - sum(engine.in_flight for engine in at_work),
+            "waiting": waiting,
+            "tools": usage.outside,
+            "scoring": len(self._rollouts.scored),
+        }
+        return {phase: count for phase, count in counts.items() if count > 0}
+
+    def _left(self, now: float) -> float | None:
+        remaining = self._facts.batches - self._batches
+        if remaining <= 0:
+            return 0.0
+        if not self._recent:
+            return None
+        figures = [measured.figures for measured in self._recent]
+        mean = sum(f.seconds + f.trainer_seconds for f in figures) / len(figures)
+        return max(0.0, mean * remaining - min(mean, now - self._batch_began))
+
+    def _latest(self) -> LatestBatch | None:
+        if not self._recent:
+            return None
+        figures = self._recent[-1].figures
+        return LatestBatch(
+            efficiency=figures.efficiency,
+            staleness_mean=figures.staleness_mean,
+            staleness_max=figures.staleness_max,
+        )
+
+    def _faults(self, now: float) -> Faults:
+        latest = self._mishaps.latest
+        # A copy in one step: they may be the scheduler's own, which takes no lock.
+        dropped = dict(self._figures.ledger.rollouts)
+        return Faults(
+            dropped={str(reason): n for reason, n in dropped.items()},
+            engines_lost=self._mishaps.engines_lost,
+            retries=self._figures.counters.retries,
+            latest="" if latest is None else latest.text,
+            ago=0.0 if latest is None else max(0.0, now - latest.time),
+        )
+
+
+def _idle(seconds: Mapping[Part, float]) -> tuple[tuple[Part, float], ...]:
+    """Shares of the engines' time that were not busy, the largest first."""
+    wall = sum(seconds.values())
+    lost: Sequence[tuple[Part, float]] = [
+        (part, spent / wall) for part, spent in seconds.items() if part not in BUSY and spent > 0
+    ]
+    return tuple(sorted(lost, key=lambda row: -row[1]))

@@ -1,0 +1,54 @@
+"""Names and figures as a reader of the view wants them: short."""
+
+from __future__ import annotations
+
+from aprilsched.telemetry.usage.parts import Part
+
+__all__ = ["CAUSES", "clock_time", "host", "percent", "plural", "thousands"]
+
+CAUSES: dict[Part, str] = {
+    "re_prefill": "re-prefill",
+    "tail": "tail of the batch",
+    "pause": "paused",
+    "refit": "new weights",
+    "trainer": "waiting for trainer",
+    "prompts": "waiting for prompts",
+    "rewards": "waiting for rewards",
+    "environment": "episodes at their tools",
+    "asleep": "lent to the trainer",
+    "lost": "out of use",
+}
+"""Why time was not busy."""
+
+_MINUTE, _HOUR = 60, 3600
+
+
+def clock_time(seconds: float) -> str:
+    """``m:ss`` or ``h:mm:ss``."""
+    whole = int(seconds)
+    minutes, rest = divmod(whole, _MINUTE)
+    if whole < _HOUR:
+        return f"{minutes}:{rest:02}"
+    return f"{whole // _HOUR}:{minutes % _MINUTE:02}:{rest:02}"
+
+
+def percent(share: float) -> str:
+    """Without decimals, but for what would be 0 % and is not."""
+    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
+
+
+def thousands(value: float) -> str:
+    """Four digits at most, with k or M behind what has more."""
+    if value < 9_999.5:
+        return f"{value:,.0f}"
+    return f"{value / 1e3:,.0f}k" if value < 999_500 else f"{value / 1e6:.1f}M"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 engine``, ``2 engines``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def host(engine: str) -> str:
+    """An engine's name without what all URLs have in common."""
+    return engine.removeprefix("http://").removeprefix("https://")
