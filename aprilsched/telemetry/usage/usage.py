@@ -123,7 +123,8 @@ class Usage:
         mine = self._of(stretch.engine)
         peak = self._occupancy.engines[stretch.engine].peak
         for index, seconds in enumerate(seconds_by_part(stretch, peak)):
-            mine[index] += seconds
+            if seconds:
+                mine[index] += seconds
 
     def _move(self, moved: Moved) -> None:
         mine = self._of(moved.engine)
