@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -50,7 +51,7 @@ class Listeners:
             (each, each.on_progress) for each in listeners if isinstance(each, BulkListener)
         )
         self._held: list[tuple[Progress, float]] = []
-        self._held_until = 0.0
+        self._release_at = -math.inf
         self._began: float | None = None
         self._seconds: dict[int, float] = {}
         """In long calls, by the listener's id."""
@@ -61,7 +62,10 @@ class Listeners:
         if isinstance(event, Progress):
             if self._on_chunk:
                 self._tell(self._on_chunk, event, now)
-            self._hold(event, now)
+            if self._on_chunks:
+                self._held.append((event, now))
+                if now >= self._release_at or len(self._held) >= _HELD_CHUNKS:
+                    self.release()
         else:
             if self._held:
                 self.release()
@@ -77,16 +81,9 @@ class Listeners:
         """Show what is held."""
         if self._held:
             held, self._held = self._held, []
-            self._tell(self._on_chunks, held, held[-1][1])
-
-    def _hold(self, event: Progress, now: float) -> None:
-        if not self._on_chunks:
-            return
-        if not self._held:
-            self._held_until = now + _HELD_S
-        self._held.append((event, now))
-        if now >= self._held_until or len(self._held) >= _HELD_CHUNKS:
-            self.release()
+            now = held[-1][1]
+            self._release_at = now + _HELD_S
+            self._tell(self._on_chunks, held, now)
 
     def _tell(self, calls: _Calls, what: object, now: float) -> None:
         if self._began is None:

@@ -154,9 +154,10 @@ def test_no_chunk_is_held_for_long() -> None:
     chunk = Progress(request_id=0, attempt=1, token_ids=empty, logprobs=empty.astype(np.float32))
     for tenth in range(10):
         told.event(chunk, tenth / 10)
-    assert bulk.sizes == [4, 4]
+    assert bulk.sizes == [1, 3, 3, 3]
+    told.event(chunk, 1.0)
     told.release()
-    assert bulk.sizes == [4, 4, 2]
+    assert bulk.sizes == [1, 3, 3, 3, 1]
 
 
 def test_a_violated_invariant_ends_the_run() -> None:
