@@ -31,6 +31,9 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.strikethrough"]
 
+# Quotes in these pages are mostly those of code.
+smartquotes = False
+
 # Names in docstrings stand in single backticks.
 default_role = "code"
 

@@ -160,7 +160,9 @@ class RunSummary:
     """What is in summary.json."""
 
     schema: int = 1
+    """Of this file; it grows when a field changes its meaning."""
     clock: Literal["virtual", "wall"]
+    """"virtual": modelled seconds, on the embedded engine."""
     interrupted: bool
     """Ended by Ctrl-C; the figures are those until then."""
     error: str | None
@@ -168,7 +170,9 @@ class RunSummary:
     event_log_error: str | None
     """Why events.jsonl is not complete."""
     engines: int
+    """When the run began."""
     batches: int
+    """Delivered."""
     rollouts: RolloutFigures
     tokens: TokenFigures
     seconds: SecondsFigures

@@ -72,7 +72,11 @@ def _figures(kind: type[Any], path: str, seen: set[type[Any]]) -> list[str]:
     seen.add(kind)
     texts, hints = field_texts(kind), get_type_hints(kind)
     rows = [
-        (f"`{f.name}`", cell(_written_type(type_text(kind, f.name))), cell(texts.get(f.name, "")))
+        (
+            f"`{f.name}`",
+            cell(_written_type(type_text(kind, f.name))),
+            cell(texts.get(f.name, "")) or " ".join(map(_doc, _classes(hints[f.name]))),
+        )
         for f in fields(kind)
     ]
     heading = f"### `{path}`" if path else "### The whole"
@@ -96,6 +100,7 @@ def _written_type(written: str) -> str:
     """As JSON has it."""
     words = {"None": "null", "str": "string", "list": "list", "dict": "object"}
     plain = re.sub(r"\b\w+Figures\b|\bSteadyState\b", "object", written)
+    plain = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " or "), plain)
     plain = re.sub(r"\bBiasReference\b|\bMeanReference\b", "string", plain)
     return re.sub(r"\b\w+\b", lambda word: words.get(word.group(), word.group()), plain)
 
