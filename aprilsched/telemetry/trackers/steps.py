@@ -1,0 +1,103 @@
+"""A listener that hands the figures of each delivered batch to a tracker.
+
+Invariants: figures are taken in the run's own thread, at the delivery, so they are of one moment;
+whatever the tracker does with them is done in another thread, and the run never waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from aprilsched.core import commands as do
+from aprilsched.core.commands import Command
+from aprilsched.core.events import Event
+from aprilsched.telemetry.base import Chunks
+from aprilsched.telemetry.live_figures import LiveFigures
+from aprilsched.telemetry.queued_calls import QueuedCalls
+from aprilsched.telemetry.trackers.base import Writer
+from aprilsched.telemetry.trackers.figures import Moment, figures_of
+from aprilsched.telemetry.usage.parts import PARTS, Part
+
+__all__ = ["StepTracker"]
+
+_MAX_PENDING = 1_000
+_CLOSE_SECONDS = 30.0
+
+
+class StepTracker:
+    """Writes to `writer`, and closes it. Use it as ``with StepTracker(writer) as tracker:`` around
+    the scheduler that has it among its listeners.
+
+    Args:
+        figures: an account that is a listener of its own and stands before this one; None keeps
+            one inside.
+        close_seconds: that the end of the block waits for what is not written yet.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        figures: LiveFigures | None = None,
+        *,
+        close_seconds: float = _CLOSE_SECONDS,
+    ) -> None:
+        self._writer = writer
+        self._figures = figures or LiveFigures()
+        self._inside = figures is None
+        self._seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        """Of all engines, at the batch before."""
+        self._calls = QueuedCalls(
+            f"the tracker {type(writer).__qualname__}",
+            "steps",
+            max_pending=_MAX_PENDING,
+            close_seconds=close_seconds,
+        )
+
+    @property
+    def error(self) -> Exception | None:
+        """What the writer raised; it is given nothing more."""
+        return self._calls.error
+
+    def on_event(self, event: Event, now: float) -> None:
+        if self._inside:
+            self._figures.on_event(event, now)
+
+    def on_progress(self, chunks: Chunks, now: float) -> None:
+        if self._inside:
+            self._figures.on_progress(chunks, now)
+
+    def on_command(self, command: Command, now: float) -> None:
+        if self._inside:
+            self._figures.on_command(command, now)
+        if isinstance(command, do.Deliver):
+            self._step(command.batch.index)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write what is pending, for a bounded time, and close the writer."""
+        if self._calls.close():
+            self._writer.close()
+
+    def _step(self, step: int) -> None:
+        account = self._figures
+        with account.lock:
+            # To the delivery, and not to now: a scrape may have looked further.
+            account.usage.advance(account.now)
+            seconds, batch = account.usage.seconds(), account.batch
+            if batch is None:
+                return
+            moment = Moment(
+                batch=batch,
+                counters=account.counters,
+                ledger=account.ledger,
+                spent={part: max(0.0, seconds[part] - self._seconds[part]) for part in PARTS},
+                groups_ready=account.usage.groups_ready,
+            )
+            self._seconds = seconds
+            figures = figures_of(moment)
+        self._calls.put(self._writer.write, step, figures)

@@ -1,0 +1,31 @@
+"""Steps in trackio, on this machine. Needs the extra ``trackio``."""
+
+# It cannot be in the environment of the checks: it asks for an older pillow than matplotlib's.
+# pyright: reportMissingImports=false
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import trackio
+
+__all__ = ["TrackioWriter"]
+
+
+class TrackioWriter:
+    """Begins a run of `project`; trackio keeps it where its own settings say (TRACKIO_DIR).
+
+    Args:
+        config: what the run was begun with.
+    """
+
+    def __init__(self, *, project: str, name: str, config: Mapping[str, Any] | None = None) -> None:
+        self._run = trackio.init(project=project, name=name, config=dict(config or {}))
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
