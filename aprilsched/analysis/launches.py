@@ -90,13 +90,16 @@ class Launches:
             case _:
                 pass
 
+    def members(self) -> list[Member]:
+        """Those that were sent, in the order of their ids, without those only evaluated."""
+        return [m for _, m in sorted(self._members.items()) if m.group_id not in self._evaluated]
+
     def by_group(self, size: int) -> list[list[Member]]:
         """Groups of `size`, in the order of launches, without those that were only evaluated.
         A member that was launched and never sent has no tokens."""
         groups: dict[int, list[Member]] = {}
-        for _, member in sorted(self._members.items()):
-            if member.group_id not in self._evaluated:
-                groups.setdefault(member.group_id, []).append(member)
+        for member in self.members():
+            groups.setdefault(member.group_id, []).append(member)
         for group_id, group in groups.items():
             missing = size - len(group)
             group.extend(Member(group_id=group_id, prompt=group[0].prompt) for _ in range(missing))

@@ -26,6 +26,7 @@ __all__ = [
     "Attempt",
     "DeliveredRollout",
     "Delivery",
+    "History",
     "Pause",
     "Run",
     "Update",
@@ -106,7 +107,7 @@ def read_run(folder: Path) -> Run:
     with readable(folder):
         config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
         summary = summary_of_run(folder)
-        history = _History()
+        history = History()
         for line in read_lines(folder / EVENTS):
             history.add(line)
     return history.run(config, summary)
@@ -132,8 +133,8 @@ def readable(folder: Path) -> Generator[None]:
         ) from error
 
 
-class _History:
-    """Puts the lines of a run together."""
+class History:
+    """Puts the lines of a run together; those of progress are not needed."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], Line] = {}
@@ -145,6 +146,7 @@ class _History:
         self._end = 0.0
 
     def add(self, line: Line) -> None:
+        """One more line."""
         self._end = line.t
         match line.event or line.command:
             case "Send":
@@ -165,6 +167,7 @@ class _History:
                 pass
 
     def run(self, config: dict[str, Any], summary: RunSummary) -> Run:
+        """What they say; `config` and `summary` are those of the folder."""
         self._end_all()
         return Run(
             config=config,

@@ -36,11 +36,12 @@ def in_flight(run: Run, end: float) -> tuple[NDArray[np.float64], NDArray[np.int
     return np.append(times[kept], end), np.append(counts[kept], counts[kept][-1])
 
 
-def bars(run: Run, end: float, *, at_most: int) -> list[Bar]:
-    """The rollouts launched before `end`, in order of launch, evenly thinned to `at_most`."""
+def bars(run: Run, end: float, *, at_most: int, start: float = 0.0) -> list[Bar]:
+    """The rollouts with an engine between `start` and `end`, in order of launch, evenly thinned to
+    `at_most`."""
     by_rollout: dict[int, list[Attempt]] = {}
     for attempt in sorted(run.attempts, key=lambda attempt: (attempt.start, attempt.rollout_id)):
-        if attempt.start < end:
+        if attempt.start < end and attempt.end >= start:
             by_rollout.setdefault(attempt.rollout_id, []).append(attempt)
     rollouts = list(by_rollout.values())
     count = min(at_most, len(rollouts))
@@ -49,7 +50,7 @@ def bars(run: Run, end: float, *, at_most: int) -> list[Bar]:
     versions = [run.updates[0].version - 1 if run.updates else 0]
     versions += [update.version for update in run.updates]
     return [
-        [piece for attempt in attempts for piece in _pieces(attempt, times, versions, end)]
+        [piece for attempt in attempts for piece in _pieces(attempt, times, versions, start, end)]
         for attempts in chosen
     ]
 
@@ -60,12 +61,12 @@ def lengths_of(deliveries: Sequence[Delivery]) -> NDArray[np.int64]:
 
 
 def _pieces(
-    attempt: Attempt, times: Sequence[float], versions: Sequence[int], end: float
+    attempt: Attempt, times: Sequence[float], versions: Sequence[int], start: float, end: float
 ) -> list[Piece]:
     """An attempt, cut where a new version came in: what follows is sampled by that one."""
-    stop = min(attempt.end, end)
-    first, last = bisect_right(times, attempt.start), bisect_right(times, stop)
-    cuts = [attempt.start, *times[first:last], stop]
+    begin, stop = max(start, attempt.start), min(attempt.end, end)
+    first, last = bisect_right(times, begin), bisect_right(times, stop)
+    cuts = [begin, *times[first:last], stop]
     return [
         (cuts[i], cuts[i + 1], versions[first + i])
         for i in range(len(cuts) - 1)

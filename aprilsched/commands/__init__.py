@@ -13,6 +13,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "probe live SGLang servers: capabilities and hazards, pass, warn or fail",
     "drain": "say when the length bias of a run's start is gone, and what ends it at once",
     "replay": "what if a recorded run had been scheduled in another way, in virtual time",
+    "report": "write one HTML page about a run, or about two side by side",
     "run": "drive batches of rollouts on the embedded engine or on SGLang servers",
     "serve-sim": "serve the embedded engine behind SGLang's own HTTP API, for tests",
     "simulate": "compare scheduling policies on one workload, in virtual time",

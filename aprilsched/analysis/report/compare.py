@@ -1,0 +1,104 @@
+"""Two runs side by side: each figure of both, the difference, and which is better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from aprilsched.analysis.report.model import Headline, ReportData
+from aprilsched.analysis.report.words import amount, percent, signed_percent
+
+__all__ = ["Difference", "differences", "verdict"]
+
+_EQUAL = 0.005
+"""Of the larger of two, that no reader would call a difference."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A figure of A and of B."""
+
+    label: str
+    explanation: str
+    a: str
+    b: str
+    difference: float | None
+    """B less A."""
+    difference_text: str
+    ratio: float | None
+    """B over A; None where that says nothing."""
+    verdict: Literal["better", "worse", "same", ""]
+    """B, held against A; empty where neither is better."""
+
+
+def differences(a: ReportData, b: ReportData) -> list[Difference]:
+    """Of all headline figures."""
+    return [_difference(mine, b.headline(mine.key)) for mine in a.headlines]
+
+
+def verdict(a: ReportData, b: ReportData) -> str:
+    """One sentence: how much faster B is, and at what price."""
+    mine, other = (
+        a.headline("delivered_tokens_per_s").value,
+        b.headline("delivered_tokens_per_s").value,
+    )
+    stale = [run.headline("off_policy_token_share").value for run in (a, b)]
+    price = f"{percent(stale[1])} of B's tokens are off-policy, {percent(stale[0])} of A's."
+    if not mine or other is None:
+        return f"Speeds cannot be compared. {price}"
+    change = other / mine - 1
+    if abs(change) < _EQUAL:
+        return f"B is as fast as A. {price}"
+    faster = "more" if change > 0 else "fewer"
+    return f"B delivers {percent(abs(change))} {faster} tokens per second than A. {price}"
+
+
+def _difference(a: Headline, b: Headline) -> Difference:
+    known = a.value is not None and b.value is not None
+    change = (b.value or 0.0) - (a.value or 0.0) if known else None
+    return Difference(
+        label=a.label,
+        explanation=a.explanation if a.explanation == b.explanation else "",
+        a=a.text,
+        b=b.text,
+        difference=change,
+        difference_text=_text(a, change),
+        ratio=_ratio(a, b),
+        verdict=_verdict(a, b),
+    )
+
+
+def _text(figure: Headline, change: float | None) -> str:
+    if change is None:
+        return "unknown"
+    match figure.unit:
+        case "share":
+            return f"{signed_percent(change).removesuffix(' %')} points"
+        case "versions":
+            return _signed(change, 2)
+        case "seconds":
+            return f"{_signed(change, 1)} s"
+        case "count" | "rate":
+            return _signed(change, 0)
+
+
+def _signed(change: float, digits: int) -> str:
+    sign = "+" if change > 0 else "\N{MINUS SIGN}" if change < 0 else ""
+    return f"{sign}{amount(abs(change), digits)}"
+
+
+def _ratio(a: Headline, b: Headline) -> float | None:
+    if not a.value or b.value is None or a.better == "zero":
+        return None
+    return b.value / a.value
+
+
+def _verdict(a: Headline, b: Headline) -> Literal["better", "worse", "same", ""]:
+    if a.better is None or a.value is None or b.value is None:
+        return ""
+    mine, other = a.value, b.value
+    if a.better == "zero":
+        mine, other = abs(mine), abs(other)
+    if abs(other - mine) <= _EQUAL * max(abs(mine), abs(other)):
+        return "same"
+    return "better" if (other > mine) == (a.better == "higher") else "worse"

@@ -1,0 +1,60 @@
+"""A run folder for a report, in one pass over its event log."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.analysis.launches import Launches
+from aprilsched.analysis.rebuild import replay, summary_of_run
+from aprilsched.analysis.report.faults import Faults
+from aprilsched.analysis.report.model import FaultLedger
+from aprilsched.analysis.run import History, Run, readable
+from aprilsched.analysis.usage import RunUsage, UsageRecorder
+from aprilsched.telemetry.run_folder import CONFIG, EVENTS
+
+__all__ = ["Material", "read_material"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Material:
+    """What a run folder says. `seen` int64 [n] has the tokens of every response that was launched
+    for training, `unfinished` bool [n] those of which more would have come."""
+
+    name: str
+    run: Run
+    usage: RunUsage
+    faults: FaultLedger
+    seen: NDArray[np.int64]
+    unfinished: NDArray[np.bool_]
+
+
+def read_material(folder: Path) -> Material:
+    """That of the run in `folder`.
+
+    Raises:
+        RunFolderError: if a file is missing or cannot be understood.
+    """
+    with readable(folder):
+        config: dict[str, Any] = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        scheduler: dict[str, Any] = config.get("scheduler", {})
+        summary = summary_of_run(folder)
+        history, launches, faults = History(), Launches(), Faults()
+        usage = UsageRecorder(batch_groups=scheduler.get("batch_groups"))
+        end = replay(folder / EVENTS, [usage, faults], readers=[history.add, launches.add])
+        members = launches.members()
+    tokens = np.array([member.tokens for member in members], dtype=np.int64)
+    finished = np.array([member.finished for member in members], dtype=np.bool_)
+    return Material(
+        name=folder.resolve().name,
+        run=history.run(config, summary),
+        usage=usage.usage(end),
+        faults=faults.ledger(),
+        seen=np.where(finished, np.maximum(tokens, 1), np.maximum(tokens, 0)),
+        unfinished=~finished,
+    )

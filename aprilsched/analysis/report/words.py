@@ -1,0 +1,149 @@
+"""Configurations and figures in words, for people who have not read the code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from aprilsched.telemetry.figures import RunSummary
+
+__all__ = ["amount", "percent", "ran", "seconds", "signed_percent"]
+
+_MINUTE, _HOUR = 60, 3600
+
+
+def percent(share: float | None) -> str:
+    """One digit below 10 %, none above."""
+    if share is None:
+        return "unknown"
+    digits = 0 if abs(share) >= 0.0995 or share == 0 else 1
+    return f"{100 * share:.{digits}f} %"
+
+
+def signed_percent(share: float | None) -> str:
+    """A difference."""
+    return "unknown" if share is None else f"{100 * share:+.1f} %".replace("-", "\N{MINUS SIGN}")
+
+
+def amount(number: float | None, digits: int = 0) -> str:
+    """With thousands separators."""
+    return "unknown" if number is None else f"{number:,.{digits}f}"
+
+
+def seconds(value: float | None) -> str:
+    """With a unit that suits it."""
+    if value is None:
+        return "unknown"
+    if value < _MINUTE:
+        return f"{value:.2g} s" if value < 1 else f"{value:.1f} s"
+    if value < 2 * _HOUR:
+        return f"{int(value // _MINUTE)} min {int(value % _MINUTE)} s"
+    return f"{value / _HOUR:,.1f} h"
+
+
+def ran(config: Mapping[str, Any], summary: RunSummary) -> list[str]:
+    """What was run, in sentences; a setting that the configuration lacks is not spoken of."""
+    scheduler: dict[str, Any] = config.get("scheduler", {})
+    sentences = [
+        _engines(config, summary),
+        _batches(scheduler, summary),
+        _policy(scheduler),
+        _STRAGGLER.get(str(scheduler.get("straggler")), ""),
+        _pace(config, scheduler),
+        _staleness(scheduler),
+        _prompts(config),
+    ]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _engines(config: Mapping[str, Any], summary: RunSummary) -> str:
+    names: list[Any] = config.get("engine", [])
+    if names == ["sim"]:
+        count = _several(summary.engines, "embedded engine")
+        clock = ", on a virtual clock" if summary.clock == "virtual" else ""
+        return f"Engines: {count} (modelled on one H200 with a 4B model){clock}."
+    shown = ", ".join(str(name) for name in names[:4])
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"Engines: {_several(len(names), 'SGLang server')} ({shown}{more})."
+
+
+def _batches(scheduler: Mapping[str, Any], summary: RunSummary) -> str:
+    groups, size = scheduler.get("batch_groups"), scheduler.get("group_size")
+    delivered = f"{_several(summary.batches, 'batch', 'batches')} delivered"
+    if scheduler.get("stop", "groups") != "groups":
+        return f"Batches: full by {scheduler.get('stop')}; {delivered}."
+    if not isinstance(groups, int) or not isinstance(size, int):
+        return f"Batches: {delivered}."
+    return (
+        f"Batches: {groups} prompts with {size} responses each ({groups * size:,} responses); "
+        f"{delivered}."
+    )
+
+
+def _policy(scheduler: Mapping[str, Any]) -> str:
+    ratio, refill = scheduler.get("over_provision"), scheduler.get("refill")
+    if ratio == "auto":
+        return "Policy: the scheduler chooses how much to start, and when, while the run goes on."
+    much = (
+        "as many prompts as the KV pool holds" if ratio == "kv" else f"{ratio} batches of prompts"
+    )
+    match refill:
+        case "wave" if ratio == 1:
+            return "Policy: start one batch of prompts and wait for every last response."
+        case "wave":
+            return f"Policy: start up to {much}, hand over the first batch that is complete."
+        case "pool":
+            by = scheduler.get("refill_groups")
+            return f"Policy: keep {much} generating at any time, refilled {by} prompts at a time."
+        case "rounds":
+            return "Policy: of a store of open prompts, run those of like expected length together."
+        case _:
+            return ""
+
+
+_STRAGGLER = {
+    "retract": "Unfinished responses are carried over: they pause while new weights come in, their "
+    "context is read again, and they go on.",
+    "in_place": "Unfinished responses are carried over and keep their KV: new weights come in "
+    "under them.",
+    "abort": "Unfinished responses are called back when a batch is full, and go on from what they "
+    "have in the next one.",
+    "run": "Unfinished responses run on under the weights they began with.",
+    "choose": "What happens to unfinished responses is chosen for each by its price.",
+}
+
+
+def _pace(config: Mapping[str, Any], scheduler: Mapping[str, Any]) -> str:
+    took = config.get("train_seconds") or 0
+    trainer = f" The trainer takes {took:g} s a batch." if isinstance(took, int | float) else ""
+    trainer = trainer if took else ""
+    match scheduler.get("pace"):
+        case "synchronous":
+            return f"Pace: synchronous; engines wait while the trainer trains.{trainer}"
+        case "asynchronous":
+            return f"Pace: asynchronous; engines generate while the trainer trains.{trainer}"
+        case _:
+            return trainer.strip()
+
+
+def _staleness(scheduler: Mapping[str, Any]) -> str:
+    bound, rule = scheduler.get("max_staleness"), scheduler.get("staleness_rule")
+    if bound is None:
+        return "Staleness: no bound."
+    return f"Staleness: at most {bound} versions (rule: {rule})."
+
+
+def _prompts(config: Mapping[str, Any]) -> str:
+    seed = config.get("seed")
+    if config.get("prompts") is not None:
+        return f"Prompts: {config['prompts']}."
+    workload: dict[str, Any] = config.get("workload", {})
+    median, cap = workload.get("median"), workload.get("cap")
+    return (
+        f"Prompts: the built-in long-tail workload (median {median} tokens, at most {cap}), "
+        f"seed {seed}."
+    )
+
+
+def _several(count: int, one: str, many: str = "") -> str:
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"

@@ -1,0 +1,52 @@
+"""``aprilsched report RUN [RUN2]``: one page about a run, or about two side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from aprilsched.analysis.report.page import figures_json, write_report
+from aprilsched.errors import ConfigError
+
+__all__ = ["ReportCommand", "main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportCommand:
+    """Write one HTML page about a run, or about two side by side; it needs no network."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """The folder of a run, as aprilsched run and simulate write it; or of two, to compare the
+    second with the first."""
+    out: Path | None = None
+    """The file; report.html in the first folder if not given."""
+    json: bool = False
+    """Print the figures as JSON on stdout too: an object, or a list of two; all else goes to
+    stderr."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; the exit code.
+
+    Raises:
+        AprilschedError: if a run cannot be read or the page cannot be written.
+    """
+    command = tyro.cli(
+        ReportCommand,
+        args=list(arguments),
+        prog="aprilsched report",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    if len(command.runs) not in (1, 2):
+        raise ConfigError(f"{len(command.runs)} runs are named; name one, or two to compare.")
+    folder, *others = command.runs
+    path, data = write_report(folder, *others, out=command.out)
+    if command.json:
+        sys.stdout.write(figures_json(data).decode() + "\n")
+    Console(stderr=True).print(f"The report is in {path}", soft_wrap=True, highlight=False)
+    return 0
