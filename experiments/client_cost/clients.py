@@ -128,6 +128,7 @@ def scheduler(
     store: Store | None = None,
     tokens: int = ANSWER_TOKENS,
     listeners: Sequence[Listener] = (),
+    fleet: SGLangFleet | None = None,
 ) -> RolloutScheduler:
     """A scheduler that keeps `in_flight` rollouts of so many tokens generating."""
     groups = in_flight // GROUP_SIZE
@@ -145,7 +146,7 @@ def scheduler(
         pace="asynchronous",
     )
     return RolloutScheduler(
-        SGLangFleet(urls), prompts, config=config, store=store, listeners=listeners
+        fleet or SGLangFleet(urls), prompts, config=config, store=store, listeners=listeners
     )
 
 

@@ -71,6 +71,7 @@ class Server:
         app.router.add_get("/model_info", self.model_info)
         app.router.add_get("/server_info", self.server_info)
         app.router.add_get("/openapi.json", self.openapi)
+        app.router.add_get("/v1/loads", self.loads)
         app.router.add_get("/ready", self.nothing)
         for call in ("abort_request", "continue_generation", "pause_generation", "flush_cache"):
             app.router.add_post(f"/{call}", self.nothing)
@@ -86,6 +87,17 @@ class Server:
 
     async def openapi(self, _: web.Request) -> web.Response:
         return web.json_response({"components": {"schemas": {}}})
+
+    async def loads(self, _: web.Request) -> web.Response:
+        load = {
+            "num_running_reqs": 512,
+            "num_waiting_reqs": 0,
+            "num_used_tokens": 262_144,
+            "max_total_num_tokens": 1_048_576,
+            "decode_moments": [1.0, 512.0, 1e4, 262_144.0, 5e6, 512.0],
+            "total_prefill_busy_us": 0,
+        }
+        return web.json_response({"loads": [load]})
 
     async def nothing(self, _: web.Request) -> web.Response:
         return web.Response(text="ok")

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +28,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client_cost"))
 import benchmark as client_cost
 from clients import scheduler
 from memory import post
-from pieces import COMBINATIONS, together
+from pieces import EVERYTHING, PIECES, together, with_needs
 from processes import machine, measured
 from replayed import Recorder, replayed
 
+from aprilsched import SGLangFleet
 from aprilsched.core.commands import Command
 from aprilsched.core.events import Event
 from aprilsched.telemetry.base import BulkListener, Chunks, Listener
+from aprilsched.telemetry.sampling import Sampler
 
 TOKENS_PER_SECOND = 100_000
 EVENT_TOKENS = 64
 ANSWER_TOKENS = 1024
 IN_FLIGHT = 512
+PAIRED: dict[str, tuple[str, ...]] = {
+    "nothing": (),
+    "log_and_summary": ("event_log", "summary"),
+    "everything": EVERYTHING,
+}
 COMPARED = ("log_and_summary", "everything")
+RUNS = PAIRED | {name: with_needs(name) for name in PIECES}
+"""What `--only` can name."""
 
 
 class Timed:
-    """Passes on, and adds up the time of the calls.
+    """Passes on, and adds up the CPU time of the calls in this thread.
 
-    Not the thread's CPU time: to ask for that is a system call, and costs more than what is timed.
+    Not the wall's: another thread that draws, or a neighbour on the machine, would count as well.
     """
 
     def __init__(self, listener: Listener) -> None:
@@ -57,21 +67,21 @@ class Timed:
             self.on_progress = self._on_progress
 
     def on_event(self, event: Event, now: float) -> None:
-        before = time.perf_counter_ns()
+        before = time.thread_time_ns()
         self._listener.on_event(event, now)
-        self.ns += time.perf_counter_ns() - before
+        self.ns += time.thread_time_ns() - before
         self.calls += 1
 
     def on_command(self, command: Command, now: float) -> None:
-        before = time.perf_counter_ns()
+        before = time.thread_time_ns()
         self._listener.on_command(command, now)
-        self.ns += time.perf_counter_ns() - before
+        self.ns += time.thread_time_ns() - before
         self.calls += 1
 
     def _on_progress(self, chunks: Chunks, now: float) -> None:
-        before = time.perf_counter_ns()
+        before = time.thread_time_ns()
         self._bulk.on_progress(chunks, now)
-        self.ns += time.perf_counter_ns() - before
+        self.ns += time.thread_time_ns() - before
         self.calls += 1
 
 
@@ -84,18 +94,21 @@ def other_threads_s(but: Sequence[threading.Thread]) -> dict[str, float]:
     }
 
 
-async def read(url: str, rollouts: int, listeners: Sequence[Listener]) -> dict[str, float]:
-    """Read everything; CPU of the whole process."""
+async def read(
+    url: str, rollouts: int, listeners: Sequence[Listener], samples: Path | None = None
+) -> dict[str, float]:
+    """Read everything; CPU of the whole process. Where to `samples`, the engine is sampled too."""
     await post(url, {"pace": IN_FLIGHT * EVENT_TOKENS / TOKENS_PER_SECOND})
-    tokens = 0
+    tokens, fleet = 0, SGLangFleet([url])
     async with scheduler(
-        [url], in_flight=IN_FLIGHT, rollouts=rollouts, listeners=listeners
+        [url], in_flight=IN_FLIGHT, rollouts=rollouts, listeners=listeners, fleet=fleet
     ) as running:
         gc.collect()
         cpu, wall = time.process_time(), time.perf_counter()
-        async for batch in running:
-            tokens += batch.tokens
-            batch.acknowledge()
+        async with nullcontext() if samples is None else Sampler(samples, fleet):
+            async for batch in running:
+                tokens += batch.tokens
+                batch.acknowledge()
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     if tokens != rollouts * ANSWER_TOKENS:
         raise SystemExit(f"read {tokens} tokens of {rollouts} rollouts")
@@ -109,11 +122,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         recorder = Recorder()
         asyncio.run(read(url, rollouts, [recorder]))
         return replayed(recorder, options.repeats)
-    names = (*(["deaf"] if options.inside else []), *COMBINATIONS[which])
+    names = (*(["deaf"] if options.inside else []), *RUNS[which])
     before = threading.enumerate()
-    with tempfile.TemporaryDirectory() as folder, together(names, Path(folder)) as listeners:
+    with tempfile.TemporaryDirectory() as folder, together(names, Path(folder)) as pieces:
+        listeners = list(pieces.values())
         timed = [Timed(listener) for listener in listeners] if options.inside else []
-        found: dict[str, Any] = asyncio.run(read(url, rollouts, timed or listeners))
+        samples = Path(folder) / "samples.jsonl" if which == "everything" else None
+        found: dict[str, Any] = asyncio.run(read(url, rollouts, timed or listeners, samples))
         threads = other_threads_s(before)
     found |= {"run": which}
     if timed:
@@ -193,6 +208,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3, help="of what is timed inside")
     parser.add_argument("--seconds", type=float, default=15.0, help="of streaming, for each run")
+    parser.add_argument("--only", choices=sorted(RUNS), help="one run of this, and nothing else")
     parser.add_argument("--out", type=Path)
     # What the measured processes are started with.
     parser.add_argument("--url", help=argparse.SUPPRESS)
@@ -209,6 +225,9 @@ def main() -> None:
         return
     rollouts = max(2 * IN_FLIGHT, int(options.seconds * TOKENS_PER_SECOND / ANSWER_TOKENS))
     rollouts -= rollouts % IN_FLIGHT
+    if options.only:
+        print(json.dumps(process(options.only, rollouts), indent=1))
+        return
     runs, pairs = compare(options.pairs, rollouts) if options.pairs else ([], [])
     base_ms = pairs[0]["cpu_ms_per_s_without"] if pairs else None
     result = {

@@ -1,27 +1,44 @@
-"""What listens to a run, piece by piece and together."""
+"""What listens to a run, piece by piece and together, as ``aprilsched run`` puts it together."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import os
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 from rich.console import Console
 
 from aprilsched.core.commands import Command
+from aprilsched.core.counters import Counters
 from aprilsched.core.events import Event
+from aprilsched.core.ledger import Ledger
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.event_log import EventLog
-from aprilsched.telemetry.progress import Progress
+from aprilsched.telemetry.live.display import LiveView
+from aprilsched.telemetry.live.facts import RunFacts
+from aprilsched.telemetry.live_figures import LiveFigures
+from aprilsched.telemetry.metrics.listener import Metrics
+from aprilsched.telemetry.metrics.serving import serve_metrics
 from aprilsched.telemetry.summary import Summary
-from aprilsched.telemetry.usage.usage import Usage
 
-__all__ = ["COMBINATIONS", "PIECES", "together"]
+__all__ = ["EVERYTHING", "PIECES", "together", "with_needs"]
 
-Piece: TypeAlias = Callable[[Path], AbstractContextManager[Listener]]
-"""Listens while its block is open; files go into the folder."""
+_BATCH_GROUPS = 64
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """Where pieces are put up; what needs another piece finds it here."""
+
+    folder: Path
+    stack: ExitStack
+    listeners: dict[str, Listener] = field(default_factory=dict[str, Listener])
+    summary: Summary | None = None
+    account: LiveFigures | None = None
 
 
 class Deaf:
@@ -34,59 +51,84 @@ class Deaf:
         pass
 
 
-@contextmanager
-def deaf(_: Path) -> Iterator[Deaf]:
-    yield Deaf()
+def deaf(_: Bench) -> Listener:
+    return Deaf()
 
 
-@contextmanager
-def event_log(folder: Path) -> Iterator[EventLog]:
-    log = EventLog(folder / "events.jsonl")
+def event_log(bench: Bench) -> Listener:
+    log = EventLog(bench.folder / "events.jsonl")
+    bench.stack.enter_context(closing(log))
     log.start()
+    return log
+
+
+def summary(bench: Bench) -> Listener:
+    bench.summary = Summary(trainer_waits=False)
+    return bench.summary
+
+
+def account(bench: Bench) -> Listener:
+    meter = None if bench.summary is None else bench.summary.meter
+    bench.account = LiveFigures(meter=meter, batch_groups=_BATCH_GROUPS)
+    # The scheduler counts for itself, and so the account need not.
+    bench.account.count_with(Counters(), Ledger())
+    return bench.account
+
+
+def live_view(bench: Bench) -> Listener:
+    """On a terminal of 120 columns that takes what it is sent."""
+    assert bench.account is not None
+    reads, writes = os.openpty()
+    terminal = bench.stack.enter_context(os.fdopen(writes, "w"))
+    threading.Thread(target=_drain, args=(reads,), daemon=True, name="terminal").start()
+    facts = RunFacts(title="run", batches=100, batch_groups=_BATCH_GROUPS)
+    console = Console(file=terminal, force_terminal=True, width=120, height=40)
+    return bench.stack.enter_context(LiveView(console, facts, bench.account)).model
+
+
+def metrics(bench: Bench) -> Listener:
+    """Served, and scraped by nobody: that costs the more the oftener it is done."""
+    assert bench.account is not None
+    found = Metrics(bench.account)
+    bench.stack.enter_context(serve_metrics(found, 0))
+    return found
+
+
+def _drain(terminal: int) -> None:
     try:
-        yield log
-    finally:
-        log.close()
-    if log.error is not None:
-        raise SystemExit(log.error)
+        while os.read(terminal, 1 << 16):
+            pass
+    except OSError:
+        os.close(terminal)
 
 
-@contextmanager
-def summary(_: Path) -> Iterator[Summary]:
-    yield Summary(trainer_waits=False)
-
-
-@contextmanager
-def usage(_: Path) -> Iterator[Usage]:
-    yield Usage()
-
-
-@contextmanager
-def progress(_: Path) -> Iterator[Progress]:
-    """As on a terminal."""
-    console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    with Progress(console, title="run", batches=100, batch_groups=64, group_size=8) as shown:
-        yield shown
-
+Piece: TypeAlias = Callable[[Bench], Listener]
 
 PIECES: dict[str, Piece] = {
     "deaf": deaf,
     "event_log": event_log,
     "summary": summary,
-    "usage": usage,
-    "progress": progress,
+    "account": account,
+    "live_view": live_view,
+    "metrics": metrics,
 }
+EVERYTHING = tuple(name for name in PIECES if name != "deaf")
+_NEEDS = {"live_view": ("account",), "metrics": ("account",)}
 
-COMBINATIONS: dict[str, tuple[str, ...]] = {
-    "nothing": (),
-    "log_and_summary": ("event_log", "summary"),
-    "everything": tuple(name for name in PIECES if name != "deaf"),
-    **{name: (name,) for name in PIECES},
-}
+
+def with_needs(name: str) -> tuple[str, ...]:
+    """The piece, after those that it needs."""
+    return (*_NEEDS.get(name, ()), name)
 
 
 @contextmanager
-def together(names: Sequence[str], folder: Path) -> Generator[list[Listener]]:
+def together(names: Sequence[str], folder: Path) -> Generator[dict[str, Listener]]:
     """These pieces at work."""
     with ExitStack() as stack:
-        yield [stack.enter_context(PIECES[name](folder)) for name in names]
+        bench = Bench(folder=folder, stack=stack)
+        for name in names:
+            bench.listeners[name] = PIECES[name](bench)
+        yield bench.listeners
+    log = bench.listeners.get("event_log")
+    if isinstance(log, EventLog) and log.error is not None:
+        raise SystemExit(log.error)

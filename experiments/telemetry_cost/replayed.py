@@ -1,6 +1,7 @@
 """What each piece costs for one event, from a recorded stream that is shown to it in a loop.
 
-Hardly any noise, but warm caches: in a run something else goes on between two events.
+Hardly any noise, but warm caches: in a run something else goes on between two events. What draws
+or serves in a thread of its own has nothing to do here, since the stream is over in a moment.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import gc
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pieces import PIECES, together
+from pieces import EVERYTHING, PIECES, together, with_needs
 
 from aprilsched.coordinator.listeners import Listeners
 from aprilsched.core.commands import Command
@@ -41,40 +43,38 @@ class Recorder:
 
 
 def replayed(recorder: Recorder, repeats: int) -> dict[str, Any]:
-    """By piece: CPU µs for an event or command, and ms for a second of the recorded run."""
+    """CPU µs for an event or command, and ms for a second of the recorded run."""
     gc.collect()
     gc.freeze()
-    found: dict[str, list[float]] = {name: [] for name in PIECES}
+    shown = {name: with_needs(name) for name in PIECES} | {"everything": EVERYTHING}
+    found: dict[str, list[float]] = {name: [] for name in shown}
     for _ in range(repeats):
-        for name, costs in found.items():
-            costs.append(_cost(name, recorder.stream))
-    shown, seconds = len(recorder.stream), recorder.seconds
+        for name, names in shown.items():
+            found[name].append(_cost(names, recorder.stream))
+    events, seconds = len(recorder.stream), recorder.seconds
     return {
-        "shown_per_s": shown / seconds,
+        "shown_per_s": events / seconds,
         "pieces": {
             name: {
-                "us": 1e6 * statistics.median(costs) / shown,
-                "ms_per_s": 1e3 * statistics.median(costs) / seconds,
-                "least_ms_per_s": 1e3 * min(costs) / seconds,
+                "with": names,
+                "us": 1e6 * statistics.median(found[name]) / events,
+                "ms_per_s": 1e3 * statistics.median(found[name]) / seconds,
+                "least_ms_per_s": 1e3 * min(found[name]) / seconds,
             }
-            for name, costs in found.items()
+            for name, names in shown.items()
         },
     }
 
 
-def _cost(name: str, stream: Recorded) -> float:
-    """CPU of all threads, until what is left is written."""
-    with tempfile.TemporaryDirectory() as folder:
+def _cost(names: Sequence[str], stream: Recorded) -> float:
+    """CPU of all threads, until what is left is written; without putting the pieces up."""
+    with tempfile.TemporaryDirectory() as folder, together(names, Path(folder)) as listeners:
+        told = Listeners(list(listeners.values()))
         before = time.process_time()
-        with together([name], Path(folder)) as (listener,):
-            _show(Listeners([listener]), stream)
+        for event, command, now in stream:
+            if event is not None:
+                told.event(event, now)
+            elif command is not None:
+                told.command(command, now)
+        told.release()
         return time.process_time() - before
-
-
-def _show(listeners: Listeners, stream: Recorded) -> None:
-    for event, command, now in stream:
-        if event is not None:
-            listeners.event(event, now)
-        elif command is not None:
-            listeners.command(command, now)
-    listeners.release()
