@@ -51,7 +51,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"aprilsched\.core\..*"),
     (r"py:mod", r"aprilsched\..*"),
     (r"py:class", r"aprilsched\.types\.Receipt"),
-    (r"py:class", r"aprilsched\.analysis\.lines\..*"),
+    (r"py:class", r"aprilsched\.analysis\.(lines|plots\.plans)\..*"),
     (r"py:class", r"aprilsched\.telemetry\.(batch_meter|live_figures)\..*"),
     (r"py:class", r"aprilsched\.telemetry\.sampling\.engine_loads\..*"),
     (r"py:data", r"FIELDS"),

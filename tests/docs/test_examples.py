@@ -31,6 +31,7 @@ RUN = (
     "guides/fleet",
     "guides/colocated",
     "guides/tuning",
+    "guides/seeing",
 )
 PAGES = sorted(
     page.relative_to(DOCS).with_suffix("").as_posix()
