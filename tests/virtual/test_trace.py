@@ -1,0 +1,333 @@
+"""The trace of a run, read by Perfetto's own trace processor, says what the event log says."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aprilsched.analysis.run import read_run
+from aprilsched.analysis.trace import write_trace
+from aprilsched.cli import main
+from aprilsched.errors import RunFolderError
+from aprilsched.telemetry.run_folder import EVENTS, TRACE
+from tests.support.trace_processor import TraceProcessor, loaded, rows
+
+ARGUMENTS = (
+    *("run", "--quiet", "--batches", "5", "--seed", "5", "--train-seconds", "0.5"),
+    *("--batch-groups", "4", "--group-size", "4", "--over-provision", "2"),
+    *("--median", "60", "--cap", "600", "--sim.engines", "2", "--sim.refit-seconds", "0.2"),
+)
+RUNS: dict[str, list[str]] = {
+    "retracted": [],
+    "aborted": ["--straggler", "abort", "--pace", "asynchronous"],
+    "kept in place": ["--straggler", "in_place", "--refill", "pool"],
+    "never paused": ["--straggler", "run", "--pace", "asynchronous"],
+}
+SHOWN = """
+    CREATE PERFETTO VIEW shown AS
+    SELECT process.name AS engine, thread.name AS track, slice.name, category, track_id, ts, dur,
+        depth,
+        EXTRACT_ARG(slice.arg_set_id, 'args.rollout_id') AS rollout_id,
+        EXTRACT_ARG(slice.arg_set_id, 'args.version') AS version,
+        EXTRACT_ARG(slice.arg_set_id, 'args.tokens') AS tokens,
+        EXTRACT_ARG(slice.arg_set_id, 'args.carried') AS carried
+    FROM slice
+    JOIN thread_track ON thread_track.id = slice.track_id
+    JOIN thread USING (utid)
+    JOIN process USING (upid)
+"""
+ROLLOUTS = """
+    SELECT engine, SUM(dur), SUM(tokens), COUNT(DISTINCT track_id) AS slots, MAX(depth) FROM shown
+    WHERE category = 'rollout' GROUP BY engine
+"""
+BANDS = "SELECT engine, name, SUM(dur) FROM shown WHERE category = 'state' GROUP BY 1, 2"
+INSTANTS = "SELECT name FROM shown WHERE track = 'batches and weights' ORDER BY ts"
+COUNTERS = """
+    SELECT process.name AS engine, track.name AS counter, MAX(value) FROM counter
+    JOIN process_counter_track AS track ON track.id = counter.track_id
+    JOIN process USING (upid) GROUP BY 1, 2
+"""
+VERSIONS = """
+    SELECT rollout_id, version, SUM(tokens), MAX(carried) FROM shown
+    WHERE category = 'rollout' AND tokens > 0 GROUP BY 1, 2
+"""
+
+
+@dataclass(kw_only=True)
+class Account:
+    """What the lines of a log add up to, by engine; times in microseconds."""
+
+    worked: Counter[str] = field(default_factory=Counter[str])
+    """Of its requests, pauses not counted."""
+    tokens: Counter[str] = field(default_factory=Counter[str])
+    most: Counter[str] = field(default_factory=Counter[str])
+    """Requests at once."""
+    bands: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    instants: list[str] = field(default_factory=list[str])
+
+
+def account_of(folder: Path) -> Account:
+    account = Account()
+    paused: dict[str, int] = {}
+    in_pauses: Counter[str] = Counter()
+    begun: dict[tuple[str, str], int] = {}
+    sent: dict[tuple[int, int], tuple[str, int]] = {}
+    end = 0
+
+    def in_pauses_until(engine: str, now: int) -> int:
+        return in_pauses[engine] + now - paused.get(engine, now)
+
+    def close(key: tuple[int, int], now: int) -> None:
+        engine, since = sent.pop(key)
+        account.worked[engine] += now - in_pauses_until(engine, now) - since
+
+    def end_band(engine: str, kind: str, now: int) -> None:
+        since = begun.pop((engine, kind), None)
+        if since is not None:
+            account.bands[engine, kind] += now - since
+
+    def end_all() -> None:
+        for key in list(sent):
+            close(key, end)
+        for engine, kind in list(begun):
+            end_band(engine, kind, end)
+        paused.clear()
+        in_pauses.clear()
+
+    for line in lines_of(folder):
+        kind, now = line.get("event") or line["command"], round(line["t"] * 1e6)
+        engine = str(line.get("engine", ""))
+        key = line.get("request_id", 0), line.get("attempt", 0)
+        match kind:
+            case "Resumed":
+                end_all()
+                account.instants.append("resumed")
+            case "Send":
+                sent[key] = engine, now - in_pauses_until(engine, now)
+                load = sum(where == engine for where, _ in sent.values())
+                account.most[engine] = max(account.most[engine], load)
+            case "Progress" if key in sent:
+                account.tokens[sent[key][0]] += line["tokens"]
+            case "Finished" | "Interrupted" | "Failed" if key in sent:
+                close(key, now)
+            case "Pause":
+                begun.setdefault((engine, "pause"), now)
+            case "Paused":
+                paused[engine] = now
+            case "Continue":
+                in_pauses[engine] = in_pauses_until(engine, now)
+                paused.pop(engine, None)
+            case "Continued":
+                end_band(engine, "pause", now)
+            case "Refit":
+                begun.update({(name, "refit"): now for name in line["engines"]})
+            case "Refitted":
+                end_band(engine, "refit", now)
+            case "Deliver":
+                account.instants.append(f"batch {line['batch']}")
+            case "FinishUpdate":
+                account.instants.append(f"weights v{line['version']}")
+            case _:
+                pass
+        end = now
+    end_all()
+    return account
+
+
+def lines_of(folder: Path) -> Iterator[dict[str, Any]]:
+    with (folder / EVENTS).open() as file:
+        yield from map(json.loads, file)
+
+
+def check(processor: TraceProcessor, folder: Path) -> None:
+    account = account_of(folder)
+    bad = "SELECT name, value FROM stats WHERE severity != 'info' AND value != 0"
+    assert rows(processor, bad) == []
+    rows(processor, SHOWN)
+    assert rows(processor, ROLLOUTS) == [
+        (f"engine {name}", worked * 1000, account.tokens[name], account.most[name], 0)
+        for name, worked in sorted(account.worked.items())
+    ]
+    lengths = {(engine, kind): ns for engine, kind, ns in rows(processor, BANDS)}
+    assert {key: ns for key, ns in lengths.items() if key[1] != "flush"} == {
+        (f"engine {engine}", kind): length * 1000
+        for (engine, kind), length in account.bands.items()
+    }
+    assert [name for (name,) in rows(processor, INSTANTS)] == account.instants
+    most = {(engine, counter): value for engine, counter, value in rows(processor, COUNTERS)}
+    for name, load in account.most.items():
+        assert most.pop((f"engine {name}", "in flight requests")) == load
+        assert most.pop((f"engine {name}", "KV tokens")) > load
+    assert most == {}
+    check_versions(processor, folder)
+
+
+def check_versions(processor: TraceProcessor, folder: Path) -> None:
+    """Each delivered rollout has its tokens under the versions that sampled them."""
+    grouped = rows(processor, VERSIONS)
+    shown = {(rollout, version): tokens for rollout, version, tokens, _ in grouped}
+    carried = {(rollout, version) for rollout, version, _, carried in grouped if carried}
+    delivered = [r for d in read_run(folder).deliveries for r in d.rollouts]
+    sampled: Counter[tuple[int, int]] = Counter()
+    for rollout in delivered:
+        for segment in rollout.segments:
+            sampled[rollout.rollout_id, segment.version] += segment.end - segment.start
+    assert {key: shown.get(key) for key in sampled} == dict(sampled)
+    for rollout in delivered:
+        first, *later = sorted({segment.version for segment in rollout.segments})
+        assert (rollout.rollout_id, first) not in carried
+        assert {(rollout.rollout_id, version) for version in later} <= carried
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_trace_says_what_the_log_says(tmp_path: Path, name: str):
+    assert main([*ARGUMENTS, *RUNS[name], "--out", str(tmp_path)]) == 0
+    path = write_trace(tmp_path)
+    assert path == tmp_path / TRACE
+    with loaded(path) as processor:
+        check(processor, tmp_path)
+
+
+def test_the_trace_of_a_run_that_went_on_holds_all_its_processes(tmp_path: Path):
+    assert main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
+    write_trace(tmp_path)
+    assert main(["run", "--resume", str(tmp_path), "--batches", "7", "--quiet"]) == 0
+    assert not (tmp_path / TRACE).exists(), "it does not show the run any more"
+    with loaded(write_trace(tmp_path)) as processor:
+        check(processor, tmp_path)
+        resumed = rows(processor, "SELECT COUNT(*) FROM slice WHERE name = 'resumed'")
+    assert resumed == [(1,)]
+
+
+# --- what a quiet run does not have ------------------------------------------------------------
+
+LINES = """
+{"t":0,"event":"Opened","engines":[{"name":"a","version":0},{"name":"b","version":0}]}
+{"t":0,"event":"BatchRequested"}
+{"t":1,"command":"Send","engine":"a","request_id":1,"attempt":1,"rollout_id":7,"group_id":5,"tokens":100}
+{"t":1,"command":"Send","engine":"b","request_id":2,"attempt":1,"rollout_id":8,"group_id":5,"tokens":10}
+{"t":2,"event":"Progress","request_id":1,"attempt":1,"tokens":30}
+{"t":3,"command":"LoseEngine","engine":"a","cause":"reset","last":false,"standby":false}
+{"t":3,"event":"Failed","request_id":1,"attempt":1,"cause":"reset"}
+{"t":3,"command":"Send","engine":"b","request_id":1,"attempt":2,"rollout_id":7,"group_id":5,"tokens":130}
+{"t":4,"command":"Refit","version":1,"engines":["b"],"beside":true,"catch_up":false}
+{"t":5,"event":"Refitted","engine":"b","version":1,"cause":"","catch_up":false}
+{"t":6,"event":"Progress","request_id":1,"attempt":2,"tokens":20}
+{"t":6,"event":"EngineJoined","engine":"a","version":1}
+{"t":7,"command":"AdmitEngine","engine":"a","version":1}
+{"t":8,"command":"Pause","engine":"b","mode":"retract"}
+{"t":9,"event":"Paused","engine":"b"}
+{"t":9,"event":"Progress","request_id":2,"attempt":1,"tokens":3}
+{"t":9,"command":"Flush","engine":"b"}
+{"t":10,"event":"Flushed","engine":"b"}
+{"t":10,"command":"Release","engine":"b","tags":["weights","kv_cache"]}
+{"t":11,"event":"Woken","engine":"b","tags":["weights"]}
+{"t":12,"command":"Refit","version":2,"engines":["b"],"beside":false,"catch_up":false}
+{"t":13,"event":"Refitted","engine":"b","torn":true,"cause":"refused","catch_up":false}
+{"t":14,"event":"Woken","engine":"b","tags":["kv_cache"]}
+{"t":15,"command":"Continue","engine":"b"}
+{"t":16,"event":"Continued","engine":"b"}
+{"t":17,"event":"Finished","request_id":2,"attempt":1,"reason":"stop","spans":null}
+{"t":20,"event":"Resumed","incarnation":2,"batches":0}
+{"t":20,"event":"Opened","engines":[{"name":"b","version":2}]}
+{"t":21,"command":"Send","engine":"b","request_id":1,"attempt":3,"rollout_id":7,"group_id":5,"tokens":150,"adapter":1}
+{"t":22,"command":"Flush","engine":"b"}
+{"t":23,"event":"ControlFailed","engine":"b","call":"flush","cause":"timeout"}
+"""
+"""A fleet of two: one is lost and comes back, the other is put to sleep, and the process dies."""
+
+
+def test_engines_that_are_lost_asleep_or_torn(tmp_path: Path):
+    log = tmp_path / EVENTS
+    log.write_text(LINES.lstrip(), encoding="utf-8")
+    with loaded(write_trace(tmp_path, tmp_path / "other.json")) as processor:
+        rows(processor, SHOWN)
+        pieces = rows(
+            processor,
+            "SELECT engine, name, ts / 1e9, dur / 1e9, tokens, carried FROM shown"
+            " WHERE category = 'rollout' ORDER BY ts, engine, track",
+        )
+        bands = rows(
+            processor,
+            "SELECT engine, name, ts / 1e9, dur / 1e9 FROM shown"
+            " WHERE category IN ('state', 'trainer') AND dur > 0 ORDER BY ts, engine",
+        )
+        known = rows(
+            processor,
+            "SELECT process.name AS engine, ts / 1e9, CAST(value AS INT) FROM counter"
+            " JOIN process_counter_track AS track ON track.id = counter.track_id"
+            " JOIN process USING (upid) WHERE track.name = 'KV tokens' ORDER BY engine, ts",
+        )
+    a, b = "engine a", "engine b"
+    assert pieces == [
+        (a, "rollout 7 v0 mn", 1, 2, 30, False),
+        (b, "rollout 8 v0 mn", 1, 4, 0, False),
+        (b, "rollout 7 v0 mn", 3, 2, 0, False),
+        (b, "rollout 8 v1 eg", 5, 4, 3, True),
+        (b, "rollout 7 v1 eg", 5, 4, 20, True),
+        (b, "rollout 8 v?", 15, 2, 0, True),
+        (b, "rollout 7 v?", 15, 2, 0, True),
+        (b, "rollout 7 v1 eg", 21, 2, 0, True),
+    ]
+    assert bands == [
+        ("trainer", "waits for a batch", 0, 17),
+        (a, "lost", 3, 4),
+        (b, "refit", 4, 1),
+        (b, "pause", 8, 8),
+        (b, "flush", 9, 1),
+        (b, "asleep", 10, 4),
+        (b, "refit", 12, 1),
+        (b, "flush", 22, 1),
+    ]
+    assert known == [
+        *((a, 1, 100), (a, 2, 130), (a, 3, 0)),
+        *((b, 1, 10), (b, 3, 140), (b, 6, 160), (b, 9, 163), (b, 10, 0), (b, 15, 163)),
+        *((b, 17, 0), (b, 21, 150), (b, 23, 0)),
+    ]
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def test_a_log_that_cannot_be_read_is_said_and_nothing_is_written(tmp_path: Path):
+    with pytest.raises(RunFolderError, match="is no whole run folder"):
+        write_trace(tmp_path)
+    (tmp_path / EVENTS).write_text('{"t":"now"}\n{"t":1,"event":"Opened"}\n')
+    with pytest.raises(RunFolderError, match="is damaged in line 1, before its end"):
+        write_trace(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [EVENTS]
+
+
+def test_a_trace_that_cannot_be_written_is_said(tmp_path: Path):
+    (tmp_path / EVENTS).write_text('{"t":0,"event":"BatchRequested"}\n')
+    with pytest.raises(RunFolderError, match=r"missing/t\.json cannot be written .*; name a file"):
+        write_trace(tmp_path, tmp_path / "missing" / "t.json")
+
+
+def test_a_long_log_is_not_held_in_memory(tmp_path: Path):
+    opened, *_ = LINES.split("\n", 2)[1:]
+    with (tmp_path / EVENTS).open("w") as file:
+        file.write(opened + "\n")
+        for n in range(10_000):
+            key = f'"request_id":{n},"attempt":1'
+            sent = f'"command":"Send","engine":"a",{key},"rollout_id":{n},"group_id":1,"tokens":9'
+            file.write(f'{{"t":{n},{sent}}}\n')
+            file.write(f'{{"t":{n},"event":"Progress",{key},"tokens":5}}\n')
+            file.write(f'{{"t":{n + 1},"event":"Finished",{key},"reason":"stop"}}\n')
+            over = f'"command":"CancelWork","group_id":1,"rollout_ids":[{n}],"reason":"stale"'
+            file.write(f'{{"t":{n + 1},{over}}}\n')
+    tracemalloc.start()
+    try:
+        path = write_trace(tmp_path)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert path.stat().st_size > 2_000_000
+    assert most < 2_000_000, "of which a buffer of the file is the most"
