@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -29,6 +30,7 @@ from aprilsched.telemetry.metrics.table import METRICS
 from aprilsched.telemetry.usage.parts import PARTS
 from aprilsched.types import Batch
 
+Pace: TypeAlias = Literal["synchronous", "asynchronous"]
 Labels = tuple[tuple[str, str], ...]
 Samples = dict[tuple[str, Labels], float]
 
@@ -59,9 +61,17 @@ class Scraped:
         return sum(v for (n, _), v in self.samples.items() if n == f"aprilsched_{name}")
 
 
-def driven(listeners: Sequence[Listener], *, batches: int = 4) -> list[Batch]:
+def driven(
+    listeners: Sequence[Listener], *, batches: int = 4, pace: Pace = "synchronous"
+) -> list[Batch]:
+    """Two engines, an update after each batch, stale rollouts dropped."""
     config = SchedulerConfig(
-        batch_groups=4, group_size=4, over_provision=2.0, max_staleness=1, staleness_rule="evict"
+        batch_groups=4,
+        group_size=4,
+        over_provision=2.0,
+        max_staleness=1,
+        staleness_rule="evict",
+        pace=pace,
     )
     workload = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
 
@@ -81,7 +91,6 @@ def driven(listeners: Sequence[Listener], *, batches: int = 4) -> list[Batch]:
 
 @pytest.fixture(scope="module")
 def run() -> Scraped:
-    """Two engines, four batches, an update after each, stale rollouts dropped."""
     figures = LiveFigures(clock=None)
     metrics = Metrics(figures)
     with serve_metrics(metrics, 0) as server:

@@ -1,0 +1,186 @@
+"""A run's spans, by OpenTelemetry's own SDK: one tree, whole, at the times of the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode, Tracer
+
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.telemetry.queued import QueuedListener
+from aprilsched.telemetry.spans import Spans, epoch_of_monotonic
+from aprilsched.types import Batch
+from tests.virtual.test_metrics import driven
+
+NS = 1_000_000_000
+INFOS = tuple(ev.EngineInfo(name=name, version=0) for name in ("a", "b"))
+
+
+class Kept:
+    """Where spans go, and a tracer that writes them there."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracer: Tracer = provider.get_tracer("test")
+
+    @property
+    def spans(self) -> Sequence[ReadableSpan]:
+        return self._exporter.get_finished_spans()
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.spans if span.name == f"aprilsched.{name}"]
+
+
+def identity(span: ReadableSpan) -> int:
+    context = span.get_span_context()
+    assert context is not None
+    return context.span_id
+
+
+def trace(span: ReadableSpan) -> int:
+    context = span.get_span_context()
+    assert context is not None
+    return context.trace_id
+
+
+def seconds(span: ReadableSpan) -> float:
+    assert span.start_time is not None
+    assert span.end_time is not None
+    return (span.end_time - span.start_time) / NS
+
+
+def about(span: ReadableSpan, name: str) -> object:
+    return (span.attributes or {}).get(name)
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Kept, list[Batch]]:
+    kept = Kept()
+    with Spans(kept.tracer, attributes={"aprilsched.clock": "virtual"}) as spans:
+        batches = driven([spans], pace="asynchronous")
+    return kept, batches
+
+
+def test_it_is_one_tree(run: tuple[Kept, list[Batch]]):
+    kept, _ = run
+    names = {identity(span): span.name for span in kept.spans}
+    below: dict[str, set[str]] = {}
+    for span in kept.spans:
+        parent = "" if span.parent is None else names[span.parent.span_id]
+        below.setdefault(parent.removeprefix("aprilsched."), set()).add(
+            span.name.removeprefix("aprilsched.")
+        )
+    assert below[""] == {"run"}
+    assert below["run"] == {"batch", "rollout"}  # those in flight at the end
+    assert below["batch"] >= {"rollout", "update"}
+    assert below["update"] == {"pause", "refit", "continue"}
+    assert len({trace(span) for span in kept.spans}) == 1
+
+
+def test_every_rollout_has_a_span_below_its_batch(run: tuple[Kept, list[Batch]]):
+    kept, batches = run
+    by_index = {about(span, "aprilsched.batch.index"): span for span in kept.named("batch")}
+    for batch in batches:
+        span = by_index[batch.index]
+        mine = {
+            about(child, "aprilsched.rollout.id"): child
+            for child in kept.named("rollout")
+            if child.parent is not None and child.parent.span_id == identity(span)
+        }
+        for rollout in batch.rollouts:
+            child = mine.pop(rollout.rollout_id)
+            assert about(child, "gen_ai.usage.output_tokens") == len(rollout)
+            assert about(child, "gen_ai.usage.input_tokens") == len(rollout.prompt_ids)
+            assert about(child, "gen_ai.response.finish_reasons") == (rollout.finish_reason,)
+            assert seconds(child) > 0
+        assert all(child.status.status_code is StatusCode.ERROR for child in mine.values())
+        assert {about(child, "aprilsched.drop.reason") for child in mine.values()} <= {"stale"}
+    dropped = [s for s in kept.named("rollout") if about(s, "aprilsched.drop.reason")]
+    assert dropped
+
+
+def test_batches_follow_each_other_and_updates_take_their_time(run: tuple[Kept, list[Batch]]):
+    kept, _ = run
+    spans = kept.named("batch")
+    for before, after in pairwise(spans):
+        assert before.end_time == after.start_time
+    (whole,) = kept.named("run")
+    assert sum(map(seconds, spans)) == pytest.approx(seconds(whole))
+    assert about(whole, "aprilsched.clock") == "virtual"
+    assert about(whole, "aprilsched.run.engines") == ("sim-0", "sim-1")
+    refits = kept.named("refit")
+    assert len(refits) == 8
+    assert all(seconds(span) == pytest.approx(0.3) for span in refits)
+    assert {about(span, "aprilsched.engine.name") for span in refits} == {"sim-0", "sim-1"}
+    assert [about(span, "aprilsched.policy.version") for span in kept.named("update")] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+
+
+def test_virtual_seconds_run_on_from_the_begin():
+    kept, before = Kept(), time.time_ns()
+    with Spans(kept.tracer) as spans:
+        spans.on_event(ev.Opened(engines=INFOS), 1000.0)
+        after = time.time_ns()
+        spans.on_event(ev.BatchRequested(), 4600.0)
+    (run,) = kept.named("run")
+    assert run.start_time is not None
+    assert before <= run.start_time + 1 <= after + 2
+    assert seconds(run) == 3600
+
+
+def test_the_machine_s_clock_is_mapped_exactly():
+    kept, epoch = Kept(), epoch_of_monotonic()
+    with Spans(kept.tracer, epoch_ns=epoch) as spans:
+        spans.on_event(ev.Opened(engines=INFOS), 5.0)
+    assert kept.named("run")[0].start_time == epoch + 5 * NS
+
+
+def test_what_fails_says_so():
+    kept = Kept()
+    with Spans(kept.tracer) as spans:
+        spans.on_event(ev.Opened(engines=INFOS), 0.0)
+        spans.on_event(ev.UpdateRequested(version=1), 1.0)
+        for engine in ("a", "b"):
+            spans.on_command(do.Pause(engine=engine, mode="retract"), 1.0)
+        spans.on_event(ev.Paused(engine="a"), 1.5)
+        spans.on_event(ev.ControlFailed(engine="b", call="pause", cause="no answer"), 2.0)
+        spans.on_command(do.LoseEngine(engine="b", cause="no answer", last=False), 2.0)
+        spans.on_command(do.Refit(version=1, engines=("a",)), 2.0)
+        spans.on_event(ev.Refitted(engine="a", version=None, cause="torn"), 3.0)
+        spans.on_command(do.FinishUpdate(version=1, cause="no engine took it"), 3.0)
+    told = {
+        (span.name.removeprefix("aprilsched."), about(span, "aprilsched.engine.name")): span
+        for span in kept.spans
+    }
+    assert told["pause", "a"].status.status_code is StatusCode.UNSET
+    assert told["pause", "b"].status.description == "no answer"
+    assert told["refit", "a"].status.description == "torn"
+    assert told["update", None].status.description == "no engine took it"
+    (lost,) = kept.named("run")[0].events
+    assert lost.name == "aprilsched.engine.lost"
+    assert lost.timestamp == (kept.named("run")[0].start_time or 0) + 2 * NS
+
+
+def test_in_a_thread_of_its_own_it_is_told_what_it_looks_at():
+    kept = Kept()
+    with Spans(kept.tracer) as spans:
+        with QueuedListener(spans, kinds=spans.kinds, close_seconds=60) as queued:
+            batches = driven([queued])
+        assert queued.error is None
+        assert queued.dropped == 0
+    assert len(kept.named("batch")) == len(batches) + 1
+    delivered = [s for s in kept.named("rollout") if about(s, "gen_ai.usage.output_tokens")]
+    assert len(delivered) == sum(1 for batch in batches for _ in batch.rollouts)
