@@ -38,9 +38,9 @@ def sglang_server(
 def sglang_pair(
     sglang_server: CpuServer, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[CpuServer, CpuServer]]:
-    """The same server and one more, which wants :data:`ADMIN_KEY` for its control calls."""
+    """The same server and one that measures itself and wants :data:`ADMIN_KEY` for control."""
     log = tmp_path_factory.mktemp("second") / "log.txt"
-    second = CpuServer(models[0], log, "--admin-api-key", ADMIN_KEY)
+    second = CpuServer(models[0], log, "--admin-api-key", ADMIN_KEY, "--enable-metrics")
     for server in _serve(second):
         yield sglang_server, server
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from aprilsched.engines.base import Engine, PauseMode
+from aprilsched.engines.load import ReportsLoad
 from aprilsched.engines.refit import RefitFromDisk, SleepingEngine
 from aprilsched.errors import EngineRejected
 from aprilsched.types import VersionSpan
@@ -304,6 +305,42 @@ async def memory_calls_in_a_wrong_order_are_refused(subject: Subject) -> None:
     assert len(await whole(engine, greedy(8))) == 8
 
 
+async def the_load_tells_what_is_on_it(subject: Subject) -> None:
+    """Requests, KV, tokens and times; how old they are is not guessed."""
+    engine = subject.engine
+    assert isinstance(engine, ReportsLoad)
+    before = await engine.load()
+    assert (before.running, before.queued) == (0, 0)
+    assert before.max_running == engine.capabilities.max_running_requests
+    assert before.kv_capacity == engine.capabilities.kv_tokens
+    streams = [await Stream(engine, greedy(LONG)).start().reach(20) for _ in range(3)]
+
+    async def all_are_told() -> bool:
+        load = await engine.load()
+        return load.running == 3 and load.kv_tokens is not None and load.kv_tokens > 3 * len(PROMPT)
+
+    await until(all_are_told)
+    await engine.pause("retract")
+    await asyncio.sleep(SETTLE_SECONDS)
+    paused = await engine.load()
+    assert paused.running + paused.queued == 3
+    assert paused.age_s >= 0
+    await engine.resume()
+    for stream in streams:
+        await _abort_until_ended(engine, stream)
+    await until(subject.idle)
+    after = await engine.load()
+    assert before.generated is not None
+    assert after.generated is not None
+    assert 0 < after.generated - before.generated <= sum(map(len, streams)) + len(streams)
+    assert before.decode_seconds is not None
+    assert after.decode_seconds is not None
+    assert after.decode_seconds > before.decode_seconds
+    assert before.prefill_seconds is not None
+    assert after.prefill_seconds is not None
+    assert after.prefill_seconds >= before.prefill_seconds
+
+
 async def _abort_until_ended(engine: Engine, stream: Stream) -> None:
     """As the coordinator does it."""
     async with asyncio.timeout(20):
@@ -340,4 +377,5 @@ CHECKS: tuple[Check, ...] = (
     released_memory_comes_back,
     weights_are_taken_while_the_cache_is_away,
     memory_calls_in_a_wrong_order_are_refused,
+    the_load_tells_what_is_on_it,
 )

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from aprilsched.analysis.samples import read_samples
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import settled
 from tests.sglang.recorded import long_tail
@@ -26,7 +29,7 @@ async def test_run_drives_real_servers_from_a_file_of_prompts(
     summary = await _run(
         f"--engine {clean_pair[0].url} {clean_pair[1].url} --admin-key-env KEY "
         f"--prompts {prompts} --weights {models[1]} --batches 3 --batch-groups 3 --group-size 2 "
-        f"--over-provision 2 --out {out} --json"
+        f"--over-provision 2 --out {out} --sample 0.1 --json"
     )
     assert summary["batches"] == 3
     assert summary["rollouts"]["delivered"] == 3 * 3 * 2
@@ -34,6 +37,13 @@ async def test_run_drives_real_servers_from_a_file_of_prompts(
     assert summary["efficiency"] is None, "nothing is known of this machine's step times"
     assert summary["staleness"]["max"] >= 1
     assert summary["tokens"]["generated"] >= summary["tokens"]["delivered"] > 0
+    sampled = read_samples(out).engines
+    for server in clean_pair:
+        figures = sampled[server.url.removeprefix("http://")]
+        assert figures.running.max() > 0
+        assert np.nanmax(figures.tokens_per_s) > 0
+        assert figures.kv_share.max() < 1
+        assert list(figures.t) == sorted(figures.t)
     for name in ("config.toml", "events.jsonl", "summary.json"):
         assert ADMIN_KEY not in (out / name).read_text()
     for server in clean_pair:

@@ -11,6 +11,7 @@ import pytest
 
 from aprilsched.engines.sim.http import SimServer
 from tests.sglang.helpers import until
+from tests.sglang.loads_contract import check_loads
 from tests.support.sim_http import Raw, asked, served, two_weights
 
 
@@ -177,6 +178,23 @@ async def test_a_flush_wants_an_idle_or_retracted_engine(server: SimServer, raw:
         await raw.post("/continue_generation", {})
         await raw.post("/abort_request", {"abort_all": True})
     assert call.done()
+
+
+async def test_its_loads_have_the_form_of_sglang_and_stand_still_in_a_pause(
+    server: SimServer, raw: Raw
+):
+    check_loads((await raw.get("/v1/loads?include=core"))[1])
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(raw.post("/generate", asked(5000)))
+        await until(lambda: server.engine.counters.steps > 50)
+        await raw.post("/pause_generation", {"mode": "retract"})
+        first, second = [(await raw.get("/v1/loads?include=core"))[1] for _ in range(2)]
+        check_loads(first)
+        assert first["loads"] == second["loads"]
+        assert first["timestamp"] < second["timestamp"]
+        assert first["loads"][0]["decode_moments"][0] > 50
+        await raw.post("/continue_generation", {})
+        await raw.post("/abort_request", {"abort_all": True})
 
 
 async def test_a_bare_new_version_ends_what_runs_and_a_careful_one_does_not(

@@ -34,7 +34,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "max_running": "most requests that decode together",
         "kv_tokens": "tokens with a place in the KV pool",
         "kv_share": "of the KV pool, from 0 to 1",
-        "tokens_per_s": "decoded since the sample before, or as the engine says itself",
+        "tokens_per_s": "decoded since the sample before, or what an engine without counters says",
         "step_share": "of the time since the sample before in which it computed steps, 0 to 1",
         "cache_hit_rate": "of the prefix cache, from 0 to 1",
         "age_s": "how old the figures were when the engine told them; they stand still in a pause",

@@ -37,7 +37,7 @@ class Rates:
             max_running=load.max_running,
             kv_tokens=load.kv_tokens,
             kv_share=_rounded(None if kv is None else kv / (load.kv_capacity or 1)),
-            tokens_per_s=_rounded(load.tokens_per_s if tokens is None else tokens),
+            tokens_per_s=_rounded(load.tokens_per_s if load.generated is None else tokens),
             step_share=_rounded(share),
             cache_hit_rate=_rounded(load.cache_hit_rate),
             age_s=round(load.age_s, _DIGITS),

@@ -32,12 +32,14 @@ class Sampler:
 
     ::
 
-        async with RolloutScheduler(fleet, prompts, reward=score) as rollouts:
-            async with Sampler(folder / "samples.jsonl", fleet):
-                async for batch in rollouts:
-                    ...
+        async with (
+            RolloutScheduler(fleet, prompts, reward=score) as rollouts,
+            Sampler(folder / "samples.jsonl", fleet),
+        ):
+            async for batch in rollouts:
+                ...
 
-    Inside the scheduler's block, so that the fleet is open. The figures are the engines' own
+    After the scheduler, so that the fleet is open. The figures are the engines' own
     (``/v1/loads`` of SGLang, the exact state of the embedded engine) and NVML's, of this machine's
     GPUs. What the latter's utilization means is in
     :data:`~aprilsched.telemetry.sampling.labels.NVML_UTILIZATION`.

@@ -1,0 +1,151 @@
+"""The samples of a run's engines and GPUs, from its samples.jsonl, as arrays over time.
+
+A figure that was not told is NaN. What a former process sampled after the moment at which a later
+one goes on is void, as in events.jsonl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.errors import RunFolderError
+from aprilsched.telemetry.run_folder import SAMPLES
+from aprilsched.telemetry.sampling.lines import (
+    DeviceLine,
+    EngineLine,
+    GpuLine,
+    ResumedLine,
+    SampleLine,
+)
+
+__all__ = ["DeviceSamples", "EngineSamples", "Samples", "read_samples"]
+
+Float64Array = NDArray[np.float64]
+_Line = TypeVar("_Line", EngineLine, GpuLine)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EngineSamples:
+    """One engine; each array is float64 [samples]. What the figures mean is in
+    :data:`~aprilsched.telemetry.sampling.lines.FIELDS`, under "engine"."""
+
+    t: Float64Array
+    running: Float64Array
+    queued: Float64Array
+    max_running: Float64Array
+    kv_tokens: Float64Array
+    kv_share: Float64Array
+    tokens_per_s: Float64Array
+    step_share: Float64Array
+    cache_hit_rate: Float64Array
+    age_s: Float64Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DeviceSamples:
+    """One GPU; each array is float64 [samples]. The figures are NVML's, under "nvml" in
+    :data:`~aprilsched.telemetry.sampling.lines.FIELDS`; `utilization` needs the label
+    :data:`~aprilsched.telemetry.sampling.labels.NVML_UTILIZATION` wherever it is shown."""
+
+    name: str
+    uuid: str
+    memory_total: int | None
+    power_limit_w: float | None
+    t: Float64Array
+    utilization: Float64Array
+    memory_utilization: Float64Array
+    memory_used: Float64Array
+    power_w: Float64Array
+    sm_clock_mhz: Float64Array
+    temperature_c: Float64Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Samples:
+    """Of a run: engines by name, GPUs by NVML's index."""
+
+    engines: Mapping[str, EngineSamples]
+    devices: Mapping[int, DeviceSamples]
+
+
+def read_samples(folder: Path) -> Samples:
+    """Those of the run in `folder`; none, if it was not sampled.
+
+    Raises:
+        RunFolderError: if the file cannot be read.
+    """
+    engines: dict[str, list[EngineLine]] = {}
+    gpus: dict[int, list[GpuLine]] = {}
+    named: dict[int, DeviceLine] = {}
+    for line in _valid(_lines(folder / SAMPLES)):
+        match line:
+            case EngineLine():
+                engines.setdefault(line.engine, []).append(line)
+            case GpuLine():
+                gpus.setdefault(line.device, []).append(line)
+            case DeviceLine():
+                named[line.device] = line
+            case _:
+                pass
+    return Samples(
+        engines={name: EngineSamples(**_arrays(EngineSamples, of)) for name, of in engines.items()},
+        devices={
+            index: _device(named.get(index) or DeviceLine(t=0.0, device=index), of)
+            for index, of in gpus.items()
+        },
+    )
+
+
+def _device(line: DeviceLine, samples: Sequence[GpuLine]) -> DeviceSamples:
+    return DeviceSamples(
+        name=line.name,
+        uuid=line.uuid,
+        memory_total=line.memory_total,
+        power_limit_w=line.power_limit_w,
+        **_arrays(DeviceSamples, samples),
+    )
+
+
+def _arrays(kind: type[Any], lines: Sequence[_Line]) -> dict[str, Float64Array]:
+    """The fields of `kind` that a line has too, over `lines`."""
+    names = [field.name for field in fields(kind) if hasattr(lines[0], field.name)]
+    # None becomes NaN.
+    return {n: np.array([getattr(line, n) for line in lines], dtype=np.float64) for n in names}
+
+
+def _valid(lines: Iterator[SampleLine]) -> list[SampleLine]:
+    kept: list[SampleLine] = []
+    for line in lines:
+        if isinstance(line, ResumedLine):
+            kept = [before for before in kept if before.t <= line.t]
+        kept.append(line)
+    # The GPUs' thread and the engines' loop write as they come.
+    return sorted(kept, key=lambda line: line.t)
+
+
+def _lines(path: Path) -> Iterator[SampleLine]:
+    decoder = msgspec.json.Decoder(SampleLine)
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if not raw.endswith(b"\n"):
+                    return  # of a process that was killed
+                try:
+                    yield decoder.decode(raw)
+                except msgspec.ValidationError:
+                    continue  # of a later version
+                except msgspec.DecodeError as error:
+                    raise RunFolderError(
+                        f"{path} is damaged in line {number}; take that line out of it."
+                    ) from error
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}.") from error
