@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from aprilsched.telemetry.log_tail import RESUMED, read_tail
+from aprilsched.telemetry.log_tail import RESUMED, Tail, read_tail
 
 __all__ = ["whole_lines"]
 
@@ -29,16 +29,19 @@ class _Mark(msgspec.Struct, frozen=True):
     batches: int | None = None
 
 
-def whole_lines(path: Path, *, batches: int | None = None) -> Iterator[bytes]:
+def whole_lines(
+    path: Path, *, batches: int | None = None, tail: Tail | None = None
+) -> Iterator[bytes]:
     """The lines at `path` that count, without what was cut off at the end.
 
     `batches`: as many as a process knows of that goes on with the run and has not written yet.
+    `tail`: where the log ended when it was looked at; what came since is left out.
 
     Raises:
         OSError: if the file cannot be read.
         RunFolderError: if it is damaged before its end.
     """
-    tail = read_tail(path)
+    tail = read_tail(path) if tail is None else tail
     corrections = _Corrections(path, tail.size, batches)
     for number, raw in _numbered(path, tail.size):
         if number in corrections.void:

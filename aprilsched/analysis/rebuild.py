@@ -20,7 +20,7 @@ from aprilsched.telemetry.books import Books
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 
-__all__ = ["rebuilt_summary", "replay", "summary_of_run"]
+__all__ = ["Teller", "rebuilt_summary", "replay", "summary_of_run"]
 
 NOT_ENDED = "The run was cut off or goes on; the figures are those of its event log so far."
 
@@ -43,26 +43,47 @@ def replay(
         ValueError, MsgspecError: if a line cannot be understood.
     """
     at = 0.0
-    as_line, as_fields = msgspec.json.Decoder(Line), msgspec.json.Decoder(dict[str, Any])
+    teller = Teller(listeners, readers=readers)
     for raw in whole_lines(path, batches=batches):
+        at = teller.tell(raw)
+    return at
+
+
+class Teller:
+    """Shows `listeners` what lines say, one by one, and `readers` the lines themselves."""
+
+    def __init__(
+        self, listeners: Sequence[Listener], *, readers: Sequence[Callable[[Line], None]] = ()
+    ) -> None:
+        self._listeners = tuple(listeners)
+        self._readers = tuple(readers)
+        self._as_line = msgspec.json.Decoder(Line)
+        self._as_fields = msgspec.json.Decoder(dict[str, Any])
+
+    def tell(self, raw: bytes) -> float:
+        """The time of this line, which is shown.
+
+        Raises:
+            ValueError, MsgspecError: if it cannot be understood.
+        """
         line = None
-        if readers or PROGRESS in raw:
-            line = as_line.decode(raw)
-            for reader in readers:
+        if self._readers or PROGRESS in raw:
+            line = self._as_line.decode(raw)
+            for reader in self._readers:
                 reader(line)
         # Two thirds of all lines, or more; they need no dictionary.
         if line is not None and line.event == "Progress":
             at, what, is_event = line.t, chunk(line.request_id, line.attempt, line.tokens), True
         else:
-            fields = as_fields.decode(raw)
-            at, is_event = fields["t"], "event" in fields
+            fields = self._as_fields.decode(raw)
             try:
+                at, is_event = fields["t"], "event" in fields
                 what = typed(fields)
             except (KeyError, TypeError) as error:
-                raise ValueError(f"a line of {path.name} lacks something: {error}") from error
+                raise ValueError(f"a line of {EVENTS} lacks something: {error}") from error
         if what is not None:
-            _show(listeners, what, at, is_event=is_event)
-    return at
+            _show(self._listeners, what, at, is_event=is_event)
+        return at
 
 
 def summary_of_run(folder: Path) -> RunSummary:

@@ -17,5 +17,6 @@ COMMANDS: dict[str, str] = {
     "run": "drive batches of rollouts on the embedded engine or on SGLang servers",
     "serve-sim": "serve the embedded engine behind SGLang's own HTTP API, for tests",
     "simulate": "compare scheduling policies on one workload, in virtual time",
+    "watch": "show a run that goes on in another terminal, or one that has ended",
 }
 """Every command and what it does."""

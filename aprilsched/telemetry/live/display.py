@@ -33,6 +33,8 @@ log = logging.getLogger("aprilsched")
 _REFRESH_SECONDS = 1.0
 """A frame takes 2.5 ms between everything else that the process does: at four a second it would
 cost a run of 100,000 tokens/s as much as all other telemetry."""
+_REST = 20
+"""Lines beside the engines', at most."""
 _SHARE = 50
 """A frame is drawn after so many times what the last one took."""
 
@@ -71,9 +73,10 @@ class LiveView:
         self._figures.count_with(counters, ledger)
         self.model.skip(batches)
 
-    def show(self, model: LiveModel) -> None:
-        """From now on another one."""
-        self.model = model
+    def restart(self, facts: RunFacts, figures: LiveFigures) -> None:
+        """The run is told anew, to :attr:`listeners` as they are now."""
+        self._figures = figures
+        self.model = LiveModel(facts, figures)
 
     def __enter__(self) -> Self:
         self._live = Live(self.frame(), console=self._console, auto_refresh=False, transient=True)
@@ -89,10 +92,11 @@ class LiveView:
         if self._live is not None:
             self._live.stop()
 
-    def frame(self) -> Text:
-        """What is shown now."""
+    def frame(self, *, whole: bool = False) -> Text:
+        """What is shown now; the `whole` of it is as high as it is."""
         snapshot = self.model.snapshot()
         width, height = self._console.size
+        height = len(snapshot.engines) + _REST if whole else height
         if self._compact:
             return one_line(snapshot, width=width)
         glyphs = ASCII if self._console.options.ascii_only else BLOCKS

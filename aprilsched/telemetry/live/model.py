@@ -101,7 +101,9 @@ class LiveModel:
         self._batches = index + 1
         self._batch_began = now
         measured = self._figures.batch
-        if measured is not None and measured.figures.index == index:
+        if measured is None or measured.figures.index != index:
+            return
+        if not self._recent or self._recent[-1] is not measured:
             self._recent.append(measured)
             self._version = max(self._version, measured.figures.version)
 

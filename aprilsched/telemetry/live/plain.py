@@ -22,14 +22,20 @@ __all__ = ["PlainLines"]
 
 
 class PlainLines:
-    """Prints to `console`; `meter` is told of everything before this listener."""
+    """Prints to `console`; `meter` is told of everything before this listener.
 
-    def __init__(self, console: Console, facts: RunFacts, meter: BatchMeter) -> None:
+    Attributes:
+        said: so many batches have their lines already.
+    """
+
+    def __init__(
+        self, console: Console, facts: RunFacts, meter: BatchMeter, *, said: int = 0
+    ) -> None:
         self._console = console
         self._facts = facts
         self._meter = meter
         self._rollouts = Rollouts()
-        self._said = 0
+        self.said = said
 
     @property
     def listeners(self) -> Sequence[Listener]:
@@ -37,7 +43,7 @@ class PlainLines:
 
     def begin(self, counters: Counters, ledger: Ledger, *, batches: int) -> None:
         """So many batches were delivered before, in the same run."""
-        self._said = batches
+        self.said = batches
 
     def __enter__(self) -> Self:
         return self
@@ -59,9 +65,9 @@ class PlainLines:
 
     def _delivered(self, measured: Measured) -> None:
         # A log that is read anew tells of what was said already.
-        if measured.figures.index < self._said:
+        if measured.figures.index < self.said:
             return
-        self._said = measured.figures.index + 1
+        self.said = measured.figures.index + 1
         line = self._line(measured)
         self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 

@@ -108,7 +108,7 @@ def _title(snapshot: Snapshot, width: int, glyphs: Glyphs) -> Text:
     """What runs on the left, and what is noted of it; its time on the right."""
     facts = snapshot.facts
     when = f"{clock_time(snapshot.elapsed)} elapsed"
-    if snapshot.left is not None:
+    if snapshot.left:
         when += f"{glyphs.dot}about {clock_time(snapshot.left)} left"
     if facts.modelled:
         when += " (modelled)"
