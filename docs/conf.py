@@ -31,8 +31,8 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.strikethrough"]
 
-# Quotes in these pages are mostly those of code.
-smartquotes = False
+# Dashes only: quotes in these pages are mostly those of code.
+smartquotes_action = "D"
 
 # Names in docstrings stand in single backticks.
 default_role = "code"
@@ -59,8 +59,10 @@ nitpick_ignore_regex = [
     (r"py:class", r"aprilsched\..*\._?[CT]"),
     (r"py:class", r"tuple\[.*|Weights|device"),
 ]
-autodoc_type_aliases = {"Command": "Command", "Event": "Event"}
-nitpick_ignore = [("py:class", "Command"), ("py:class", "Event")]
+# Written as they are in the code, and not as what they stand for.
+_ALIASES = ("BoolArray", "Command", "Event", "Float32Array", "Int32Array")
+autodoc_type_aliases = {alias: alias for alias in _ALIASES}
+nitpick_ignore = [("py:class", alias) for alias in _ALIASES]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

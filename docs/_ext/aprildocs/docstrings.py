@@ -1,7 +1,11 @@
-"""Keeps napoleon from reading "Text: more text" below a field or a property as a type and more."""
+"""Mends what autodoc and napoleon make of our classes.
+
+Napoleon would read "Text: more text" below a field or a property as a type and its description.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -9,6 +13,8 @@ from sphinx.application import Sphinx
 __all__ = ["setup"]
 
 _BEFORE_NAPOLEON = 400
+_IN_A_UNION = re.compile(r"TypeAliasForwardRef\('(\w+)'\)")
+"""What autodoc makes of an alias there."""
 
 
 def _say_no_type(
@@ -19,6 +25,18 @@ def _say_no_type(
         lines[0] = f": {lines[0]}"
 
 
+def _legible(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str, returns: str
+) -> tuple[str, str] | None:
+    """A default "<factory>" is no Python, and would leave the whole signature unparsed; nobody
+    calls a protocol."""
+    if getattr(obj, "_is_protocol", False):
+        return ("", "")
+    legible = _IN_A_UNION.sub(r"\1", (signature or "").replace("<factory>", "..."))
+    return (legible, returns) if signature else None
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", _say_no_type, priority=_BEFORE_NAPOLEON)
+    app.connect("autodoc-process-signature", _legible)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
