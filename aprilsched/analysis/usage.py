@@ -136,14 +136,20 @@ class UsageRecorder:
     def _correct(
         self, seconds: NDArray[np.float64], edges: NDArray[np.float64], name: str, slots: int
     ) -> None:
-        """Take what was decoding from the stretches before the chunk that showed it."""
-        decode = PART_INDEX["decode"]
-        for moved in self._moved.get(name, []):
-            part, left = PART_INDEX[moved.part], moved.slot_seconds / max(1, slots)
-            row = int(np.searchsorted(edges, moved.time)) - 1
-            while left > 0 and row >= 0 and seconds[row, part] > 0:
-                taken = min(left, float(seconds[row, part]))
-                seconds[row, part] -= taken
-                seconds[row, decode] += taken
-                left -= taken
-                row -= 1
+        """Take what was decoding from the stretches before the chunk that showed it: of one slot,
+        that of its request."""
+        for part in ("prefill", "re_prefill"):
+            moved = [moved for moved in self._moved.get(name, []) if moved.part == part]
+            ends = np.array([one.time for one in moved])
+            begins = ends - np.array([one.slot_seconds for one in moved])
+            slot_seconds = np.diff(_since(begins, edges) - _since(ends, edges))
+            taken = np.clip(slot_seconds / max(1, slots), 0.0, seconds[:, PART_INDEX[part]])
+            seconds[:, PART_INDEX[part]] -= taken
+            seconds[:, PART_INDEX["decode"]] += taken
+
+
+def _since(times: NDArray[np.float64], at: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The sum of the time since each of `times` that is past, at each of `at`."""
+    ordered = np.sort(times)
+    past = np.searchsorted(ordered, at, side="right")
+    return past * at - np.concatenate(([0.0], np.cumsum(ordered)))[past]

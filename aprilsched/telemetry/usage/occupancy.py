@@ -226,7 +226,9 @@ class Occupancy(DispatchingListener):
     def _first_chunk(self, request: _Request, tokens: int, took: float) -> None:
         """Some of the time since it was sent or let go on was decoding."""
         engine = request.engine
-        decoding = min(took, tokens * engine.pace)
+        # Where responses come in one piece the pace is never known: one token's time is prefill.
+        known = tokens * engine.pace if engine.pace else took * (1 - 1 / max(1, tokens))
+        decoding = min(took, known)
         if decoding:
             part: Literal["prefill", "re_prefill"] = (
                 "prefill" if request.at == "prefill" else "re_prefill"
