@@ -94,7 +94,7 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 	"aprilsched needs Python 3.11 or later; name one: make PYTHON=python3.11." >&2; exit 1; }
 	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
 	@rm -f $(DEMO_STAMP) $(TEST_STAMP)
-	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[plots]'
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[plots,report]'
 	@touch $@
 
 # torch goes first and alone: the version is then settled, and with it the build.
