@@ -9,9 +9,10 @@ import asyncio
 import signal
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from aprilsched.commands.config_file import as_toml
+from aprilsched.commands.exporting import account_of, exporters
 from aprilsched.commands.former import Former
 from aprilsched.commands.listening import sampler_of, summary_of
 from aprilsched.commands.remainder import remainder
@@ -59,7 +60,9 @@ class Run:
         )
         self._sampler = sampler_of(setup, folder, self._log)
         self._summary = summary_of(setup)
-        self._shown = None if screen is None else screen.shown(self._summary)
+        self._figures = account_of(setup, self._summary)
+        self._exported: list[Listener] = []
+        self._shown = None if screen is None else screen.shown(self._summary, self._figures)
         self._former = Former(folder.path, self._summary) if folder.resumed else None
         self._scheduler: RolloutScheduler | None = None
         self._interrupted = False
@@ -70,9 +73,17 @@ class Run:
         Raises:
             AprilschedError: if the run could not begin or go on.
         """
-        failure: AprilschedError | None = None
         self._folder.reserve()
+        with ExitStack() as exporting:
+            return self._execute(exporting)
+
+    def _execute(self, exporting: ExitStack) -> RunSummary:
+        """The exporters are closed after the summary is there: they may take their time."""
+        failure: AprilschedError | None = None
         try:
+            self._exported = exporting.enter_context(
+                exporters(self._setup, self._folder.path, self._figures)
+            )
             with self._shown or nullcontext():
                 run_on_clock(self._setup, self._drive)
         except (KeyboardInterrupt, asyncio.CancelledError):
@@ -83,6 +94,8 @@ class Run:
                 raise
             failure = error
         finally:
+            if not self._folder.created:
+                exporting.close()
             self._folder.discard()
         summary = self._finish(failure)
         if failure is not None:
@@ -99,6 +112,9 @@ class Run:
         listeners: list[Listener] = [self._log, summary]
         if self._shown is not None:
             listeners += self._shown.listeners
+        if self._exported and self._figures not in listeners:
+            listeners.append(self._figures)
+        listeners += self._exported
         self._scheduler = RolloutScheduler(
             setup.fleet,
             setup.prompts,
@@ -141,6 +157,7 @@ class Run:
                 )
         # What censors lengths is said by the scheduler itself.
         self._summary.ledger, self._summary.warns = state.book.ledger, False
+        self._figures.count_with(state.book.counters, state.book.ledger)
         if self._shown is not None:
             self._shown.begin(state.book.counters, state.book.ledger, batches=before)
         self._folder.create(as_toml(settings))

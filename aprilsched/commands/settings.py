@@ -13,6 +13,7 @@ import tyro
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
+from aprilsched.telemetry.trackers.writers import tracker_names
 from aprilsched.types import SamplingParams
 from aprilsched.workload import LengthLaw, LongTailWorkload
 
@@ -140,6 +141,13 @@ class RunSettings:
     none."""
     gpu: Literal["auto", "on", "off"] = "auto"
     """Whether this machine's GPUs are sampled by NVML; "auto": where they and nvidia-ml-py are."""
+    metrics_port: int = 0
+    """Serve metrics for Prometheus on this port of 127.0.0.1 while the run goes on; 0 for none."""
+    track: str = ""
+    """Trackers that each batch's figures are written to, with commas between them: tensorboard,
+    trackio, wandb."""
+    otel: bool = False
+    """Send spans to the OpenTelemetry collector that OTEL_EXPORTER_OTLP_ENDPOINT names."""
     admin_key_env: str | None = None
     """Name of the environment variable that holds the servers' admin API key."""
     api_key_env: str | None = None
@@ -177,6 +185,7 @@ class RunSettings:
                 'gpu is "on", and the embedded engine has none; give the URLs of SGLang servers, '
                 'or leave it "auto".'
             )
+        tracker_names(self.track)
         if self.tokenizer is not None and self.prompts is None:
             raise ConfigError("tokenizer is for prompts that are text; give prompts too.")
 
@@ -188,6 +197,7 @@ _LEAST: dict[str, float] = {
     "train_seconds": 0,
     "burn_in": 0,
     "sample": 0,
+    "metrics_port": 0,
 }
 
 

@@ -28,11 +28,12 @@ class Screen:
     facts: RunFacts
     compact: bool = False
 
-    def shown(self, summary: Summary) -> Shown:
-        """What shows the run that `summary` is told of, and told of first."""
+    def shown(self, summary: Summary, figures: LiveFigures | None = None) -> Shown:
+        """What shows the run that `summary` is told of, and told of first. `figures` are the run's
+        account, where others read it too."""
         if not can_draw(self.console):
             return PlainLines(self.console, self.facts, summary.meter)
-        figures = LiveFigures(
+        figures = figures or LiveFigures(
             meter=summary.meter,
             batch_groups=self.facts.batch_groups,
             clock=None if self.facts.modelled else time.monotonic,

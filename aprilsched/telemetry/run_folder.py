@@ -13,6 +13,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, Self
 
 import msgspec
@@ -45,6 +46,8 @@ SAMPLES = "samples.jsonl"
 STORE = "store.sqlite"
 TRACE = "trace.json"
 RUNS = Path("runs")
+TRACKED = ("tensorboard", "wandb")
+"""Folders of experiment trackers."""
 
 
 class RunFolder:
@@ -113,6 +116,8 @@ class RunFolder:
         with suppress(OSError):
             for file in self.path.glob(f"{STORE}*"):
                 file.unlink()
+            for name in TRACKED:
+                rmtree(self.path / name, ignore_errors=True)
             for folder in self._made or ():
                 folder.rmdir()
 

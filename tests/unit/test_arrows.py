@@ -170,6 +170,7 @@ RULES: dict[str, Rule] = {
     "aprilsched.telemetry.metrics.exposition": Rule(
         ours=("aprilsched.telemetry",), others=frozenset({"prometheus_client"})
     ),
+    "aprilsched.telemetry.otlp": Rule(others=frozenset({"opentelemetry"})),
     "aprilsched.telemetry.spans": Rule(
         ours=("aprilsched.core", "aprilsched.telemetry", "aprilsched.types"),
         others=frozenset({"opentelemetry"}),

@@ -1,0 +1,68 @@
+"""The trackers by name: each begins a writer, and imports its package only then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from aprilsched.errors import ConfigError
+from aprilsched.telemetry.extras import extra
+from aprilsched.telemetry.trackers.base import Writer
+
+__all__ = ["TRACKERS", "begin_writer", "tracker_names"]
+
+_PROJECT = "aprilsched"
+
+
+def _tensorboard(folder: Path, config: Mapping[str, Any]) -> Writer:
+    from aprilsched.telemetry.trackers.tensorboard_writer import TensorBoardWriter
+
+    return TensorBoardWriter(folder / "tensorboard")
+
+
+def _trackio(folder: Path, config: Mapping[str, Any]) -> Writer:
+    from aprilsched.telemetry.trackers.trackio_writer import TrackioWriter
+
+    return TrackioWriter(project=_PROJECT, name=folder.name, config=config)
+
+
+def _wandb(folder: Path, config: Mapping[str, Any]) -> Writer:
+    from aprilsched.telemetry.trackers.wandb_writer import WandbWriter
+
+    project = os.environ.get("WANDB_PROJECT", _PROJECT)
+    return WandbWriter(folder, project=project, name=folder.name, config=config)
+
+
+TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Writer]] = {
+    "tensorboard": _tensorboard,
+    "trackio": _trackio,
+    "wandb": _wandb,
+}
+"""By name, which is that of the extra too."""
+
+
+def tracker_names(named: str) -> tuple[str, ...]:
+    """Those in `named`, which has commas between them.
+
+    Raises:
+        ConfigError: if one is unknown, or named twice.
+    """
+    names = tuple(name.strip() for name in named.split(",") if name.strip())
+    for name in names:
+        if name not in TRACKERS:
+            raise ConfigError(f"track names {name!r}; there are {', '.join(TRACKERS)}.")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"track is {named!r}; name each tracker once.")
+    return names
+
+
+def begin_writer(name: str, folder: Path, config: Mapping[str, Any]) -> Writer:
+    """One for the run in `folder`, which was begun with `config`.
+
+    Raises:
+        ConfigError: if the tracker is not installed, or refuses.
+    """
+    with extra(name):
+        return TRACKERS[name](folder, config)

@@ -1,0 +1,198 @@
+"""``aprilsched run`` shows itself to other programs: metrics, trackers and spans, as flags."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import urllib.request
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aprilsched.cli import main
+from aprilsched.commands import exporting
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.telemetry.base import Listener
+
+SHORT = ["--median", "60", "--cap", "600", "--batches", "3"]
+SMALL = ["--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--quiet", *SHORT]
+
+
+def run(out: Path, *arguments: str) -> int:
+    return main(["run", *SMALL, "--out", str(out), *arguments])
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+@contextmanager
+def collector() -> Generator[tuple[str, list[bytes]]]:
+    """A server that takes spans over OTLP: its address, and what was sent to it."""
+    bodies: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", bodies
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_metrics_are_served_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    port, scraped = free_port(), [""]
+
+    class Scraping:
+        """In the middle of the run, as Prometheus would."""
+
+        def on_event(self, event: ev.Event, now: float) -> None:
+            pass
+
+        def on_command(self, command: do.Command, now: float) -> None:
+            if isinstance(command, do.Deliver) and command.batch.index == 1:
+                url = f"http://127.0.0.1:{port}/metrics"
+                with urllib.request.urlopen(url, timeout=60) as answer:
+                    scraped.append(answer.read().decode())
+
+    def looking(_: object) -> Sequence[Listener]:
+        return (Scraping(),)
+
+    monkeypatch.setattr(exporting, "_EXPORTERS", (*exporting._EXPORTERS, looking))
+    assert run(tmp_path, "--metrics-port", str(port)) == 0
+    assert "\naprilsched_batches_delivered_total 2.0\n" in scraped[-1]
+    assert "\naprilsched_batch_efficiency_ratio " in scraped[-1]
+    assert "\naprilsched_rollouts_delivered_total 32.0\n" in scraped[-1]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def test_the_tracker_s_figures_are_the_summary_s(tmp_path: Path):
+    from tensorboard.backend.event_processing import (  # pyright: ignore[reportMissingTypeStubs]
+        event_accumulator,
+    )
+
+    assert run(tmp_path, "--track", "tensorboard") == 0
+    batches = json.loads((tmp_path / "summary.json").read_text())["per_batch"]
+    read: Any = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    for name in ("seconds", "efficiency", "staleness_mean", "mean_length", "tokens"):
+        values = [event.value for event in read.Scalars(f"batch/{name}")]
+        assert values == pytest.approx([batch[name] for batch in batches], rel=1e-6)
+
+
+def test_spans_go_to_the_collector_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+
+    service: Any = trace_service_pb2
+    with collector() as (url, bodies):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "rollouts")
+        assert run(tmp_path, "--otel") == 0
+    spans: list[str] = []
+    services: set[str] = set()
+    for body in bodies:
+        for resource in service.ExportTraceServiceRequest.FromString(body).resource_spans:
+            services |= {
+                attribute.value.string_value
+                for attribute in resource.resource.attributes
+                if attribute.key == "service.name"
+            }
+            spans += [span.name for scope in resource.scope_spans for span in scope.spans]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert services == {"rollouts"}
+    assert spans.count("aprilsched.run") == 1
+    assert spans.count("aprilsched.update") == 3
+    assert spans.count("aprilsched.rollout") == summary["rollouts"]["launched"]
+
+
+def test_a_port_that_is_taken_refuses_the_run_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "run"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert run(out, "--metrics-port", str(taken.getsockname()[1])) == 2
+    assert "give another port" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_run_that_is_refused_leaves_no_tracker_s_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "run"
+    nobody = f"http://127.0.0.1:{free_port()}"
+    assert run(out, "--track", "tensorboard", "--engine", nobody) == 2
+    assert nobody in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "named"),
+    [
+        ("prometheus_client", ["--metrics-port", "1"], "aprilsched[metrics]"),
+        ("wandb", ["--track", "wandb"], "aprilsched[wandb]"),
+        ("opentelemetry.sdk.trace", ["--otel"], "aprilsched[otel]"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+    arguments: list[str],
+    named: str,
+):
+    for name in list(sys.modules):
+        if name.startswith("aprilsched.telemetry.") and name.endswith(
+            ("exposition", "_writer", "otlp")
+        ):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    out = tmp_path / "run"
+    assert run(out, *arguments) == 2
+    error = capsys.readouterr().err
+    assert f"{package} is not installed; pip install '{named}'." in error
+    assert len(error.splitlines()) == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--track", "wanbd"], "'wanbd'; there are tensorboard, trackio, wandb"),
+        (["--track", "wandb,wandb"], "name each tracker once"),
+        (["--metrics-port", "-1"], "metrics_port is -1; give 0 or more"),
+        (["--metrics-port", "70000"], "port is 70000; give one from 0 to 65535"),
+    ],
+)
+def test_bad_settings_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+):
+    out = tmp_path / "run"
+    assert run(out, *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
