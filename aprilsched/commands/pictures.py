@@ -1,15 +1,20 @@
-"""The pictures that a command leaves in its folders; without matplotlib it says so and goes on."""
+"""The pictures and the pages that a command leaves in its folders.
+
+Invariant: what cannot be made is said in one line, and the command goes on: the run itself is over
+and safe.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rich.console import Console
 
 from aprilsched.analysis.run import read_run
+from aprilsched.errors import AprilschedError
 
-__all__ = ["draw_comparison"]
+__all__ = ["draw_comparison", "leave_report", "leave_trace"]
 
 
 def draw_comparison(
@@ -31,3 +36,39 @@ def draw_comparison(
         plots.save(plots.timeline(run, title=name), folder / "timeline.png")
         plots.save(plots.lengths(run, title=name), folder / "lengths.png")
         plots.save(bias_plots.bias(run, title=name), folder / "bias.png")
+
+
+def leave_report(
+    messages: Console, folder: Path, other: Path | None = None, *, out: Path | None = None
+) -> None:
+    """The report of the run in `folder`, beside that of `other` if given; say where it is."""
+
+    def make() -> None:
+        from aprilsched.analysis.report.page import write_report
+
+        path, _ = write_report(folder, other, out=out)
+        messages.print(f"The report is in {path}", soft_wrap=True, highlight=False)
+
+    _attempt("report", make, messages)
+
+
+def leave_trace(messages: Console, folder: Path) -> None:
+    """The trace of the run in `folder`, for Perfetto; say where it is."""
+
+    def make() -> None:
+        from aprilsched.analysis.trace import write_trace
+
+        path = write_trace(folder)
+        messages.print(f"The trace is in {path}", soft_wrap=True, highlight=False)
+
+    _attempt("trace", make, messages)
+
+
+def _attempt(what: str, make: Callable[[], None], messages: Console) -> None:
+    try:
+        make()
+    except AprilschedError as error:
+        messages.print(f"No {what}: {error}", soft_wrap=True, highlight=False, markup=False)
+    except Exception as error:
+        text = f"No {what}: {type(error).__name__}: {error}"
+        messages.print(text, soft_wrap=True, highlight=False, markup=False)

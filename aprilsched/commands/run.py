@@ -15,6 +15,7 @@ from rich.console import Console
 
 from aprilsched.commands.config_file import as_toml, read_settings
 from aprilsched.commands.drive import Run
+from aprilsched.commands.pictures import leave_report, leave_trace
 from aprilsched.commands.settings import RunSettings
 from aprilsched.commands.setup import prepare
 from aprilsched.commands.showing import screen_of
@@ -26,7 +27,7 @@ from aprilsched.telemetry.run_folder import CONFIG, RunFolder, default_path
 __all__ = ["RunCommand", "main"]
 
 _INTERRUPTED = 130
-_WITH_RESUME = frozenset({"--resume", "--batches", "--json", "--quiet", "--help"})
+_WITH_RESUME = frozenset({"--resume", "--batches", "--json", "--no-report", "--quiet", "--help"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +40,13 @@ class RunCommand:
     """The run folder; runs/TIME-SEED if not given. It must be new or empty."""
     resume: Path | None = None
     """Go on with the run in this folder, which was cut off, under its own settings; of the others
-    only --batches, --json and --quiet may be given too."""
+    only --batches, --json, --no-report and --quiet may be given too."""
     json: bool = False
     """Print the summary as JSON on stdout; everything else goes to stderr."""
     quiet: bool = False
-    """No progress and no figures, only errors."""
+    """No progress, no figures, no report and no trace, only errors."""
+    no_report: bool = False
+    """Write neither report.html nor trace.json."""
     dry_run: bool = False
     """Print the resolved settings as TOML and end."""
     settings: Annotated[RunSettings, tyro.conf.arg(name="")] = field(default_factory=RunSettings)
@@ -74,6 +77,9 @@ def main(arguments: Sequence[str]) -> int:
         Console().print(run_table(summary))
     if not command.quiet:
         messages.print(f"The run is in {folder.path}", soft_wrap=True, highlight=False)
+        if not command.no_report:
+            leave_trace(messages, folder.path)
+            leave_report(messages, folder.path)
     return _INTERRUPTED if summary.interrupted else 0
 
 
@@ -106,7 +112,7 @@ def _config_path(arguments: Sequence[str]) -> str | None:
         if flag.startswith("--") and flag not in _WITH_RESUME:
             raise ConfigError(
                 f"{flag} does not go with --resume, which goes on under the run's own settings; "
-                "give only --batches, --json or --quiet with it."
+                "give only --batches, --json, --no-report or --quiet with it."
             )
     return str(RunFolder.resume(Path(resumed)).path / CONFIG)
 

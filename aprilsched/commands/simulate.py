@@ -18,7 +18,7 @@ from rich.console import Console
 
 from aprilsched.calibration.model_file import load_model
 from aprilsched.commands.comparison import Comparison, compare, verdict
-from aprilsched.commands.pictures import draw_comparison
+from aprilsched.commands.pictures import draw_comparison, leave_report
 from aprilsched.commands.policies import Policy, chosen
 from aprilsched.commands.settings import (
     RunSettings,
@@ -32,7 +32,7 @@ from aprilsched.commands.simulated import SimulatedRun
 from aprilsched.commands.tables import comparison_table
 from aprilsched.simulation.simulation import NEVER
 from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.run_folder import RunFolder, default_path, write_json
+from aprilsched.telemetry.run_folder import REPORT, RunFolder, default_path, write_json
 from aprilsched.timing import H200_QWEN3_4B
 
 __all__ = ["SimulateCommand", "main"]
@@ -132,6 +132,11 @@ def main(arguments: Sequence[str]) -> int:
     draw_comparison(root, folders, messages, each=not command.json)
     _show(command, policies, summaries, comparison)
     messages.print(f"The results are in {root}", soft_wrap=True, highlight=False)
+    if not command.json and not command.quiet:
+        first = comparison.baseline or policies[0].name
+        best = comparison.best
+        other = None if best is None or best == first else root / folders[best]
+        leave_report(messages, root / folders[first], other, out=root / REPORT)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,7 +37,9 @@ def lengths(runs: Sequence[ReportData]) -> Chart:
             curve = run.lengths.get(name)
             if curve is not None:
                 data.append(_survival(curve, f"{who}{what}", colour, width, dash))
-                keys.append(Key(label=f"{who}{what}", colour=colour, line=True))
+                keys.append(
+                    Key(label=f"{who}{what}", colour=colour, line=True, dashed=dash == "dot")
+                )
     return Chart(
         id="lengths",
         title=" ".join(_law(place, runs) for place in range(len(runs))),
@@ -45,7 +48,7 @@ def lengths(runs: Sequence[ReportData]) -> Chart:
         "what never finished. Where delivered lies below drawn, long responses are missing.",
         data=data,
         layout={
-            "xaxis": axis("response length, tokens", type="log", dtick=1),
+            "xaxis": _length_axis(runs),
             "yaxis": axis(
                 "share of longer responses, %", type="log", fixedrange=True, dtick=1,
                 tickformat="~g",
@@ -69,7 +72,9 @@ def ages(runs: Sequence[ReportData]) -> Chart:
     )
     if len(runs) > 1:
         other = runs[1].headline("off_policy_token_share").value
-        title = f"{percent(share)} of A's tokens came from an older policy, and {percent(other)} of B's."
+        title = (
+            f"{percent(share)} of A's tokens and {percent(other)} of B's came from an older policy."
+        )
     return Chart(
         id="ages",
         title=title,
@@ -86,7 +91,10 @@ def versions(runs: Sequence[ReportData]) -> Chart:
     """Delivered responses by how many versions have sampled them."""
     counts = [run.staleness.responses_by_versions for run in runs]
     names = _numbered(max(map(_last, counts), default=0), first=1, last=len(AGE_COLOURS))
-    said = [f"{percent(sum(count[1:]))} of {_whose(i, runs)}" for i, count in enumerate(counts)]
+    said = [
+        f"{percent(sum(count[1:]))} of {_whose(i, runs)} responses"
+        for i, count in enumerate(counts)
+    ]
     return Chart(
         id="versions",
         title=f"{' and '.join(said)} were sampled by more than one policy version.",
@@ -124,7 +132,7 @@ def ages_by_batch(run: ReportData, prefix: str = "") -> Chart:
                 "type": "bar",
                 "x": numbers([batch + 1 for batch in together]),
                 "y": numbers([100 * share for share in ledger.by_batch[age]]),
-                "name": f"{name} versions old",
+                "name": _age(name),
                 "marker": {"color": AGE_COLOURS[age], "line": {"width": 0}},
                 "hovertemplate": "%{y:.1f} %",
             }
@@ -139,10 +147,7 @@ def ages_by_batch(run: ReportData, prefix: str = "") -> Chart:
             "hovermode": "x unified",
         },
         height=300,
-        keys=[
-            Key(label=f"{name} versions old" if name != "0" else "on-policy", colour=AGE_COLOURS[a])
-            for a, name in enumerate(names)
-        ],
+        keys=[Key(label=_age(name), colour=AGE_COLOURS[a]) for a, name in enumerate(names)],
         of=run.name,
     )
 
@@ -175,11 +180,11 @@ def bias(runs: Sequence[ReportData]) -> Chart:
                     "hovertemplate": "%{y:+.1f} %",
                 }
             )
-            keys.append(Key(label=f"{who}{name}", colour=colour, line=True))
+            keys.append(Key(label=f"{who}{name}", colour=colour, line=True, dashed=dash == "dash"))
     return Chart(
         id="bias",
         title=" ".join(_transient(place, runs) for place in range(len(runs))),
-        note="The mean length of everything delivered so far, against the mean of what was drawn. "
+        note=f"The mean length of everything delivered so far, against {_mean(runs)}. "
         "Short responses finish first, so a run begins below 0; what is in flight brings it back. "
         "A gap that stays is a censor.",
         data=data,
@@ -198,9 +203,10 @@ def deciles(runs: Sequence[ReportData]) -> Chart:
     found = [(place, run.bias.by_length_decile) for place, run in enumerate(runs)]
     known = [(place, figures) for place, figures in found if figures is not None]
     said = [
-        f"the longest tenth of {_whose(place, runs)} is {figures.staleness_mean[-1]:.1f} versions "
-        f"old, the shortest {figures.staleness_mean[0]:.1f}"
+        f"the longest tenth of {_whose(place, runs)} responses is {long:.1f} versions old, the "
+        f"shortest {short:.1f}"
         for place, figures in known
+        for short, long in [(figures.staleness_mean[0], figures.staleness_mean[-1])]
     ]
     title = "; ".join(said) or "too few responses were delivered to tell"
     return Chart(
@@ -295,11 +301,31 @@ def _evenly(count: int, at_most: int = 240) -> np.ndarray[tuple[int], np.dtype[n
     return np.unique(np.linspace(0, max(0, count - 1), min(count, at_most)).astype(np.int64))
 
 
+def _length_axis(runs: Sequence[ReportData]) -> Spec:
+    """From the shortest response to the longest, with ticks at 1, 2, 5, 10, …"""
+    curves = [curve for run in runs for curve in run.lengths.values() if len(curve.lengths) > 1]
+    least = min((curve.lengths[1] for curve in curves), default=1.0)
+    most = max((curve.lengths[-1] for curve in curves), default=10.0)
+    ticks = [digit * 10**power for power in range(9) for digit in (1, 2, 5)]
+    shown = [tick for tick in ticks if 0.8 * least <= tick <= 1.2 * most]
+    return axis(
+        "response length, tokens",
+        type="log",
+        range=[math.log10(0.8 * least), math.log10(1.15 * most)],
+        tickvals=shown,
+        ticktext=[amount(tick) for tick in shown],
+    )
+
+
+def _age(name: str) -> str:
+    return {"0": "on-policy", "1": "1 version old"}.get(name, f"{name} versions old")
+
+
 # --- words ---------------------------------------------------------------------------------------
 
 
 def _whose(place: int, runs: Sequence[ReportData]) -> str:
-    return "the responses" if len(runs) == 1 else f"{'AB'[place]}'s"
+    return "the" if len(runs) == 1 else f"{'AB'[place]}'s"
 
 
 def _law(place: int, runs: Sequence[ReportData]) -> str:
@@ -314,6 +340,14 @@ def _law(place: int, runs: Sequence[ReportData]) -> str:
         return f"{who}Delivered responses are as long as those drawn ({means})."
     longer = "longer" if off > 0 else "shorter"
     return f"{who}Delivered responses are {percent(abs(off))} {longer} than those drawn ({means})."
+
+
+def _mean(runs: Sequence[ReportData]) -> str:
+    found = [run.bias.transient for run in runs if run.bias.transient is not None]
+    if len(found) != 1:
+        return "the mean of its workload, or of what was drawn"
+    what = "the workload's own mean" if found[0].reference == "workload_mean" else "the mean drawn"
+    return f"{what} ({amount(found[0].mean)} tokens)"
 
 
 def _transient(place: int, runs: Sequence[ReportData]) -> str:

@@ -41,6 +41,7 @@ class Key:
     label: str
     colour: str
     line: bool = False
+    dashed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

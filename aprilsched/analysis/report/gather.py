@@ -221,16 +221,15 @@ def _curve(lengths: NDArray[np.int64], censored: NDArray[np.bool_] | None) -> Le
 def _steps(law: KaplanMeier) -> tuple[list[float], list[float]]:
     """The survival, thinned evenly on both logarithmic axes."""
     known = law.survival > 0
-    lengths, survival = law.lengths[known], law.survival[known]
-    lengths, survival = np.append(1, lengths), np.append(1.0, survival)
+    lengths = np.append(1, law.lengths[known]).astype(np.float64)
+    survival = np.append(1.0, law.survival[known])
     if lengths.size > _CURVE_POINTS:
-        way = np.log(lengths / lengths[-1]) / np.log(max(2, lengths[-1])) - np.log(
-            survival
-        ) / -np.log(min(0.5, survival[-1]))
-        chosen = np.searchsorted(way, np.linspace(way[0], way[-1], _CURVE_POINTS))
-        kept = np.unique(np.clip(chosen, 0, lengths.size - 1))
+        right, down = np.log(lengths), -np.log(survival)
+        way = right / max(1.0, float(right[-1])) + down / max(1.0, float(down[-1]))
+        chosen = np.searchsorted(way, np.linspace(0, float(way[-1]), _CURVE_POINTS))
+        kept = np.unique(np.minimum(chosen, lengths.size - 1))
         lengths, survival = lengths[kept], survival[kept]
-    return lengths.astype(float).tolist(), [_figure(share) for share in survival]
+    return lengths.tolist(), [_figure(share) for share in survival.tolist()]
 
 
 # --- staleness -----------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ class StalenessLedger:
     """Shares of the delivered tokens that are 0, 1, 2, … versions old; the last entry is for all
     older ones."""
     responses_by_versions: list[float]
-    """Shares of the delivered responses that 1, 2, 3, … versions have sampled; the last likewise."""
+    """Shares of the delivered responses that 1, 2, 3, … versions sampled; the last likewise."""
     batches: list[int]
     """Those at which each entry of `by_batch` begins, from 0."""
     by_batch: list[list[float]]

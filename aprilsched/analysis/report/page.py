@@ -61,7 +61,7 @@ def page(runs: Sequence[ReportData], *, library: str) -> str:
     return Template(_asset("page.html")).substitute(
         hashes=f"{_hash(library)} {_hash(script)}",
         style=_asset("report.css"),
-        title=escape(" and ".join(run.name for run in runs)),
+        title=escape(", ".join(time_charts.label(place, runs) for place in range(len(runs)))),
         verdict=escape(_verdict(runs)),
         what_ran=sections.what_ran(runs),
         headlines=_headlines(runs),
@@ -97,12 +97,11 @@ def _charts(runs: Sequence[ReportData]) -> dict[str, list[Chart]]:
 def _figures(charts: Sequence[Chart]) -> str:
     """Two stand side by side where there is room."""
     drawn = [
-        (f"<div><p class=letter>{letter}</p>{sections.figure(chart)}</div>" if chart.of else "")
-        or sections.figure(chart)
-        for letter, chart in zip("AB", charts, strict=False)
+        f"<div>{sections.letter(place, chart.of)}{sections.figure(chart)}</div>"
+        for place, chart in enumerate(charts)
     ]
-    if len(charts) == 1:
-        return sections.figure(charts[0])
+    if len(charts) < 2:
+        return "".join(map(sections.figure, charts))
     return f"<div class=pair>{''.join(drawn)}</div>"
 
 

@@ -1,4 +1,4 @@
-"""The parts of the page that are no charts, as HTML. Whatever comes from a run folder is escaped."""
+"""The parts of the page that are no charts, as HTML. What comes from a run folder is escaped."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from html import escape
 
 from aprilsched.analysis.colours import PART_COLOURS
 from aprilsched.analysis.report.compare import Difference, differences
-from aprilsched.analysis.report.figure import Chart
+from aprilsched.analysis.report.figure import Chart, Key
 from aprilsched.analysis.report.model import FaultLedger, Headline, ReportData
 from aprilsched.analysis.report.words import amount, percent, seconds, signed_percent
 
-__all__ = ["bias_ledger", "cards", "comparison", "fault_ledger", "figure", "parts", "what_ran"]
+__all__ = [
+    "bias_ledger",
+    "cards",
+    "comparison",
+    "fault_ledger",
+    "figure",
+    "letter",
+    "parts",
+    "what_ran",
+]
 
 
 def what_ran(runs: Sequence[ReportData]) -> str:
@@ -21,6 +30,11 @@ def what_ran(runs: Sequence[ReportData]) -> str:
         + "".join(f"<p class=warning>{escape(text)}</p>" for text in run.warnings)
         for run in runs
     )
+
+
+def letter(place: int, name: str) -> str:
+    """Which of two runs something is about; nothing if it is about both."""
+    return f"<p class=letter>{'AB'[place]}: {escape(name)}</p>" if name else ""
 
 
 def cards(headlines: Sequence[Headline]) -> str:
@@ -40,7 +54,7 @@ def comparison(a: ReportData, b: ReportData) -> str:
 def figure(chart: Chart) -> str:
     """The place of a chart, with its title, its legend and how to read it."""
     keys = "".join(
-        f'<li><span class="{"line" if key.line else "chip"}" style="--key:{_css(key.colour)}">'
+        f'<li><span class="{_key_class(key)}" style="--key:{_css(key.colour)}">'
         f"</span>{escape(key.label)}</li>"
         for key in chart.keys
     )
@@ -101,8 +115,10 @@ def _columns(bodies: Iterable[str]) -> str:
     there = list(bodies)
     if len(there) == 1:
         return there[0]
-    both = zip("AB", there, strict=True)
-    return f"<div class=pair>{''.join(f'<div><p class=letter>{x}</p>{b}</div>' for x, b in both)}</div>"
+    both = "".join(
+        f"<div><p class=letter>{x}</p>{b}</div>" for x, b in zip("AB", there, strict=True)
+    )
+    return f"<div class=pair>{both}</div>"
 
 
 def _lead(text: str) -> str:
@@ -211,6 +227,12 @@ def _grid(head: Sequence[str], rows: Sequence[Sequence[str]], in_all: int = 0) -
     )
     more = f"<p class=note>The first {len(rows)} of {in_all:,}.</p>" if in_all > len(rows) else ""
     return f"<table class=faults><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>{more}"
+
+
+def _key_class(key: Key) -> str:
+    if not key.line:
+        return "chip"
+    return "line dashed" if key.dashed else "line"
 
 
 def _css(colour: str) -> str:

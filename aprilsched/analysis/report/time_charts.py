@@ -54,7 +54,7 @@ def lost_most(time: EngineTime) -> PartTime | None:
 
 def losses(runs: Sequence[ReportData]) -> Chart:
     """One bar for each run; its parts are all of the engines' time."""
-    there = [part for part in PARTS if any(_share(run, part) > 0 for run in runs)]
+    there: list[Part] = [part for part in PARTS if any(_share(run, part) > 0 for run in runs)]
     names = [text(label(place, runs)) for place in range(len(runs))]
     data: list[Spec] = [
         {
@@ -199,7 +199,7 @@ def responses(run: ReportData, prefix: str = "") -> Chart:
     pieces = max(1, len(near.responses))
     return Chart(
         id=f"responses{prefix}",
-        title=f"{percent(mixed / pieces)} of the responses near {_batches(near)} were under way "
+        title=f"{percent(mixed / pieces)} of the responses in {_batches(near)} were under way "
         "while the policy changed.",
         note=f"{_shown(len(near.responses), near.responses_in_all, 'responses')}Each line is a "
         "response, in order of launch, its colour the policy version that samples it. Grey: "
@@ -287,9 +287,9 @@ def _engines_title(near: Timeline, busy: Sequence[float]) -> str:
     if not busy:
         return "No engine took part."
     if len(busy) == 1:
-        return f"Near {_batches(near)} the engine was busy for {percent(busy[0])} of the time."
+        return f"In {_batches(near)} the engine was busy for {percent(busy[0])} of the time."
     return (
-        f"Near {_batches(near)} the busiest engine was used for {percent(max(busy))} of its time, "
+        f"In {_batches(near)} the busiest engine was used for {percent(max(busy))} of its time, "
         f"the idlest for {percent(min(busy))}."
     )
 

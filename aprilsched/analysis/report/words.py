@@ -16,6 +16,8 @@ def percent(share: float | None) -> str:
     """One digit below 10 %, none above."""
     if share is None:
         return "unknown"
+    if 0 < share < 0.0005:
+        return "< 0.1 %"
     digits = 0 if abs(share) >= 0.0995 or share == 0 else 1
     return f"{100 * share:.{digits}f} %"
 
@@ -48,7 +50,7 @@ def ran(config: Mapping[str, Any], summary: RunSummary) -> list[str]:
         _engines(config, summary),
         _batches(scheduler, summary),
         _policy(scheduler),
-        _STRAGGLER.get(str(scheduler.get("straggler")), ""),
+        _stragglers(scheduler),
         _pace(config, scheduler),
         _staleness(scheduler),
         _prompts(config),
@@ -85,7 +87,9 @@ def _policy(scheduler: Mapping[str, Any]) -> str:
     if ratio == "auto":
         return "Policy: the scheduler chooses how much to start, and when, while the run goes on."
     much = (
-        "as many prompts as the KV pool holds" if ratio == "kv" else f"{ratio} batches of prompts"
+        "as many prompts as the KV pool holds"
+        if ratio == "kv"
+        else f"{_plain(ratio)} batches of prompts"
     )
     match refill:
         case "wave" if ratio == 1:
@@ -99,6 +103,12 @@ def _policy(scheduler: Mapping[str, Any]) -> str:
             return "Policy: of a store of open prompts, run those of like expected length together."
         case _:
             return ""
+
+
+def _stragglers(scheduler: Mapping[str, Any]) -> str:
+    if scheduler.get("over_provision") == 1 and scheduler.get("refill") == "wave":
+        return ""  # none is left unfinished
+    return _STRAGGLER.get(str(scheduler.get("straggler")), "")
 
 
 _STRAGGLER = {
@@ -115,7 +125,9 @@ _STRAGGLER = {
 
 def _pace(config: Mapping[str, Any], scheduler: Mapping[str, Any]) -> str:
     took = config.get("train_seconds") or 0
-    trainer = f" The trainer takes {took:g} s a batch." if isinstance(took, int | float) else ""
+    trainer = (
+        f" The trainer takes {_plain(took)} s a batch." if isinstance(took, int | float) else ""
+    )
     trainer = trainer if took else ""
     match scheduler.get("pace"):
         case "synchronous":
@@ -138,11 +150,16 @@ def _prompts(config: Mapping[str, Any]) -> str:
     if config.get("prompts") is not None:
         return f"Prompts: {config['prompts']}."
     workload: dict[str, Any] = config.get("workload", {})
-    median, cap = workload.get("median"), workload.get("cap")
+    median, cap = _plain(workload.get("median")), _plain(workload.get("cap"))
     return (
         f"Prompts: the built-in long-tail workload (median {median} tokens, at most {cap}), "
         f"seed {seed}."
     )
+
+
+def _plain(value: Any) -> str:
+    """A number as people write it."""
+    return f"{value:,.10g}" if isinstance(value, int | float) else str(value)
 
 
 def _several(count: int, one: str, many: str = "") -> str:

@@ -31,9 +31,9 @@
       color: colour("muted"), gridcolor: colour("grid"), linecolor: colour("grid"),
       zerolinecolor: colour("muted"), ticks: "outside", tickcolor: colour("grid"), ticklen: 4,
       title: { standoff: 8, font: { size: 13, color: colour("muted") } },
-      spikecolor: colour("muted"), spikethickness: 1,
+      spikecolor: colour("muted"), spikethickness: 1, zeroline: false,
     };
-    const many = Boolean(layout.yaxis2);
+    const own = (axisOf) => Boolean(axisOf.title?.text);
     const frame = {
       ...layout,
       autosize: true,
@@ -41,7 +41,7 @@
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: font, size: narrow ? 11 : 13, color: colour("ink") },
-      margin: { l: narrow ? 50 : 62, r: 10, t: 10, b: 48, pad: 0 },
+      margin: { l: narrow ? 50 : 62, r: narrow ? 14 : 18, t: 10, b: 48, pad: 0 },
       // A finger that scrolls the page must not drag a chart.
       dragmode: narrow ? false : "zoom",
       hoverlabel: {
@@ -50,14 +50,17 @@
       },
     };
     for (const name of Object.keys(layout).filter((key) => /^[xy]axis/.test(key))) {
-      const own = layout[name];
-      frame[name] = { ...axis, ...own, title: { ...axis.title, ...(own.title ?? {}) } };
+      const given = layout[name];
+      frame[name] = { ...axis, ...given, title: { ...axis.title, ...(given.title ?? {}) } };
       if (name[0] === "x") {
         frame[name].showgrid = false;
-        if (narrow && !own.dtick) frame[name].nticks = 5;
+        if (narrow && !given.dtick && !given.tickvals) frame[name].nticks = 5;
       }
     }
-    if (!many && layout.yaxis && layout.yaxis.showticklabels === false) frame.margin.l = 34;
+    if (frame.yaxis?.showticklabels === false) {
+      Object.assign(frame.yaxis, { ticks: "", showgrid: false, showline: false });
+      frame.margin.l = own(layout.yaxis) ? 34 : 4;
+    }
     return frame;
   }
 
