@@ -12,10 +12,8 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import resource
 import statistics
-import subprocess
 import sys
 import time
 import tracemalloc
@@ -28,6 +26,7 @@ import benchmark as client_cost
 from clients import scheduler
 from memory import _resident as resident
 from memory import post
+from processes import machine, measured
 
 from aprilsched import RolloutScheduler
 
@@ -102,16 +101,8 @@ def measure(in_flight: int, *, traced: bool) -> dict[str, Any]:
     """One process on one core, against a fresh server."""
     event_tokens = TRACED_EVENT_TOKENS if traced else EVENT_TOKENS
     with client_cost.server(ANSWER_TOKENS, event_tokens) as url:
-        command = [sys.executable, __file__, "--url", url, "--in-flight", str(in_flight)]
-        done = subprocess.run(
-            [*command, *(["--traced"] if traced else [])],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    result = json.loads(done.stdout)
+        arguments = ("--url", url, "--in-flight", in_flight, *(("--traced",) if traced else ()))
+        result = measured(__file__, *arguments)
     print(result, file=sys.stderr, flush=True)
     return result
 
@@ -150,9 +141,7 @@ def main() -> None:
         runs += [measure(level, traced=False) for level in levels]
     runs += [measure(level, traced=True) for level in options.levels if level in TRACED_LEVELS]
     result: dict[str, Any] = {
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
+        **machine(),
         "answer_tokens": ANSWER_TOKENS,
         "rows": [row(n, [r for r in runs if r["in_flight"] == n]) for n in options.levels],
         "runs": runs,

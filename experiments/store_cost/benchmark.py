@@ -13,9 +13,7 @@ import asyncio
 import gc
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client_cost"))
 import benchmark as client_cost
 from clients import scheduler
 from memory import post
+from processes import machine, measured
 
 from aprilsched import SqliteStore
 
@@ -68,15 +67,9 @@ async def run(url: str, *, in_flight: int, rollouts: int, path: Path | None) -> 
 def measure(in_flight: int, rollouts: int, *, store: bool) -> dict[str, Any]:
     """One run in a process of its own, against a fresh server."""
     with client_cost.server() as url, tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, __file__, "--url", url,
-            "--in-flight", str(in_flight), "--rollouts", str(rollouts),
-            *(["--store", f"{folder}/rollouts.store"] if store else []),
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout)
+        arguments = ("--url", url, "--in-flight", in_flight, "--rollouts", rollouts)
+        kept = ("--store", f"{folder}/rollouts.store") if store else ()
+        return measured(__file__, *arguments, *kept)
 
 
 def compare(
@@ -134,13 +127,11 @@ def main() -> None:
     raw: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     for level in options.levels:
-        measured, row = compare(level, options.repeats, options.seconds)
-        raw += measured
+        runs, row = compare(level, options.repeats, options.seconds)
+        raw += runs
         rows.append(row)
     result = {
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
+        **machine(),
         "rows": rows,
         "runs": raw,
     }

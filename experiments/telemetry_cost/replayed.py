@@ -18,7 +18,7 @@ from pieces import EVERYTHING, PIECES, together, with_needs
 
 from aprilsched.coordinator.listeners import Listeners
 from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.events import Event, Progress
 
 __all__ = ["Recorder", "replayed"]
 
@@ -38,12 +38,12 @@ class Recorder:
         self.stream.append((None, command, now))
 
     @property
-    def seconds(self) -> float:
-        return self.stream[-1][2] - self.stream[0][2]
+    def tokens(self) -> int:
+        return sum(len(event.token_ids) for event, _, _ in self.stream if type(event) is Progress)
 
 
-def replayed(recorder: Recorder, repeats: int) -> dict[str, Any]:
-    """CPU µs for an event or command, and ms for a second of the recorded run."""
+def replayed(recorder: Recorder, repeats: int, tokens_per_s: int) -> dict[str, Any]:
+    """CPU µs for an event or command, and ms for a second of `tokens_per_s`."""
     gc.collect()
     gc.freeze()
     shown = {name: with_needs(name) for name in PIECES} | {"everything": EVERYTHING}
@@ -51,7 +51,7 @@ def replayed(recorder: Recorder, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         for name, names in shown.items():
             found[name].append(_cost(names, recorder.stream))
-    events, seconds = len(recorder.stream), recorder.seconds
+    events, seconds = len(recorder.stream), recorder.tokens / tokens_per_s
     return {
         "shown_per_s": events / seconds,
         "pieces": {
