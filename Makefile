@@ -50,7 +50,7 @@ PYTHON_311 = $(shell for python in $(PYTHON) python3.11; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; \
 	then echo $$python; break; fi; done)
 
-.PHONY: help venv demo test test-fast docs lint format clean shared-sglang \
+.PHONY: help venv demo test test-fast docs notebooks lint format clean shared-sglang \
 	.browser .venv .venv-sglang
 
 help: ## Show this list.
@@ -75,6 +75,9 @@ test-fast: $(TEST_STAMP) $(BROWSER_READY) ## All tests that need no server.
 
 docs: $(TEST_STAMP) ## Build the documentation site, docs/_build/html/index.html.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+notebooks: $(TEST_STAMP) ## Execute the notebooks anew from their scripts.
+	$(BIN)/python notebooks/execute.py
 
 lint: $(TEST_STAMP) ## Check style, format and types.
 	$(BIN)/ruff check .

@@ -8,7 +8,12 @@ from aprilsched.analysis.plots.length_laws import estimate_by_batch, length_law,
 from aprilsched.analysis.plots.over_time import timeline, utilization
 from aprilsched.analysis.plots.plans import frontier, what_if
 from aprilsched.analysis.plots.side_by_side import comparison
-from aprilsched.analysis.plots.stale import bias_by_batch, staleness, tokens_by_age
+from aprilsched.analysis.plots.stale import (
+    bias_by_batch,
+    staleness,
+    staleness_by_length,
+    tokens_by_age,
+)
 from aprilsched.analysis.plots.usage_parts import causes, engine_strip, where_time_goes
 from aprilsched.analysis.style import save
 
@@ -24,6 +29,7 @@ __all__ = [
     "lengths",
     "save",
     "staleness",
+    "staleness_by_length",
     "timeline",
     "tokens_by_age",
     "utilization",

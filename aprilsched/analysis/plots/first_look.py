@@ -40,7 +40,8 @@ def first_look(
         axes.set_yticks([0, 0.5, 1])
         finish(axes, title=name, x="", y="slots")
     over_time[-1].set_xlabel("seconds", fontsize=10)
-    draw_where(where, usages, unit=unit)
+    # A name may go on after a colon; beside a bar there is no room for that.
+    draw_where(where, {name.split(":")[0]: u for name, u in usages.items()}, unit=unit)
     finish(where, title="What a million tokens cost in GPU-minutes", x="", y="")
     where.set_xticks([])
     where.spines["bottom"].set_visible(False)

@@ -54,7 +54,7 @@ def length_law(
     if band is not None:
         axes.fill_between(
             band.lengths, band.low, band.high, color=PALETTE[0], alpha=0.2, linewidth=0,
-            label="the same, 90 % band",
+            label="its 90 % band (chance alone)",
         )  # fmt: skip
     times = np.append(law.lengths, [law.end] if law.tail > 0 else [])
     shares = np.append(law.survival, [law.survival[-1]] if law.tail > 0 else [])
@@ -71,7 +71,7 @@ def length_law(
     axes.set_xlim(left=60)
     axes.set_ylim(bottom=2e-3)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_major_formatter("{x:.1%}")
+    axes.yaxis.set_major_formatter(lambda x, _: f"{x:.0%}" if x >= 0.01 else f"{x:.1%}")
     axes.legend(frameon=False, fontsize=10, loc="lower left")
     finish(
         axes,

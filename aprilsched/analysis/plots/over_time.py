@@ -17,7 +17,7 @@ from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure, prefix
 __all__ = ["ABOVE_LABELS", "SHOWN_BATCHES", "draw_bars", "mark_batches", "timeline", "utilization"]
 
 SHOWN_BATCHES = 5
-_SHOWN_ROLLOUTS = 240
+_SHOWN_ROLLOUTS = 400
 _LABEL_SHARE = 0.1
 """Of the axes' width, that the name of a batch needs."""
 ABOVE_LABELS = 22

@@ -76,17 +76,17 @@ def what_if(
     recorded: Figures,
     replayed: Sequence[Figures],
     *,
-    really: Figures | None = None,
+    run: Figures | None = None,
     title: str = "",
 ) -> Figure:
     """Seconds a batch of a run as it was, and as its replays say that it would have been.
 
-    `really` is a real run under the policy of the last replay, where there is one.
+    `run` is one under the policy of the last replay that the replay did not see.
     """
     rows: list[tuple[str, Figures, str]] = [("the run as it was", recorded, GREY)]
     rows += [(f"replayed: {row.policy}", row, PALETTE[0]) for row in replayed]
-    if really is not None:
-        rows.append((f"really run: {really.policy}", really, PALETTE[2]))
+    if run is not None:
+        rows.append((f"run: {run.policy}", run, PALETTE[2]))
     figure = new_figure(9, 1.2 + 0.5 * len(rows))
     axes = figure.subplots()
     seconds = [row.seconds_a_batch or 0.0 for _, row, _ in rows]
@@ -116,6 +116,6 @@ def _mark(axes: Axes, label: str, row: Figures, colour: str, *, above: bool) -> 
     if place is not None:
         axes.annotate(
             label, place, xytext=(0, 10 if above else -18), textcoords="offset points",
-            fontsize=11, color=colour, horizontalalignment="center",
+            fontsize=11, color=colour, horizontalalignment="left" if place[0] < 0.05 else "center",
             fontweight="bold" if above else "normal",
         )  # fmt: skip

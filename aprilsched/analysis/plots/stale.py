@@ -11,12 +11,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from aprilsched.analysis.bias_plots import draw_deciles
 from aprilsched.analysis.colours import AGE_COLOURS
 from aprilsched.analysis.run import Run
 from aprilsched.analysis.style import GREY, PALETTE, finish, ink_on, new_figure
 from aprilsched.telemetry.figures import BiasFigures
 
-__all__ = ["bias_by_batch", "staleness", "tokens_by_age"]
+__all__ = ["bias_by_batch", "staleness", "staleness_by_length", "tokens_by_age"]
 
 
 def tokens_by_age(run: Run) -> NDArray[np.int64]:
@@ -62,6 +63,15 @@ def staleness(run: Run, *, title: str = "") -> Figure:
         bbox_to_anchor=(1, 0.5), frameon=False, fontsize=10,
     )  # fmt: skip
     finish(axes, title=title, x="batch", y="share of its tokens")
+    return figure
+
+
+def staleness_by_length(figures: BiasFigures, *, title: str = "") -> Figure:
+    """Mean age of the tokens for each tenth of the responses, the shortest first."""
+    figure = new_figure(9, 3.8)
+    axes = figure.subplots()
+    draw_deciles(axes, figures.by_length_decile)
+    axes.set_title(title, fontsize=12, loc="left")
     return figure
 
 

@@ -1,0 +1,88 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 1. First look
+#
+# **Question.** A trainer waits until the last response of a batch has been generated. Where do the GPU hours go meanwhile?
+#
+# A *rollout* is one response that the policy (the model that is being trained) gives to a prompt. An *engine* is an inference server on one GPU. A *batch* is what the trainer takes at a time: here 16 prompts with 8 rollouts each. The run that we look at had 8 engines and lies beside this notebook, in `data/sync`.
+#
+# Its engines are *embedded* ones: the scheduler is the real one, and the time of each step is a model fitted on an H200 with a 4B model. So seconds and GPU time here are modelled; put the folder of a run on your own servers instead, and everything below works the same.
+
+# %%
+# %matplotlib inline
+from pathlib import Path
+
+from aprilsched.analysis import plots
+from aprilsched.analysis.run import read_run
+from aprilsched.analysis.usage import usage_of
+
+DATA = Path("data")
+waiting = read_run(DATA / "sync")
+waiting_usage = usage_of(DATA / "sync")
+print(f"{waiting.summary.engines} engines, {waiting.summary.batches} batches,")
+print(f"{waiting.summary.rollouts.delivered} rollouts in {waiting_usage.wall:.0f} seconds")
+
+# %% [markdown]
+# ## The batches, response by response
+#
+# Each line is a response, from its first token to its last one. Most are short. The batch is full when the longest one is there, and until then nothing new is started.
+
+# %%
+plots.timeline(waiting, batches=3)
+
+# %% [markdown]
+# ## The same time, from the engines' side
+#
+# An engine generates many responses at once, each in a *slot*. It has as many slots as it had responses at once when it was fullest: 16 here. The picture shows what the slots of all engines do.
+#
+# One caution. This is the share of *slots*, not what `nvidia-smi` (NVML) calls utilization: that one says 100 % as soon as anything runs on the GPU, a single response included. A slot is no share of the arithmetic either: an engine that is half empty is a little faster for the other half.
+#
+# And one detail of the picture: "reading prompts" lasts until the first tokens arrive. These engines report every 96 tokens, so much of that thin light blue edge is generating already.
+
+# %%
+plots.causes(
+    waiting_usage, end=waiting.deliveries[2].time, title="Waiting for all: what the slots do"
+)
+
+# %% [markdown]
+# ## Not waiting
+#
+# APRIL starts twice as many rollouts as a batch needs, hands over the first half, and carries the others over: they go on in the next batch, with the tokens that they have. Here are both runs, with the same prompts and the same lengths. The bars below are comparable: GPU time for the same number of tokens.
+
+# %%
+carrying = read_run(DATA / "april")
+carrying_usage = usage_of(DATA / "april")
+both = {
+    "Wait for all": waiting_usage,
+    "APRIL: start twice as many, hand over the first half, carry the rest": carrying_usage,
+}
+plots.first_look(both, seconds=carrying_usage.wall)
+
+# %%
+tail = waiting_usage.shares["tail"]
+cost = {
+    name: sum(map(sum, usage.seconds)) / 60 / sum(usage.tokens) * 1e6
+    for name, usage in both.items()
+}
+dear, cheap = cost.values()
+print(
+    f"Waiting for all, {tail:.0%} of the slots' time goes to the tail of a batch, and "
+    f"{waiting_usage.utilization:.0%} to generating. A million tokens cost {dear:.1f} GPU-minutes; "
+    f"without waiting they cost {cheap:.1f}, a factor of {dear / cheap:.1f}."
+)
+# What the answer below says:
+assert 0.7 < tail < 0.8
+assert waiting_usage.utilization < 0.2
+assert 2.5 < dear / cheap < 3.5
+
+# %% [markdown]
+# **Answer.** They go to the tail. When a trainer waits, about three quarters of the engines' slots are empty because the last, long responses are still being generated; less than a fifth of the time is generating. Here the same tokens cost about a third when twice as many rollouts are started and the last ones carried over. That is a light load of 16 rollouts an engine, where most is to be gained; with 256 an engine it is about a third off ([notebook 4](04_how_much_to_over_provision.ipynb)). What that does to the data is the subject of [notebook 5](05_staleness_and_bias.ipynb).

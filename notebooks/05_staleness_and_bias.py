@@ -1,0 +1,101 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 5. Staleness and bias
+#
+# **Question.** When the trainer does not wait, what does it really get: how old are the tokens, and are short responses over-represented?
+#
+# Two things can be wrong with a batch. *Staleness*: a token was sampled by an older version of the policy than the one that now learns from it. *Bias*: who finishes first is short, so the first batches hold too many short responses.
+
+# %%
+# %matplotlib inline
+from pathlib import Path
+
+from aprilsched.analysis import plots
+from aprilsched.analysis.run import read_run
+from aprilsched.commands.simulate import SimulateCommand
+from aprilsched.commands.trials import simulated
+
+april = read_run(Path("data/april"))
+
+# %% [markdown]
+# ## How old are the tokens?
+#
+# The run started twice what a batch needs and carried the rest over. Its first batch is of one version only; from then on most tokens are older than that, by one version or a few. (Its engines are embedded ones, with modelled step times.)
+
+# %%
+plots.staleness(april, title="Start twice as many, carry the rest: how old each batch's tokens are")
+
+# %% [markdown]
+# A share of stale tokens is not the whole story: *whose* tokens are they? Responses are carried over because they are long, so here they are by length, over a longer run (one modelled engine, 30 batches).
+
+# %%
+trials = simulated(
+    SimulateCommand(policy="sync,april,april:max_staleness=1:staleness_rule=evict", batches=30)
+)
+waited, carried, evicted = (trial.summary for trial in trials.values())
+plots.staleness_by_length(
+    carried.bias, title="The longer a response, the staler (above: its off-policy share)"
+)
+
+# %% [markdown]
+# ## Are the batches too short?
+#
+# Nothing gets lost when everything unfinished is carried over: a long response comes later, but it comes. So the bias of the first batches must fade: what they lack is in flight. What is left is the chance of the prompts, and how large that is the run that waits shows, which has no bias at all.
+#
+# The other run throws away what would get more than one version old (*eviction*). It looks tidy, and it is a *censor*: it is the long ones that get old.
+
+# %%
+figures = {
+    "carried over": carried.bias,
+    "stale ones evicted": evicted.bias,
+    "waited for: the chance of the prompts": waited.bias,
+}
+plots.bias_by_batch(
+    figures,
+    title="Carried over, the bias fades; with eviction it stays",
+)  # fmt: skip
+
+# %%
+first, last = (carried.bias.transient.measured_by_batch[place] for place in (0, -1))
+explained = carried.bias.transient.predicted_by_batch[-1]
+lasting = evicted.bias.transient.measured_by_batch[-1]
+chance = waited.bias.transient.measured_by_batch[-1]
+deciles = carried.bias.by_length_decile
+print(
+    f"{carried.off_policy_token_share:.0%} of the tokens are off-policy, {carried.staleness.mean:.1f} "
+    f"versions old on average and {carried.staleness.max} at most; of the shortest tenth of the "
+    f"responses {deciles.off_policy_token_share[0]:.0%}, of the longest "
+    f"{deciles.off_policy_token_share[-1]:.0%}. The first batch is {-first:.0%} too short; after "
+    f"{carried.batches} batches the mean is {-last:.1%} short ({-explained:.1%} follow from what is in "
+    f"flight). Waiting for all, where only chance is left, it is {chance:+.1%} off. "
+    f"With eviction it is {-lasting:.0%} short."
+)
+# What the answer below says:
+ages = plots.tokens_by_age(april)
+assert (
+    ages[0, 1:].sum() == 0 < ages[0, 0]
+)  # of the run at the top: its first batch is of one version
+assert (ages[1:, 1:].sum(axis=1) > ages[1:, 0]).all()
+assert carried.off_policy_token_share > 0.6
+assert carried.staleness.max <= 6
+assert deciles.staleness_mean[-1] > 2 * deciles.staleness_mean[0]
+assert first < -0.3
+assert abs(last) < 0.08
+assert not carried.bias.censoring.policies
+assert lasting < -0.2
+assert abs(chance) < 0.05
+assert explained / last > 0.5
+assert abs(last - explained) < 0.03
+assert evicted.bias.censoring.warning is not None
+
+# %% [markdown]
+# **Answer.** Most of the tokens are stale, by one version or two, and the long responses are the staler ones: that does not go away, so it must be corrected in the loss (every token knows its version and its log-probability) or bounded. The length bias does go away, as long as nothing is dropped: the first batch is more than 30 % too short, after 30 batches it is a few per cent, of which what is in flight explains more than half and the rest is as large as the chance of the prompts. With eviction it is still more than a fifth. Whatever throws old responses away makes the bias permanent; the scheduler warns when a setting does that.
