@@ -20,7 +20,7 @@ from aprilsched.telemetry.books import Books
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 
-__all__ = ["Teller", "rebuilt_summary", "replay", "summary_of_run"]
+__all__ = ["Rebuilding", "Teller", "rebuilt_summary", "replay", "summary_of_run", "written_summary"]
 
 NOT_ENDED = "The run was cut off or goes on; the figures are those of its event log so far."
 
@@ -92,10 +92,19 @@ def summary_of_run(folder: Path) -> RunSummary:
     Raises:
         OSError, ValueError, MsgspecError, RunFolderError: as for :func:`replay`.
     """
+    return written_summary(folder) or rebuilt_summary(folder)
+
+
+def written_summary(folder: Path) -> RunSummary | None:
+    """The figures in summary.json; None where the run did not come to writing it.
+
+    Raises:
+        OSError, MsgspecError: if they cannot be read.
+    """
     try:
         written = (folder / SUMMARY).read_bytes()
     except FileNotFoundError:
-        return rebuilt_summary(folder)
+        return None
     return msgspec.json.decode(written, type=RunSummary)
 
 
@@ -106,11 +115,28 @@ def rebuilt_summary(folder: Path) -> RunSummary:
         OSError, ValueError, MsgspecError, RunFolderError: as for :func:`replay`.
     """
     config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    basis, books = basis_of(config), Books()
-    summary = basis.summary()
-    summary.ledger, summary.warns = books.ledger, False
-    replay(folder / EVENTS, [books, summary])
-    return summary.result(books.remainder(), clock=basis.clock, error=NOT_ENDED)
+    rebuilding = Rebuilding(config)
+    replay(folder / EVENTS, rebuilding.listeners)
+    return rebuilding.result()
+
+
+class Rebuilding:
+    """Sums up a run with this configuration, whose log is replayed for its `listeners`.
+
+    Raises:
+        ValueError: if the configuration is none.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._basis, self._books = basis_of(config), Books()
+        self._summary = self._basis.summary()
+        self._summary.ledger, self._summary.warns = self._books.ledger, False
+        self.listeners: tuple[Listener, ...] = (self._books, self._summary)
+
+    def result(self) -> RunSummary:
+        """Up to now."""
+        remainder = self._books.remainder()
+        return self._summary.result(remainder, clock=self._basis.clock, error=NOT_ENDED)
 
 
 def _show(

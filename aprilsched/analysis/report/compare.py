@@ -33,7 +33,12 @@ class Difference:
 
 def differences(a: ReportData, b: ReportData) -> list[Difference]:
     """Of all headline figures."""
-    return [_difference(mine, b.headline(mine.key)) for mine in a.headlines]
+    # Seconds of unlike amounts of work are no race.
+    unlike = a.headline("delivered").value != b.headline("delivered").value
+    return [
+        _difference(mine, b.headline(mine.key), judged=not (unlike and mine.key == "seconds"))
+        for mine in a.headlines
+    ]
 
 
 def verdict(a: ReportData, b: ReportData) -> str:
@@ -53,7 +58,7 @@ def verdict(a: ReportData, b: ReportData) -> str:
     return f"B delivers {percent(abs(change))} {faster} tokens per second than A. {price}"
 
 
-def _difference(a: Headline, b: Headline) -> Difference:
+def _difference(a: Headline, b: Headline, *, judged: bool) -> Difference:
     known = a.value is not None and b.value is not None
     change = (b.value or 0.0) - (a.value or 0.0) if known else None
     return Difference(
@@ -64,7 +69,7 @@ def _difference(a: Headline, b: Headline) -> Difference:
         difference=change,
         difference_text=_text(a, change),
         ratio=_ratio(a, b),
-        verdict=_verdict(a, b),
+        verdict=_verdict(a, b) if judged else "",
     )
 
 

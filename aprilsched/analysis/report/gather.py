@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from aprilsched.analysis.colours import AGE_COLOURS, PART_LABELS
 from aprilsched.analysis.report.headlines import headlines
 from aprilsched.analysis.report.model import (
+    MARKED,
     EngineTime,
     LengthCurve,
     PartTime,
@@ -94,8 +95,12 @@ def _warnings(run: Run) -> list[str]:
 
 def _time(run: Run, usage: RunUsage) -> EngineTime:
     totals, shares = usage.seconds.sum(axis=0), usage.shares
+    # Pieces of about a batch would show which part of it each happens to meet.
+    batches = len(run.deliveries)
+    bins = _BINS if batches <= MARKED else min(_BINS // 2, max(MARKED, batches // 2))
     return EngineTime(
         engines=len(usage.engines),
+        batches=batches,
         wall=usage.wall,
         utilization=usage.utilization,
         parts=[
@@ -108,8 +113,8 @@ def _time(run: Run, usage: RunUsage) -> EngineTime:
             )
             for part, index in PART_INDEX.items()
         ],
-        stops=_rounded(np.linspace(0, usage.wall, _BINS + 1)[1:]),
-        series=_shares(usage.series(_BINS).sum(axis=1)),
+        stops=_rounded(np.linspace(0, usage.wall, bins + 1)[1:]),
+        series=_shares(usage.series(bins).sum(axis=1)),
         deliveries=_rounded(_thinned(_times(run), _SHOWN_DELIVERIES)),
         by_engine={
             name: _busy(seconds) for name, seconds in zip(usage.engines, usage.seconds, strict=True)

@@ -94,7 +94,6 @@ def _price(summary: RunSummary) -> list[Headline]:
             explanation="Of the oldest delivered token; "
             f"{staleness.max_trained:,} of those that count in the loss.",
             better="lower",
-            unit="versions",
         ),
         Headline(
             key="length_bias",

@@ -13,6 +13,7 @@ from aprilsched.telemetry.figures import BiasFigures
 from aprilsched.telemetry.usage.parts import Part
 
 __all__ = [
+    "MARKED",
     "Drop",
     "EngineTime",
     "FaultEvent",
@@ -29,6 +30,8 @@ __all__ = [
     "TimelineEngine",
 ]
 
+MARKED = 30
+"""Batches of which the ends can be told apart in a chart of the whole run."""
 Direction = Literal["higher", "lower", "zero"]
 """Which values of a figure are better; "zero": the nearer to it."""
 
@@ -66,6 +69,7 @@ class EngineTime:
     """Where the engines' time went."""
 
     engines: int
+    batches: int
     wall: float
     utilization: float
     """The busy share."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.analysis.launches import Launches
-from aprilsched.analysis.rebuild import replay, summary_of_run
+from aprilsched.analysis.rebuild import Rebuilding, replay, written_summary
 from aprilsched.analysis.report.faults import Faults
 from aprilsched.analysis.report.model import FaultLedger
 from aprilsched.analysis.run import History, Run, readable
 from aprilsched.analysis.usage import RunUsage, UsageRecorder
+from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS
 
 __all__ = ["Material", "read_material"]
@@ -43,18 +46,33 @@ def read_material(folder: Path) -> Material:
     with readable(folder):
         config: dict[str, Any] = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
         scheduler: dict[str, Any] = config.get("scheduler", {})
-        summary = summary_of_run(folder)
+        summing, summary = _summing(folder, config)
         history, launches, faults = History(), Launches(), Faults()
         usage = UsageRecorder(batch_groups=scheduler.get("batch_groups"))
-        end = replay(folder / EVENTS, [usage, faults], readers=[history.add, launches.add])
-        members = launches.members()
+        end = replay(
+            folder / EVENTS,
+            [usage, faults, *summing],
+            readers=[history.add, launches.add],
+        )
+        run, members = history.run(config, summary()), launches.members()
     tokens = np.array([member.tokens for member in members], dtype=np.int64)
     finished = np.array([member.finished for member in members], dtype=np.bool_)
     return Material(
         name=folder.resolve().name,
-        run=history.run(config, summary),
+        run=run,
         usage=usage.usage(end),
         faults=faults.ledger(),
         seen=np.where(finished, np.maximum(tokens, 1), np.maximum(tokens, 0)),
         unfinished=~finished,
     )
+
+
+def _summing(
+    folder: Path, config: dict[str, Any]
+) -> tuple[Sequence[Listener], Callable[[], RunSummary]]:
+    """What has to listen so that the summary can be had after the log."""
+    written = written_summary(folder)
+    if written is not None:
+        return (), lambda: written
+    rebuilding = Rebuilding(config)
+    return rebuilding.listeners, rebuilding.result

@@ -19,15 +19,13 @@ from aprilsched.analysis.report.figure import (
     part_keys,
     text,
 )
-from aprilsched.analysis.report.model import EngineTime, PartTime, ReportData, Timeline
+from aprilsched.analysis.report.model import MARKED, EngineTime, PartTime, ReportData, Timeline
 from aprilsched.analysis.report.words import percent
 from aprilsched.telemetry.usage.parts import BUSY, PARTS, Part
 
 __all__ = ["engine_timeline", "gpu", "label", "losses", "lost_most", "responses", "utilization"]
 
 _ROW = 64
-_MARKED = 60
-"""Batches of which the ends can be told apart."""
 _TENTHS = 10
 _SMALL = 0.02
 
@@ -98,7 +96,7 @@ def utilization(run: ReportData, end: float, prefix: str = "") -> Chart:
     time = run.time
     tenths = [100 * share for share in _tenths(time)]
     data = areas(time.series, start=0.0, stops=time.stops)
-    few = len(time.deliveries) <= _MARKED
+    few = time.batches <= MARKED
     if few and time.deliveries:
         data.append(marks(time.deliveries, 100, name="batch delivered"))
     if tenths:
@@ -112,7 +110,11 @@ def utilization(run: ReportData, end: float, prefix: str = "") -> Chart:
         id=f"utilization{prefix}",
         title=title,
         note="Blue is busy, every other colour a cause of idleness."
-        + (" Dotted: a batch is delivered." if few else " Batches are too many to mark."),
+        + (
+            " Dotted: a batch is delivered."
+            if few
+            else f" Each step is the mean of about {_per_step(time)} batches."
+        ),
         data=data,
         layout={
             "xaxis": axis("seconds", range=[0, end]),
@@ -301,6 +303,10 @@ def _batches(near: Timeline) -> str:
 
 def _shown(shown: int, there: int, what: str) -> str:
     return "" if shown >= there else f"{shown:,} of {there:,} {what} are shown, evenly chosen. "
+
+
+def _per_step(time: EngineTime) -> str:
+    return f"{time.batches / max(1, len(time.stops)):.0f}"
 
 
 def _share(run: ReportData, part: Part) -> float:
