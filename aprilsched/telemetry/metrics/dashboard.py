@@ -207,7 +207,14 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Versions and updates": (
         Panel(
             title="Staleness of delivered rollouts, in versions",
-            queries=_quantiles("aprilsched_rollout_staleness_versions", 0.5, 0.95),
+            queries=(
+                Query(
+                    of="sum(rate(aprilsched_rollout_staleness_versions_sum{$RUN}$RATE))"
+                    " / sum(rate(aprilsched_rollout_staleness_versions_count{$RUN}$RATE))",
+                    legend="mean",
+                ),
+                *_quantiles("aprilsched_rollout_staleness_versions", 0.95),
+            ),
         ),
         Panel(
             title="Off-policy tokens of the last batch",

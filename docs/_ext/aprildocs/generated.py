@@ -29,6 +29,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "sampling": tables.sampling_settings,
     "settings": tables.settings,
     "summary": tables.summary_figures,
+    "tracked": tables.tracked_figures,
     "usage-parts": tables.usage_parts,
     "written-fields": tables.written_fields,
 }

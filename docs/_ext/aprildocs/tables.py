@@ -20,6 +20,7 @@ from aprilsched.telemetry.log_tail import RESUMED
 from aprilsched.telemetry.metrics.table import METRICS
 from aprilsched.telemetry.sampling.lines import FIELDS as SAMPLED
 from aprilsched.telemetry.token_lines import TOKEN_FIELDS
+from aprilsched.telemetry.trackers.figures import FIGURES
 from aprilsched.telemetry.usage.parts import BUSY, PARTS
 from aprilsched.types import SamplingParams
 
@@ -31,6 +32,7 @@ __all__ = [
     "sampling_settings",
     "settings",
     "summary_figures",
+    "tracked_figures",
     "usage_parts",
     "written_fields",
 ]
@@ -126,6 +128,12 @@ def metrics() -> str:
         for metric in METRICS.values()
     )
     return _table(("metric", "kind", "labels", "meaning"), rows)
+
+
+def tracked_figures() -> str:
+    """What a tracker is given of each batch."""
+    rows = ((f"`{name}`", cell(meaning)) for name, meaning in FIGURES.items())
+    return _table(("figure", "meaning"), rows)
 
 
 def sampled_figures() -> str:
