@@ -47,12 +47,14 @@ def divided(counts: Mapping[_Key, int], width: int) -> dict[_Key, int]:
     present = {key: count for key, count in counts.items() if count > 0}
     if not present or width < len(present):
         return {}
-    total, spare = sum(present.values()), width - len(present)
-    exact = {key: count / total * spare for key, count in present.items()}
-    cells = {key: 1 + int(share) for key, share in exact.items()}
-    by_rest = sorted(exact, key=lambda key: int(exact[key]) - exact[key])
-    for key in by_rest[: width - sum(cells.values())]:
-        cells[key] += 1
+    total = sum(present.values())
+    exact = {key: count / total * width for key, count in present.items()}
+    cells = {key: max(1, int(share)) for key, share in exact.items()}
+    while (off := width - sum(cells.values())) != 0:
+        # The part that is furthest from its share, and can spare a cell if one is to go.
+        able = [key for key in cells if off > 0 or cells[key] > 1]
+        key = max(able, key=lambda key: (exact[key] - cells[key]) * off)
+        cells[key] += 1 if off > 0 else -1
     return cells
 
 

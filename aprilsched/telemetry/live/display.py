@@ -79,15 +79,28 @@ class LiveView:
         self.model = LiveModel(facts, figures)
 
     def __enter__(self) -> Self:
-        self._live = Live(self.frame(), console=self._console, auto_refresh=False, transient=True)
-        self._live.start(refresh=True)
-        self._thread = threading.Thread(target=self._draw, args=(self._live,), name="live view")
-        self._thread.start()
+        try:
+            self._begin()
+        except BaseException:
+            # Ctrl-C may come here too: a thread that goes on would keep the process alive.
+            self._end()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _begin(self) -> None:
+        self._live = Live(self.frame(), console=self._console, auto_refresh=False, transient=True)
+        self._live.start(refresh=True)
+        self._thread = threading.Thread(
+            target=self._draw, args=(self._live,), name="live view", daemon=True
+        )
+        self._thread.start()
+
+    def _end(self) -> None:
         self._ended.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join()
         if self._live is not None:
             self._live.stop()

@@ -49,7 +49,7 @@ def chosen(rows: Sequence[EngineRow], count: int) -> list[EngineRow]:
         return list(rows)
     worst = sorted(rows, key=lambda row: (row.state != "lost", row.busy))
     picked = worst[: (count + 1) // 2]
-    fullest = sorted(rows, key=lambda row: -(row.kv_share or row.running + row.queued))
+    fullest = sorted(rows, key=lambda row: (-(row.kv_share or 0.0), -row.kv_tokens))
     picked += [row for row in fullest if row not in picked][: count - len(picked)]
     return [row for row in rows if row in picked]
 

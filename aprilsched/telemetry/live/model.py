@@ -1,6 +1,6 @@
 """What the live view keeps of a run; a listener, built on the account that all of them share.
 
-Invariants: what it does with a chunk of tokens is one look-up and two additions; everything else
+Invariants: what it does with a chunk of tokens is one look-up and some additions; everything else
 that is shown is computed when it is asked for, under the account's lock, so that a snapshot is of
 one moment whichever thread takes it.
 """
@@ -76,6 +76,8 @@ class LiveModel:
                 self._contexts.hear(event, now)
             else:
                 self._hear(event, now)
+            if now >= self._history.due:
+                self._sample(now)
 
     def on_command(self, command: Command, now: float) -> None:
         with self._figures.lock:
@@ -88,14 +90,14 @@ class LiveModel:
     def on_progress(self, chunks: Chunks, now: float) -> None:
         with self._figures.lock:
             self._contexts.on_progress(chunks, now)
+            if now >= self._history.due:
+                self._sample(now)
 
     def _hear(self, what: Event | Command, now: float) -> None:
         if self._began is None:
             self._began = self._batch_began = now
         for part in self._hear_all:
             part.hear(what, now)
-        if now >= self._history.due:
-            self._sample(now)
 
     def _delivered(self, index: int, now: float) -> None:
         self._batches = index + 1

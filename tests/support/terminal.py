@@ -1,0 +1,115 @@
+"""A command on a terminal of its own: what it draws there, and how it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["Terminal", "on_a_terminal"]
+
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_WAIT_SECONDS = 120.0
+"""For a loaded machine; what is waited for comes within one or two."""
+
+
+class Terminal:
+    """Reads in a thread of its own, as a terminal does: a command never waits for it."""
+
+    def __init__(self, reads: int, process: subprocess.Popen[Any]) -> None:
+        self.process = process
+        self._reads = reads
+        self._bytes = bytearray()
+        self._news = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._read, daemon=True, name="terminal")
+        self._thread.start()
+
+    @property
+    def raw(self) -> str:
+        """Everything so far, with what moves the cursor and gives colours."""
+        with self._news:
+            return self._bytes.decode(errors="replace")
+
+    @property
+    def text(self) -> str:
+        """The same without."""
+        return _ESCAPE.sub("", self.raw).replace("\r\n", "\n")
+
+    def wait_for(self, text: str) -> None:
+        """Until it was drawn."""
+        with self._news:
+            found = self._news.wait_for(
+                lambda: text in self._text() or self._closed, timeout=_WAIT_SECONDS
+            )
+        assert found, f"{text!r} did not come: {self.text[-2000:]}"
+        assert text in self.text, self.text[-2000:]
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._reads, keys)
+
+    def end(self) -> int:
+        """Wait for the command's end; its exit code."""
+        code = self.process.wait(_WAIT_SECONDS)
+        self._thread.join(_WAIT_SECONDS)
+        return code
+
+    def _text(self) -> str:
+        return _ESCAPE.sub("", self._bytes.decode(errors="replace"))
+
+    def _read(self) -> None:
+        while True:
+            try:
+                some = os.read(self._reads, 1 << 16)
+            except OSError:  # how Linux says that nobody has the other side any more
+                some = b""
+            with self._news:
+                self._bytes += some
+                self._closed = not some
+                self._news.notify_all()
+            if not some:
+                return
+
+
+@contextmanager
+def on_a_terminal(
+    *arguments: str,
+    columns: int = 100,
+    lines: int = 30,
+    environment: Mapping[str, str] | None = None,
+) -> Generator[Terminal]:
+    """``aprilsched`` with `arguments` as the foreground job of a new terminal."""
+    reads, writes = pty.openpty()
+    fcntl.ioctl(writes, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
+    options: dict[str, Any] = {"stdin": writes, "stdout": writes, "stderr": writes}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "aprilsched.cli", *arguments],
+        env={**kept, "TERM": "xterm-256color", **(environment or {})},
+        start_new_session=True,
+        preexec_fn=_take_the_terminal,
+        **options,
+    )
+    os.close(writes)
+    try:
+        yield Terminal(reads, process)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reads)
+
+
+def _take_the_terminal() -> None:
+    """So that Ctrl-C typed there reaches the command; a runner in the background ignores it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)

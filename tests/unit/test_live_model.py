@@ -1,0 +1,366 @@
+"""What the live model makes of a run's events and commands."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.telemetry.batch_meter import BatchMeter
+from aprilsched.telemetry.live.facts import RunFacts
+from aprilsched.telemetry.live.history import COLUMN_SECONDS, History
+from aprilsched.telemetry.live.model import LiveModel
+from aprilsched.telemetry.live.snapshot import EngineRow, Snapshot
+from aprilsched.telemetry.live_figures import LiveFigures
+from aprilsched.telemetry.usage.usage import EngineUsage
+from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment
+
+PROMPT = Prompt(input_ids=np.zeros(10, dtype=np.int32))
+SAMPLING = SamplingParams(max_new_tokens=1_000)
+
+
+def response(rollout_id: int, group_id: int, tokens: int, version: int = 0) -> Rollout:
+    return Rollout(
+        rollout_id=rollout_id,
+        group_id=group_id,
+        index=0,
+        prompt_ids=PROMPT.input_ids,
+        token_ids=np.zeros(tokens, dtype=np.int32),
+        logprobs=np.zeros(tokens, dtype=np.float32),
+        versions_exact=True,
+        versions=np.full(tokens, version, dtype=np.int32),
+        loss_mask=np.ones(tokens, dtype=np.bool_),
+        segments=(Segment(start=0, end=tokens, version=version, engine="a"),),
+        finish_reason="stop",
+    )
+
+
+class Told:
+    """A model, and what tells it; groups of two rollouts, 2g and 2g + 1, with requests like them,
+    on engine a and b."""
+
+    def __init__(self, *, batches: int = 4) -> None:
+        meter = BatchMeter(trainer_waits=False, bound=lambda prompts, lengths: 6.0)
+        self.now = 100.0
+        figures = LiveFigures(meter=meter, batch_groups=1, clock=None)
+        facts = RunFacts(title="run", batches=batches, batch_groups=1)
+        self.model = LiveModel(facts, figures)
+        self.listeners = (meter, figures, self.model)
+        infos = [ev.EngineInfo(name=name, version=0, kv_tokens=100, max_running=1) for name in "ab"]
+        self.event(ev.Opened(engines=tuple(infos)))
+        self.event(ev.BatchRequested())
+
+    def event(self, event: ev.Event, *, after: float = 0.0) -> None:
+        self.now += after
+        for listener in self.listeners:
+            listener.on_event(event, self.now)
+
+    def command(self, command: do.Command, *, after: float = 0.0) -> None:
+        self.now += after
+        for listener in self.listeners:
+            listener.on_command(command, self.now)
+
+    def launch(self, group: int) -> None:
+        ids = (2 * group, 2 * group + 1)
+        self.command(do.Launch(group_id=group, rollout_ids=ids, prompt=PROMPT))
+
+    def send(self, request: int, *, attempt: int = 1, tokens: int = 10, engine: str = "") -> None:
+        self.command(
+            do.Send(
+                engine=engine or "ab"[request % 2],
+                request_id=request,
+                attempt=attempt,
+                rollout_id=request,
+                group_id=request // 2,
+                input_ids=np.zeros(tokens, dtype=np.int32),
+                sampling=SAMPLING,
+            )
+        )
+
+    def grow(self, request: int, tokens: int, *, attempt: int = 1, after: float = 0.0) -> None:
+        ids, logprobs = np.zeros(tokens, dtype=np.int32), np.zeros(tokens, dtype=np.float32)
+        self.event(
+            ev.Progress(request_id=request, attempt=attempt, token_ids=ids, logprobs=logprobs),
+            after=after,
+        )
+
+    def finish(self, request: int) -> None:
+        self.event(ev.Finished(request_id=request, attempt=1, reason="stop"))
+
+    def deliver(self, index: int, group: int, *, version: int = 0, tokens: int = 5) -> None:
+        rollouts = tuple(response(i, group, tokens) for i in (2 * group, 2 * group + 1))
+        groups = (Group(group_id=group, prompt=PROMPT, rollouts=rollouts),)
+        self.command(do.Deliver(batch=Batch(index=index, version=version, groups=groups)))
+
+    @property
+    def seen(self) -> Snapshot:
+        return self.model.snapshot()
+
+    def engine(self, name: str) -> EngineRow:
+        return next(row for row in self.seen.engines if row.name == name)
+
+
+def test_before_anything_happened():
+    figures = LiveFigures(clock=None)
+    seen = LiveModel(RunFacts(title="run", batches=3, batch_groups=2), figures).snapshot()
+    assert (seen.elapsed, seen.left, seen.batches, seen.ready) == (0.0, None, 0, 0)
+    assert seen.in_flight == {}
+    assert seen.engines == seen.columns == seen.idle == ()
+    assert (seen.efficiency, seen.latest) == (None, None)
+
+
+def test_a_rollout_goes_from_waiting_to_its_end():
+    told = Told()
+    told.launch(0)
+    assert told.seen.in_flight == {"waiting": 2}
+    told.send(0)
+    assert told.seen.in_flight == {"waiting": 1, "prefilling": 1}
+    told.send(1)
+    told.grow(0, 4, after=1.0)
+    assert told.seen.in_flight == {"decoding": 1, "prefilling": 1}
+    told.finish(0)
+    assert told.seen.in_flight == {"prefilling": 1}
+    assert told.seen.ready == 0
+    told.grow(1, 4)
+    told.finish(1)
+    assert told.seen.in_flight == {}
+    assert told.seen.ready == 1
+
+
+def test_scoring_is_seen_until_every_answer_is_there():
+    told = Told()
+    told.launch(0)
+    group = Group(group_id=0, prompt=PROMPT, rollouts=(response(0, 0, 5), response(1, 0, 5)))
+    for request in (0, 1):
+        told.send(request)
+        told.finish(request)
+    told.command(do.Score(rollout=group.rollouts[0], prompt=PROMPT))
+    assert told.seen.in_flight == {"scoring": 1}
+    told.command(do.Score(rollout=group.rollouts[1], prompt=PROMPT))
+    told.event(ev.Rewarded(rollout_id=0, reward=1.0))
+    told.event(ev.Rewarded(rollout_id=1, reward=0.0))
+    assert told.seen.in_flight == {}
+    told.command(do.Judge(group=group))
+    assert (told.seen.in_flight, told.seen.ready) == ({"scoring": 2}, 0)
+    told.event(ev.Judged(group_id=0, accepted=True))
+    assert (told.seen.in_flight, told.seen.ready) == ({}, 1)
+    told.command(do.ScoreGroup(group=group))
+    assert told.seen.in_flight == {"scoring": 2}
+    told.event(ev.RewardFailed(group_id=0, cause="no\nmodel"))
+    assert told.seen.in_flight == {}
+    assert told.seen.faults.latest == "a reward failed: no model"
+
+
+def test_what_a_batch_leaves_behind_is_carried():
+    told = Told()
+    for group in (0, 1):
+        told.launch(group)
+        for request in (2 * group, 2 * group + 1):
+            told.send(request)
+            told.grow(request, 5, after=1.0)
+    for request in (0, 1):
+        told.finish(request)
+    told.deliver(0, 0)
+    told.launch(2)
+    told.send(4)
+    told.grow(4, 5)
+    seen = told.seen
+    assert seen.carried == 2
+    assert seen.in_flight == {"decoding": 1, "straggler": 2, "waiting": 1}
+    told.command(do.Pause(engine="b", mode="retract"))
+    assert told.seen.in_flight == {"decoding": 1, "straggler": 1, "paused": 1, "waiting": 1}
+    told.event(ev.Continued(engine="b"))
+    assert told.seen.in_flight == {
+        "decoding": 1,
+        "straggler": 1,
+        "re-prefilling": 1,
+        "waiting": 1,
+    }
+    told.finish(2)
+    assert told.seen.carried == 1
+
+
+def test_what_is_dropped_is_gone_and_counted():
+    told = Told()
+    told.launch(0)
+    told.send(0)
+    told.command(do.CancelWork(group_id=0, rollout_ids=(0, 1), reason="stale", cause="too old"))
+    told.event(ev.Interrupted(request_id=0, attempt=1))
+    assert told.seen.in_flight == {}
+    assert told.seen.faults.dropped == {"stale": 2}
+
+
+def test_tokens_of_contexts_are_counted_by_engine():
+    told = Told()
+    told.launch(0)
+    told.send(0)
+    told.send(1, engine="a")
+    told.grow(0, 7)
+    told.grow(1, 3)
+    told.grow(1, 50, attempt=2)  # of no attempt that is open
+    row = told.engine("a")
+    assert (row.kv_tokens, row.kv_pool, row.kv_share) == (30, 100, 0.3)
+    assert (row.running, row.queued, row.max_running) == (1, 1, 1)
+    told.send(0, attempt=2, tokens=17, engine="b")
+    assert (told.engine("a").kv_tokens, told.engine("b").kv_tokens) == (13, 17)
+    told.grow(0, 1, attempt=2)
+    told.command(do.LoseEngine(engine="b", cause="it hangs", last=False))
+    assert (told.engine("a").kv_tokens, told.engine("b").kv_tokens) == (13, 0)
+    assert told.engine("b").state == "lost"
+    assert told.seen.faults.engines_lost == 1
+    assert told.seen.faults.latest == "b lost: it hangs"
+    told.event(ev.Interrupted(request_id=1, attempt=1))
+    assert told.engine("a").kv_tokens == 0
+
+
+def test_speed_and_busy_share_are_those_of_the_last_minute():
+    told = Told()
+    told.launch(0)
+    told.send(0)
+    for _ in range(200):
+        told.grow(0, 10, after=1.0)
+    told.finish(0)
+    fast = told.engine("a")
+    assert fast.tokens_per_s == pytest.approx(10.0)
+    assert fast.busy == pytest.approx(1.0)
+    told.event(ev.BatchRequested(), after=30.0)
+    assert told.engine("a").busy == pytest.approx(0.5, abs=0.1)
+    assert told.engine("b").busy == 0.0
+    told.event(ev.BatchRequested(), after=1_000.0)
+    assert told.engine("a").tokens_per_s == pytest.approx(0.0, abs=0.2)
+    assert told.seen.utilization == pytest.approx(200 / 1230 / 2)
+
+
+def test_batches_give_efficiency_staleness_and_an_estimate_of_what_is_left():
+    told = Told(batches=4)
+    assert told.seen.left is None
+    for index in range(2):
+        told.launch(index)
+        for request in (2 * index, 2 * index + 1):
+            told.send(request)
+            told.finish(request)
+        told.event(ev.BatchRequested(), after=10.0)
+        told.deliver(index, index, version=index)
+    seen = told.seen
+    assert (seen.batches, seen.version) == (2, 1)
+    assert seen.left == pytest.approx(20.0)
+    assert seen.efficiency == pytest.approx(0.6)
+    assert seen.latest is not None
+    assert (seen.latest.staleness_mean, seen.latest.staleness_max) == (1.0, 1)
+    told.event(ev.BatchRequested(), after=4.0)
+    assert told.seen.left == pytest.approx(16.0)
+    told.event(ev.BatchRequested(), after=400.0)
+    assert told.seen.left == pytest.approx(10.0)
+    told.command(do.FinishUpdate(version=7))
+    told.command(do.FinishUpdate(version=8, cause="no disk"))
+    assert told.seen.version == 7
+    assert told.seen.faults.latest == "version 8 did not get in: no disk"
+
+
+def test_a_batch_that_is_handed_over_again_counts_once():
+    told = Told()
+    told.launch(0)
+    told.deliver(0, 0)
+    batch = Batch(index=0, version=0, groups=())
+    told.command(do.Redeliver(batch=batch), after=5.0)
+    assert told.seen.batches == 1
+    assert told.seen.left == 0.0  # of batches that took no time
+
+
+def test_a_process_that_goes_on_has_what_was_saved():
+    told = Told()
+    told.launch(0)
+    told.send(0)
+    told.grow(0, 5)
+    told.event(ev.Opened(engines=(ev.EngineInfo(name="a", version=0),)))
+    assert told.seen.in_flight == {}
+    lengths = GroupLengths(launched=0, tokens=np.array([5, 9]), finished=np.array([False, True]))
+    ids = (0, 1)
+    told.command(do.Launch(group_id=0, rollout_ids=ids, prompt=PROMPT, restored=lengths))
+    assert told.seen.in_flight == {"waiting": 1}
+    told.model.skip(3)
+    assert told.seen.batches == 3
+
+
+def test_episodes_at_their_tools_are_told_apart():
+    told = Told()
+    told.launch(0)
+    for rollout_id in (0, 1):
+        told.command(
+            do.StartEpisode(rollout_id=rollout_id, index=0, prompt=PROMPT, sampling=SAMPLING)
+        )
+    assert told.seen.in_flight == {"tools": 2}
+    told.event(ev.TurnRequested(rollout_id=0, input_ids=PROMPT.input_ids))
+    told.send(0)
+    told.grow(0, 3, after=1.0)
+    assert told.seen.in_flight == {"decoding": 1, "tools": 1}
+    told.finish(0)
+    none = np.zeros(3, dtype=np.int32)
+    told.command(
+        do.ResolveTurn(
+            rollout_id=0,
+            token_ids=none,
+            logprobs=none.astype(np.float32),
+            versions=none,
+            finish_reason="stop",
+        )
+    )
+    assert told.seen.in_flight == {"tools": 2}
+    told.event(ev.EpisodeFinished(rollout_id=0))
+    told.event(ev.EpisodeFailed(rollout_id=1, cause="its tool is gone"))
+    told.command(do.CancelWork(group_id=0, rollout_ids=(0, 1), reason="failed", cause="a tool"))
+    assert told.seen.in_flight == {}
+
+
+def test_idle_time_is_told_by_cause_the_largest_first():
+    told = Told()
+    told.launch(0)
+    told.send(0)
+    told.grow(0, 5, after=2.0)
+    for engine in "ab":
+        told.command(do.Pause(engine=engine, mode="in_place"))
+    told.command(do.Refit(version=1, engines=("a", "b")), after=1.0)
+    told.event(ev.Refitted(engine="a", version=1), after=6.0)
+    seen = told.seen
+    assert next(part for part, _ in seen.idle) == "refit"
+    shares = [share for _, share in seen.idle]
+    assert shares == sorted(shares, reverse=True)
+    assert seen.utilization + sum(shares) == pytest.approx(1.0)
+
+
+# --- the last minutes ---------------------------------------------------------------------------
+
+
+def engine(busy: float, idle: float, tokens: int = 0) -> dict[str, EngineUsage]:
+    used = EngineUsage(
+        name="a",
+        state="generating",
+        in_flight=0,
+        version=0,
+        tokens=tokens,
+        capacity=1,
+        seconds={"decode": busy, "prefill": 0.0, "tail": idle},
+    )
+    return {"a": used}
+
+
+def test_columns_are_the_busy_shares_between_samples():
+    history = History()
+    assert history.utilization() == ()
+    for number in range(4):
+        history.add(COLUMN_SECONDS * number, engine(4.0 * number, number))
+    assert history.due == COLUMN_SECONDS * 4
+    assert history.utilization() == pytest.approx((0.8, 0.8, 0.8))
+    # Nothing was heard for two columns, in which half of the time was busy.
+    history.add(COLUMN_SECONDS * 5, engine(12.0 + 5.0, 3.0 + 5.0))
+    assert history.utilization() == pytest.approx((0.8, 0.8, 0.8, 0.5, 0.5))
+
+
+def test_only_the_last_minutes_are_kept():
+    history = History()
+    for number in range(1_000):
+        history.add(COLUMN_SECONDS * number, engine(number, 4 * number))
+    assert len(history.utilization()) == 60
+    assert history.utilization() == pytest.approx((0.2,) * 60)

@@ -1,0 +1,213 @@
+"""The live view of real runs: on a terminal, where there is none, and what it says of them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from aprilsched.cli import main
+from aprilsched.config import SchedulerConfig
+from aprilsched.coordinator import RolloutScheduler
+from aprilsched.core.book import Book
+from aprilsched.core.commands import Command
+from aprilsched.core.events import Event, Progress
+from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.core.rules import Pace
+from aprilsched.engines.sim import SimFleet, SimPublisher, run_virtual
+from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.batch_meter import BatchMeter
+from aprilsched.telemetry.live.facts import RunFacts
+from aprilsched.telemetry.live.model import LiveModel
+from aprilsched.telemetry.live.snapshot import Faults, Snapshot
+from aprilsched.telemetry.live_figures import LiveFigures
+from aprilsched.workload import LongTailWorkload
+from tests.support.terminal import on_a_terminal
+
+SMALL = [
+    "--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--median", "60",
+    "--cap", "600", "--sim.engines", "2",
+]  # fmt: skip
+ENDLESS = ["run", *SMALL, "--batches", "1000000"]
+COLOUR = re.compile(r"\x1b\[[0-9;]*3[1-7]m")
+HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
+"""The cursor."""
+
+
+class Watching:
+    """Holds a model against the scheduler itself, at some chunks of tokens: of those nothing
+    follows, so whatever the scheduler has done has been told."""
+
+    def __init__(self, model: LiveModel, told: Sequence[Listener]) -> None:
+        self.book: Book | None = None
+        self.seen: list[Snapshot] = []
+        self._model = model
+        self._told = told
+        self._random = random.Random(0)
+
+    def on_event(self, event: Event, now: float) -> None:
+        for listener in self._told:
+            listener.on_event(event, now)
+        if isinstance(event, Progress) and self._random.random() < 0.05:
+            self._compare()
+
+    def on_command(self, command: Command, now: float) -> None:
+        for listener in self._told:
+            listener.on_command(command, now)
+
+    def _compare(self) -> None:
+        assert self.book is not None
+        seen = self._model.snapshot()
+        self.seen.append(seen)
+        for row in seen.engines:
+            assert row.running + row.queued == self.book.open[row.name]
+        assert sum(row.kv_tokens for row in seen.engines) == self.book.held_tokens
+        assert sum(seen.in_flight.values()) == self.book.generating
+        assert seen.ready == len(self.book.ready)
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
+def test_the_model_says_what_the_scheduler_holds(pace: Pace, straggler: StragglerRule):
+    workload = LongTailWorkload(seed=3, group_size=4, median=60, cap=600)
+    config = SchedulerConfig(
+        batch_groups=4, group_size=4, over_provision=2.0, pace=pace, straggler=straggler
+    )
+    meter = BatchMeter(trainer_waits=pace == "synchronous")
+    figures = LiveFigures(meter=meter, batch_groups=4, clock=None)
+    model = LiveModel(RunFacts(title="run", batches=8, batch_groups=4), figures)
+    watching = Watching(model, [meter, figures, model])
+
+    async def drive() -> None:
+        fleet = SimFleet(3, stream_interval=8)
+        scheduler = RolloutScheduler(fleet, workload, config=config, listeners=[watching])
+        async with scheduler as rollouts:
+            watching.book = rollouts.state.book
+            for _ in range(8):
+                (await rollouts.next_batch()).acknowledge()
+                await rollouts.update_weights(SimPublisher())
+
+    run_virtual(drive())
+    assert len(watching.seen) > 20
+    last = model.snapshot()
+    assert (last.batches, last.version, last.left) == (8, 8, 0.0)
+    assert last.faults == Faults()
+    phases = {phase for seen in watching.seen for phase in seen.in_flight}
+    assert {"decoding", "prefilling", "straggler"} <= phases
+    assert 0 < last.utilization <= 1
+    assert last.utilization + sum(share for _, share in last.idle) == pytest.approx(1.0)
+    assert all(0 <= column <= 1 for column in last.columns)
+
+
+# --- on a terminal -----------------------------------------------------------------------------
+
+
+def test_a_terminal_has_a_view_that_goes_when_the_run_ends(tmp_path: Path):
+    out = tmp_path / "run"
+    arguments = ["run", *SMALL, "--batches", "80", "--out", str(out)]
+    with on_a_terminal(*arguments) as terminal:
+        terminal.wait_for("in flight")
+        assert terminal.end() == 0
+    drawn = terminal.text
+    assert f"run {out}" in drawn.replace("\n", "")
+    for label in ("batches", "this batch", "busy", "idle", "speed", "faults", "engine"):
+        assert f"\n{label}" in drawn
+    assert "of 80 delivered" in drawn
+    assert "sim-1" in drawn
+    assert COLOUR.search(terminal.raw)
+    assert terminal.raw.count(HIDDEN) == terminal.raw.count(SHOWN) == 1
+    after = terminal.raw.rpartition(SHOWN)[2]
+    assert "batches delivered" not in after
+    assert "this batch" not in after.partition("figure")[2]
+    assert "delivered tokens/s" in after
+    assert json.loads((out / "summary.json").read_text())["batches"] == 80
+
+
+def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path):
+    with on_a_terminal(*ENDLESS, "--out", str(tmp_path / "run")) as terminal:
+        terminal.wait_for(" decoding")
+        terminal.type(b"\x03")
+        assert terminal.end() == 130
+    assert terminal.raw.count(HIDDEN) == terminal.raw.count(SHOWN) == 1
+    assert "interrupted run" in terminal.raw.rpartition(SHOWN)[2]
+    assert "Traceback" not in terminal.raw
+
+
+def test_ctrl_c_at_the_very_beginning_ends_it_too(tmp_path: Path):
+    with on_a_terminal(*ENDLESS, "--out", str(tmp_path / "run")) as terminal:
+        terminal.wait_for("in flight")
+        terminal.type(b"\x03")
+        assert terminal.end() == 130
+    assert terminal.raw.count(HIDDEN) == terminal.raw.count(SHOWN) == 1
+    assert "Traceback" not in terminal.raw
+
+
+def test_without_colours_the_view_has_none(tmp_path: Path):
+    out = ["--out", str(tmp_path / "run")]
+    with on_a_terminal(*ENDLESS, *out, environment={"NO_COLOR": "1"}) as terminal:
+        terminal.wait_for("in flight")
+        terminal.type(b"\x03")
+        terminal.end()
+    assert not COLOUR.search(terminal.raw)
+
+
+def test_a_terminal_of_few_lines_has_one_line(tmp_path: Path):
+    with on_a_terminal(*ENDLESS, "--out", str(tmp_path / "run"), columns=60, lines=4) as terminal:
+        terminal.wait_for("in flight")
+        terminal.type(b"\x03")
+        terminal.end()
+    view = terminal.text.partition("interrupted run")[0]
+    assert "run 1/1000000 | groups " in view
+    assert "this batch" not in view
+
+
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TERM": "unknown"}])
+def test_a_terminal_that_cannot_move_its_cursor_has_lines(
+    tmp_path: Path, environment: dict[str, str]
+):
+    arguments = ["run", *SMALL, "--batches", "3", "--out", str(tmp_path / "run")]
+    with on_a_terminal(*arguments, environment=environment) as terminal:
+        assert terminal.end() == 0
+    assert "run  batch 3/3  " in terminal.text
+    assert "\x1b[" not in terminal.raw
+
+
+def test_quiet_is_quiet_on_a_terminal(tmp_path: Path):
+    arguments = ["run", *SMALL, "--batches", "3", "--quiet", "--out", str(tmp_path / "run")]
+    with on_a_terminal(*arguments) as terminal:
+        assert terminal.end() == 0
+    assert terminal.raw == ""
+
+
+def test_simulate_has_one_line_a_policy(tmp_path: Path):
+    arguments = ["simulate", "--policy", "sync,april", "--batch-groups", "4", "--batches", "8"]
+    with on_a_terminal(*arguments, "--json", "--out", str(tmp_path / "run")) as terminal:
+        assert terminal.end() == 0
+    assert "sync   1/8 | groups 0/4 | 0 in flight" in terminal.text
+    assert "april  1/8 | groups " in terminal.text
+    assert "this batch" not in terminal.text
+
+
+# --- where there is none -----------------------------------------------------------------------
+
+
+def test_elsewhere_each_batch_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "run"
+    assert main(["run", *SMALL, "--batches", "5", "--out", str(out)]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "batch " in line]
+    summary = json.loads((out / "summary.json").read_text())
+    assert len(lines) == 5
+    for line, figures in zip(lines, summary["per_batch"], strict=True):
+        assert line.startswith(f"run  batch {figures['index'] + 1}/5  {figures['seconds']:.1f} s")
+        assert f"  {figures['tokens']:,} tokens  " in line
+        assert f"  version {figures['version']}  " in line
+        assert line.endswith(
+            f"  staleness {figures['staleness_mean']:.2f}  efficiency {figures['efficiency']:.0%}"
+        )
+    carried = re.search(r"  (\d+) carried  ", lines[-1])
+    assert carried is not None
+    assert 0 < int(carried[1]) <= summary["rollouts"]["in_flight"]
