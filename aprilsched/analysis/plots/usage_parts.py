@@ -31,13 +31,13 @@ TimeUnit: TypeAlias = Literal["share", "seconds", "gpu_minutes", "gpu_minutes_pe
 _BINS = 240
 _NAMED_SHARE = 0.01
 """A part below it is in no legend: its colour could not be seen."""
-_UNITS: dict[TimeUnit, tuple[str, str]] = {
-    "share": ("share of the engines' time", "{:.0%}"),
-    "seconds": ("seconds of the run", "{:.0f} s"),
-    "gpu_minutes": ("GPU-minutes", "{:.1f}"),
-    "gpu_minutes_per_million": ("GPU-minutes for a million generated tokens", "{:.1f}"),
+_UNITS: dict[TimeUnit, str] = {
+    "share": "share of the engines' time",
+    "seconds": "seconds of the run",
+    "gpu_minutes": "GPU-minutes",
+    "gpu_minutes_per_million": "GPU-minutes for a million generated tokens",
 }
-"""What the axis says, and how a number is written into a bar."""
+"""What the axis says."""
 
 
 def causes(
@@ -64,7 +64,7 @@ def where_time_goes(
     axes = figure.subplots()
     shown = draw_where(axes, usages, unit=unit)
     _legend(figure, shown)
-    finish(axes, title=title, x=_UNITS[unit][0], y="")
+    finish(axes, title=title, x=_UNITS[unit], y="")
     return figure
 
 
@@ -117,9 +117,10 @@ def draw_causes(
 
 
 def draw_where(axes: Axes, usages: Mapping[str, RunUsage], *, unit: TimeUnit) -> list[Part]:
-    """The parts that were drawn."""
+    """The parts that are large enough to be named."""
     rows = [_row(usage, unit) for usage in usages.values()]
-    shown: list[Part] = [
+    # All are drawn, or a bar would end before its total; a legend of slivers would help nobody.
+    named: list[Part] = [
         part
         for part, index in PART_INDEX.items()
         if any(row[index] > _NAMED_SHARE * row.sum() for row in rows)
@@ -127,19 +128,19 @@ def draw_where(axes: Axes, usages: Mapping[str, RunUsage], *, unit: TimeUnit) ->
     widest = max((float(row.sum()) for row in rows), default=1.0)
     for place, row in enumerate(rows):
         left = 0.0
-        for part in shown:
+        for part in PARTS:
             width = float(row[PART_INDEX[part]])
             axes.barh(place, width, left=left, color=PART_COLOURS[part], height=0.66)
             if width > 0.055 * widest:
                 axes.annotate(
-                    _UNITS[unit][1].format(width), (left + width / 2, place), fontsize=11,
+                    _number(width, unit), (left + width / 2, place), fontsize=11,
                     color=ink_on(PART_COLOURS[part]), horizontalalignment="center",
                     verticalalignment="center",
                 )  # fmt: skip
             left += width
         if unit != "share":
             axes.annotate(
-                _UNITS[unit][1].format(float(row.sum())), (left, place), xytext=(6, 0),
+                _number(float(row.sum()), unit), (left, place), xytext=(6, 0),
                 textcoords="offset points", fontsize=11, fontweight="bold",
                 verticalalignment="center",
             )  # fmt: skip
@@ -148,7 +149,14 @@ def draw_where(axes: Axes, usages: Mapping[str, RunUsage], *, unit: TimeUnit) ->
     axes.set_xlim(0, widest * (1.0 if unit == "share" else 1.12))
     if unit == "share":
         axes.xaxis.set_major_formatter("{x:.0%}")
-    return shown
+    return named
+
+
+def _number(value: float, unit: TimeUnit) -> str:
+    """As it is written into a bar."""
+    if unit == "share":
+        return f"{value:.0%}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _row(usage: RunUsage, unit: TimeUnit) -> NDArray[np.float64]:
@@ -181,7 +189,7 @@ def _name(
 ) -> None:
     """Where the area is high enough over the width of the name, if it is anywhere."""
     name = PART_LABELS[part]
-    width = int(len(below) * (0.0105 * len(name) + 0.02))
+    width = int(len(below) * (0.0075 * len(name) + 0.015))
     heights = above - below
     windows = np.lib.stride_tricks.sliding_window_view
     floor = windows(below, width).max(axis=1)
