@@ -16,6 +16,7 @@ from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import settled
 from tests.sglang.recorded import long_tail
 from tests.sglang.server import CpuServer
+from tests.support.chain import check_chain
 
 SECONDS = 240
 
@@ -48,6 +49,8 @@ async def test_run_drives_real_servers_from_a_file_of_prompts(
         assert ADMIN_KEY not in (out / name).read_text()
     for server in clean_pair:
         await settled(server.url)
+    names = [server.url.removeprefix("http://") for server in clean_pair]
+    await asyncio.to_thread(check_chain, out, names)
 
 
 def _lines(count: int) -> list[str]:

@@ -1,0 +1,15 @@
+"""A run of eight embedded engines through everything that shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aprilsched.cli import main
+from tests.support.chain import check_chain
+
+
+def test_eight_embedded_engines_can_be_seen_in_every_way(tmp_path: Path):
+    arguments = ["run", "--batches", "4", "--sim.engines", "8", "--update-every", "1"]
+    arguments += ["--sim.refit-seconds", "1", "--train-seconds", "3", "--over-provision", "2"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    check_chain(tmp_path, [f"sim-{index}" for index in range(8)])
