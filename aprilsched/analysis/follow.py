@@ -68,10 +68,13 @@ class Follower:
             self._given += sum(map(len, lines))
             return News(lines=lines, anew=anew)
         self._given = self._at
-        return News(lines=self._fresh())
+        fresh = self._fresh()
+        if not fresh and self._former is None:
+            return self.poll(most)
+        return News(lines=fresh)
 
     def _fresh(self) -> tuple[bytes, ...]:
-        """Whole lines behind the last one; none if everything has to be given anew."""
+        """Whole lines behind the last one, up to where everything has to be given anew."""
         with self._path.open("rb") as file:
             file.seek(0, 2)
             if file.tell() < self._at:

@@ -41,6 +41,7 @@ class Watched:
 
     Attributes:
         draws: a view; else one line for each batch is printed.
+        view: None if nothing is drawn.
 
     Raises:
         OSError, ValueError: if its configuration cannot be read, or understood.
@@ -52,7 +53,7 @@ class Watched:
         self._console = console
         self._follower = Follower(folder / EVENTS)
         self._heard_at = time.monotonic()
-        self._view: LiveView | None = None
+        self.view: LiveView | None = None
         self._plain: PlainLines | None = None
         self._teller = Teller(self._begin())
 
@@ -62,13 +63,13 @@ class Watched:
         return (self._folder / SUMMARY).exists()
 
     def __enter__(self) -> Self:
-        if self._view is not None:
-            self._view.__enter__()
+        if self.view is not None:
+            self.view.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._view is not None:
-            self._view.__exit__(*exception)
+        if self.view is not None:
+            self.view.__exit__(*exception)
 
     def read(self) -> bool:
         """Show what is new; whether anything was.
@@ -90,9 +91,9 @@ class Watched:
 
     def last_frame(self) -> Text:
         """The view as it is now, as high as it needs to be where it is not on a terminal."""
-        assert self._view is not None  # noqa: S101 - only who draws asks
-        self._view.model.note = ""
-        return self._view.frame(whole=not self._console.is_terminal)
+        assert self.view is not None  # noqa: S101 - only who draws asks
+        self.view.model.note = ""
+        return self.view.frame(whole=not self._console.is_terminal)
 
     def _begin(self) -> Sequence[Listener]:
         """Who is told the log from its first line. A process that goes on with the run may have
@@ -112,14 +113,14 @@ class Watched:
             self._plain = PlainLines(self._console, facts, meter, said=said)
             return (meter, *self._plain.listeners)
         figures = LiveFigures(meter=meter, batch_groups=facts.batch_groups, clock=None)
-        if self._view is None:
-            self._view = LiveView(self._console, facts, figures)
+        if self.view is None:
+            self.view = LiveView(self._console, facts, figures)
         else:
-            self._view.restart(facts, figures)
-        return (meter, *self._view.listeners)
+            self.view.restart(facts, figures)
+        return (meter, *self.view.listeners)
 
     def _note(self, silent: float) -> None:
-        if self._view is None:
+        if self.view is None:
             return
         note = ""
         if self._follower.caught_up < 1.0:
@@ -128,4 +129,4 @@ class Watched:
             note = f"no new lines for {clock_time(silent)}"
             if silent >= _LONG_SECONDS:
                 note += ": it waits, or was killed"
-        self._view.model.note = note
+        self.view.model.note = note

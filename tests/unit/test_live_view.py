@@ -146,9 +146,19 @@ def test_what_is_not_known_is_left_out():
 
 def test_modelled_time_is_called_so_and_a_note_stands_beside_the_run():
     facts = replace(SNAPSHOT.facts, modelled=True)
+    assert shown(replace(SNAPSHOT, facts=facts), 100)[0].endswith(
+        "   12:34 elapsed · about 20:02 left (modelled)"
+    )
     top = shown(replace(SNAPSHOT, facts=facts, note="reading, 43%"), 100)[0]
     assert top.startswith("run runs/x · reading, 43%   ")
-    assert top.endswith("   12:34 elapsed · about 20:02 left (modelled)")
+    assert top.endswith("   12:34 elapsed (modelled)")
+
+
+def test_a_long_path_gives_way_to_what_is_noted():
+    facts = replace(SNAPSHOT.facts, where="/data/experiments/long-tails/20260801T101500Z-0")
+    assert shown(replace(SNAPSHOT, facts=facts, note="no new lines for 1:12"), 60)[0] == (
+        "run ~260801T101500Z-0 · no new lines for 1:12  12:34 elapsed"
+    )
 
 
 def test_a_terminal_without_blocks_has_ascii():

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from aprilsched.telemetry.live.bars import Glyphs, bar
 from aprilsched.telemetry.live.snapshot import EngineRow
-from aprilsched.telemetry.live.words import host, percent, thousands
+from aprilsched.telemetry.live.words import cut, host, percent, thousands
 
 __all__ = ["chosen", "engine_lines"]
 
@@ -89,7 +89,7 @@ def _line(row: EngineRow, columns: _Columns, glyphs: Glyphs) -> Text:
     queued = f"+{row.queued}" if row.queued else ""
     version = "torn" if row.version is None else f"v{row.version}"
     line = Text(no_wrap=True)
-    line.append(f"{_cut(host(row.name), columns.name):<{columns.name}} ")
+    line.append(f"{cut(host(row.name), columns.name):<{columns.name}} ")
     line.append(f"{row.state:<{_STATE}}", style=_STYLES[row.state])
     line.append(f"{row.running}{queued}{most}".rjust(_RUNNING) + " ")
     _bar(line, row.kv_share, columns.kv, "blue", glyphs)
@@ -110,11 +110,6 @@ def _bar(line: Text, share: float | None, width: int, style: str, glyphs: Glyphs
     full, empty = bar(share, width, glyphs)
     line.append(full, style=style)
     line.append(empty, style="dim")
-
-
-def _cut(name: str, width: int) -> str:
-    """The end of a name tells it from its neighbours."""
-    return name if len(name) <= width else "~" + name[len(name) - width + 1 :]
 
 
 def _others(rows: Sequence[EngineRow], glyphs: Glyphs) -> Text:

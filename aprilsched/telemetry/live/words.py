@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aprilsched.telemetry.usage.parts import Part
 
-__all__ = ["CAUSES", "clock_time", "host", "percent", "plural", "thousands"]
+__all__ = ["CAUSES", "clock_time", "cut", "host", "percent", "plural", "thousands"]
 
 CAUSES: dict[Part, str] = {
     "re_prefill": "re-prefill",
@@ -47,6 +47,13 @@ def thousands(value: float) -> str:
 def plural(count: int, noun: str) -> str:
     """``1 engine``, ``2 engines``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def cut(name: str, width: int) -> str:
+    """The end of it, which tells it from its neighbours."""
+    if len(name) <= width:
+        return name
+    return "" if width < 2 else "~" + name[len(name) - width + 1 :]
 
 
 def host(engine: str) -> str:

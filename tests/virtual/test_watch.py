@@ -1,0 +1,315 @@
+"""``aprilsched watch``: what another terminal sees of a run, by its growing event log."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from aprilsched.analysis.follow import Follower
+from aprilsched.analysis.incarnations import whole_lines
+from aprilsched.cli import main
+from aprilsched.commands import watched as watched_module
+from aprilsched.commands.watched import Watched
+from aprilsched.errors import RunFolderError
+from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
+from tests.support.terminal import on_a_terminal
+from tests.virtual.test_resume_folder import begin, resume
+
+SMALL = [
+    "--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--median", "60",
+    "--cap", "600", "--batches", "6",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that came to its end."""
+    out = tmp_path_factory.mktemp("ended") / "run"
+    assert main(["run", *SMALL, "--sim.engines", "2", "--quiet", "--out", str(out)]) == 0
+    return out
+
+
+def part_of(run: Path, folder: Path, size: int) -> Path:
+    """What was in the run's folder when its log had `size` bytes."""
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG).write_bytes((run / CONFIG).read_bytes())
+    (folder / EVENTS).write_bytes((run / EVENTS).read_bytes()[:size])
+    return folder
+
+
+def watch(folder: Path, *, draws: bool = True) -> tuple[Watched, Console]:
+    console = Console(file=io.StringIO(), record=True, width=100)
+    return Watched(folder, console, draws=draws), console
+
+
+def read_all(watched: Watched) -> None:
+    while watched.read():
+        pass
+
+
+def batch_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "  batch " in line]
+
+
+# --- the log --------------------------------------------------------------------------------
+
+
+def test_every_line_is_given_once_however_the_log_grows(ended: Path, tmp_path: Path):
+    whole = (ended / EVENTS).read_bytes()
+    path = tmp_path / EVENTS
+    follower = Follower(path)
+    assert follower.poll(10).lines == ()
+    given: list[bytes] = []
+    for size in [*range(0, len(whole), 30_011), len(whole)]:
+        path.write_bytes(whole[:size])
+        while True:
+            news = follower.poll(100)
+            assert news.anew == (not given and size == 0)
+            given += news.lines
+            if not news.lines:
+                break
+        assert b"".join(given) == whole[: whole.rfind(b"\n", 0, size) + 1]
+    assert follower.caught_up == 1.0
+
+
+def test_how_far_it_has_come_is_known(ended: Path):
+    follower = Follower(ended / EVENTS)
+    lines = (ended / EVENTS).read_bytes().splitlines(keepends=True)
+    follower.poll(len(lines) // 2)
+    assert follower.caught_up == pytest.approx(0.5, abs=0.1)
+    follower.poll(len(lines))
+    assert follower.caught_up == pytest.approx(1.0)
+
+
+def test_a_log_that_was_cut_back_is_given_anew(ended: Path, tmp_path: Path):
+    whole = (ended / EVENTS).read_bytes()
+    path = tmp_path / EVENTS
+    path.write_bytes(whole)
+    follower = Follower(path)
+    while follower.poll(10_000).lines:
+        pass
+    path.write_bytes(whole[: len(whole) // 2])
+    news = follower.poll(10_000)
+    assert news.anew
+    assert whole.startswith(b"".join(news.lines))
+
+
+def test_a_broken_line_is_waited_for_and_damage_is_said(ended: Path, tmp_path: Path):
+    lines = (ended / EVENTS).read_bytes().splitlines(keepends=True)
+    path = tmp_path / EVENTS
+    path.write_bytes(b"".join(lines[:50]))
+    follower = Follower(path)
+    assert len(follower.poll(100).lines) == 50
+    with path.open("ab") as file:
+        file.write(b'{"t": 1.0, \n')
+    assert follower.poll(100).lines == ()
+    with path.open("ab") as file:
+        file.write(lines[50])
+    with pytest.raises(RunFolderError, match="damaged in line 51"):
+        follower.poll(100)
+
+
+def test_a_run_that_goes_on_is_told_as_it_counts(tmp_path: Path):
+    """At every cut of the log of a run that two processes wrote, with what was void and what was
+    handed over again."""
+    cut = begin(tmp_path / "b", times=(4.0,))[0]
+    resume(cut)
+    log = (cut / "run" / EVENTS).read_bytes()
+    assert b'"event":"Resumed"' in log
+    path = tmp_path / EVENTS
+    follower, given = Follower(path), list[bytes]()
+    for size in [*range(0, len(log), 20_011), len(log)]:
+        path.write_bytes(log[:size])
+        while True:
+            news = follower.poll(1_000)
+            if news.anew:
+                given.clear()
+            given += news.lines
+            if not news.lines:
+                break
+        assert given == list(whole_lines(path))
+
+
+# --- what is shown --------------------------------------------------------------------------
+
+
+def test_a_run_that_has_ended_is_shown_whole(
+    ended: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["watch", str(ended), "--once"]) == 0
+    drawn = capsys.readouterr().out
+    summary = json.loads((ended / SUMMARY).read_text())
+    assert f"run {ended}" in drawn
+    assert "6 of 6 delivered" in drawn
+    assert f"efficiency {summary['efficiency']:.0%}" in drawn
+    latest = summary["per_batch"][-1]
+    assert f"staleness {latest['staleness_mean']:.2f}, max {latest['staleness_max']}" in drawn
+    assert "sim-0" in drawn
+    assert "sim-1" in drawn
+    assert "no new lines" not in drawn
+
+
+def test_elsewhere_it_prints_what_the_run_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "run"
+    assert main(["run", *SMALL, "--out", str(out)]) == 0
+    printed = batch_lines(capsys.readouterr().err)
+    assert len(printed) == 6
+    assert main(["watch", str(out)]) == 0
+    watched = capsys.readouterr().out
+    assert batch_lines(watched) == printed
+    assert "delivered tokens/s" in watched
+    assert f"The run has ended; it is in {out}" in watched.replace("\n", " ")
+
+
+def test_a_growing_log_gives_the_same_as_the_whole(ended: Path, tmp_path: Path):
+    whole = (ended / EVENTS).read_bytes()
+    at_once, _ = watch(ended)
+    read_all(at_once)
+    folder = part_of(ended, tmp_path / "run", 0)
+    growing, _ = watch(folder)
+    for size in [*range(0, len(whole), 50_021), len(whole)]:
+        part_of(ended, folder, size)
+        read_all(growing)
+    lines = [watched.last_frame().plain.split("\n") for watched in (at_once, growing)]
+    assert lines[0][1:] == lines[1][1:]
+
+
+def test_each_batch_is_printed_once_over_all_processes(tmp_path: Path):
+    cut = begin(tmp_path / "b", times=(4.0,))[0]
+    folder = cut / "run"
+    printing, console = watch(folder, draws=False)
+    drawing, _ = watch(folder)
+    for each in (printing, drawing):
+        read_all(each)
+    before = batch_lines(console.export_text(clear=False))
+    assert 0 < len(before) < 8
+    resume(cut)
+    for each in (printing, drawing):
+        read_all(each)
+        assert each.ended
+    numbers = re.findall(r"batch (\d+)/8", console.export_text())
+    assert numbers == [str(n) for n in range(1, 9)]
+    assert "8 of 8 delivered" in drawing.last_frame().plain
+
+
+def test_a_run_that_writes_nothing_any_more_is_said_to(
+    ended: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    now = 1_000.0
+    monkeypatch.setattr(watched_module.time, "monotonic", lambda: now)
+    size = len((ended / EVENTS).read_bytes())
+    folder = part_of(ended, tmp_path / "run", size // 2 + 7)
+    watched, _ = watch(folder)
+
+    def note() -> str:
+        assert watched.view is not None
+        return watched.view.model.note
+
+    read_all(watched)
+    assert note() == ""
+    now += 12.0
+    watched.read()
+    assert note() == "no new lines for 0:12"
+    now += 60.0
+    watched.read()
+    assert note() == "no new lines for 1:12: it waits, or was killed"
+    part_of(ended, folder, size)
+    assert watched.read()
+    assert note() == ""
+
+
+def test_what_is_no_run_is_refused_in_one_sentence(
+    tmp_path: Path, ended: Path, capsys: pytest.CaptureFixture[str]
+):
+    def refusal(folder: Path) -> str:
+        assert main(["watch", str(folder)]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        return said
+
+    assert "holds no run (it has no config.toml)" in refusal(tmp_path / "nowhere")
+    assert "holds no run" in refusal(tmp_path)
+    folder = part_of(ended, tmp_path / "run", 1_000)
+    (folder / CONFIG).write_text("engine = [")
+    assert "cannot be understood" in refusal(folder)
+    (folder / CONFIG).write_text("batches = 3")
+    assert "lacks something" in refusal(folder)
+    folder = part_of(ended, folder, 0)
+    (folder / EVENTS).write_bytes(b"{}\n" + (ended / EVENTS).read_bytes())
+    assert "damaged in line 1" in refusal(folder)
+
+
+def test_a_terminal_shows_the_end_of_a_run(ended: Path):
+    with on_a_terminal("watch", str(ended), columns=120) as terminal:
+        assert terminal.end() == 0
+    after = terminal.text
+    assert "6 of 6 delivered" in after
+    assert "The run has ended" in after
+
+
+def test_a_killed_run_is_watched_until_ctrl_c(ended: Path, tmp_path: Path):
+    size = len((ended / EVENTS).read_bytes())
+    folder = part_of(ended, tmp_path / "run", size // 2 + 7)
+    with on_a_terminal("watch", str(folder), columns=120) as terminal:
+        terminal.wait_for("no new lines for 0:0")
+        terminal.type(b"\x03")
+        assert terminal.end() == 130
+    assert "Traceback" not in terminal.raw
+    assert terminal.raw.endswith("\x1b[2K") or terminal.raw.rpartition("\x1b[?25h")[2]
+
+
+# --- a run that really goes on --------------------------------------------------------------
+
+
+@contextmanager
+def served() -> Generator[list[str]]:
+    """The URLs of two engines, ten times as fast as the machine that they model."""
+    arguments = ["serve-sim", "--port", "0", "--sim.engines", "2", "--time-scale", "0.1"]
+    command = [sys.executable, "-m", "aprilsched.cli", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield [process.stdout.readline().split()[-1] for _ in range(2)]
+        finally:
+            process.kill()
+
+
+def test_a_run_on_served_engines_is_watched_while_it_goes_on(tmp_path: Path):
+    out = tmp_path / "run"
+    with served() as urls:
+        command = [sys.executable, "-m", "aprilsched.cli"]
+        arguments = ["run", *SMALL, "--engine", *urls, "--out", str(out)]
+        run = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
+        try:
+            while not (out / CONFIG).exists():
+                assert run.poll() is None
+            plain = subprocess.Popen(
+                [*command, "watch", str(out)], stdout=subprocess.PIPE, text=True
+            )
+            with on_a_terminal("watch", str(out), columns=120) as terminal, plain:
+                _, errors = run.communicate(timeout=120)
+                told, _ = plain.communicate(timeout=120)
+                assert terminal.end() == 0
+        finally:
+            run.kill()
+            run.wait()
+    assert run.returncode == plain.returncode == 0
+    printed = batch_lines(errors)
+    assert len(printed) == 6
+    assert batch_lines(told) == printed
+    drawn = terminal.text
+    assert "6 of 6 delivered" in drawn
+    assert urls[0].removeprefix("http://") in drawn
+    assert "The run has ended" in drawn
