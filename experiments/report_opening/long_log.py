@@ -108,6 +108,7 @@ def _tokens(request: int, length: int, start: float) -> list[tuple[float, str]]:
         done += size
         at = start + done * STEP
         lines.append((at, f'{{"t":{at:.6f},"event":"Progress",{head},"tokens":{size}}}'))
+    at = start + length * STEP
     end = f'{{"t":{at:.6f},"event":"Finished",{head},"reason":"stop","spans":null}}'
     return [*lines, (at, end)]
 

@@ -22,8 +22,8 @@ def _speed(summary: RunSummary, utilization: float) -> list[Headline]:
             label="Delivered tokens per second",
             value=summary.delivered_tokens_per_s,
             text=amount(summary.delivered_tokens_per_s),
-            explanation="What reached the trainer, over all of the time. "
-            + f"After {steady.burn_in} batches: {amount(steady.delivered_tokens_per_s)}.",
+            explanation="What reached the trainer, over all of the time; after the start (batches "
+            f"up to {steady.burn_in:,}) {amount(steady.delivered_tokens_per_s)}.",
             better="higher",
             unit="rate",
         ),

@@ -30,7 +30,7 @@ __all__ = [
     "TimelineEngine",
 ]
 
-MARKED = 30
+MARKED = 20
 """Batches of which the ends can be told apart in a chart of the whole run."""
 Direction = Literal["higher", "lower", "zero"]
 """Which values of a figure are better; "zero": the nearer to it."""

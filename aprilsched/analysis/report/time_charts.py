@@ -244,7 +244,11 @@ def gpu(run: ReportData, end: float, prefix: str = "") -> Chart:
                 "mode": "lines",
                 "x": numbers(line.times),
                 "y": numbers(line.percent),
-                "line": {"width": 1.6, "color": PALETTE[i % len(PALETTE)]},
+                "line": {
+                    "width": 1.6,
+                    "color": PALETTE[i % len(PALETTE)],
+                    "dash": "solid" if i < len(PALETTE) else "dot",
+                },
                 "name": text(line.name),
                 "hovertemplate": "%{y:.0f} %",
             }
@@ -257,7 +261,12 @@ def gpu(run: ReportData, end: float, prefix: str = "") -> Chart:
         },
         height=260,
         keys=[
-            Key(label=line.name, colour=PALETTE[i % len(PALETTE)], line=True)
+            Key(
+                label=line.name,
+                colour=PALETTE[i % len(PALETTE)],
+                line=True,
+                dashed=i >= len(PALETTE),
+            )
             for i, line in enumerate(run.gpu)
         ],
         of=run.name,

@@ -89,7 +89,7 @@ def _policy(scheduler: Mapping[str, Any]) -> str:
     much = (
         "as many prompts as the KV pool holds"
         if ratio == "kv"
-        else f"{_plain(ratio)} batches of prompts"
+        else f"{_counted(ratio, 'batch', 'batches')} of prompts"
     )
     match refill:
         case "wave" if ratio == 1:
@@ -97,8 +97,8 @@ def _policy(scheduler: Mapping[str, Any]) -> str:
         case "wave":
             return f"Policy: start up to {much}, hand over the first batch that is complete."
         case "pool":
-            by = scheduler.get("refill_groups")
-            return f"Policy: keep {much} generating at any time, refilled {by} prompts at a time."
+            by = _counted(scheduler.get("refill_groups"), "prompt", "prompts")
+            return f"Policy: keep {much} generating at any time, refilled {by} at a time."
         case "rounds":
             return "Policy: of a store of open prompts, run those of like expected length together."
         case _:
@@ -142,7 +142,7 @@ def _staleness(scheduler: Mapping[str, Any]) -> str:
     bound, rule = scheduler.get("max_staleness"), scheduler.get("staleness_rule")
     if bound is None:
         return "Staleness: no bound."
-    return f"Staleness: at most {bound} versions (rule: {rule})."
+    return f"Staleness: at most {_counted(bound, 'version', 'versions')} (rule: {rule})."
 
 
 def _prompts(config: Mapping[str, Any]) -> str:
@@ -155,6 +155,10 @@ def _prompts(config: Mapping[str, Any]) -> str:
         f"Prompts: the built-in long-tail workload (median {median} tokens, at most {cap}), "
         f"seed {seed}."
     )
+
+
+def _counted(value: Any, one: str, many: str) -> str:
+    return f"{_plain(value)} {one if value == 1 else many}"
 
 
 def _plain(value: Any) -> str:

@@ -1,0 +1,196 @@
+"""The report in a real browser: drawn whole, in both themes, on a phone, and deaf to strangers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+
+from aprilsched.analysis.report.page import write_report
+from aprilsched.cli import main
+from experiments.report_opening.long_log import write_long_run
+from tests.support.browser import DESKTOP, PHONE, ColorScheme, OpenPage, opened
+
+SMALL = ["--batch-groups", "4", "--group-size", "4", "--median", "60", "--cap", "600"]
+ONE_RUN = 10
+"""Charts of one run that was not sampled."""
+TWO_RUNS = 14
+DRAWN = "html[data-drawn]"
+EMPTY = """() => [...document.querySelectorAll('.chart')].filter((chart) => {
+  const svg = chart.querySelector('svg.main-svg');
+  const box = svg && svg.getBoundingClientRect();
+  const marks = chart.querySelectorAll('.trace path, .trace .point');
+  return !box || box.width < 100 || box.height < 50 || !marks.length;
+}).map((chart) => chart.id)"""
+HOSTILE = "<img src=x onerror=window.hit=1></script><script>window.hit=1</script>"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Runs of two engines: one that waits, and one that carries over and evicts what is stale."""
+    root = tmp_path_factory.mktemp("runs") / "simulated"
+    policies = "sync,april:max_staleness=1:staleness_rule=evict"
+    engines = ["--sim.engines", "2", "--sim.stream-interval", "8", "--sim.refit-seconds", "1"]
+    arguments = ["--policy", policies, "--batches", "8", "--quiet", "--out", str(root)]
+    # Without an event loop: the browser's own runs in this thread.
+    assert main(["simulate", *SMALL, *engines, *arguments]) == 0
+    waits, carries = sorted(path for path in root.iterdir() if path.is_dir())[::-1]
+    return waits, carries
+
+
+@contextmanager
+def drawn(
+    browser: Browser,
+    path: Path,
+    viewport: tuple[int, int] = DESKTOP,
+    scheme: ColorScheme = "light",
+) -> Generator[OpenPage]:
+    """The page, all of its charts drawn."""
+    with opened(browser, path, viewport=viewport, color_scheme=scheme) as page:
+        page.page.wait_for_selector(DRAWN, state="attached")
+        yield page
+
+
+def charts(page: OpenPage) -> int:
+    return int(page.evaluate("document.querySelectorAll('.chart').length"))
+
+
+def ink(page: OpenPage) -> str:
+    """The colour of the page's text, and of a chart's axis."""
+    both = """[document.body, document.querySelector('#utilization .xtitle')]
+      .map((each) => getComputedStyle(each)).map((style, i) => i ? style.fill : style.color)"""
+    return str(page.evaluate(both))
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_report_is_drawn_whole(
+    browser: Browser,
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    viewport: tuple[int, int],
+    scheme: ColorScheme,
+):
+    path, _ = write_report(folders[1], out=tmp_path / "report.html")
+    with drawn(browser, path, viewport, scheme) as page:
+        assert page.errors == []
+        assert charts(page) == ONE_RUN
+        assert page.evaluate(EMPTY) == []
+        assert page.overflow() == 0
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_two_runs_side_by_side(
+    browser: Browser, folders: tuple[Path, Path], tmp_path: Path, viewport: tuple[int, int]
+):
+    path, _ = write_report(*folders, out=tmp_path / "report.html")
+    with drawn(browser, path, viewport) as page:
+        assert page.errors == []
+        assert charts(page) == TWO_RUNS
+        assert page.evaluate(EMPTY) == []
+        assert page.overflow() == 0
+        verdicts = "[...document.querySelectorAll('.compare td:last-child')].map(e => e.className)"
+        assert {"better", "worse", "same"} <= set(page.evaluate(verdicts))
+
+
+def test_the_theme_is_switched_in_page_and_charts(
+    browser: Browser, folders: tuple[Path, Path], tmp_path: Path
+):
+    path, _ = write_report(folders[0], out=tmp_path / "report.html")
+    with drawn(browser, path) as page:
+        light = ink(page)
+        page.page.click("#theme")
+        dark = ink(page)
+        assert dark != light
+        page.page.click("#theme")
+        assert ink(page) == light
+        page.page.emulate_media(color_scheme="dark")
+        assert ink(page) == light  # the reader's choice stays
+    with drawn(browser, path) as page:
+        page.page.emulate_media(color_scheme="dark")
+        assert ink(page) == dark
+        assert page.evaluate(EMPTY) == []
+        assert page.errors == []
+
+
+def test_the_figures_are_in_the_page(
+    browser: Browser, folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+):
+    assert main(["report", str(folders[0]), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    with drawn(browser, folders[0] / "report.html") as page:
+        inside = page.evaluate("JSON.parse(document.getElementById('figures').textContent)")
+    assert inside == printed
+    assert printed["time"]["utilization"] > 0
+
+
+def hostile(folder: Path, into: Path) -> Path:
+    """A copy of the run whose names and causes are markup."""
+    into.mkdir()
+    mark = json.dumps(HOSTILE)[1:-1]
+    log = (folder / "events.jsonl").read_text().replace("sim-0", mark)
+    log = log.replace('"cause":""', f'"cause":"{mark}"')
+    log += json.dumps({"t": 1e6, "event": "ControlFailed", "engine": HOSTILE, "call": "pause",
+                       "cause": HOSTILE}) + "\n"  # fmt: skip
+    log += json.dumps({"t": 1e6, "command": "LoseEngine", "engine": HOSTILE, "cause": HOSTILE,
+                       "last": False}) + "\n"  # fmt: skip
+    (into / "events.jsonl").write_text(log)
+    config = (folder / "config.toml").read_text()
+    config = re.sub(r"(?s)engine = \[.*?\]", f"engine = ['{HOSTILE}']", config, count=1)
+    (into / "config.toml").write_text(f"prompts = '{HOSTILE}'\n{config}")
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["error"] = HOSTILE
+    (into / "summary.json").write_text(json.dumps(summary))
+    return into
+
+
+def test_markup_in_a_run_folder_is_inert(
+    browser: Browser, folders: tuple[Path, Path], tmp_path: Path
+):
+    path, _ = write_report(hostile(folders[1], tmp_path / "<b>run<script>"))
+    with drawn(browser, path) as page:
+        assert page.errors == []
+        assert page.evaluate("window.hit === undefined")
+        assert page.evaluate("document.querySelectorAll('img').length") == 0
+        assert page.evaluate("document.querySelectorAll('script').length") == 4
+        assert HOSTILE in page.page.inner_text(".faults")
+        assert "&lt;img src=x onerror" in page.page.inner_html("#engines .annotation-text")
+        assert page.evaluate(EMPTY) == []
+
+
+def test_a_foreign_script_would_not_run(
+    browser: Browser, folders: tuple[Path, Path], tmp_path: Path
+):
+    path, _ = write_report(folders[0], out=tmp_path / "report.html")
+    written = path.read_text(encoding="utf-8")
+    path.write_text(
+        written.replace("</main>", f"{HOSTILE}<img src='http://127.0.0.1:9/'></main>"),
+        encoding="utf-8",
+    )
+    with drawn(browser, path) as page:
+        assert page.evaluate("window.hit === undefined")
+        assert any("Content Security Policy" in error for error in page.errors)
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_a_million_events_open(browser: Browser, million: Path, viewport: tuple[int, int]):
+    with drawn(browser, million, viewport) as page:
+        assert page.errors == []
+        assert page.evaluate(EMPTY) == []
+        assert page.overflow() == 0
+        print(f"opened in {page.evaluate('document.documentElement.dataset.drawn')} ms")
+
+
+@pytest.fixture(scope="module")
+def million(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of a run that was cut off after a million lines."""
+    folder = tmp_path_factory.mktemp("million")
+    assert write_long_run(folder, 1_000_000) >= 1_000_000
+    path, _ = write_report(folder)
+    assert path.stat().st_size < 8_000_000
+    return path

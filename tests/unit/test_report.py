@@ -1,0 +1,305 @@
+"""What a report is made of: figures computed once, faults told from events, words and verdicts."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched.analysis.report import page as page_module
+from aprilsched.analysis.report.compare import differences, verdict
+from aprilsched.analysis.report.faults import Faults
+from aprilsched.analysis.report.figure import numbers, text
+from aprilsched.analysis.report.gather import report_data
+from aprilsched.analysis.report.model import ReportData
+from aprilsched.analysis.report.page import page
+from aprilsched.analysis.report.time_charts import losses, lost_most
+from aprilsched.analysis.report.words import percent, ran, seconds
+from aprilsched.analysis.run import read_run
+from aprilsched.analysis.usage import usage_of
+from aprilsched.cli import main
+from aprilsched.core import commands as do
+from aprilsched.core import events as ev
+from aprilsched.telemetry.usage.parts import BUSY, PARTS
+
+SMALL = ["--batch-groups", "4", "--group-size", "4", "--median", "60", "--cap", "600"]
+STEP = ["--batches", "6", "--sim.engines", "2", "--sim.stream-interval", "8"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    root = tmp_path_factory.mktemp("runs") / "simulated"
+    out = ["--policy", "sync,april", "--sim.refit-seconds", "1", "--out", str(root), "--json"]
+    assert main(["simulate", *SMALL, *STEP, *out]) == 0
+    return {name: root / name for name in ("sync", "april")}
+
+
+@pytest.fixture(scope="module")
+def reports(folders: Mapping[str, Path]) -> Mapping[str, ReportData]:
+    return {name: report_data(folder) for name, folder in folders.items()}
+
+
+# --- figures ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sync", "april"])
+def test_the_parts_of_the_time_are_all_of_it(reports: Mapping[str, ReportData], name: str):
+    time = reports[name].time
+    assert [part.part for part in time.parts] == list(PARTS)
+    assert sum(part.share for part in time.parts) == pytest.approx(1)
+    assert sum(part.seconds for part in time.parts) == pytest.approx(time.engines * time.wall)
+    pieces = np.sum(list(time.series.values()), axis=0)
+    assert pieces == pytest.approx(np.ones(len(time.stops)), abs=1e-3)
+    busy = sum(part.share for part in time.parts if part.part in BUSY)
+    assert time.utilization == pytest.approx(busy)
+
+
+@pytest.mark.parametrize("name", ["sync", "april"])
+def test_figures_are_those_of_the_run(
+    folders: Mapping[str, Path], reports: Mapping[str, ReportData], name: str
+):
+    summary, report = read_run(folders[name]).summary, reports[name]
+    shown = {figure.key: figure.value for figure in report.headlines}
+    assert shown["delivered_tokens_per_s"] == summary.delivered_tokens_per_s
+    assert shown["efficiency"] == summary.efficiency
+    assert shown["staleness_max"] == summary.staleness.max
+    assert shown["utilization"] == usage_of(folders[name]).utilization
+    assert 1 - report.staleness.tokens_by_age[0] == pytest.approx(summary.off_policy_token_share)
+    assert summary.bias.drawn is not None
+    assert report.lengths["drawn"].mean == pytest.approx(summary.bias.drawn.mean)
+    assert report.lengths["delivered"].mean == pytest.approx(summary.bias.delivered_mean_length)
+
+
+def test_a_run_that_was_cut_off_has_the_same_report(
+    folders: Mapping[str, Path], reports: Mapping[str, ReportData], tmp_path: Path
+):
+    for name in ("config.toml", "events.jsonl"):
+        (tmp_path / name).write_bytes((folders["april"] / name).read_bytes())
+    report, whole = report_data(tmp_path), reports["april"]
+    assert report.time == whole.time
+    assert report.lengths == whole.lengths
+    assert report.headline("length_bias").value == whole.headline("length_bias").value
+    assert any("cut off" in warning for warning in report.warnings)
+
+
+def test_a_run_without_a_batch_has_a_page(folders: Mapping[str, Path], tmp_path: Path):
+    lines = (folders["april"] / "events.jsonl").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if '"command":"Deliver"' in line)
+    (tmp_path / "config.toml").write_bytes((folders["april"] / "config.toml").read_bytes())
+    for count in (1, 5, first):
+        (tmp_path / "events.jsonl").write_text("\n".join(lines[:count]) + "\n")
+        report = report_data(tmp_path)
+        assert report.headline("delivered").value == 0
+        assert "No batch was delivered" in page([report], library="")
+
+
+def test_the_size_of_a_report_does_not_grow_with_the_run(tmp_path: Path):
+    sizes: list[int] = []
+    for batches in (40, 160):
+        out = tmp_path / str(batches)
+        few = ["--policy", "april", "--batches", str(batches), "--out", str(out), "--json"]
+        assert main(["simulate", *SMALL, *few]) == 0
+        sizes.append(len(page([report_data(out / "april")], library="")))
+    assert sizes[1] < 1.5 * sizes[0]
+
+
+# --- faults ----------------------------------------------------------------------------------
+
+
+def heard(*what: tuple[float, Any]) -> Faults:
+    faults = Faults()
+    for at, thing in what:
+        faults.hear(thing, at)
+    return faults
+
+
+def test_faults_are_told_from_events():
+    opened = ev.Opened(engines=(ev.EngineInfo(name="a", version=0),))
+    broken = "the server reset the connection"
+    ledger = heard(
+        (0.0, opened),
+        (1.0, ev.Failed(request_id=1, attempt=1, cause=broken)),
+        (1.0, ev.Failed(request_id=2, attempt=1, cause=broken)),
+        (2.0, do.LoseEngine(engine="a", cause="no answer", last=True)),
+        (3.0, do.AdmitEngine(engine="a", version=3)),
+        (
+            4.0,
+            do.CancelWork(group_id=1, rollout_ids=(1, 2, 3), reason="stale", cause="too old"),
+        ),
+        (5.0, opened),
+    ).ledger()
+    assert [(e.time, e.engine, e.what, e.cause) for e in ledger.events] == [
+        (2.0, "a", "lost; quarantined", "no answer"),
+        (3.0, "a", "takes part again, with version 3", ""),
+        (5.0, "", "another process went on with the run", ""),
+    ]
+    assert (ledger.engines_lost, ledger.engines_admitted, ledger.resumed) == (1, 1, 1)
+    assert [(r.cause, r.attempts) for r in ledger.retries] == [(broken, 2)]
+    assert [(d.reason, d.cause, d.groups, d.rollouts) for d in ledger.drops] == [
+        ("stale", "too old", 1, 3)
+    ]
+
+
+def test_many_faults_are_counted_and_not_all_kept():
+    ledger = heard(
+        *((float(i), do.LoseEngine(engine="a", cause="x" * 9999, last=False)) for i in range(500))
+    ).ledger()
+    assert ledger.engines_lost == ledger.events_in_all == 500
+    assert len(ledger.events) < 100
+    assert len(ledger.events[0].cause) < 500
+
+
+# --- words -----------------------------------------------------------------------------------
+
+
+def test_the_largest_loss_is_said(reports: Mapping[str, ReportData]):
+    report = reports["sync"]
+    most = lost_most(report.time)
+    assert most is not None
+    assert most.share == max(p.share for p in report.time.parts if p.part not in BUSY)
+    title = losses([report]).title
+    assert title.startswith(percent(most.share))
+    assert percent(report.time.utilization) in title
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "said"),
+    [
+        ({"over_provision": 1.0, "refill": "wave", "straggler": "retract"}, "wait for every last"),
+        ({"over_provision": 2.0, "refill": "wave"}, "start up to 2 batches"),
+        ({"over_provision": 1.5, "refill": "pool", "refill_groups": 4}, "keep 1.5 batches"),
+        ({"over_provision": "auto", "refill": "wave"}, "the scheduler chooses"),
+        ({"over_provision": "kv", "refill": "wave"}, "as many prompts as the KV pool holds"),
+        ({"max_staleness": 3, "staleness_rule": "evict"}, "at most 3 versions (rule: evict)"),
+        ({"pace": "asynchronous"}, "engines generate while the trainer trains"),
+    ],
+)
+def test_settings_are_put_into_words(
+    folders: Mapping[str, Path], scheduler: dict[str, Any], said: str
+):
+    summary = read_run(folders["sync"]).summary
+    assert said in " ".join(ran({"engine": ["sim"], "scheduler": scheduler}, summary))
+    assert ran({}, summary)
+
+
+def test_numbers_are_put_into_words():
+    shares: Sequence[float | None] = (None, 0.0, 0.0001, 0.037, 0.259)
+    assert [percent(s) for s in shares] == ["unknown", "0 %", "< 0.1 %", "3.7 %", "26 %"]
+    assert [seconds(s) for s in (0.12, 36.84, 248.0, 9000.0)] == [
+        "0.12 s",
+        "36.8 s",
+        "4 min 8 s",
+        "2.5 h",
+    ]
+
+
+def test_two_runs_are_held_against_each_other(reports: Mapping[str, ReportData]):
+    a, b = reports["sync"], reports["april"]
+    found = {difference.label: difference for difference in differences(a, b)}
+    assert found["Delivered tokens per second"].verdict == "better"
+    assert found["Delivered tokens per second"].ratio == pytest.approx(
+        (b.headline("delivered_tokens_per_s").value or 0)
+        / (a.headline("delivered_tokens_per_s").value or 1)
+    )
+    assert found["Off-policy tokens"].verdict == "worse"
+    assert found["Lost, duplicated"].verdict == "same"
+    assert found["Responses delivered"].verdict == ""
+    turned = {difference.label: difference.verdict for difference in differences(b, a)}
+    assert turned["Delivered tokens per second"] == "worse"
+    assert {difference.verdict for difference in differences(a, a)} <= {"same", ""}
+    assert "more tokens per second" in verdict(a, b)
+    assert "as fast as" in verdict(a, a)
+
+
+# --- the page --------------------------------------------------------------------------------
+
+
+def test_numbers_become_typed_arrays():
+    spec = numbers([1.0, float("nan"), 2.5])
+    assert spec == {"dtype": "f4", "bdata": "AACAPwAAwH8AACBA"}
+    assert text("<b>&") == "&lt;b&gt;&amp;"
+
+
+def test_the_page_asks_nobody_and_holds_its_figures(reports: Mapping[str, ReportData]):
+    written = page([reports["april"]], library="/* plotly */")
+    assert "http://" not in written.replace("http://www.w3.org", "")
+    assert "https://" not in written
+    start = written.index('id="figures">') + len('id="figures">')
+    figures = json.loads(written[start : written.index("</script>", start)])
+    assert figures["name"] == "april"
+    assert figures["time"]["utilization"] == reports["april"].time.utilization
+
+
+def test_a_missing_plotly_is_said(
+    folders: Mapping[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+):
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.startswith("plotly"):
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert main(["report", str(folders["sync"]), "--out", str(tmp_path / "x.html")]) == 2
+    assert "pip install 'aprilsched[report]'" in capsys.readouterr().err
+    assert not (tmp_path / "x.html").exists()
+    # What a run leaves at its end is a gift: without it the run is as good.
+    assert main(["run", *SMALL, *STEP, "--out", str(tmp_path / "run")]) == 0
+    assert "No report: The report needs plotly" in capsys.readouterr().err
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_broken_report_breaks_no_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("of a chart")
+
+    monkeypatch.setattr(page_module, "write_report", broken)
+    assert main(["run", *SMALL, *STEP, "--out", str(tmp_path / "run")]) == 0
+    assert "No report: ZeroDivisionError: of a chart" in capsys.readouterr().err
+
+
+def test_a_run_ends_with_its_report(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    folder = tmp_path / "run"
+    assert main(["run", *SMALL, *STEP, "--out", str(folder)]) == 0
+    said = capsys.readouterr().err
+    for name in ("report.html", "trace.json"):
+        assert (folder / name).stat().st_size > 1000
+        assert str(folder / name) in said
+    for flag in ("--quiet", "--no-report"):
+        other = tmp_path / flag
+        assert main(["run", *SMALL, *STEP, flag, "--out", str(other)]) == 0
+        assert not (other / "report.html").exists()
+        assert not (other / "trace.json").exists()
+
+
+def test_simulate_ends_with_the_report_of_the_best(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    out = ["--policy", "sync,april", "--out", str(tmp_path / "both")]
+    assert main(["simulate", *SMALL, *STEP, *out]) == 0
+    assert str(tmp_path / "both" / "report.html") in capsys.readouterr().err
+    assert "B: april" in (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_one_run_or_two(
+    folders: Mapping[str, Path], count: int, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["report", *[str(folders["sync"])] * count]) == 2
+    assert "name one, or two" in capsys.readouterr().err
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is no whole run folder" in capsys.readouterr().err
