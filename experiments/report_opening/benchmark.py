@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -29,6 +30,7 @@ def measure(lines: int, times: int) -> dict[str, object]:
         cpu = time.process_time() - before
         row: dict[str, object] = {
             "lines": written,
+            "load": round(os.getloadavg()[0], 1),
             "report_cpu_s": round(cpu, 2),
             "page_mb": round(path.stat().st_size / 1e6, 2),
         }
