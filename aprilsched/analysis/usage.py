@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from aprilsched.analysis.rebuild import replay
 from aprilsched.analysis.run import readable
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS
-from aprilsched.telemetry.usage.occupancy import Moved, Occupancy
+from aprilsched.telemetry.usage.at_work import Moved
+from aprilsched.telemetry.usage.occupancy import Occupancy
 from aprilsched.telemetry.usage.parts import (
     BUSY,
     PART_INDEX,
@@ -99,7 +100,7 @@ class UsageRecorder:
     def __init__(self, *, batch_groups: int | None = None) -> None:
         self._stretches: dict[str, list[Stretch]] = {}
         self._moved: dict[str, list[Moved]] = {}
-        self._occupancy = Occupancy(self._add, self._move, batch_groups=batch_groups)
+        self._occupancy = Occupancy(batch_groups=batch_groups, recording=self)
         self.on_event = self._occupancy.on_event
         self.on_command = self._occupancy.on_command
 
@@ -117,10 +118,12 @@ class UsageRecorder:
             spent=tuple(spent for _, spent in columns),
         )
 
-    def _add(self, stretch: Stretch) -> None:
+    def stretch(self, stretch: Stretch) -> None:
+        """It has ended."""
         self._stretches.setdefault(stretch.engine, []).append(stretch)
 
-    def _move(self, moved: Moved) -> None:
+    def moved(self, moved: Moved) -> None:
+        """That was counted wrongly."""
         self._moved.setdefault(moved.engine, []).append(moved)
 
     def _spent(self, name: str, capacity: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

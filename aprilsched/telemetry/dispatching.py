@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from aprilsched.core.commands import Command
@@ -18,6 +18,11 @@ class DispatchingListener:
     def __init__(self) -> None:
         self._now = 0.0
         self._handlers: dict[type, Callable[[Any], None]] = {}
+
+    @property
+    def kinds(self) -> Collection[type]:
+        """What it has handlers for."""
+        return self._handlers.keys()
 
     def on_event(self, event: Event, now: float) -> None:
         self.hear(event, now)

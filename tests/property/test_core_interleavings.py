@@ -435,7 +435,14 @@ class Interleavings(RuleBasedStateMachine):
             assert min(engine.seconds.values()) >= -1e-9
         walls = [engine.wall for engine in driver.usage.engines.values()]
         assert walls == pytest.approx([driver.now - OPENED_AT] * len(walls))
-        awaited = driver.usage._occupancy._awaited
+        occupancy = driver.usage._occupancy
+        awaited = occupancy._awaited
+        asked = (occupancy._free, occupancy._paused, occupancy._outside)
+        assert asked == (awaited.free, awaited.paused, awaited.outside)
+        contexts = dict.fromkeys(driver.usage.engines, 0)
+        for request in occupancy._requests.values():
+            contexts[request.engine.name] += request.context
+        assert contexts == {n: e.context_tokens for n, e in driver.usage.engines.items()}
         assert awaited._generated == len(book.ready)
         assert awaited._ready == sum(bool(group.accepted) for group in book.ready)
 

@@ -1,8 +1,8 @@
 """What the live view keeps of a run; a listener, built on the account that all of them share.
 
-Invariants: what it does with a chunk of tokens is one look-up and some additions; everything else
-that is shown is computed when it is asked for, under the account's lock, so that a snapshot is of
-one moment whichever thread takes it.
+Invariants: a chunk of tokens costs it nothing, since the account counts them; what is shown is
+computed when it is asked for, under the account's lock, so that a snapshot is of one moment
+whichever thread takes it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from aprilsched.core import commands as do
 from aprilsched.core.commands import Command
-from aprilsched.core.events import Event, Progress
+from aprilsched.core.events import Event
 from aprilsched.telemetry.base import Chunks
 from aprilsched.telemetry.batch_figures import Measured, efficiency
-from aprilsched.telemetry.dispatching import DispatchingListener
-from aprilsched.telemetry.live.contexts import Contexts
 from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.live.history import History
 from aprilsched.telemetry.live.mishaps import Mishaps
@@ -50,14 +48,14 @@ class LiveModel:
         self._facts = facts
         self._figures = figures
         self._rollouts = Rollouts()
-        self._contexts = Contexts()
         self._mishaps = Mishaps()
         self._history = History()
-        self._hear_all: tuple[DispatchingListener, ...] = (
-            self._rollouts,
-            self._contexts,
-            self._mishaps,
-        )
+        parts = (self._rollouts, self._mishaps)
+        self._parts = {
+            kind: tuple(part for part in parts if kind in part.kinds)
+            for kind in {kind for part in parts for kind in part.kinds}
+        }
+        """Who listens to what: most kinds concern nobody here."""
         self._recent: deque[Measured] = deque(maxlen=_RECENT)
         self._batches = 0
         self._version = 0
@@ -71,33 +69,31 @@ class LiveModel:
     # --- what happens --------------------------------------------------------------------------
 
     def on_event(self, event: Event, now: float) -> None:
-        with self._figures.lock:
-            if type(event) is Progress:
-                self._contexts.hear(event, now)
-            else:
-                self._hear(event, now)
-            if now >= self._history.due:
-                self._sample(now)
+        self._hear(event, now)
 
     def on_command(self, command: Command, now: float) -> None:
-        with self._figures.lock:
-            self._hear(command, now)
-            if isinstance(command, do.Deliver | do.Redeliver):
-                self._delivered(command.batch.index, now)
-            elif isinstance(command, do.FinishUpdate) and not command.cause:
-                self._version = command.version
+        self._hear(command, now)
 
     def on_progress(self, chunks: Chunks, now: float) -> None:
-        with self._figures.lock:
-            self._contexts.on_progress(chunks, now)
-            if now >= self._history.due:
+        if now >= self._history.due:
+            with self._figures.lock:
                 self._sample(now)
 
     def _hear(self, what: Event | Command, now: float) -> None:
-        if self._began is None:
-            self._began = self._batch_began = now
-        for part in self._hear_all:
-            part.hear(what, now)
+        parts = self._parts.get(type(what), ())
+        if not parts and now < self._history.due:
+            return
+        with self._figures.lock:
+            if self._began is None:
+                self._began = self._batch_began = now
+            for part in parts:
+                part.hear(what, now)
+            if isinstance(what, do.Deliver | do.Redeliver):
+                self._delivered(what.batch.index, now)
+            elif isinstance(what, do.FinishUpdate) and not what.cause:
+                self._version = what.version
+            if now >= self._history.due:
+                self._sample(now)
 
     def _delivered(self, index: int, now: float) -> None:
         self._batches = index + 1
@@ -149,7 +145,7 @@ class LiveModel:
         )
 
     def _row(self, engine: EngineUsage, now: float) -> EngineRow:
-        info = self._contexts.engines.get(engine.name)
+        info = engine.info
         most = None if info is None else info.max_running
         running = engine.in_flight if most is None else min(engine.in_flight, most)
         busy, tokens_per_s = self._history.lately(engine, now)
@@ -159,7 +155,7 @@ class LiveModel:
             running=running,
             queued=engine.in_flight - running,
             max_running=most,
-            kv_tokens=self._contexts.tokens[engine.name],
+            kv_tokens=engine.context_tokens,
             kv_pool=None if info is None else info.kv_tokens,
             tokens_per_s=tokens_per_s,
             version=engine.version,
@@ -170,11 +166,8 @@ class LiveModel:
         at_work = [engine for engine in engines.values() if engine.state == "generating"]
         usage, carried = self._figures.usage, self._rollouts.carried
         decoding = sum(engine.decoding for engine in at_work)
-        stragglers = sum(
-            request.rollout_id in carried and usage.decodes(request_id)
-            for request_id, request in self._contexts.open.items()
-        )
-        open_requests = len(self._contexts.open)
+        stragglers = sum(rollout_id in carried for rollout_id in usage.decoding())
+        open_requests = sum(engine.in_flight for engine in engines.values())
         waiting = len(self._rollouts.growing) - open_requests - usage.outside
         counts: dict[Phase, int] = {
             "decoding": decoding - stragglers,

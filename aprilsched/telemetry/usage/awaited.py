@@ -1,13 +1,17 @@
-"""What the fleet waits for while it starts nothing new, from events and commands alone."""
+"""What the fleet waits for while it starts nothing new, from events and commands alone.
+
+Invariant: whatever may change an answer of this module sets :attr:`Awaited.changed`, so that
+nobody has to ask after each of the many events that do not.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from aprilsched.core import commands as do
 from aprilsched.core import events as ev
-from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.telemetry.usage.parts import Cause
 
 __all__ = ["Awaited"]
@@ -24,11 +28,16 @@ class _Group:
     due: set[_Answer] = field(default_factory=set[_Answer])
 
 
-class Awaited(DispatchingListener):
-    """Of a fleet whose batches have `batch_groups` groups; None is learnt from the first one."""
+class Awaited:
+    """Of a fleet whose batches have `batch_groups` groups; None is learnt from the first one.
+
+    Attributes:
+        handlers: what each kind of event and command does here; it is called by whoever listens.
+        changed: an answer may be another one; set to False by whoever has asked.
+    """
 
     def __init__(self, *, batch_groups: int | None = None) -> None:
-        super().__init__()
+        self.changed = True
         self._batch_groups = batch_groups
         self._groups: dict[int, _Group] = {}
         self._group_of: dict[int, int] = {}
@@ -48,7 +57,7 @@ class Awaited(DispatchingListener):
         self._fetching = False
         self._ended = False
         """No more prompts will come."""
-        self._handlers = {
+        self.handlers: dict[type, Callable[[Any], None]] = {
             ev.Opened: self._opened,
             ev.BatchRequested: self._requested,
             ev.BatchWithdrawn: self._withdrawn,
@@ -121,34 +130,41 @@ class Awaited(DispatchingListener):
         self._evaluations.clear()
         self._generated = self._ready = 0
         self._wanted = self._updating = self._fetching = self._ended = False
+        self.changed = True
 
     def _requested(self, _: ev.BatchRequested) -> None:
-        self._wanted = True
+        self._wanted = self.changed = True
 
     def _withdrawn(self, _: ev.BatchWithdrawn | do.EndOfPrompts) -> None:
         self._wanted = False
+        self.changed = True
 
     def _evaluation_requested(self, event: ev.EvaluationRequested) -> None:
         self._evaluations.add(event.evaluation_id)
+        self.changed = True
 
     def _deliver_evaluation(self, command: do.DeliverEvaluation) -> None:
         self._evaluations.discard(command.evaluation_id)
+        self.changed = True
 
     def _update_requested(self, _: ev.UpdateRequested) -> None:
-        self._updating = True
+        self._updating = self.changed = True
 
     def _updated(self, _: ev.UpdateWithdrawn | do.FinishUpdate) -> None:
         self._updating = False
+        self.changed = True
 
     def _fetch(self, _: do.FetchPrompts) -> None:
-        self._fetching = True
+        self._fetching = self.changed = True
 
     def _prompts_arrived(self, event: ev.PromptsArrived) -> None:
         self._fetching = False
         self._ended = self._ended or event.last
+        self.changed = True
 
     def _deliver(self, command: do.Deliver | do.Redeliver) -> None:
         self._wanted = False
+        self.changed = True
         self._batch_groups = len(command.batch.groups)
         for group in command.batch.groups:
             self._forget(group.group_id, [rollout.rollout_id for rollout in group.rollouts])
@@ -162,6 +178,7 @@ class Awaited(DispatchingListener):
         if command.restored is not None:
             ended = zip(command.rollout_ids, command.restored.finished.tolist(), strict=True)
             growing -= {rollout_id for rollout_id, finished in ended if finished}
+        self.changed = True
         self._groups[command.group_id] = _Group(growing=growing)
         self._group_of.update(dict.fromkeys(command.rollout_ids, command.group_id))
         if not growing:
@@ -172,6 +189,7 @@ class Awaited(DispatchingListener):
         self._forget(command.group_id, command.rollout_ids)
 
     def _forget(self, group_id: int, rollout_ids: list[int] | tuple[int, ...]) -> None:
+        self.changed = True
         group = self._groups.pop(group_id, None)
         if group is not None and not group.growing:
             self._generated -= 1
@@ -194,15 +212,19 @@ class Awaited(DispatchingListener):
     def _start_episode(self, command: do.StartEpisode) -> None:
         self._episodes.add(command.rollout_id)
         self._outside.add(command.rollout_id)
+        self.changed = True
 
     def _turn_requested(self, event: ev.TurnRequested) -> None:
         self._outside.discard(event.rollout_id)
+        self.changed = True
 
     def _resolve_turn(self, command: do.ResolveTurn) -> None:
         self._outside.add(command.rollout_id)
+        self.changed = True
 
     def _episode_finished(self, event: ev.EpisodeFinished) -> None:
         self._outside.discard(event.rollout_id)
+        self.changed = True
         self._ended_growing(event.rollout_id)
 
     def _ended_growing(self, rollout_id: int) -> None:
@@ -213,6 +235,7 @@ class Awaited(DispatchingListener):
         if not group.growing:
             self._generated += 1
             self._ready += not group.due
+            self.changed = True
 
     def _score(self, command: do.Score) -> None:
         self._ask(command.rollout.group_id, command.rollout.rollout_id)
@@ -236,7 +259,9 @@ class Awaited(DispatchingListener):
         group = self._groups.get(group_id)
         if group is None:
             return
-        self._ready -= not group.growing and not group.due
+        if not group.growing and not group.due:
+            self._ready -= 1
+            self.changed = True
         group.due.add(answer)
 
     def _answered(self, group_id: int, answer: _Answer) -> None:
@@ -244,4 +269,6 @@ class Awaited(DispatchingListener):
         if group is None or answer not in group.due:
             return
         group.due.discard(answer)
-        self._ready += not group.growing and not group.due
+        if not group.growing and not group.due:
+            self._ready += 1
+            self.changed = True

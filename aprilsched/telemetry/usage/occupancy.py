@@ -1,19 +1,18 @@
-"""What each engine is at, from events and commands: stretches of time in which nothing changes.
+"""What each engine is at, from events and commands, and where its time has gone so far.
 
-Invariants: an engine's stretches follow each other without a gap, from the opening (or from when it
-joined) to the last call of :meth:`Occupancy.advance`; a request is with an engine from its Send to
-its first end.
+Invariants: an engine's stretches (times in which nothing changes) follow each other without a gap,
+from the opening (or from when it joined) to the last call of :meth:`Occupancy.advance`; a request
+is with an engine from its Send to its first end.
 
 A request whose KV was dropped in a pause shows nothing until its next chunk, which may be many
 steps of decoding later. So of that time, what the chunk's tokens take at the engine's own pace is
-decoding: `moved` is told, once the chunk is there.
+decoding: it is moved there once the chunk is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from collections.abc import Iterator
+from typing import Literal
 
 from aprilsched.core import commands as do
 from aprilsched.core import events as ev
@@ -21,85 +20,40 @@ from aprilsched.core.commands import Command
 from aprilsched.core.events import EngineInfo, Event
 from aprilsched.telemetry.base import Chunks
 from aprilsched.telemetry.dispatching import DispatchingListener
+from aprilsched.telemetry.usage.at_work import (
+    At,
+    EngineAtWork,
+    Moved,
+    Recording,
+    RequestAtWork,
+)
 from aprilsched.telemetry.usage.awaited import Awaited
-from aprilsched.telemetry.usage.parts import Cause, EngineState, Stretch
+from aprilsched.telemetry.usage.parts import PART_INDEX, Cause, EngineState, Stretch, add_seconds
 
-__all__ = ["EngineAtWork", "Moved", "Occupancy"]
-
-_At: TypeAlias = Literal["decode", "prefill", "re_prefill"]
+__all__ = ["Occupancy"]
 
 _PACE_WEIGHT = 0.1
 """Of a new chunk in an engine's mean pace: some dozens of chunks are remembered."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moved:
-    """Slot-seconds of `engine` up to `time` that were counted under `part`, and were decoding."""
-
-    engine: str
-    time: float
-    part: Literal["prefill", "re_prefill"]
-    slot_seconds: float
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class EngineAtWork:
-    """An engine now."""
-
-    name: str
-    version: int | None
-    since: float
-    """Of its stretch that is under way."""
-    state: EngineState = "generating"
-    counts: dict[_At, int] = field(
-        default_factory=lambda: {"decode": 0, "prefill": 0, "re_prefill": 0}
-    )
-    """Its requests, by what they are at."""
-    peak: int = 0
-    """Requests that it had at once."""
-    tokens: int = 0
-    """That it generated so far."""
-    pace: float = 0.0
-    """Seconds a token of one request, a running mean; 0 until two chunks of one were seen."""
-    drops_kv: bool = True
-    """In the pause that is under way."""
-    lent: frozenset[str] = frozenset()
-    """Tags of the memory that the trainer has."""
-
-    @property
-    def in_flight(self) -> int:
-        return sum(self.counts.values())
-
-
-@dataclass(slots=True, kw_only=True)
-class _Request:
-    attempt: int
-    engine: EngineAtWork
-    at: _At
-    since: float
-    """Its last sign of life: sent, let go on, or a chunk."""
+_PACERS = 8
+"""Requests of an engine whose chunks tell its pace: they are all alike, and a look at each chunk of
+hundreds would be most of what all of this costs."""
 
 
 class Occupancy(DispatchingListener):
-    """Gives each stretch to `told` when it ends, and what was counted wrongly to `moved`.
+    """Adds up each engine's time, and shows what it consists of to `recording`.
 
     `batch_groups` is that of the scheduler; None is learnt from the first batch.
     """
 
     def __init__(
-        self,
-        told: Callable[[Stretch], None],
-        moved: Callable[[Moved], None],
-        *,
-        batch_groups: int | None = None,
+        self, *, batch_groups: int | None = None, recording: Recording | None = None
     ) -> None:
         super().__init__()
         self.engines: dict[str, EngineAtWork] = {}
         """By name, in the order in which they came; those that are out of use stay."""
-        self._told = told
-        self._moved = moved
+        self._recording = recording
         self._awaited = Awaited(batch_groups=batch_groups)
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, RequestAtWork] = {}
         self._seen: set[int] = set()
         """Requests that were sent before, and are not finished."""
         self._free: Cause = self._awaited.free
@@ -134,12 +88,11 @@ class Occupancy(DispatchingListener):
         """Episodes that have nothing for an engine at the moment."""
         return self._outside
 
-    def decodes(self, request_id: int) -> bool:
-        """The request grows now."""
-        request = self._requests.get(request_id)
-        return (
-            request is not None and request.at == "decode" and request.engine.state == "generating"
-        )
+    def decoding(self) -> Iterator[int]:
+        """The rollouts that grow now, on engines that generate."""
+        for request in self._requests.values():
+            if request.at == "decode" and request.engine.state == "generating":
+                yield request.rollout_id
 
     def advance(self, now: float) -> None:
         """End the stretches that are under way, and begin new ones."""
@@ -148,34 +101,40 @@ class Occupancy(DispatchingListener):
             self._cut(engine)
 
     def hear(self, what: Event | Command, now: float) -> None:
-        super().hear(what, now)
-        if type(what) is ev.Progress:
-            return  # two thirds of all, and nobody waits for less or more because of it
-        self._awaited.hear(what, now)
+        kind = type(what)
+        self._now = now
+        handler = self._handlers.get(kind)
+        if handler is not None:
+            handler(what)
+        handler = self._awaited.handlers.get(kind)
+        if handler is not None:
+            handler(what)
+            if self._awaited.changed:
+                self._ask()
+
+    def _ask(self) -> None:
+        """Whether what the fleet waits for is something else now."""
         fleet = self._awaited
+        fleet.changed = False
         if (fleet.free, fleet.paused, fleet.outside) != (self._free, self._paused, self._outside):
-            self.advance(now)
+            self.advance(self._now)
             self._free, self._paused, self._outside = fleet.free, fleet.paused, fleet.outside
 
     def _cut(self, engine: EngineAtWork) -> None:
         """What follows is another stretch."""
-        if self._now <= engine.since:
+        begin, end = engine.since, self._now
+        if end <= begin:
             return
-        counts = engine.counts
-        self._told(
-            Stretch(
-                engine=engine.name,
-                start=engine.since,
-                end=self._now,
-                state=engine.state,
-                idle=self._free if engine.state == "generating" else self._paused,
-                decode=counts["decode"],
-                prefill=counts["prefill"],
-                re_prefill=counts["re_prefill"],
-                environment=self._outside / self._in_use() if self._outside else 0.0,
+        engine.since = end
+        state = engine.state
+        idle = self._free if state == "generating" else self._paused
+        counts = (engine.decode, engine.prefill, engine.re_prefill)
+        environment = self._outside / self._in_use() if self._outside else 0.0
+        add_seconds(engine.seconds, end - begin, state, idle, counts, environment, engine.peak)
+        if self._recording is not None:
+            self._recording.stretch(
+                Stretch(engine.name, begin, end, state, idle, *counts, environment)
             )
-        )
-        engine.since = self._now
 
     def _in_use(self) -> int:
         return max(1, sum(engine.state != "lost" for engine in self.engines.values()))
@@ -191,15 +150,25 @@ class Occupancy(DispatchingListener):
         engine = self.engines.get(command.engine)
         if engine is None:
             return
-        self._close(command.request_id)
-        again = command.attempt > 1 or command.request_id in self._seen
-        self._seen.add(command.request_id)
+        request_id, context = command.request_id, len(command.input_ids)
+        self._close(request_id)
+        again = command.attempt > 1 or request_id in self._seen
+        self._seen.add(request_id)
         self._cut(engine)
-        at: _At = "re_prefill" if again else "prefill"
-        self._requests[command.request_id] = _Request(
-            attempt=command.attempt, engine=engine, at=at, since=self._now
+        at: At = "re_prefill" if again else "prefill"
+        paces = engine.pacers < _PACERS
+        self._requests[request_id] = RequestAtWork(
+            attempt=command.attempt,
+            rollout_id=command.rollout_id,
+            engine=engine,
+            at=at,
+            context=context,
+            since=self._now,
+            paces=paces,
         )
-        engine.counts[at] += 1
+        engine.count(at, 1)
+        engine.beyond += context
+        engine.pacers += paces
         engine.peak = max(engine.peak, engine.in_flight)
 
     def on_progress(self, chunks: Chunks, now: float) -> None:
@@ -209,33 +178,50 @@ class Occupancy(DispatchingListener):
             request = requests.get(event.request_id)
             if request is None or request.attempt != event.attempt:
                 continue
-            engine, tokens = request.engine, len(event.token_ids)
-            engine.tokens += tokens
-            took, request.since = at - request.since, at
-            if request.at != "decode":
-                self._now = at
-                self._first_chunk(request, tokens, took)
-            elif tokens:
-                pace = took / tokens
-                engine.pace += (pace - engine.pace) * (_PACE_WEIGHT if engine.pace else 1.0)
+            tokens = len(event.token_ids)
+            request.context += tokens
+            request.engine.tokens += tokens
+            if request.watched:
+                self._watch(request, tokens, at)
         self._now = now
 
     def _progress(self, event: ev.Progress) -> None:
         self.on_progress([(event, self._now)], self._now)
 
-    def _first_chunk(self, request: _Request, tokens: int, took: float) -> None:
+    def _watch(self, request: RequestAtWork, tokens: int, now: float) -> None:
+        """A chunk that ends a wait, or tells the pace."""
+        engine = request.engine
+        took, request.since = now - request.since, now
+        if request.at != "decode":
+            self._now = now
+            self._first_chunk(request, request.at, tokens, took)
+        elif tokens:
+            pace = took / tokens
+            engine.pace += (pace - engine.pace) * (_PACE_WEIGHT if engine.pace else 1.0)
+
+    def _first_chunk(
+        self,
+        request: RequestAtWork,
+        part: Literal["prefill", "re_prefill"],
+        tokens: int,
+        took: float,
+    ) -> None:
         """Some of the time since it was sent or let go on was decoding."""
         engine = request.engine
+        self._change(request, "decode")
         # Where responses come in one piece the pace is never known: one token's time is prefill.
         known = tokens * engine.pace if engine.pace else took * (1 - 1 / max(1, tokens))
         decoding = min(took, known)
-        if decoding:
-            part: Literal["prefill", "re_prefill"] = (
-                "prefill" if request.at == "prefill" else "re_prefill"
+        if not decoding:
+            return
+        seconds, wrong = engine.seconds, PART_INDEX[part]
+        moved = min(seconds[wrong], decoding / max(1, engine.peak))
+        seconds[wrong] -= moved
+        seconds[PART_INDEX["decode"]] += moved
+        if self._recording is not None:
+            self._recording.moved(
+                Moved(engine=engine.name, time=self._now, part=part, slot_seconds=decoding)
             )
-            self._cut(engine)
-            self._moved(Moved(engine=engine.name, time=self._now, part=part, slot_seconds=decoding))
-        self._change(request, "decode")
 
     def _finished(self, event: ev.Finished) -> None:
         self._seen.discard(event.request_id)
@@ -249,14 +235,18 @@ class Occupancy(DispatchingListener):
     def _close(self, request_id: int) -> None:
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self._cut(request.engine)
-            request.engine.counts[request.at] -= 1
+            engine = request.engine
+            self._cut(engine)
+            engine.count(request.at, -1)
+            engine.beyond -= request.context
+            engine.pacers -= request.paces
 
-    def _change(self, request: _Request, at: _At) -> None:
+    def _change(self, request: RequestAtWork, at: At) -> None:
         self._cut(request.engine)
-        request.engine.counts[request.at] -= 1
-        request.engine.counts[at] += 1
+        request.engine.count(request.at, -1)
+        request.engine.count(at, 1)
         request.at = at
+        request.watched = at != "decode" or request.paces
 
     # --- engines -------------------------------------------------------------------------------
 
@@ -267,7 +257,8 @@ class Occupancy(DispatchingListener):
         self._seen.clear()
         for engine in self.engines.values():
             engine.state = "lost"
-            engine.counts = dict.fromkeys(engine.counts, 0)
+            engine.decode = engine.prefill = engine.re_prefill = engine.pacers = 0
+            engine.beyond = -engine.tokens
         for info in event.engines:
             self._enlist(info).state = "generating"
 
@@ -279,9 +270,9 @@ class Occupancy(DispatchingListener):
     def _enlist(self, info: EngineInfo) -> EngineAtWork:
         engine = self.engines.get(info.name)
         if engine is None:
-            engine = EngineAtWork(name=info.name, version=info.version, since=self._now)
+            engine = EngineAtWork(info=info, version=info.version, since=self._now)
             self.engines[info.name] = engine
-        engine.version = info.version
+        engine.info, engine.version = info, info.version
         return engine
 
     def _admit(self, command: do.AdmitEngine) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "EngineState",
     "Part",
     "Stretch",
+    "add_seconds",
     "seconds_by_part",
 ]
 
@@ -66,6 +67,7 @@ PART_INDEX: dict[Part, int] = {part: index for index, part in enumerate(PARTS)}
 BUSY: tuple[Part, ...] = ("decode", "prefill")
 """The parts in which an engine does what nobody could save."""
 
+_ENVIRONMENT = PART_INDEX["environment"]
 _STATE_INDEX: dict[EngineState, int] = {
     "refitting": PART_INDEX["refit"],
     "asleep": PART_INDEX["asleep"],
@@ -74,8 +76,8 @@ _STATE_INDEX: dict[EngineState, int] = {
 
 
 class Stretch(NamedTuple):
-    """A time in which nothing changed for `engine`; times in seconds. A tuple, because hundreds
-    are made in a second, and a frozen dataclass takes several times as long.
+    """A time in which nothing changed for `engine`; times in seconds. A tuple, because a log has
+    hundreds of thousands, and a frozen dataclass takes several times as long.
 
     Attributes:
         idle: why its free slots are free, or why it is paused.
@@ -102,16 +104,42 @@ def seconds_by_part(stretch: Stretch, capacity: int) -> list[float]:
     """Seconds in the order of :data:`PARTS`, for an engine with `capacity` slots (at least as many
     as it has requests, else those)."""
     seconds = [0.0] * len(PARTS)
-    length = stretch.end - stretch.start
-    if stretch.state == "generating":
-        slots = max(1, capacity, stretch.in_flight)
-        free = float(slots - stretch.in_flight)
-        elsewhere = min(free, stretch.environment)
-        seconds[0] = length * stretch.decode / slots
-        seconds[1] = length * stretch.prefill / slots
-        seconds[2] = length * stretch.re_prefill / slots
-        seconds[PART_INDEX["environment"]] = length * elsewhere / slots
-        seconds[PART_INDEX[stretch.idle]] += length * (free - elsewhere) / slots
-    else:
-        seconds[_STATE_INDEX.get(stretch.state, PART_INDEX[stretch.idle])] = length
+    counts = (stretch.decode, stretch.prefill, stretch.re_prefill)
+    add_seconds(
+        seconds,
+        stretch.end - stretch.start,
+        stretch.state,
+        stretch.idle,
+        counts,
+        stretch.environment,
+        capacity,
+    )
     return seconds
+
+
+def add_seconds(
+    seconds: list[float],
+    length: float,
+    state: EngineState,
+    idle: Cause | Literal["pause"],
+    counts: tuple[int, int, int],
+    environment: float,
+    capacity: int,
+) -> None:
+    """Add a stretch's to those of an engine so far, in place: done at each request's beginning and
+    end."""
+    if state != "generating":
+        seconds[_STATE_INDEX.get(state, PART_INDEX[idle])] += length
+        return
+    decode, prefill, re_prefill = counts
+    in_flight = decode + prefill + re_prefill
+    slots = max(1, capacity, in_flight)
+    each = length / slots
+    seconds[0] += each * decode
+    seconds[1] += each * prefill
+    seconds[2] += each * re_prefill
+    free = slots - in_flight
+    if free:
+        elsewhere = min(float(free), environment)
+        seconds[_ENVIRONMENT] += each * elsewhere
+        seconds[PART_INDEX[idle]] += each * (free - elsewhere)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from aprilsched.telemetry.usage.occupancy import Moved, Occupancy
-from aprilsched.telemetry.usage.parts import (
-    BUSY,
-    PART_INDEX,
-    PARTS,
-    EngineState,
-    Part,
-    Stretch,
-    seconds_by_part,
-)
+from aprilsched.core.events import EngineInfo
+from aprilsched.telemetry.usage.occupancy import Occupancy
+from aprilsched.telemetry.usage.parts import BUSY, PARTS, EngineState, Part
 
 __all__ = ["EngineUsage", "Usage"]
 
@@ -29,6 +22,10 @@ class EngineUsage:
             generates; in a pause, what they will go on with).
         tokens: that it generated.
         capacity: the slots that its time is divided by: requests that it had at once at most.
+        context_tokens: of its requests: a prompt that the members of a group share counts for each
+            of them, and a context counts while its engine is paused without its KV. It is what
+            they need, the most that they hold.
+        info: what it said of itself when it came.
         seconds: its wall time by part, see :data:`~aprilsched.telemetry.usage.parts.PARTS`.
     """
 
@@ -41,6 +38,8 @@ class EngineUsage:
     decoding: int = 0
     prefilling: int = 0
     re_prefilling: int = 0
+    context_tokens: int = 0
+    info: EngineInfo | None = None
     seconds: Mapping[Part, float] = field(default_factory=dict[Part, float])
 
     @property
@@ -62,8 +61,7 @@ class Usage:
     """
 
     def __init__(self, *, batch_groups: int | None = None) -> None:
-        self._seconds: dict[str, list[float]] = {}
-        self._occupancy = Occupancy(self._add, self._move, batch_groups=batch_groups)
+        self._occupancy = Occupancy(batch_groups=batch_groups)
         self.on_event = self._occupancy.on_event
         self.on_progress = self._occupancy.on_progress
         self.on_command = self._occupancy.on_command
@@ -83,10 +81,12 @@ class Usage:
                 version=engine.version,
                 tokens=engine.tokens,
                 capacity=engine.peak,
-                decoding=engine.counts["decode"],
-                prefilling=engine.counts["prefill"],
-                re_prefilling=engine.counts["re_prefill"],
-                seconds=dict(zip(PARTS, self._of(name), strict=True)),
+                decoding=engine.decode,
+                prefilling=engine.prefill,
+                re_prefilling=engine.re_prefill,
+                context_tokens=engine.context_tokens,
+                info=engine.info,
+                seconds=dict(zip(PARTS, engine.seconds, strict=True)),
             )
             for name, engine in self._occupancy.engines.items()
         }
@@ -101,13 +101,14 @@ class Usage:
         """Episodes that are with their tools."""
         return self._occupancy.outside
 
-    def decodes(self, request_id: int) -> bool:
-        """The request grows now, on an engine that generates."""
-        return self._occupancy.decodes(request_id)
+    def decoding(self) -> Iterator[int]:
+        """The rollouts that grow now, on engines that generate."""
+        return self._occupancy.decoding()
 
     def seconds(self) -> dict[Part, float]:
         """The parts of all engines together."""
-        sums = [sum(column) for column in zip(*self._seconds.values(), strict=True)]
+        engines = self._occupancy.engines.values()
+        sums = [sum(column) for column in zip(*(e.seconds for e in engines), strict=True)]
         return dict(zip(PARTS, sums or [0.0] * len(PARTS), strict=True))
 
     def utilization(self) -> float:
@@ -115,21 +116,3 @@ class Usage:
         seconds = self.seconds()
         wall = sum(seconds.values())
         return sum(seconds[part] for part in BUSY) / wall if wall else 0.0
-
-    def _of(self, name: str) -> list[float]:
-        return self._seconds.setdefault(name, [0.0] * len(PARTS))
-
-    def _add(self, stretch: Stretch) -> None:
-        mine = self._of(stretch.engine)
-        peak = self._occupancy.engines[stretch.engine].peak
-        for index, seconds in enumerate(seconds_by_part(stretch, peak)):
-            if seconds:
-                mine[index] += seconds
-
-    def _move(self, moved: Moved) -> None:
-        mine = self._of(moved.engine)
-        wrong = PART_INDEX[moved.part]
-        slots = max(1, self._occupancy.engines[moved.engine].peak)
-        seconds = min(mine[wrong], moved.slot_seconds / slots)
-        mine[wrong] -= seconds
-        mine[PART_INDEX["decode"]] += seconds
