@@ -92,8 +92,8 @@ def parts(runs: Sequence[ReportData]) -> str:
         for letter, run in zip(letters, runs, strict=True)
     )
     return (
-        f"<ul class=parts>{rows}</ul><p class=note>Together 100 %: {total}. Causes that did not "
-        "occur are left out.</p>"
+        f'<ul class="{"parts both" if len(runs) > 1 else "parts"}">{rows}</ul>'
+        f"<p class=note>Together 100 %: {total}. Causes that did not occur are left out.</p>"
     )
 
 
