@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
@@ -42,6 +42,16 @@ _SHARE = 50
 def can_draw(console: Console) -> bool:
     """It is a terminal whose cursor can be moved."""
     return console.is_terminal and not console.is_dumb_terminal
+
+
+class _AsItIs:
+    """A text whose lines fit: looking for places to break them would be a third of the drawing."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+
+    def __rich_console__(self, console: Console, _: ConsoleOptions) -> RenderResult:
+        return self._text.render(console, end="\n")
 
 
 class LiveView:
@@ -91,7 +101,7 @@ class LiveView:
         self._end()
 
     def _begin(self) -> None:
-        self._live = Live(self.frame(), console=self._console, auto_refresh=False, transient=True)
+        self._live = Live(_AsItIs(self.frame()), console=self._console, auto_refresh=False, transient=True)
         self._live.start(refresh=True)
         self._thread = threading.Thread(
             target=self._draw, args=(self._live,), name="live view", daemon=True
@@ -121,7 +131,7 @@ class LiveView:
         while not self._ended.wait(pause):
             began = time.thread_time()
             try:
-                live.update(self.frame(), refresh=True)
+                live.update(_AsItIs(self.frame()), refresh=True)
             except Exception:
                 log.exception("the live view failed and is drawn no more, the run goes on")
                 return

@@ -166,7 +166,7 @@ class LiveModel:
         at_work = [engine for engine in engines.values() if engine.state == "generating"]
         usage, carried = self._figures.usage, self._rollouts.carried
         decoding = sum(engine.decoding for engine in at_work)
-        stragglers = sum(rollout_id in carried for rollout_id in usage.decoding())
+        stragglers = len(carried.intersection(usage.decoding())) if carried else 0
         open_requests = sum(engine.in_flight for engine in engines.values())
         waiting = len(self._rollouts.growing) - open_requests - usage.outside
         counts: dict[Phase, int] = {
