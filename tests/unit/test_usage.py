@@ -208,6 +208,25 @@ def test_an_engine_paused_between_batches_waits_for_the_trainer():
     assert story.parts() == {"trainer": 7, "pause": 1}
 
 
+def test_an_engine_that_has_nothing_waits_for_the_trainer_unpaused():
+    story = Story("a", "b")
+    story.tell(*launch(), *launch(group_id=1), *(chunk(i) for i in (0, 1, 10, 11)))
+    story.tell(finished(0), finished(1), delivered(), do.Pause(engine="a", mode="retract"))
+    story.after(7, ev.BatchRequested(), ev.Continued(engine="a"))
+    story.after(1)
+    assert story.parts("b") == {"trainer": 7, "tail": 1}
+
+
+def test_an_asynchronous_pace_has_tails_while_the_trainer_trains():
+    story = Story()
+    story.tell(*launch(), chunk(0), chunk(1), finished(0), finished(1), delivered())
+    # What is begun before anybody asks shows which pace it is.
+    story.tell(*launch(group_id=1), chunk(10), chunk(11), finished(10))
+    story.after(2, finished(11))
+    story.after(3)
+    assert story.parts() == {"decode": 1, "tail": 1, "trainer": 3}
+
+
 def test_an_adapter_comes_in_beside_what_runs():
     story = Story()
     story.tell(*launch(), chunk(0), chunk(1), ev.UpdateRequested(version=1, beside=True))

@@ -54,6 +54,9 @@ class Awaited:
         """Groups for which nothing is due either."""
         self._wanted = False
         self._updating = False
+        self._launches_unasked = False
+        """It does so on the asynchronous pace, from the opening on. On the synchronous one an
+        engine that has nothing is not even paused while the trainer trains."""
         self._fetching = False
         self._ended = False
         """No more prompts will come."""
@@ -90,10 +93,13 @@ class Awaited:
     @property
     def free(self) -> Cause:
         """Why an engine that generates has free slots."""
+        wanted = self._wanted or bool(self._evaluations)
+        if not wanted and not self._launches_unasked:
+            return "trainer"
         if self._fetching or self._ended:
             return "prompts"
         full = self._batch_groups
-        if self._wanted or self._evaluations:
+        if wanted:
             short = full is not None and self._ready < full <= self._generated
             return "rewards" if short else "tail"
         # Without a bound known, a batch is full when nothing grows.
@@ -155,6 +161,7 @@ class Awaited:
         self.changed = True
 
     def _fetch(self, _: do.FetchPrompts) -> None:
+        self._launches_unasked |= not self._wanted
         self._fetching = self.changed = True
 
     def _prompts_arrived(self, event: ev.PromptsArrived) -> None:
@@ -175,7 +182,9 @@ class Awaited:
         if command.evaluation_id is not None:
             return
         growing = set(command.rollout_ids)
-        if command.restored is not None:
+        if command.restored is None:
+            self._launches_unasked |= not self._wanted
+        else:
             ended = zip(command.rollout_ids, command.restored.finished.tolist(), strict=True)
             growing -= {rollout_id for rollout_id, finished in ended if finished}
         self.changed = True
