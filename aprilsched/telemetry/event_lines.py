@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 import msgspec
 import numpy as np
 
-from aprilsched.core.events import EngineInfo, Event, Progress
+from aprilsched.core.events import EngineInfo, Event
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.policies.schedule import Schedule
+from aprilsched.telemetry.frequent_lines import FREQUENT
 from aprilsched.types import (
     NO_VERSION,
     Batch,
@@ -34,17 +35,7 @@ Writers: TypeAlias = Mapping[str, Callable[[Any], dict[str, Any]]]
 """How a field of this name is written."""
 
 
-class ProgressLine(msgspec.Struct, gc=False):
-    """The line of a Progress, as most are: made in a quarter of the time of a dictionary."""
-
-    t: float
-    event: Literal["Progress"]
-    request_id: int
-    attempt: int
-    tokens: int
-
-
-Line: TypeAlias = dict[str, Any] | ProgressLine
+Line: TypeAlias = dict[str, Any] | msgspec.Struct
 
 _Fields: TypeAlias = tuple[tuple[str, Callable[[Any], dict[str, Any]] | None], ...]
 _EVENTS = frozenset[type](get_args(Event))
@@ -59,16 +50,13 @@ class Lines:
     def __init__(self, writers: Writers) -> None:
         self._writers = writers
         self._fields: dict[type, _Fields] = {}
-        self._counted = Progress if writers is FIELDS else None
+        self._frequent = FREQUENT if writers is FIELDS else {}
 
     def lines(self, things: Iterable[Any], times: Iterable[float]) -> list[Line]:
         """Of what happened or was decided, at these times."""
-        counted = self._counted
+        get, other = self._frequent.get, self._line
         return [
-            ProgressLine(t, "Progress", thing.request_id, thing.attempt, len(thing.token_ids))
-            if type(thing) is counted
-            else self._line(thing, t)
-            for thing, t in zip(things, times, strict=True)
+            get(thing.__class__, other)(thing, t) for thing, t in zip(things, times, strict=True)
         ]
 
     def _line(self, thing: Any, t: float) -> Line:
@@ -124,24 +112,33 @@ def _batch(batch: Batch) -> dict[str, Any]:
     }
 
 
-def _delivered(rollout: Rollout) -> dict[str, Any]:
-    return {
-        "rollout_id": rollout.rollout_id,
-        "group_id": rollout.group_id,
-        "prompt_tokens": len(rollout.prompt_ids),
-        "tokens": len(rollout),
-        "segments": [[s.start, s.end, s.version, s.engine] for s in rollout.segments],
-        "reward": rollout.reward,
-        "finish_reason": rollout.finish_reason,
-        "versions_exact": rollout.versions_exact,
-        "masked": _masked(rollout),
-    }
+class _Delivered(msgspec.Struct, gc=False):
+    rollout_id: int
+    group_id: int
+    prompt_tokens: int
+    tokens: int
+    segments: list[tuple[int, int, int, str | None]]
+    reward: float | None
+    finish_reason: str
+    versions_exact: bool
+    masked: int
 
 
-def _masked(rollout: Rollout) -> int:
-    """Sampled tokens with loss mask 0. Those of the environment are known by their segments."""
-    sampled = sum(s.end - s.start for s in rollout.segments if s.version != NO_VERSION)
-    return sampled - int(np.count_nonzero(rollout.loss_mask))
+def _delivered(rollout: Rollout) -> _Delivered:
+    segments = [(s.start, s.end, s.version, s.engine) for s in rollout.segments]
+    # Those of the environment are known by their segments.
+    sampled = sum([end - start for start, end, version, _ in segments if version != NO_VERSION])
+    return _Delivered(
+        rollout.rollout_id,
+        rollout.group_id,
+        len(rollout.prompt_ids),
+        len(rollout.token_ids),
+        segments,
+        rollout.reward,
+        rollout.finish_reason,
+        rollout.versions_exact,
+        sampled - int(np.count_nonzero(rollout.loss_mask)),
+    )
 
 
 def _version(version: int | None) -> dict[str, Any]:

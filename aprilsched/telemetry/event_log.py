@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from aprilsched.core import commands as do
 from aprilsched.core.events import Event
@@ -119,7 +120,7 @@ class EventLog:
 
     def seconds(self, now: float) -> float:
         """`now`, of the event loop's clock, on the run's; 0.0 before the first event."""
-        return 0.0 if self._began is None else to_microseconds([now - self._began])[0]
+        return 0.0 if self._began is None else to_microseconds(np.array([now - self._began]))[0]
 
     def start(self, *, batches: int = 0) -> None:
         """The folder is there: from now on lines reach the file. `batches`: delivered before, as
@@ -162,9 +163,9 @@ class EventLog:
             if self._began is None:
                 self._began = held[0][1] - (self._former().t if self._append else 0.0)
             began = self._began
-            times = to_microseconds([now - began for _, now in held])
-            lines = self._lines.lines([what for what, _ in held], times)
-            self._buffer += self._encoder.encode_lines(lines)
+            things, times = zip(*held, strict=True)
+            seconds = to_microseconds(np.array(times) - began)
+            self._buffer += self._encoder.encode_lines(self._lines.lines(things, seconds))
         except Exception as error:
             # Detached like any listener that raises, it could not say so in the summary.
             self._give_up(error)

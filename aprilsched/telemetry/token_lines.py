@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import asdict
+
 from aprilsched.telemetry.event_lines import FIELDS, Writers
 from aprilsched.types import Batch, Float32Array, Group, Int32Array, Prompt
 
@@ -42,12 +44,17 @@ def _group(group: Group) -> dict[str, Any]:
 def _batch(batch: Batch) -> dict[str, Any]:
     plain = FIELDS["batch"](batch)
     keys = [group.prompt.key for group in batch.groups for _ in group.rollouts]
-    for line, rollout, key in zip(plain["rollouts"], batch.rollouts, keys, strict=True):
-        line["key"] = key
-        line["input_ids"] = rollout.prompt_ids.tolist()
-        line["token_ids"] = rollout.token_ids.tolist()
-        line["logprobs"] = rollout.logprobs.tolist()
-    return plain
+    with_tokens = [
+        {
+            **asdict(line),
+            "key": key,
+            "input_ids": rollout.prompt_ids.tolist(),
+            "token_ids": rollout.token_ids.tolist(),
+            "logprobs": rollout.logprobs.tolist(),
+        }
+        for line, rollout, key in zip(plain["rollouts"], batch.rollouts, keys, strict=True)
+    ]
+    return {**plain, "rollouts": with_tokens}
 
 
 TOKEN_FIELDS: Writers = {

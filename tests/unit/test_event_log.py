@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,7 +17,9 @@ from aprilsched.analysis.lines import read_lines
 from aprilsched.core import commands as do
 from aprilsched.core import events as ev
 from aprilsched.telemetry import event_log
+from aprilsched.telemetry.event_lines import FIELDS, Lines
 from aprilsched.telemetry.event_log import EventLog
+from aprilsched.telemetry.frequent_lines import FREQUENT
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment, VersionSpan
 
 SECRET = 31_337
@@ -106,6 +109,42 @@ def test_every_kind_has_a_line_and_no_token_is_in_it(tmp_path: Path):
     text = (tmp_path / "events.jsonl").read_text()
     assert str(SECRET) not in text
     assert "secret-key" not in text
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        ev.Progress(request_id=3, attempt=1, token_ids=TOKENS, logprobs=LOGPROBS),
+        ev.Progress(request_id=2**40, attempt=9, token_ids=TOKENS[:0], logprobs=LOGPROBS[:0]),
+        ev.Finished(request_id=3, attempt=2, reason="length"),
+        ev.Finished(request_id=3, attempt=1, reason="stop", spans=()),
+        ev.Finished(
+            request_id=3,
+            attempt=1,
+            reason="stop",
+            spans=(VersionSpan(version=0, start=0, end=3), VersionSpan(version=1, start=3, end=5)),
+        ),
+        *(
+            do.Send(
+                engine="http://a",
+                request_id=3,
+                attempt=1,
+                rollout_id=2,
+                group_id=1,
+                input_ids=TOKENS,
+                sampling=SamplingParams(max_new_tokens=7),
+                **more,
+            )
+            for more in ({}, {"adapter": 4, "cache_version": 5})
+        ),
+    ],
+    ids=lambda what: type(what).__name__,
+)
+def test_lines_of_frequent_kinds_are_those_of_the_table(what: ev.Event | do.Command):
+    frequent, table = Lines(FIELDS), Lines(dict(FIELDS))
+    encode = msgspec.json.encode
+    assert type(what) in FREQUENT
+    assert encode(frequent.lines([what], [1.25])) == encode(table.lines([what], [1.25]))
 
 
 def test_times_count_from_the_first_event(tmp_path: Path):

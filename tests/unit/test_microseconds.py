@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,4 +19,5 @@ NEXT_TO_TIES = TIES.flatmap(
 
 @given(st.lists(st.one_of(SECONDS, TIES, NEXT_TO_TIES)))
 def test_as_round_does_to_the_last_bit(seconds: list[float]):
-    assert [t.hex() for t in to_microseconds(seconds)] == [round(s, 6).hex() for s in seconds]
+    rounded = to_microseconds(np.array(seconds, dtype=np.float64))
+    assert [t.hex() for t in rounded] == [round(s, 6).hex() for s in seconds]
