@@ -50,7 +50,7 @@ class _AsItIs:
     def __init__(self, text: Text) -> None:
         self._text = text
 
-    def __rich_console__(self, console: Console, _: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         return self._text.render(console, end="\n")
 
 
@@ -101,7 +101,9 @@ class LiveView:
         self._end()
 
     def _begin(self) -> None:
-        self._live = Live(_AsItIs(self.frame()), console=self._console, auto_refresh=False, transient=True)
+        self._live = Live(
+            _AsItIs(self.frame()), console=self._console, auto_refresh=False, transient=True
+        )
         self._live.start(refresh=True)
         self._thread = threading.Thread(
             target=self._draw, args=(self._live,), name="live view", daemon=True
