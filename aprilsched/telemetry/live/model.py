@@ -20,6 +20,7 @@ from aprilsched.telemetry.live.history import History
 from aprilsched.telemetry.live.mishaps import Mishaps
 from aprilsched.telemetry.live.rollouts import Rollouts
 from aprilsched.telemetry.live.snapshot import (
+    RECENT_BATCHES,
     EngineRow,
     Faults,
     LatestBatch,
@@ -31,9 +32,6 @@ from aprilsched.telemetry.usage.parts import BUSY, Part
 from aprilsched.telemetry.usage.usage import EngineUsage
 
 __all__ = ["LiveModel"]
-
-_RECENT = 20
-"""Batches whose mean is told: enough to even one out, few enough to follow a change."""
 
 
 class LiveModel:
@@ -56,7 +54,7 @@ class LiveModel:
             for kind in {kind for part in parts for kind in part.kinds}
         }
         """Who listens to what: most kinds concern nobody here."""
-        self._recent: deque[Measured] = deque(maxlen=_RECENT)
+        self._recent: deque[Measured] = deque(maxlen=RECENT_BATCHES)
         self._batches = 0
         self._version = 0
         self._began: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Self
 
@@ -13,10 +14,11 @@ from aprilsched.core.counters import Counters
 from aprilsched.core.events import Event
 from aprilsched.core.ledger import Ledger
 from aprilsched.telemetry.base import Chunks, Listener
-from aprilsched.telemetry.batch_figures import Measured
+from aprilsched.telemetry.batch_figures import Measured, efficiency
 from aprilsched.telemetry.batch_meter import BatchMeter
 from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.live.rollouts import Rollouts
+from aprilsched.telemetry.live.snapshot import RECENT_BATCHES
 
 __all__ = ["PlainLines"]
 
@@ -35,6 +37,7 @@ class PlainLines:
         self._facts = facts
         self._meter = meter
         self._rollouts = Rollouts()
+        self._recent: deque[Measured] = deque(maxlen=RECENT_BATCHES)
         self.said = said
 
     @property
@@ -73,11 +76,13 @@ class PlainLines:
 
     def _line(self, measured: Measured) -> str:
         figures = measured.figures
-        efficiency = figures.efficiency
+        self._recent.append(measured)
+        # Of a single batch it says little: what was carried into it took its time before.
+        latest = efficiency(self._recent)
         return (
             f"{self._facts.title}  batch {figures.index + 1}/{self._facts.batches}"
             f"  {figures.seconds + figures.trainer_seconds:.1f} s  {figures.tokens:,} tokens"
             f"  {len(self._rollouts.growing)} carried  version {figures.version}"
             f"  staleness {figures.staleness_mean:.2f}"
-            + ("" if efficiency is None else f"  efficiency {efficiency:.0%}")
+            + ("" if latest is None else f"  efficiency lately {latest:.0%}")
         )

@@ -9,7 +9,10 @@ from typing import Literal, TypeAlias
 from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.usage.parts import EngineState, Part
 
-__all__ = ["EngineRow", "Faults", "LatestBatch", "Phase", "Snapshot"]
+__all__ = ["RECENT_BATCHES", "EngineRow", "Faults", "LatestBatch", "Phase", "Snapshot"]
+
+RECENT_BATCHES = 20
+"""Whose mean is told: enough to even one out, few enough to follow a change."""
 
 Phase: TypeAlias = Literal[
     "decoding", "straggler", "prefilling", "re-prefilling", "paused", "waiting", "tools", "scoring"
