@@ -44,20 +44,20 @@ nitpick_ignore_regex = [
     # Not ours, or of the standard library: there is no network to look them up in.
     (
         r"py:.*",
-        r"(asyncio|collections|concurrent|contextlib|matplotlib|np|numpy|os|pathlib|torch)\..*",
+        r"(asyncio|collections|concurrent|contextlib|matplotlib|np|numpy|os|pathlib|time|torch)\..*",
     ),
     (r"py:.*", r"(types\.TracebackType|NDArray|Tensor|MsgspecError|looptime\.\w+)"),
     # Inner workings that a signature or a sentence names, and the decisions describe.
     (r"py:.*", r"aprilsched\.core\..*"),
     (r"py:mod", r"aprilsched\..*"),
     (r"py:class", r"aprilsched\.types\.Receipt"),
-    (r"py:class", r"aprilsched\.analysis\.(lines|plots\.plans)\..*"),
+    (r"py:class", r"aprilsched\.analysis\.(lines|plots\.plans|report\.model)\..*"),
     (r"py:class", r"aprilsched\.telemetry\.(batch_meter|live_figures)\..*"),
     (r"py:class", r"aprilsched\.telemetry\.sampling\.engine_loads\..*"),
     (r"py:data", r"FIELDS"),
     # Type variables, and types that the signature of a dataclass breaks at their commas.
     (r"py:class", r"aprilsched\..*\._?[CT]"),
-    (r"py:class", r"tuple\[.*|Weights|device"),
+    (r"py:class", r"tuple\[.*|Weights|device|Tracer|_Attributes"),
 ]
 # Written as they are in the code, and not as what they stand for.
 _ALIASES = ("BoolArray", "Command", "Event", "Float32Array", "Int32Array")

@@ -53,7 +53,7 @@ def epoch_of_monotonic() -> int:
 class Spans(DispatchingListener):
     """Writes spans of a run. Use it as ``with Spans() as spans:`` around the scheduler.
 
-    Behind a :class:`~aprilsched.telemetry.queued.QueuedListener`, give it :attr:`kinds`.
+    Behind a :class:`~aprilsched.telemetry.queued.QueuedListener`, give it `kinds`.
 
     Args:
         tracer: None takes the one of the provider that the process has set up.
