@@ -69,17 +69,18 @@ class Follower:
             return News(lines=lines, anew=anew)
         self._given = self._at
         fresh = self._fresh()
-        if not fresh and self._former is None:
+        if fresh is None:
+            self._former = None
             return self.poll(most)
         return News(lines=fresh)
 
-    def _fresh(self) -> tuple[bytes, ...]:
-        """Whole lines behind the last one, up to where everything has to be given anew."""
+    def _fresh(self) -> tuple[bytes, ...] | None:
+        """Whole lines behind the last one, up to one after which everything has to be given anew;
+        None if that is the next."""
         with self._path.open("rb") as file:
             file.seek(0, 2)
             if file.tell() < self._at:
-                self._former = None
-                return ()
+                return None
             file.seek(self._at)
             read = file.read(_READ_BYTES)
         lines: list[bytes] = []
@@ -88,8 +89,9 @@ class Follower:
             if broken and not lines and read.endswith(raw):
                 return ()  # it may be cut away by a process that goes on
             if broken or any(mark in raw for mark in _ANEW):
-                self._former = None
-                break
+                if lines:
+                    break
+                return None
             lines.append(raw)
         self._at += sum(map(len, lines))
         self._given = self._at

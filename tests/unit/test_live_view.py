@@ -123,7 +123,7 @@ def test_a_narrow_terminal_has_figures_instead_of_bars():
 def test_faults_are_counted_and_the_last_one_is_named():
     lines = shown(replace(SNAPSHOT, faults=FAULTS), 100)
     assert lines[8:10] == [
-        "faults     24 rollouts dropped (20 stale, 4 failed) · 1 engine lost, 1 out of use now"
+        "faults     24 rollouts dropped (20 stale, 4 failed) · 1 engine lost, 1 still out"
         " · 12 retries",
         "           0:31 ago: http://10.0.0.2:30000 lost: it answers no more",
     ]

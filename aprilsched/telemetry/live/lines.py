@@ -169,7 +169,7 @@ def _faults(snapshot: Snapshot, glyphs: Glyphs) -> list[Text]:
         why = ", ".join(f"{count:,} {reason}" for reason, count in reasons)
         said.append(f"{plural(sum(faults.dropped.values()), 'rollout')} dropped ({why})")
     if faults.engines_lost:
-        said.append(f"{plural(faults.engines_lost, 'engine')} lost, {out} out of use now")
+        said.append(f"{plural(faults.engines_lost, 'engine')} lost, {out} still out")
     if faults.retries:
         said.append("1 retry" if faults.retries == 1 else f"{faults.retries:,} retries")
     latest = f"{clock_time(faults.ago)} ago: {faults.latest}"
