@@ -30,6 +30,7 @@ from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.base import Chunks
 from aprilsched.telemetry.event_lines import FIELDS, Lines
 from aprilsched.telemetry.file_writer import FileWriter
+from aprilsched.telemetry.frequent_lines import ProgressLine, progress_lines
 from aprilsched.telemetry.log_tail import RESUMED, Tail, read_tail
 from aprilsched.telemetry.microseconds import to_microseconds
 from aprilsched.telemetry.token_lines import TOKEN_FIELDS
@@ -75,9 +76,12 @@ class EventLog:
     ) -> None:
         self._path = path
         self._lines = Lines(TOKEN_FIELDS if log_tokens else FIELDS)
+        self._log_tokens = log_tokens
         self._hold_lines = 1 if log_tokens else _HOLD_LINES
-        self._held: list[tuple[Event | do.Command, float]] = []
+        self._held: list[Event | do.Command | ProgressLine] = []
         """Not in the buffer yet, and after everything in it."""
+        self._times: list[float] = []
+        """When each of them was."""
         self._append = append
         self._tail: Tail | None = None
         """Where a former process's part ends; read with the first event of the new one."""
@@ -114,7 +118,8 @@ class EventLog:
         self._hold(command, now)
 
     def on_progress(self, chunks: Chunks, now: float) -> None:
-        self._held += chunks
+        self._held += [what for what, _ in chunks] if self._log_tokens else progress_lines(chunks)
+        self._times += [at for _, at in chunks]
         if now >= self._look_at or len(self._held) >= self._hold_lines:
             self._look(now)
 
@@ -148,7 +153,8 @@ class EventLog:
             self._give_up(TimeoutError(f"the disk did not take it within {_CLOSE_SECONDS:g} s"))
 
     def _hold(self, what: Event | do.Command, now: float) -> None:
-        self._held.append((what, now))
+        self._held.append(what)
+        self._times.append(now)
         if isinstance(what, _FLUSHED_AT_ONCE):
             self._flush()
         elif now >= self._look_at or len(self._held) >= self._hold_lines:
@@ -157,15 +163,15 @@ class EventLog:
     def _encode(self) -> None:
         """Bring what is held into the buffer."""
         held, self._held = self._held, []
+        times, self._times = self._times, []
         if self._failure is not None or not held:
             return
         try:
             if self._began is None:
-                self._began = held[0][1] - (self._former().t if self._append else 0.0)
+                self._began = times[0] - (self._former().t if self._append else 0.0)
             began = self._began
-            things, times = zip(*held, strict=True)
             seconds = to_microseconds(np.array(times) - began)
-            self._buffer += self._encoder.encode_lines(self._lines.lines(things, seconds))
+            self._buffer += self._encoder.encode_lines(self._lines.lines(held, seconds))
         except Exception as error:
             # Detached like any listener that raises, it could not say so in the summary.
             self._give_up(error)

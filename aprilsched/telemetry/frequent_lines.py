@@ -6,7 +6,7 @@ test holds each to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,10 +14,13 @@ import msgspec
 from aprilsched.core import commands as do
 from aprilsched.core import events as ev
 
-__all__ = ["FREQUENT", "ProgressLine"]
+__all__ = ["FREQUENT", "ProgressLine", "progress_lines"]
 
 
 class ProgressLine(msgspec.Struct, gc=False):
+    """That of a chunk, which can be held: the chunks themselves, hundreds of them, would be looked
+    at by each collection of garbage, and more collections would begin because of them."""
+
     t: float
     event: Literal["Progress"]
     request_id: int
@@ -48,8 +51,21 @@ class _SendLine(msgspec.Struct, gc=False):
     cache_version: int | None
 
 
+def progress_lines(chunks: Sequence[tuple[ev.Progress, float]]) -> list[ProgressLine]:
+    """Without their times."""
+    return [
+        ProgressLine(0.0, "Progress", event.request_id, event.attempt, len(event.token_ids))
+        for event, _ in chunks
+    ]
+
+
 def _progress(event: ev.Progress, t: float) -> msgspec.Struct:
     return ProgressLine(t, "Progress", event.request_id, event.attempt, len(event.token_ids))
+
+
+def _timed(line: ProgressLine, t: float) -> msgspec.Struct:
+    line.t = t
+    return line
 
 
 def _finished(event: ev.Finished, t: float) -> msgspec.Struct:
@@ -74,6 +90,7 @@ def _send(command: do.Send, t: float) -> msgspec.Struct:
 
 
 FREQUENT: dict[type, Callable[[Any, float], msgspec.Struct]] = {
+    ProgressLine: _timed,
     ev.Progress: _progress,
     ev.Finished: _finished,
     do.Send: _send,
