@@ -41,14 +41,22 @@ class History:
         self.due = 0.0
         """When the next sample is taken."""
         self._samples: deque[_Sample] = deque(maxlen=_COLUMNS + 1)
+        self._columns: tuple[float, ...] | None = None
+        """As the samples are; a picture is drawn several times between two of them."""
 
     def add(self, now: float, engines: Mapping[str, EngineUsage]) -> None:
         """A sample; the engines' seconds reach up to `now`."""
         self.due = now + COLUMN_SECONDS
         self._samples.append(_sample(now, engines))
+        self._columns = None
 
     def utilization(self) -> tuple[float, ...]:
         """The busy share of all engines' time in each column up to the last sample, 0 to 1."""
+        if self._columns is None:
+            self._columns = self._compute()
+        return self._columns
+
+    def _compute(self) -> tuple[float, ...]:
         times: NDArray[np.float64] = np.array([sample.time for sample in self._samples])
         if len(times) < 2:
             return ()
