@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client_cost"))
 
 import benchmark as client_cost
 from clients import scheduler
+from garbage import Garbage
 from memory import post
 from pieces import EVERYTHING, PIECES, together, with_needs
 from processes import machine, measured
@@ -58,10 +59,12 @@ class Timed:
     """Passes on, and adds up the CPU time of the calls in this thread.
 
     Not the wall's: another thread that draws, or a neighbour on the machine, would count as well.
+    Nor what the collector of garbage takes, which clears up after everything and begins anywhere.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, garbage: Garbage) -> None:
         self._listener = listener
+        self._garbage = garbage
         self.ns = 0
         self.calls = 0
         if isinstance(listener, BulkListener):
@@ -69,21 +72,21 @@ class Timed:
             self.on_progress = self._on_progress
 
     def on_event(self, event: Event, now: float) -> None:
-        before = time.thread_time_ns()
+        before = time.thread_time_ns() - self._garbage.ns
         self._listener.on_event(event, now)
-        self.ns += time.thread_time_ns() - before
+        self.ns += time.thread_time_ns() - self._garbage.ns - before
         self.calls += 1
 
     def on_command(self, command: Command, now: float) -> None:
-        before = time.thread_time_ns()
+        before = time.thread_time_ns() - self._garbage.ns
         self._listener.on_command(command, now)
-        self.ns += time.thread_time_ns() - before
+        self.ns += time.thread_time_ns() - self._garbage.ns - before
         self.calls += 1
 
     def _on_progress(self, chunks: Chunks, now: float) -> None:
-        before = time.thread_time_ns()
+        before = time.thread_time_ns() - self._garbage.ns
         self._bulk.on_progress(chunks, now)
-        self.ns += time.thread_time_ns() - before
+        self.ns += time.thread_time_ns() - self._garbage.ns - before
         self.calls += 1
 
 
@@ -97,7 +100,11 @@ def other_threads_s(but: Sequence[threading.Thread]) -> dict[str, float]:
 
 
 async def read(
-    url: str, rollouts: int, listeners: Sequence[Listener], samples: Path | None = None
+    url: str,
+    rollouts: int,
+    listeners: Sequence[Listener],
+    garbage: Garbage,
+    samples: Path | None = None,
 ) -> dict[str, float]:
     """Read everything; CPU of the whole process. Where to `samples`, the engine is sampled too."""
     await post(url, {"pace": IN_FLIGHT * EVENT_TOKENS / TOKENS_PER_SECOND})
@@ -106,17 +113,24 @@ async def read(
         [url], in_flight=IN_FLIGHT, rollouts=rollouts, listeners=listeners, fleet=fleet
     ) as running:
         gc.collect()
-        cpu, wall = time.process_time(), time.perf_counter()
+        cpu, wall, collected = time.process_time(), time.perf_counter(), garbage.ns
         async with nullcontext() if samples is None else Sampler(samples, fleet):
             async for batch in running:
                 tokens += batch.tokens
                 batch.acknowledge()
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        collected = garbage.ns - collected
     if tokens != rollouts * ANSWER_TOKENS:
         raise SystemExit(f"read {tokens} tokens of {rollouts} rollouts")
     # Of the tokens and not of the seconds: on a busy machine the server falls behind its pace.
-    ms_per_s = 1e3 * cpu * TOKENS_PER_SECOND / tokens
-    return {"cpu": cpu, "wall": wall, "cpu_ms_per_s": ms_per_s, "tokens_per_s": tokens / wall}
+    seconds = tokens / TOKENS_PER_SECOND
+    return {
+        "cpu": cpu,
+        "wall": wall,
+        "cpu_ms_per_s": 1e3 * cpu / seconds,
+        "garbage_ms_per_s": collected / 1e6 / seconds,
+        "tokens_per_s": tokens / wall,
+    }
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -124,15 +138,21 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     url, rollouts, which = options.url, options.rollouts, options.run
     if which == "replayed":
         recorder = Recorder()
-        asyncio.run(read(url, rollouts, [recorder]))
+        asyncio.run(read(url, rollouts, [recorder], Garbage()))
         return replayed(recorder, options.repeats, TOKENS_PER_SECOND)
     names = (*(["deaf"] if options.inside else []), *RUNS[which])
     before = threading.enumerate()
-    with tempfile.TemporaryDirectory() as folder, together(names, Path(folder)) as pieces:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        together(names, Path(folder)) as pieces,
+        Garbage() as garbage,
+    ):
         listeners = list(pieces.values())
-        timed = [Timed(listener) for listener in listeners] if options.inside else []
+        timed = [Timed(listener, garbage) for listener in listeners] if options.inside else []
         samples = Path(folder) / "samples.jsonl" if which in SAMPLED else None
-        found: dict[str, Any] = asyncio.run(read(url, rollouts, timed or listeners, samples))
+        found: dict[str, Any] = asyncio.run(
+            read(url, rollouts, timed or listeners, garbage, samples)
+        )
         threads = other_threads_s(before)
     found |= {"run": which}
     if timed:
@@ -175,16 +195,18 @@ def compare(repeats: int, rollouts: int) -> tuple[list[dict[str, Any]], list[dic
         {
             "with": which,
             "ratio": [f(ratios[which]) for f in (min, statistics.median, max)],
-            "cpu_ms_per_s": _cpu(raw, which),
-            "cpu_ms_per_s_without": _cpu(raw, "nothing"),
+            "cpu_ms_per_s": _median(raw, which, "cpu_ms_per_s"),
+            "cpu_ms_per_s_without": _median(raw, "nothing", "cpu_ms_per_s"),
+            "garbage_ms_per_s": _median(raw, which, "garbage_ms_per_s"),
+            "garbage_ms_per_s_without": _median(raw, "nothing", "garbage_ms_per_s"),
         }
         for which in COMPARED
     ]
     return raw, rows
 
 
-def _cpu(raw: list[dict[str, Any]], which: str) -> float:
-    return statistics.median(run["cpu_ms_per_s"] for run in raw if run["run"] == which)
+def _median(raw: list[dict[str, Any]], which: str, what: str) -> float:
+    return statistics.median(run[what] for run in raw if run["run"] == which)
 
 
 def inside(repeats: int, rollouts: int, base_ms: float | None) -> dict[str, Any]:

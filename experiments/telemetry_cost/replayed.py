@@ -46,7 +46,9 @@ def replayed(recorder: Recorder, repeats: int, tokens_per_s: int) -> dict[str, A
     """CPU µs for an event or command, and ms for a second of `tokens_per_s`."""
     gc.collect()
     gc.freeze()
-    shown = {name: with_needs(name) for name in PIECES} | {"everything": EVERYTHING}
+    # Without listeners too: that is no telemetry.
+    shown: dict[str, tuple[str, ...]] = {"nothing": ()}
+    shown |= {name: with_needs(name) for name in PIECES} | {"everything": EVERYTHING}
     found: dict[str, list[float]] = {name: [] for name in shown}
     for _ in range(repeats):
         for name, names in shown.items():

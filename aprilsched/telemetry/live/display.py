@@ -31,7 +31,7 @@ __all__ = ["LiveView", "can_draw"]
 log = logging.getLogger("aprilsched")
 
 _REFRESH_SECONDS = 1.0
-"""A frame takes 2.5 ms between everything else that the process does: at four a second it would
+"""A frame takes 2 ms between everything else that the process does: at four a second it would
 cost a run of 100,000 tokens/s as much as all other telemetry."""
 _REST = 20
 """Lines beside the engines', at most."""
