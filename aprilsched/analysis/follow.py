@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from aprilsched.analysis.incarnations import whole_lines
-from aprilsched.telemetry.log_tail import RESUMED, read_tail
+from aprilsched.telemetry.event_log.tail import RESUMED, read_tail
 
 __all__ = ["Follower", "News"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from aprilsched.telemetry.log_tail import RESUMED, Tail, read_tail
+from aprilsched.telemetry.event_log.tail import RESUMED, Tail, read_tail
 
 __all__ = ["whole_lines"]
 

@@ -20,8 +20,8 @@ import msgspec
 import tomli_w
 
 from aprilsched.errors import RunFolderError
+from aprilsched.telemetry.event_log.tail import read_tail
 from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.log_tail import read_tail
 
 __all__ = [
     "CONFIG",

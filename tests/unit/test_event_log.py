@@ -16,10 +16,9 @@ import pytest
 from aprilsched.analysis.lines import read_lines
 from aprilsched.core import commands as do
 from aprilsched.core import events as ev
-from aprilsched.telemetry import event_log
-from aprilsched.telemetry.event_lines import FIELDS, Lines
-from aprilsched.telemetry.event_log import EventLog
-from aprilsched.telemetry.frequent_lines import FREQUENT
+from aprilsched.telemetry.event_log import EventLog, writing
+from aprilsched.telemetry.event_log.frequent_lines import FREQUENT
+from aprilsched.telemetry.event_log.lines import FIELDS, Lines
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment, VersionSpan
 
 SECRET = 31_337
@@ -198,7 +197,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run(
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("this system has no device that is always full")
-    monkeypatch.setattr(event_log, "_NEW", "wb")  # the device is there already
+    monkeypatch.setattr(writing, "_NEW", "wb")  # the device is there already
     log = EventLog(full)
     log.start()
     with caplog.at_level(logging.WARNING, logger="aprilsched"):
@@ -258,8 +257,8 @@ def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that takes nothing until somebody reads it."""
     path = tmp_path / "events.jsonl"
     os.mkfifo(path)
-    monkeypatch.setattr(event_log, "_NEW", "wb")
-    monkeypatch.setattr(event_log, "_PENDING_BYTES", 5000)
+    monkeypatch.setattr(writing, "_NEW", "wb")
+    monkeypatch.setattr(writing, "_PENDING_BYTES", 5000)
     return path
 
 
@@ -276,8 +275,8 @@ def progress(number: int) -> ev.Progress:
 def test_a_disk_that_hangs_costs_lines_and_no_time(
     pipe: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(event_log, "_FLUSH_BYTES", 200)
-    monkeypatch.setattr(event_log, "_HOLD_LINES", 1)
+    monkeypatch.setattr(writing, "_FLUSH_BYTES", 200)
+    monkeypatch.setattr(writing, "_HOLD_LINES", 1)
     log = EventLog(pipe)
     log.start()
     with caplog.at_level(logging.WARNING, logger="aprilsched"):
@@ -299,7 +298,7 @@ def test_a_disk_that_hangs_costs_lines_and_no_time(
 def test_a_disk_that_hangs_does_not_hold_up_the_end(
     pipe: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(event_log, "_CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(writing, "_CLOSE_SECONDS", 0.01)
     log = EventLog(pipe)
     log.start()
     with caplog.at_level(logging.WARNING, logger="aprilsched"):
@@ -311,8 +310,8 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(
 
 
 def test_a_patient_log_waits_for_the_disk(pipe: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(event_log, "_FLUSH_BYTES", 200)
-    monkeypatch.setattr(event_log, "_HOLD_LINES", 1)
+    monkeypatch.setattr(writing, "_FLUSH_BYTES", 200)
+    monkeypatch.setattr(writing, "_HOLD_LINES", 1)
     log = EventLog(pipe, patient=True)
     log.start()
     with ThreadPoolExecutor(1) as threads:

@@ -15,11 +15,11 @@ from aprildocs.documented import cell, field_texts, type_text
 from aprilsched.config import SchedulerConfig
 from aprilsched.core import commands, events
 from aprilsched.telemetry import figures
-from aprilsched.telemetry.event_lines import FIELDS
-from aprilsched.telemetry.log_tail import RESUMED
+from aprilsched.telemetry.event_log.lines import FIELDS
+from aprilsched.telemetry.event_log.tail import RESUMED
+from aprilsched.telemetry.event_log.token_lines import TOKEN_FIELDS
 from aprilsched.telemetry.metrics.table import METRICS
 from aprilsched.telemetry.sampling.lines import FIELDS as SAMPLED
-from aprilsched.telemetry.token_lines import TOKEN_FIELDS
 from aprilsched.telemetry.trackers.figures import FIGURES
 from aprilsched.telemetry.usage.parts import BUSY, PARTS
 from aprilsched.types import SamplingParams

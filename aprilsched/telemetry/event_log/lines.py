@@ -17,7 +17,7 @@ import numpy as np
 from aprilsched.core.events import EngineInfo, Event
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.telemetry.frequent_lines import FREQUENT
+from aprilsched.telemetry.event_log.frequent_lines import FREQUENT
 from aprilsched.types import (
     NO_VERSION,
     Batch,

@@ -28,12 +28,12 @@ from aprilsched.core import commands as do
 from aprilsched.core.events import Event
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.base import Chunks
-from aprilsched.telemetry.event_lines import FIELDS, Lines
-from aprilsched.telemetry.file_writer import FileWriter
-from aprilsched.telemetry.frequent_lines import ProgressLine, progress_lines
-from aprilsched.telemetry.log_tail import RESUMED, Tail, read_tail
-from aprilsched.telemetry.microseconds import to_microseconds
-from aprilsched.telemetry.token_lines import TOKEN_FIELDS
+from aprilsched.telemetry.event_log.file_writer import FileWriter
+from aprilsched.telemetry.event_log.frequent_lines import ProgressLine, progress_lines
+from aprilsched.telemetry.event_log.lines import FIELDS, Lines
+from aprilsched.telemetry.event_log.microseconds import to_microseconds
+from aprilsched.telemetry.event_log.tail import RESUMED, Tail, read_tail
+from aprilsched.telemetry.event_log.token_lines import TOKEN_FIELDS
 
 __all__ = ["EventLog"]
 

@@ -1,7 +1,7 @@
 """Events and commands as lines of events.jsonl that hold the tokens too: for who asked for them.
 
-They say all that the plain ones of :mod:`aprilsched.telemetry.event_lines` say, in the same words,
-so whatever reads a log reads either.
+They say all that the plain ones of :mod:`aprilsched.telemetry.event_log.lines` say, in the same
+words, so whatever reads a log reads either.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from aprilsched.telemetry.event_lines import FIELDS, Writers
+from aprilsched.telemetry.event_log.lines import FIELDS, Writers
 from aprilsched.types import Batch, Float32Array, Group, Int32Array, Prompt
 
 __all__ = ["TOKEN_FIELDS"]
@@ -67,4 +67,4 @@ TOKEN_FIELDS: Writers = {
     "group": _group,
     "batch": _batch,
 }
-"""The table of :mod:`aprilsched.telemetry.event_lines`, with tokens and prompt keys."""
+"""The table of :mod:`aprilsched.telemetry.event_log.lines`, with tokens and prompt keys."""

@@ -1,7 +1,7 @@
 """Lines of the most frequent kinds, as structs: each is made in a quarter of a dictionary's time.
 
-Invariant: they are the bytes that :mod:`aprilsched.telemetry.event_lines` writes of its table; a
-test holds each to it.
+Invariant: they are the bytes that :mod:`aprilsched.telemetry.event_log.lines` writes of its table;
+a test holds each to it.
 """
 
 from __future__ import annotations
