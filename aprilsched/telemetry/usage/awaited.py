@@ -42,8 +42,6 @@ class Awaited:
         self._groups: dict[int, _Group] = {}
         self._group_of: dict[int, int] = {}
         """By rollout."""
-        self._requests: dict[int, int] = {}
-        """The rollout of each request."""
         self._episodes: set[int] = set()
         self._outside: set[int] = set()
         """Episodes that are with their tools."""
@@ -68,7 +66,6 @@ class Awaited:
             ev.UpdateRequested: self._update_requested,
             ev.UpdateWithdrawn: self._updated,
             ev.PromptsArrived: self._prompts_arrived,
-            ev.Finished: self._finished,
             ev.TurnRequested: self._turn_requested,
             ev.EpisodeFinished: self._episode_finished,
             ev.Rewarded: self._rewarded,
@@ -78,7 +75,6 @@ class Awaited:
             do.Launch: self._launch,
             do.StartEpisode: self._start_episode,
             do.ResolveTurn: self._resolve_turn,
-            do.Send: self._send,
             do.Score: self._score,
             do.ScoreGroup: self._score_group,
             do.Judge: self._judge,
@@ -130,7 +126,6 @@ class Awaited:
     def _opened(self, _: ev.Opened) -> None:
         self._groups.clear()
         self._group_of.clear()
-        self._requests.clear()
         self._episodes.clear()
         self._outside.clear()
         self._evaluations.clear()
@@ -210,12 +205,9 @@ class Awaited:
 
     # --- from growing to ready -----------------------------------------------------------------
 
-    def _send(self, command: do.Send) -> None:
-        self._requests[command.request_id] = command.rollout_id
-
-    def _finished(self, event: ev.Finished) -> None:
-        rollout_id = self._requests.pop(event.request_id, None)
-        if rollout_id is not None and rollout_id not in self._episodes:
+    def finished(self, rollout_id: int) -> None:
+        """A request of the rollout ran to its end: the last one, if no episode has others."""
+        if rollout_id not in self._episodes:
             self._ended_growing(rollout_id)
 
     def _start_episode(self, command: do.StartEpisode) -> None:

@@ -54,8 +54,6 @@ class Occupancy(DispatchingListener):
         self._recording = recording
         self._awaited = Awaited(batch_groups=batch_groups)
         self._requests: dict[int, RequestAtWork] = {}
-        self._seen: set[int] = set()
-        """Requests that were sent before, and are not finished."""
         self._free: Cause = self._awaited.free
         self._paused: Literal["pause", "trainer"] = self._awaited.paused
         self._outside = 0
@@ -152,10 +150,8 @@ class Occupancy(DispatchingListener):
             return
         request_id, context = command.request_id, len(command.input_ids)
         self._close(request_id)
-        again = command.attempt > 1 or request_id in self._seen
-        self._seen.add(request_id)
         self._cut(engine)
-        at: At = "re_prefill" if again else "prefill"
+        at: At = "re_prefill" if command.attempt > 1 else "prefill"
         paces = engine.pacers < _PACERS
         self._requests[request_id] = RequestAtWork(
             attempt=command.attempt,
@@ -224,8 +220,12 @@ class Occupancy(DispatchingListener):
             )
 
     def _finished(self, event: ev.Finished) -> None:
-        self._seen.discard(event.request_id)
+        request = self._requests.get(event.request_id)
         self._came_back(event)
+        if request is not None and request.attempt == event.attempt:
+            self._awaited.finished(request.rollout_id)
+            if self._awaited.changed:
+                self._ask()
 
     def _came_back(self, event: ev.Finished | ev.Interrupted | ev.Failed) -> None:
         request = self._requests.get(event.request_id)
@@ -254,7 +254,6 @@ class Occupancy(DispatchingListener):
         """Of this process: what a former one had in its engines is gone."""
         self.advance(self._now)
         self._requests.clear()
-        self._seen.clear()
         for engine in self.engines.values():
             engine.state = "lost"
             engine.decode = engine.prefill = engine.re_prefill = engine.pacers = 0

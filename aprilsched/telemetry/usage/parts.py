@@ -95,10 +95,6 @@ class Stretch(NamedTuple):
     re_prefill: int
     environment: float
 
-    @property
-    def in_flight(self) -> int:
-        return self.decode + self.prefill + self.re_prefill
-
 
 def seconds_by_part(stretch: Stretch, capacity: int) -> list[float]:
     """Seconds in the order of :data:`PARTS`, for an engine with `capacity` slots (at least as many
