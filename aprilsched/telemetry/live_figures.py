@@ -19,9 +19,10 @@ from aprilsched.telemetry.base import BulkListener, Chunks
 from aprilsched.telemetry.batch_figures import Measured
 from aprilsched.telemetry.batch_meter import BatchMeter
 from aprilsched.telemetry.books import Books
+from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.telemetry.usage.usage import Usage
 
-__all__ = ["LiveFigures"]
+__all__ = ["FiguresListener", "LiveFigures"]
 
 
 class LiveFigures:
@@ -89,3 +90,27 @@ class LiveFigures:
             self.now = now
             for each in self._told:
                 each.on_command(command, now)
+
+
+class FiguresListener(DispatchingListener):
+    """One that looks at the account of a run: at `figures`, which stand before it among the
+    listeners, or at one of its own, which it tells everything. Chunks are for the account alone."""
+
+    def __init__(self, figures: LiveFigures | None = None) -> None:
+        super().__init__()
+        self._figures = figures or LiveFigures()
+        self._inside = figures is None
+
+    def on_event(self, event: Event, now: float) -> None:
+        if self._inside:
+            self._figures.on_event(event, now)
+        self.hear(event, now)
+
+    def on_progress(self, chunks: Chunks, now: float) -> None:
+        if self._inside:
+            self._figures.on_progress(chunks, now)
+
+    def on_command(self, command: Command, now: float) -> None:
+        if self._inside:
+            self._figures.on_command(command, now)
+        self.hear(command, now)

@@ -16,9 +16,7 @@ from aprilsched.core import events as ev
 from aprilsched.core.commands import Command
 from aprilsched.core.events import Event
 from aprilsched.core.ledger import Reason
-from aprilsched.telemetry.base import Chunks
-from aprilsched.telemetry.dispatching import DispatchingListener
-from aprilsched.telemetry.live_figures import LiveFigures
+from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
 from aprilsched.telemetry.metrics.histogram import Buckets, Histogram
 from aprilsched.telemetry.metrics.table import METRICS
 from aprilsched.telemetry.usage.parts import EngineState
@@ -46,7 +44,7 @@ class Scrape:
     histograms: Mapping[str, Buckets]
 
 
-class Metrics(DispatchingListener):
+class Metrics(FiguresListener):
     """Keeps the metrics of a run.
 
     Args:
@@ -55,9 +53,7 @@ class Metrics(DispatchingListener):
     """
 
     def __init__(self, figures: LiveFigures | None = None) -> None:
-        super().__init__()
-        self._figures = figures or LiveFigures()
-        self._inside = figures is None
+        super().__init__(figures)
         self._version = 0
         self._updates: Counter[str] = Counter(succeeded=0, failed=0)
         self._losses: Counter[str] = Counter()
@@ -88,20 +84,6 @@ class Metrics(DispatchingListener):
             do.Deliver: self._deliver,
             do.Redeliver: self._redeliver,
         }
-
-    def on_event(self, event: Event, now: float) -> None:
-        if self._inside:
-            self._figures.on_event(event, now)
-        self.hear(event, now)
-
-    def on_progress(self, chunks: Chunks, now: float) -> None:
-        if self._inside:
-            self._figures.on_progress(chunks, now)
-
-    def on_command(self, command: Command, now: float) -> None:
-        if self._inside:
-            self._figures.on_command(command, now)
-        self.hear(command, now)
 
     def hear(self, what: Event | Command, now: float) -> None:
         if type(what) in self._handlers:

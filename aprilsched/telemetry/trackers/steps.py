@@ -9,10 +9,7 @@ from __future__ import annotations
 from typing import Self
 
 from aprilsched.core import commands as do
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
-from aprilsched.telemetry.base import Chunks
-from aprilsched.telemetry.live_figures import LiveFigures
+from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
 from aprilsched.telemetry.queued_calls import QueuedCalls
 from aprilsched.telemetry.trackers.base import Writer
 from aprilsched.telemetry.trackers.figures import Moment, figures_of
@@ -24,7 +21,7 @@ _MAX_PENDING = 1_000
 _CLOSE_SECONDS = 30.0
 
 
-class StepTracker:
+class StepTracker(FiguresListener):
     """Writes to `writer`, and closes it. Use it as ``with StepTracker(writer) as tracker:`` around
     the scheduler that has it among its listeners.
 
@@ -41,9 +38,9 @@ class StepTracker:
         *,
         close_seconds: float = _CLOSE_SECONDS,
     ) -> None:
+        super().__init__(figures)
+        self._handlers = {do.Deliver: self._step}
         self._writer = writer
-        self._figures = figures or LiveFigures()
-        self._inside = figures is None
         self._seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
         """Of all engines, at the batch before."""
         self._calls = QueuedCalls(
@@ -58,20 +55,6 @@ class StepTracker:
         """What the writer raised; it is given nothing more."""
         return self._calls.error
 
-    def on_event(self, event: Event, now: float) -> None:
-        if self._inside:
-            self._figures.on_event(event, now)
-
-    def on_progress(self, chunks: Chunks, now: float) -> None:
-        if self._inside:
-            self._figures.on_progress(chunks, now)
-
-    def on_command(self, command: Command, now: float) -> None:
-        if self._inside:
-            self._figures.on_command(command, now)
-        if isinstance(command, do.Deliver):
-            self._step(command.batch.index)
-
     def __enter__(self) -> Self:
         return self
 
@@ -83,7 +66,7 @@ class StepTracker:
         if self._calls.close():
             self._writer.close()
 
-    def _step(self, step: int) -> None:
+    def _step(self, command: do.Deliver) -> None:
         account = self._figures
         with account.lock:
             # To the delivery, and not to now: a scrape may have looked further.
@@ -100,4 +83,4 @@ class StepTracker:
             )
             self._seconds = seconds
             figures = figures_of(moment)
-        self._calls.put(self._writer.write, step, figures)
+        self._calls.put(self._writer.write, command.batch.index, figures)
