@@ -10,12 +10,15 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
-# The interpreter of .venv. `make PYTHON=/path/to/python3.12 test` takes another one.
+# The interpreter of .venv. `make test-fast PYTHON=python3.13 VENV=.venv-3.13` takes another one,
+# in an environment of its own.
 PYTHON ?= python3
 # Arguments for pip where torch is installed: an --index-url with CPU builds, say.
 TORCH_PIP_ARGS ?=
 # Arguments for pytest: `make test-fast ARGS='-k sampling -x'`.
 ARGS ?=
+# Processes that tests run in: two that have servers, which mostly wait, and one for the others.
+WORKERS ?= 3
 # What `make demo` runs, from the environment's bin folder.
 DEMO = aprilsched simulate --policy sync,april,pool,auto
 
@@ -50,7 +53,7 @@ PYTHON_311 = $(shell for python in $(PYTHON) python3.11; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; \
 	then echo $$python; break; fi; done)
 
-.PHONY: help venv demo test test-fast docs notebooks lint format clean shared-sglang \
+.PHONY: help venv demo test test-fast test-long docs notebooks lint format clean shared-sglang \
 	.browser .venv .venv-sglang
 
 help: ## Show this list.
@@ -68,10 +71,13 @@ demo: $(DEMO_STAMP) ## Compare scheduling policies in virtual time.
 	$(BIN)/$(DEMO)
 
 test: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) lint ## Lint, and all tests, those on a real server included.
-	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python -m pytest $(ARGS)
+	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-fast: $(TEST_STAMP) $(BROWSER_READY) ## All tests that need no server.
-	$(BIN)/python -m pytest --ignore=tests/sglang $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --ignore=tests/sglang $(ARGS)
+
+test-long: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) ## The tests that search at length, which the others do in short.
+	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python -m pytest -n $(WORKERS) -m long $(ARGS)
 
 docs: $(TEST_STAMP) ## Build the documentation site, docs/_build/html/index.html.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -2,12 +2,17 @@
 
 A thread owns the event loop and with it the whole scheduler; every method here waits for its
 coroutine there. Coroutines that the caller gives (reward, accept, episode) run on that loop.
+
+Invariant: an exception that is raised in the trainer's thread while it waits (Ctrl-C, say) loses
+no batch. A batch is delivered once the call that returns it can no longer raise; until then it is
+offered, and the next call gets it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import (
     AsyncIterable,
@@ -20,25 +25,30 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import Accept, BiasNow, Episode, GroupReward, RefitReport, Reward
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
+from aprilsched.coordinator.session import forked
 from aprilsched.core.state import SchedulerState
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import PromptsExhausted, SchedulerClosed
 from aprilsched.planning import Planner
 from aprilsched.store import Store
 from aprilsched.telemetry.base import Listener
-from aprilsched.types import Batch, Prompt
+from aprilsched.types import Batch, Prompt, Receipt
 from aprilsched.weights.base import WeightPublisher
 
 __all__ = ["RolloutScheduler"]
 
 T = TypeVar("T")
+
+_LOOK_SECONDS = 0.001
+"""Between two looks whether the trainer's thread has what was handed to it: microseconds pass."""
 
 
 class RolloutScheduler:
@@ -76,6 +86,9 @@ class RolloutScheduler:
             store=store,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = 0
+        """The process that has the loop's thread."""
+        self._handing: _Handing | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -85,6 +98,7 @@ class RolloutScheduler:
         )
         self._thread.start()
         self._loop = started.result()
+        self._pid = os.getpid()
         try:
             self._wait(self._rollouts.__aenter__())
         except BaseException:
@@ -101,8 +115,11 @@ class RolloutScheduler:
         self.close()
 
     def close(self) -> None:
-        """Stop from any state; see :meth:`aprilsched.RolloutScheduler.close`."""
-        if self._loop is not None:
+        """Stop from any state; see :meth:`aprilsched.RolloutScheduler.close`.
+
+        In a process that was forked from the scheduler's it does nothing.
+        """
+        if self._loop is not None and self._pid == os.getpid():
             try:
                 self._wait(self._rollouts.close())
             finally:
@@ -116,6 +133,8 @@ class RolloutScheduler:
     @property
     def state(self) -> SchedulerState:
         """What the scheduler knows, to look at while no call is open."""
+        if self._loop is not None and threading.current_thread() is not self._thread:
+            return self._wait(_called(lambda: self._rollouts.state))
         return self._rollouts.state
 
     def bias(self) -> BiasNow:
@@ -130,21 +149,45 @@ class RolloutScheduler:
                 return
 
     def next_batch(self) -> Batch:
-        """Wait for the next batch; raises PromptsExhausted after the last."""
-        return self._wait(self._rollouts.next_batch())
+        """Wait for the next batch; raises PromptsExhausted after the last.
+
+        A wait that is interrupted (KeyboardInterrupt) loses nothing: the next call goes on with
+        it, and returns a batch that came meanwhile.
+        """
+        handing = _Handing()
+        try:
+            batch = self._wait(self._hand_over(handing))
+            # Nothing between these two lines can raise: a signal is looked at when something is
+            # called.
+            handing.done = True
+            return batch
+        except BaseException:
+            handing.void = True
+            raise
 
     def evaluate(self, prompts: Iterable[Prompt], *, group_size: int = 1) -> Batch:
-        """Run `prompts` to their end, neither over-provisioned nor carried."""
+        """Run `prompts` to their end, neither over-provisioned nor carried.
+
+        When the wait is interrupted (KeyboardInterrupt), the result is thrown away: ask again.
+        """
         return self._wait(self._rollouts.evaluate(prompts, group_size=group_size))
 
     def update_weights(
         self, publisher: WeightPublisher, *, version: int | None = None
     ) -> RefitReport:
-        """Bring new weights into every engine: pause, refit, verify, continue."""
+        """Bring new weights into every engine: pause, refit, verify, continue.
+
+        When the wait is interrupted (KeyboardInterrupt) before any weights were loaded, nothing
+        has changed; after that the update runs to its end. :attr:`version` says which it was.
+        """
         return self._wait(self._rollouts.update_weights(publisher, version=version))
 
     def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
-        """Write the scheduler as it is now, for the trainer's own checkpoint."""
+        """Write the scheduler as it is now, for the trainer's own checkpoint.
+
+        When the wait is interrupted (KeyboardInterrupt), nothing is acknowledged, and the file is
+        the old one or the new one, whole.
+        """
         self._wait(self._rollouts.checkpoint(path, acknowledge=acknowledge))
 
     def restore(self, path: Path | str) -> None:
@@ -155,11 +198,19 @@ class RolloutScheduler:
     def asleep(self, *, tags: Sequence[str] = ("kv_cache", "weights")) -> Generator[None]:
         """Lend the engines' memory; see :meth:`aprilsched.RolloutScheduler.asleep`."""
         sleep = self._rollouts.asleep(tags=tags)
-        self._wait(_coroutine(sleep.__aenter__()))
+        entered: list[bool] = []
+
+        async def enter() -> None:
+            await sleep.__aenter__()
+            entered.append(True)
+
         try:
+            self._wait(enter())
             yield
         except BaseException as error:
-            self._wait(_coroutine(sleep.__aexit__(type(error), error, error.__traceback__)))
+            # Also for a Ctrl-C in the moment in which they had fallen asleep.
+            if entered:
+                self._wait(_coroutine(sleep.__aexit__(type(error), error, error.__traceback__)))
             raise
         else:
             self._wait(_coroutine(sleep.__aexit__(None, None, None)))
@@ -168,19 +219,120 @@ class RolloutScheduler:
         if self._loop is None:
             work.close()
             raise SchedulerClosed("use the scheduler inside its `with` block.")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        if self._pid != os.getpid():
+            # The loop's thread is not in this process: nobody would answer.
+            work.close()
+            raise forked()
+        call = _Call(work, self._loop, self._settled)
         try:
-            return future.result()
+            call.begin()
+            return call.outcome.result()
         except BaseException:
-            # Ctrl-C in the trainer's thread: withdraw the call, so that nothing waits for it.
-            future.cancel()
+            if not call.outcome.done():
+                # Ctrl-C in the trainer's thread. The call is withdrawn, and its end waited for, so
+                # that the next one does not find it still open. A second one ends this wait.
+                call.withdraw()
+                concurrent.futures.wait([call.outcome])
             raise
+
+    async def _hand_over(self, handing: _Handing) -> Batch:
+        """Wait for a batch, and let the trainer's thread take it."""
+        batch = await self._rollouts._offered()  # pyright: ignore[reportPrivateUsage]
+        self._handing = handing
+        asyncio.get_running_loop().call_soon(self._take_in_time)
+        if batch.receipt is None:
+            return batch
+        receipt = batch.receipt
+        return replace(batch, receipt=Receipt(lambda: self._acknowledge(receipt)))
+
+    def _acknowledge(self, receipt: Receipt) -> None:
+        """From any thread that has the batch, so the trainer has it. On the loop this may come
+        before the next look."""
+        if self._pid != os.getpid():
+            raise receipt.elsewhere()
+        loop = self._loop
+        if loop is not None:
+            loop.call_soon_threadsafe(lambda: self._settled() and receipt.give())
+
+    def _settled(self) -> bool:
+        """Is it known whether the trainer has what was handed to it last? On the loop."""
+        handing = self._handing
+        if handing is None:
+            return True
+        if handing.done:
+            self._rollouts._take()  # pyright: ignore[reportPrivateUsage]
+        elif not handing.void:
+            return False
+        self._handing = None
+        return True
+
+    def _take_in_time(self) -> None:
+        if self._loop is not None and not self._settled():
+            self._loop.call_later(_LOOK_SECONDS, self._take_in_time)
 
     def _stop_loop(self) -> None:
         loop, self._loop = self._loop, None
         if loop is not None and self._thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join()
+
+
+@dataclass(slots=True, eq=False)
+class _Handing:
+    """One batch on its way from the loop's thread to the trainer's."""
+
+    done: bool = False
+    """The trainer has it."""
+    void: bool = False
+    """It has not: its call raised."""
+
+
+class _Call(Generic[T]):
+    """A coroutine that runs on the loop, for another thread; `outcome` is done when it has ended,
+    also when it was withdrawn. It begins when `ready` says so."""
+
+    def __init__(
+        self,
+        work: Coroutine[Any, Any, T],
+        loop: asyncio.AbstractEventLoop,
+        ready: Callable[[], bool],
+    ) -> None:
+        self.outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._work = work
+        self._loop = loop
+        self._ready = ready
+        self._task: asyncio.Task[T] | None = None
+
+    def begin(self) -> None:
+        self._loop.call_soon_threadsafe(self._begin)
+
+    def withdraw(self) -> None:
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _begin(self) -> None:
+        if self.outcome.done():
+            return
+        if self._ready():
+            self._task = self._loop.create_task(self._work)
+            self._task.add_done_callback(self._end)
+        else:
+            # Another thread is about to return with a batch, or not.
+            self._loop.call_later(_LOOK_SECONDS, self._begin)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        elif not self.outcome.done():
+            self._work.close()
+            self.outcome.set_exception(concurrent.futures.CancelledError())
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.outcome.set_exception(concurrent.futures.CancelledError())
+        elif (error := task.exception()) is not None:
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(task.result())
 
 
 async def _called(function: Callable[[], T]) -> T:

@@ -103,7 +103,8 @@ class SchedulerConfig:
     max_failed_groups: int = 64
     """Groups that may fail in a row, none accepted between, before the run is given up."""
     max_in_flight: int | None = None
-    """Requests with the engines at the same time; None leaves queueing to the engines."""
+    """Requests with the engines at the same time; None leaves queueing to the engines. The others
+    wait until one of these ends, so less than a batch makes a batch take longer, and no more."""
     ready_batches: int = 2
     """Asynchronous pace: complete batches held for a slow trainer before launching stops."""
     allow_inexact_versions: bool = False
@@ -238,13 +239,6 @@ class SchedulerConfig:
         for unit in ("samples", "tokens"):
             if self.stop != unit and getattr(self, f"batch_{unit}") is not None:
                 raise ConfigError(f'batch_{unit} is set but stop is "{self.stop}"; set stop too.')
-        needed = self.batch_groups * self.group_size
-        if self.max_in_flight is not None and self.max_in_flight < needed:
-            raise ConfigError(
-                f"max_in_flight ({self.max_in_flight}) can never fill a batch of "
-                f"{self.batch_groups} groups of {self.group_size}; raise it to {needed} or more, "
-                "or lower batch_groups."
-            )
         if self.refill == "rounds" and (self.pace, self.straggler) not in _ROUNDS:
             raise ConfigError(
                 f'refill="rounds" parks what it does not choose, which pace="{self.pace}" with '

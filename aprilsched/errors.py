@@ -9,12 +9,14 @@
     │   ├── EngineProtocolError  the answer is not what the protocol allows
     │   ├── EngineRejected     the engine answered with an error status
     │   ├── ControlTimeout     a control call did not answer in time
+    │   ├── EngineRestarted    another process answers than the one that was opened
     │   └── TornWeights        an update began and did not end well; neither old nor new
     ├── RefitError             no engine took the new weights; the old version goes on
     ├── FleetLost              no engine is left to generate on, and none came back in time
     ├── RunGivenUp             group after group failed, and none was accepted
     ├── PromptsExhausted       the prompts have ended and everything was delivered
     ├── EpisodeError           an episode used its turn in a way that cannot be recorded
+    ├── CallbackError          the caller's code raised CancelledError, StopIteration or the like
     ├── RunFolderError         a run folder is missing, taken or unreadable
     ├── StoreError             a store or checkpoint cannot be read, written or used
     ├── SchedulerClosed        the scheduler was used outside of its ``async with`` block
@@ -26,11 +28,13 @@ A failed rollout, reward or prompt is no exception: it is an entry of the ledger
 
 __all__ = [
     "AprilschedError",
+    "CallbackError",
     "ConfigError",
     "ControlTimeout",
     "EngineError",
     "EngineProtocolError",
     "EngineRejected",
+    "EngineRestarted",
     "EngineUnreachable",
     "EpisodeError",
     "FleetLost",
@@ -81,6 +85,10 @@ class ControlTimeout(EngineError):
     """A pause, flush, refit or continue call did not answer within its time."""
 
 
+class EngineRestarted(EngineError):
+    """Behind the engine's address is another process than the one that was opened."""
+
+
 class TornWeights(EngineError):
     """The engine's weights are neither the old nor the new ones; only a whole refit mends it."""
 
@@ -103,6 +111,19 @@ class PromptsExhausted(AprilschedError):
 
 class EpisodeError(AprilschedError):
     """An episode asked for something that cannot be recorded as one token sequence."""
+
+
+class CallbackError(AprilschedError):
+    """A function that the caller gave raised what is no ordinary exception; its cause is that.
+
+    CancelledError, StopIteration, GeneratorExit and SystemExit mean something to asyncio itself,
+    so they must not travel through the scheduler's tasks as they are.
+    """
+
+    def __init__(self, what: str, error: BaseException) -> None:
+        super().__init__(
+            f"{what} raised {error!r}; catch it there, or raise an ordinary exception instead."
+        )
 
 
 class RunFolderError(AprilschedError):

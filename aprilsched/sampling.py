@@ -7,18 +7,16 @@ itself decides (how many responses, streaming, logprobs) is refused with a hint.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from numbers import Integral, Real
-from typing import Any, Protocol, TypeAlias, cast
+from numbers import Real
+from typing import Any, Protocol
 
+from aprilsched.checks import OWN, Kind, checked, converted, mistyped, typed
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
 
-__all__ = ["Tokenizer", "sampling_params"]
-
-Kind: TypeAlias = type | tuple[type, ...]
+__all__ = ["Tokenizer", "check_sampling", "sampling_params"]
 
 SYNONYMS: Mapping[str, str] = {
     "max_tokens": "max_new_tokens",  # OpenAI completions, vLLM
@@ -27,19 +25,6 @@ SYNONYMS: Mapping[str, str] = {
     "min_tokens": "min_new_tokens",  # vLLM
     "seed": "sampling_seed",  # OpenAI, vLLM
 }
-
-OWN: Mapping[str, Kind] = {
-    "max_new_tokens": Integral,
-    "min_new_tokens": Integral,
-    "temperature": Real,
-    "top_p": Real,
-    "top_k": Integral,
-    "min_p": Real,
-    "stop_token_ids": Iterable,
-    "ignore_eos": bool,
-    "sampling_seed": Integral,
-}
-"""The fields of :class:`SamplingParams`, without ``extra``."""
 
 SERVER: Mapping[str, Kind] = {
     "frequency_penalty": Real,
@@ -72,17 +57,6 @@ REFUSED: Mapping[str, str] = {
 HARMLESS: Mapping[str, Any] = {"n": 1, "beam_width": 1}
 """The one value of a refused name that asks for nothing."""
 
-WORDS: Mapping[Kind, str] = {
-    Integral: "a whole number",
-    Real: "a finite number",
-    Iterable: "a list of token ids",
-    Mapping: "a mapping",
-    bool: "True or False",
-    str: "a string",
-    (str, list): "a string or a list of strings",
-    (list, tuple): "a string or a list of strings",
-}
-
 
 class Tokenizer(Protocol):
     """What is needed of a tokenizer; those of transformers fit."""
@@ -110,9 +84,9 @@ def sampling_params(
         ConfigError: if a name is unknown, given twice, or has a value of the wrong type.
     """
     if not isinstance(mapping, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"Sampling parameters are {_typed(mapping)}; give a mapping.")
+        raise ConfigError(f"Sampling parameters are {typed(mapping)}; give a mapping.")
     given = {name: value for name, value in mapping.items() if value is not None}
-    extra = dict(_checked("extra", given.pop("extra", {}), Mapping))
+    extra = dict(checked("extra", given.pop("extra", {}), Mapping))
     stops = given.pop("stop", None)
     sources: dict[str, str] = {}
     own: dict[str, Any] = {}
@@ -126,15 +100,33 @@ def sampling_params(
             )
         sources[target] = name
         if target in OWN:
-            own[target] = _converted(name, value, OWN[target])
+            own[target] = converted(name, value, OWN[target])
         elif target in extra:
             raise ConfigError(f"{name} is given twice, once inside extra; keep one of them.")
         else:
-            extra[target] = _checked(name, value, SERVER[target])
+            extra[target] = checked(name, value, SERVER[target])
     _keep_apart(extra)
     if stops is not None:
         own["stop_token_ids"] = own.get("stop_token_ids", ()) + _stop_ids(stops, tokenizer)
     return SamplingParams(**own, extra=extra)
+
+
+def check_sampling(sampling: object) -> None:
+    """Refuse what is no :class:`SamplingParams`, and what ``extra`` must not say because the
+    scheduler does.
+
+    Raises:
+        ConfigError: if it is one of these.
+    """
+    if not isinstance(sampling, SamplingParams):
+        raise ConfigError(
+            f"sampling is {typed(sampling)}; give SamplingParams, or sampling_params(...) of a "
+            "mapping."
+        )
+    _keep_apart(sampling.extra)
+    for name, value in sampling.extra.items():
+        if name in REFUSED:
+            _target(name, value)
 
 
 def _target(name: str, value: Any) -> str | None:
@@ -163,48 +155,12 @@ def _keep_apart(extra: Mapping[str, Any]) -> None:
             raise ConfigError(f"extra holds {name}; give it beside extra, not inside.")
 
 
-def _converted(name: str, value: Any, kind: Kind) -> Any:
-    """The value as the plain Python type of our own field (numpy's scalars are no JSON)."""
-    if kind is Iterable:
-        return _token_ids(name, value)
-    checked = _checked(name, value, kind)
-    if kind is Integral:
-        return int(checked)
-    return float(checked) if kind is Real else checked
-
-
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Token ids from one of them or from several. A string is iterable, and never ids."""
-    ids: Any = (value,) if isinstance(value, Integral) else value
-    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
-        raise _mistyped(name, value, Iterable)
-    return tuple(int(_checked(name, i, Integral)) for i in cast(Iterable[Any], ids))
-
-
-def _checked(name: str, value: Any, kind: Kind) -> Any:
-    """`value`, if it is of `kind`. True is no number here, although Python calls it one."""
-    fits = isinstance(value, kind) and not (kind in (Integral, Real) and isinstance(value, bool))
-    if not fits or (kind is Real and not math.isfinite(value)):
-        raise _mistyped(name, value, kind)
-    return value
-
-
-def _mistyped(name: str, value: object, kind: Kind) -> ConfigError:
-    return ConfigError(f"{name} is {_typed(value)}; give {WORDS[kind]}.")
-
-
-def _typed(value: object) -> str:
-    """A value with its type, short enough for a sentence."""
-    shown = repr(value)
-    return f"{shown if len(shown) <= 40 else shown[:37] + '...'} ({type(value).__name__})"
-
-
 def _stop_ids(stop: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """One token id for each stop string."""
-    strings = [stop] if isinstance(stop, str) else _checked("stop", stop, (list, tuple))
+    strings = [stop] if isinstance(stop, str) else checked("stop", stop, (list, tuple))
     for string in strings:
         if not isinstance(string, str):
-            raise _mistyped("stop", stop, (list, tuple))
+            raise mistyped("stop", stop, (list, tuple))
     if not strings:
         return ()
     if tokenizer is None:

@@ -6,6 +6,7 @@ a :class:`Group` holds the rollouts of one prompt; a :class:`Batch` is what a tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.checks import OWN, checked, converted, plain
 from aprilsched.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +40,19 @@ Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 FinishReason: TypeAlias = Literal["stop", "length"]
 
+_PLAIN: Mapping[str, type] = {
+    "max_new_tokens": int,
+    "min_new_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "ignore_eos": bool,
+    "sampling_seed": int,
+}
+"""What needs no conversion; parameters are made again for each attempt that goes on."""
+_NO_SEED = ("sampling_seed", None)
+
 NO_VERSION = -1
 """Policy version of tokens that no policy sampled (those an environment added)."""
 
@@ -46,9 +61,10 @@ NO_VERSION = -1
 class SamplingParams:
     """How one response is sampled, in SGLang's names.
 
-    ``extra`` is passed to the engine as it is, so any other parameter of the server can be
-    used. :func:`aprilsched.sampling_params` builds this from a mapping in the names
-    of other libraries (``max_tokens``, ``stop``, ``seed``).
+    Numbers may be numpy's; they are converted. ``extra`` is passed to the engine as it is, so any
+    other parameter of the server can be used; it holds what JSON can.
+    :func:`aprilsched.sampling_params` builds this from a mapping in the names of other libraries
+    (``max_tokens``, ``stop``, ``seed``).
     """
 
     max_new_tokens: int = 1024
@@ -63,6 +79,13 @@ class SamplingParams:
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
+        for name, kind in OWN.items():
+            value = getattr(self, name)
+            if type(value) is not _PLAIN.get(name) and (name, value) != _NO_SEED:
+                object.__setattr__(self, name, converted(name, value, kind))
+        if self.extra or type(self.extra) is not dict:
+            extra: Any = plain("extra", checked("extra", self.extra, Mapping))
+            object.__setattr__(self, "extra", extra)
         if self.max_new_tokens < 1:
             raise ConfigError(
                 f"max_new_tokens is {self.max_new_tokens}; a response needs at least 1 token."
@@ -72,7 +95,7 @@ class SamplingParams:
                 f"min_new_tokens is {self.min_new_tokens}; give a number from 0 to "
                 f"max_new_tokens ({self.max_new_tokens})."
             )
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature is {self.temperature}; give 0 (greedy) or more.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; give a number above 0 and at most 1.")
@@ -118,13 +141,24 @@ class Prompt:
             object.__setattr__(self, "sampling", tuple(self.sampling))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefusedPrompt:
+    """A prompt of the source that cannot be used. It keeps its place among the others, so that a
+    resumed run passes over as many, and goes to the ledger with its cause."""
+
+    cause: str
+
+
 def token_array(ids: Sequence[int] | Int32Array, what: str) -> Int32Array:
     """Token ids as a read-only int32 array.
 
     Raises:
         ConfigError: if `ids` is empty, not one-dimensional, not integer or negative.
     """
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError as error:
+        raise ConfigError(f"{what} is no row of token ids ({error}); give integers.") from error
     if array.ndim != 1 or array.size == 0:
         raise ConfigError(f"{what} has shape {array.shape}; give at least one token id in a row.")
     if array.dtype.kind not in "iu":
@@ -175,6 +209,9 @@ class Rollout:
         segments: the same as `versions`, as runs, with the engine that decoded them.
         versions_exact: False where the server could not tell the version of every token.
         reward: the score, or None without a reward function.
+        stale_keys: True if an engine kept the rollout's KV across a refit and sampled tokens
+            after it. Those attend to keys that older weights computed, so their logprobs are those
+            of no single version, whatever `versions` says of them.
     """
 
     rollout_id: int
@@ -190,6 +227,7 @@ class Rollout:
     finish_reason: FinishReason
     reward: float | None = None
     turns: int = 1
+    stale_keys: bool = False
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -201,9 +239,10 @@ class Rollout:
         return int(sampled.min()) if sampled.size else None
 
     def staleness(self, version: int) -> int:
-        """Versions between the oldest token and `version`, the one that consumes it."""
+        """Versions between the oldest token and `version`, the one that consumes it; 0 for tokens
+        of a newer version, which somebody else than the trainer has loaded."""
         oldest = self.oldest_version
-        return 0 if oldest is None else version - oldest
+        return 0 if oldest is None else max(0, version - oldest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -218,7 +257,7 @@ class Group:
 class Receipt:
     """How a batch says that the trainer is done with it.
 
-    A copy in another process has lost it: the scheduler cannot be reached from there.
+    A copy in another process, sent there or forked, cannot say it: the scheduler is not there.
     """
 
     __slots__ = ("_tell",)
@@ -232,11 +271,16 @@ class Receipt:
     def give(self) -> None:
         """Tell the scheduler. Raises ConfigError in another process than its own."""
         if self._tell is None:
-            raise ConfigError(
-                "this batch is a copy from another process; acknowledge it in the process of the "
-                "scheduler."
-            )
+            raise self.elsewhere()
         self._tell()
+
+    @staticmethod
+    def elsewhere() -> ConfigError:
+        """What is raised where the scheduler is not."""
+        return ConfigError(
+            "this batch is a copy from another process; acknowledge it in the process of the "
+            "scheduler."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -245,7 +289,7 @@ class Batch:
 
     Attributes:
         index: counts from 0; a batch that is delivered again keeps it.
-        redelivered: it was delivered before a restart and not acknowledged, and is the same.
+        redelivered: it was there before a restart and not acknowledged, and is the same.
     """
 
     index: int

@@ -61,7 +61,11 @@ def _evaluation_requested(line: Fields) -> Event:
 
 
 def _prompts_arrived(line: Fields) -> Event:
-    return ev.PromptsArrived(prompts=_prompts(line["prompts"]), last=line.get("last", False))
+    return ev.PromptsArrived(
+        prompts=_prompts(line["prompts"]),
+        last=line.get("last", False),
+        partial=line.get("partial", False),
+    )
 
 
 def chunk(request_id: int, attempt: int, tokens: int) -> ev.Progress:
@@ -174,6 +178,7 @@ def _resolve_turn(line: Fields) -> Command:
         logprobs=_logprobs(tokens),
         versions=_ids(tokens),
         finish_reason=line["finish_reason"],
+        withdrawn=line.get("withdrawn", False),
     )
 
 
@@ -240,6 +245,7 @@ def _rollout(row: Fields, index: int) -> Rollout:
         versions_exact=row.get("versions_exact", True),
         finish_reason=row.get("finish_reason", "length"),
         reward=row.get("reward"),
+        stale_keys=row.get("stale_keys", False),
     )
 
 
@@ -291,6 +297,10 @@ def _logprobs(count: int) -> Float32Array:
     return np.zeros(count, dtype=np.float32)
 
 
+def _offer(line: Fields) -> Command:
+    return do.Offer(offered=Batch(index=line["batch"], version=line["version"], groups=()))
+
+
 _BUILD: dict[str, Callable[[Fields], Event | Command]] = {
     "EvaluationRequested": _evaluation_requested,
     "PromptsArrived": _prompts_arrived,
@@ -307,6 +317,7 @@ _BUILD: dict[str, Callable[[Fields], Event | Command]] = {
     "ScoreGroup": _score_group,
     "Judge": _judge,
     "ResolveTurn": _resolve_turn,
+    "Offer": _offer,
     "Deliver": _deliver,
     "Redeliver": _redeliver,
     "DeliverEvaluation": _deliver_evaluation,

@@ -19,6 +19,7 @@ from aprilsched.commands.remainder import remainder
 from aprilsched.commands.setup import Setup, run_on_clock
 from aprilsched.commands.showing import Screen
 from aprilsched.coordinator import RolloutScheduler
+from aprilsched.core.ledger import Reason
 from aprilsched.core.state import SchedulerState
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted
 from aprilsched.store.base import Store
@@ -29,6 +30,9 @@ from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.telemetry.summary import Remainder
 
 __all__ = ["Run"]
+
+_FAILURES = frozenset({Reason.FAILED, Reason.REWARD_FAILED, Reason.EPISODE_FAILED, Reason.DAMAGED})
+"""Reasons that nobody asked for. A group that failed has one of them with one of its rollouts."""
 
 
 class Run:
@@ -68,7 +72,8 @@ class Run:
         self._interrupted = False
 
     def execute(self) -> RunSummary:
-        """Run to the end, or to Ctrl-C; the summary, which is in the folder too.
+        """Run to the end, or to Ctrl-C; the summary, which is in the folder too. Its `error` says
+        why batches are missing, if groups that failed are the reason.
 
         Raises:
             AprilschedError: if the run could not begin or go on.
@@ -193,11 +198,36 @@ class Run:
             self._remainder(),
             clock=self._setup.clock,
             interrupted=self._interrupted,
-            error=None if failure is None else str(failure),
+            error=self._shortfall() if failure is None else str(failure),
             event_log_error=self._log.error,
         )
         self._folder.write_summary(summary)
         return summary
+
+    def _shortfall(self) -> str | None:
+        """Why there are fewer batches than were asked for, if that is a failure.
+
+        A file of prompts may well end before the batches that were asked for: that is none, as
+        long as there was a batch and the groups that failed would not have made up the rest.
+        """
+        if self._scheduler is None or self._interrupted:
+            return None
+        book, asked = self._scheduler.state.book, self._setup.settings.batches
+        delivered = book.counters.batches
+        config = self._setup.config
+        failed = [entry for entry in book.ledger.entries if entry.reason in _FAILURES]
+        groups = len({entry.group_id for entry in failed})
+        missing = (asked * config.batch_groups) - book.counters.delivered // config.group_size
+        if delivered >= asked or (delivered and groups < missing):
+            return None
+        said = f"{delivered} of {asked} batches were" if delivered else "no batch was"
+        if not failed:
+            return f"{said} delivered, because the prompts gave no group; give more prompts."
+        many = "1 group" if groups == 1 else f"{groups} groups"
+        return (
+            f"{said} delivered, because {many} failed, the last one with "
+            f"{failed[-1].cause.rstrip('.')}; mend that, or give more prompts."
+        )
 
     def _remainder(self) -> Remainder:
         if self._scheduler is None:

@@ -15,9 +15,10 @@ from rich.console import Console
 
 from aprilsched.commands.config_file import as_toml, read_settings
 from aprilsched.commands.drive import Run
+from aprilsched.commands.fitting import fitted
 from aprilsched.commands.pictures import leave_report, leave_trace
 from aprilsched.commands.settings import RunSettings
-from aprilsched.commands.setup import prepare
+from aprilsched.commands.setup import prepare, servers
 from aprilsched.commands.showing import screen_of
 from aprilsched.commands.tables import run_table
 from aprilsched.errors import ConfigError
@@ -27,6 +28,7 @@ from aprilsched.telemetry.run_folder import CONFIG, RunFolder, default_path
 __all__ = ["RunCommand", "main"]
 
 _INTERRUPTED = 130
+_FAILED = 2
 _WITH_RESUME = frozenset({"--resume", "--batches", "--json", "--no-report", "--quiet", "--help"})
 
 
@@ -64,7 +66,9 @@ def main(arguments: Sequence[str]) -> int:
         command.settings.scheduler.checked()
         print(tomli_w.dumps(as_toml(command.settings)), end="")
         return 0
-    setup = prepare(command.settings)
+    command.settings.check()
+    settings = fitted(command.settings, lambda: servers(command.settings))
+    setup = prepare(settings)
     folder = _folder(command)
     messages = Console(stderr=True)
     screen = screen_of(setup, messages, title="run", where=str(folder.path))
@@ -80,7 +84,12 @@ def main(arguments: Sequence[str]) -> int:
         if not command.no_report:
             leave_trace(messages, folder.path)
             leave_report(messages, folder.path)
-    return _INTERRUPTED if summary.interrupted else 0
+    if summary.interrupted:
+        return _INTERRUPTED
+    if summary.error is not None:
+        print(f"aprilsched: {' '.join(summary.error.split())}", file=sys.stderr)
+        return _FAILED
+    return 0
 
 
 def _folder(command: RunCommand) -> RunFolder:

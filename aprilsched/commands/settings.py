@@ -18,12 +18,18 @@ from aprilsched.types import SamplingParams
 from aprilsched.workload import LengthLaw, LongTailWorkload
 
 __all__ = [
+    "CAP",
+    "VOCABULARY",
     "RunSettings",
     "SamplingFlags",
     "SchedulerFlags",
     "SimSettings",
     "WorkloadSettings",
 ]
+
+CAP = 6000
+VOCABULARY = 32_000
+"""Of the built-in workload, where neither the user nor a server says anything else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +69,8 @@ class WorkloadSettings:
     """Of the response lengths, in tokens, before the cap."""
     sigma: float = 0.9
     """Standard deviation of the log length."""
-    cap: int = 6000
-    """The longest response."""
+    cap: int | None = None
+    """The longest response; 6,000 tokens if not given, or what the servers have room for."""
     within_group: float = 0.5
     """Share of the log length's variance that the responses of one prompt have in common."""
     law: LengthLaw = "lognormal"
@@ -73,8 +79,9 @@ class WorkloadSettings:
     """Degrees of freedom of "log_t"."""
     prompt_tokens: int = 8
     """Tokens of every prompt."""
-    vocab_size: int = 32_000
-    """Token ids are below it: at most the served model's."""
+    vocab_size: int | None = None
+    """Token ids are below it; the served model's vocabulary if not given, and 32,000 with the
+    embedded engine."""
 
     def checked(self, *, seed: int, group_size: int) -> LongTailWorkload:
         """The workload itself.
@@ -82,7 +89,10 @@ class WorkloadSettings:
         Raises:
             ConfigError: if a parameter is out of its range.
         """
-        return LongTailWorkload(seed=seed, group_size=group_size, **_values(self))
+        values = _values(self)
+        values["cap"] = CAP if self.cap is None else self.cap
+        values["vocab_size"] = VOCABULARY if self.vocab_size is None else self.vocab_size
+        return LongTailWorkload(seed=seed, group_size=group_size, **values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

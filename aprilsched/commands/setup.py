@@ -28,7 +28,7 @@ from aprilsched.weights.base import WeightPublisher
 from aprilsched.weights.disk import DiskPublisher
 from aprilsched.workload import LongTailWorkload
 
-__all__ = ["Setup", "prepare", "run_on_clock"]
+__all__ = ["Setup", "prepare", "run_on_clock", "servers"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +109,15 @@ def _fleet(settings: RunSettings) -> Fleet:
             refit_seconds=sim.refit_seconds,
             timing=_model(settings) or H200_QWEN3_4B,
         )
+    return servers(settings)
+
+
+def servers(settings: RunSettings) -> SGLangFleet:
+    """The SGLang servers of a run.
+
+    Raises:
+        ConfigError: if a URL or a key cannot be used.
+    """
     return SGLangFleet(
         settings.engine,
         admin_key=key_from(settings.admin_key_env),

@@ -9,12 +9,13 @@ one that overtakes its own request is lost.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 
 from aprilsched.coordinator.chunks import ending, progress
-from aprilsched.coordinator.tasks import Tasks
+from aprilsched.coordinator.tasks import TaskKey, Tasks
 from aprilsched.coordinator.throttle import LoopThrottler
 from aprilsched.core.commands import Abort, Send
 from aprilsched.core.events import Event, Failed, Interrupted
@@ -22,6 +23,8 @@ from aprilsched.engines.base import Engine, GenerationRequest
 from aprilsched.errors import EngineError, EngineRejected, EngineUnreachable
 
 __all__ = ["Attempts"]
+
+log = logging.getLogger("aprilsched")
 
 _ABORT_AGAIN_S = 0.25
 _OF_THE_REQUEST = frozenset({400, 413, 422})
@@ -47,12 +50,14 @@ class Attempts:
         self._engines = engines
         self._feed = feed
         self._may_send = may_send
-        self.adapter_name: Callable[[int], str] = str
-        """What the adapter of a version is called on the engines."""
+        self.adapter_names: dict[int, str] = {}
+        """What the adapter of each version is called on the engines."""
         self._throttle = LoopThrottler(rate_limit=rate)
         self._outbox: OrderedDict[Key, Send] = OrderedDict()
         self._waiting = asyncio.Event()
         self._open: dict[Key, Send] = {}
+        self._aborts_unasked: set[str] = set()
+        """Engines of which it was said."""
         self._tasks: Tasks | None = None
 
     def start(self, tasks: Tasks) -> None:
@@ -76,10 +81,23 @@ class Attempts:
         """The engine is lost: leave its streams; each tells the engine to abort as it goes."""
         for key in [key for key, send in self._outbox.items() if send.engine == engine]:
             del self._outbox[key]
+        self._cancel(engine)
+
+    async def leave(self, engine: str) -> None:
+        """Leave its streams as :meth:`abandon` does, and wait until it has been told."""
+        keys = self._cancel(engine)
         if self._tasks is not None:
-            keys = [key for key, send in self._open.items() if send.engine == engine]
-            self._tasks.cancel([("attempt", key) for key in keys])
+            await self._tasks.ended(keys)
+
+    def _cancel(self, engine: str) -> list[TaskKey]:
+        """Cancel what is under way with an engine; the keys of its attempts."""
+        keys = [key for key, send in self._open.items() if send.engine == engine]
+        attempts: list[TaskKey] = [("attempt", key) for key in keys]
+        if self._tasks is not None:
+            # Whoever repeats aborts must not take the places of the streams' own.
             self._tasks.cancel([("abort", key) for key in keys])
+            self._tasks.cancel(attempts)
+        return attempts
 
     def stop_sending(self) -> None:
         self._outbox.clear()
@@ -127,7 +145,7 @@ class Attempts:
             input_ids=send.input_ids,
             sampling=send.sampling,
             affinity=send.group_id,
-            adapter=None if send.adapter is None else self.adapter_name(send.adapter),
+            adapter=self._adapter(send),
             cache_key=self._cache_key(send),
         )
         try:
@@ -136,6 +154,7 @@ class Attempts:
                     news = progress(chunk, request_id, attempt)
                     end = ending(chunk, request_id, attempt)
                     if end is not None:
+                        self._look_for_others(end, send)
                         last = [end] if news is None else [news, end]
                         break
                     if news is not None:
@@ -157,6 +176,18 @@ class Attempts:
             last = [Failed(request_id=request_id, attempt=attempt, cause=cause)]
         return last
 
+    def _look_for_others(self, end: Event, send: Send) -> None:
+        """Say once of an engine that it aborts what nobody here has called back."""
+        key: TaskKey = ("abort", (send.request_id, send.attempt))
+        asked = self._tasks is not None and self._tasks.running(key)
+        if isinstance(end, Interrupted) and not asked and send.engine not in self._aborts_unasked:
+            self._aborts_unasked.add(send.engine)
+            log.warning(
+                "%s aborted a request that this run had not called back; it is sent again, "
+                "but if another scheduler uses the engine, give each its own",
+                send.engine,
+            )
+
     async def _call_back(self, send: Send) -> None:
         key = (send.request_id, send.attempt)
         engine, name = self._engines[send.engine], self._name(send)
@@ -165,6 +196,10 @@ class Attempts:
             with suppress(EngineError):
                 await engine.abort(name)
             await asyncio.sleep(_ABORT_AGAIN_S)
+
+    def _adapter(self, send: Send) -> str | None:
+        version = send.adapter
+        return None if version is None else self.adapter_names.get(version, str(version))
 
     def _cache_key(self, send: Send) -> str | None:
         if send.cache_version is None:

@@ -1,17 +1,35 @@
-"""The caller's functions: reward, accept, episode; and how plain ones are kept off the loop."""
+"""The caller's functions, and the one way in which all of them are called.
+
+Whatever they raise comes out as an ordinary exception: a CancelledError, StopIteration or
+SystemExit of theirs that reached the scheduler's own tasks would end them without a word.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from aprilsched.coordinator.episodes import Turn
+from aprilsched.errors import CallbackError
 from aprilsched.types import Group, Prompt, Rollout
 
-__all__ = ["Accept", "CallbackRunner", "Episode", "GroupReward", "Reward"]
+__all__ = [
+    "Accept",
+    "CallbackRunner",
+    "Episode",
+    "GroupReward",
+    "Overdue",
+    "Reward",
+    "called",
+    "called_now",
+    "raised",
+]
+
+log = logging.getLogger("aprilsched")
 
 T = TypeVar("T")
 
@@ -23,6 +41,10 @@ Accept: TypeAlias = Callable[[Group], bool | Awaitable[bool]]
 """Keeps or rejects a scored group (dynamic sampling)."""
 
 _THREADS = 16
+_GRACE_S = 10.0
+"""For cancelled code of the caller's to clean up after itself (leave a process group, say)."""
+_LEFT_BEHIND: set[asyncio.Task[Any]] = set()
+"""Cancelled code that may still run: a task that nobody refers to could vanish in mid-air."""
 
 
 class Episode(Protocol):
@@ -41,19 +63,129 @@ class CallbackRunner:
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None
 
-    async def call(self, function: Callable[..., T | Awaitable[T]], *args: Any) -> T:
+    async def call(self, what: str, function: Callable[..., T | Awaitable[T]], *args: Any) -> T:
+        """The result of ``function(*args)``; `what` names the function in errors.
+
+        Raises:
+            CallbackError: if it raises what is no ordinary exception.
+            Exception: what it raises otherwise.
+        """
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 (an object with async __call__)
         ):
-            result = function(*args)
-        else:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="aprilsched")
-            result = await asyncio.get_running_loop().run_in_executor(
-                self._threads, function, *args
-            )
-        return cast("T", await result if inspect.isawaitable(result) else result)
+            return await called(what, cast("Callable[..., Awaitable[T]]", function), *args)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="aprilsched")
+        return await called(what, self._in_thread, what, self._threads, function, args)
+
+    @staticmethod
+    async def _in_thread(
+        what: str, threads: ThreadPoolExecutor, function: Callable[..., Any], args: Sequence[Any]
+    ) -> Any:
+        loop = asyncio.get_running_loop()
+        result, error = await loop.run_in_executor(threads, _outcome_in_thread, function, args)
+        if error is not None:
+            raise _ordinary(what, error)
+        return await result if inspect.isawaitable(result) else result
 
     def close(self) -> None:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def called(
+    what: str,
+    function: Callable[..., Awaitable[T]],
+    *args: Any,
+    within: float | None = None,
+) -> T:
+    """Await ``function(*args)``, which is the caller's code, in a task of its own.
+
+    A CancelledError that the caller's code raises by itself is thereby told apart from a
+    cancellation of the task that waits here. When that task is cancelled, so is the caller's code;
+    if it does not end within :data:`_GRACE_S`, it is left behind and that is said.
+
+    Raises:
+        CallbackError: if it raises what is no ordinary exception; `what` names it.
+        Overdue: if it has not ended after `within` seconds.
+        Exception: what it raises otherwise.
+    """
+    task = asyncio.create_task(_outcome(function, args), name=what)
+    try:
+        done, _ = await asyncio.wait([task], timeout=within)
+    except asyncio.CancelledError:
+        await _leave(task, what)
+        raise
+    if not done:
+        await _leave(task, what)
+        raise Overdue
+    # Cancelled before it began: by code that cancels every task that it finds.
+    result, error = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
+    if error is not None:
+        raise _ordinary(what, error)
+    return cast("T", result)
+
+
+def called_now(what: str, function: Callable[..., T], *args: Any) -> T:
+    """Call a plain function of the caller's on the loop, where it must not take long.
+
+    Raises:
+        CallbackError: if it raises what is no ordinary exception; `what` names it.
+        Exception: what it raises otherwise.
+    """
+    try:
+        return function(*args)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise _ordinary(what, error) from error
+
+
+def raised(what: str, error: Exception) -> str:
+    """The cause for the ledger: what was called, and what it raised."""
+    return f"{what} raised {(error.__cause__ if isinstance(error, CallbackError) else error)!r}"
+
+
+class Overdue(Exception):
+    """The caller's code has not ended within its time."""
+
+
+async def _outcome(
+    function: Callable[..., Awaitable[Any]], args: Sequence[Any]
+) -> tuple[Any, BaseException | None]:
+    """The result, or what was raised, as a value: as the end of a task a CancelledError or
+    SystemExit would be taken for something else. Ctrl-C alone goes its way."""
+    try:
+        return await function(*args), None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return None, error
+
+
+def _outcome_in_thread(
+    function: Callable[..., Any], args: Sequence[Any]
+) -> tuple[Any, BaseException | None]:
+    # A StopIteration cannot be set on a future at all: whoever awaits it would wait for ever.
+    try:
+        return function(*args), None
+    except BaseException as error:
+        return None, error
+
+
+def _ordinary(what: str, error: BaseException) -> Exception:
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    wrapped = CallbackError(what, error)
+    wrapped.__cause__ = error
+    return wrapped
+
+
+async def _leave(task: asyncio.Task[Any], what: str) -> None:
+    """Cancel the caller's code, and wait for it no longer than it may take to clean up."""
+    task.cancel()
+    _LEFT_BEHIND.add(task)
+    task.add_done_callback(_LEFT_BEHIND.discard)
+    _, hanging = await asyncio.wait([task], timeout=_GRACE_S)
+    if hanging:
+        log.error("%s ignores that it was cancelled and is left behind", what)

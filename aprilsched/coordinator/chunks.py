@@ -17,6 +17,7 @@ def progress(chunk: Chunk, request_id: int, attempt: int) -> Progress | None:
         attempt=attempt,
         token_ids=chunk.token_ids,
         logprobs=chunk.logprobs,
+        label=chunk.label,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,13 @@ from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.waits import Waits
 from aprilsched.coordinator.work import Work
 from aprilsched.core.batches import handed_over
-from aprilsched.core.commands import Deliver, FinishUpdate, Redeliver
+from aprilsched.core.commands import FinishUpdate, Offer
 from aprilsched.core.events import BatchesAcknowledged, Event
-from aprilsched.core.saving.cut import take_everything
+from aprilsched.core.saving.cut import take_checkpoint
 from aprilsched.core.saving.saved import Saved
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state import SchedulerState
-from aprilsched.errors import SchedulerClosed
+from aprilsched.errors import ConfigError, SchedulerClosed, StoreError
 from aprilsched.store.base import Store
 from aprilsched.store.sqlite import read_checkpoint, write_checkpoint
 from aprilsched.types import Receipt
@@ -31,6 +32,9 @@ from aprilsched.types import Receipt
 __all__ = ["Durability"]
 
 log = logging.getLogger("aprilsched")
+
+_SAFE_S = 30.0
+"""As long as closing waits for the store."""
 
 
 class Durability:
@@ -56,6 +60,8 @@ class Durability:
         self._feed = feed
         self._checkpoint: Saved | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._safe: asyncio.Future[None] | None = None
+        self._pid = os.getpid()
 
     # --- lifetime ------------------------------------------------------------------------------
 
@@ -78,6 +84,7 @@ class Durability:
             ConfigError: if what was saved cannot go on in this scheduler.
         """
         self._loop = asyncio.get_running_loop()
+        self._pid = os.getpid()
         saved, recorder = self._checkpoint, self._recorder
         if recorder is not None:
             self._work.must_be_storable()
@@ -87,11 +94,23 @@ class Durability:
             else:
                 recorder.begin_anew()
         if saved is not None:
-            self._core.restore(saved)
+            self._restore(saved)
             self._work.pass_over(saved.run.cursor)
             log.warning("the run %s", _resumed(self._core.state))
         # After a checkpoint the engines may have gone on: those versions are void.
         return self._checkpoint is None
+
+    def _restore(self, saved: Saved) -> None:
+        try:
+            self._core.restore(saved)
+            self._core.check_invariants()
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise StoreError(
+                f"what was saved is of no run that can go on ({error}); restore a checkpoint, or "
+                "begin with a new store."
+            ) from error
 
     def start(self, tasks: Tasks) -> None:
         if self._recorder is not None:
@@ -104,29 +123,53 @@ class Durability:
 
     # --- batches -------------------------------------------------------------------------------
 
-    def deliver(self, command: Deliver | Redeliver) -> None:
-        """Hand a batch over."""
-        batch = command.batch
+    def offer(self, command: Offer) -> None:
+        """Show a batch to the trainer when the store has it."""
+        offered = command.offered
         if self._recorder is None:
-            self._waits.deliver(batch)
+            self._waits.show(offered)
             return
-        batch = replace(batch, receipt=Receipt(lambda: self.acknowledge((batch.index,))))
-        self._recorder.before(lambda: self._waits.deliver(batch))
+        batch = replace(offered, receipt=Receipt(lambda: self.acknowledge((offered.index,))))
+
+        def show() -> None:
+            # While it was written, a new version may have come.
+            offer = self._core.state.offer
+            if offer is not None and offer.batch is offered:
+                self._waits.show(batch)
+
+        self._recorder.before(show)
 
     def finish_update(self, command: FinishUpdate) -> None:
-        """The trainer has its answer; the new version is saved."""
-        self._waits.finish_update(command)
+        """The new version, and that the batches before it are acknowledged, is saved."""
         if self._recorder is not None:
-            self._recorder.save_soon()
+            self._safe = safe = asyncio.get_running_loop().create_future()
+            self._recorder.before(lambda: _resolve(safe))
+        self._waits.finish_update(command)
+
+    async def safe(self) -> None:
+        """Wait, not for ever, until the store has what the last update brought."""
+        if self._safe is None:
+            return
+        done, _ = await asyncio.wait([self._safe], timeout=_SAFE_S)
+        if not done:
+            log.warning(
+                "the store has not taken the last update within %g s; until it has, a restart may "
+                "deliver batches again that were acknowledged",
+                _SAFE_S,
+            )
 
     def trained_on(self) -> tuple[int, ...]:
         """Batches that the trainer was given and has not acknowledged."""
-        kept = self._waits.kept
-        batches = handed_over(self._core.state)
-        return tuple(index for index in batches if kept is None or index != kept.index)
+        return handed_over(self._core.state)
 
     def acknowledge(self, batches: tuple[int, ...]) -> None:
-        """The trainer need not be given these again. From any thread."""
+        """The trainer need not be given these again. From any thread.
+
+        Raises:
+            ConfigError: in a process that was forked from the scheduler's.
+        """
+        if self._pid != os.getpid():
+            raise Receipt.elsewhere()
         loop = self._loop
         if loop is None or loop.is_closed():
             return
@@ -142,13 +185,20 @@ class Durability:
 
     async def checkpoint(self, path: Path, *, acknowledge: bool) -> None:
         """See :meth:`RolloutScheduler.checkpoint`."""
-        if acknowledge:
-            self._acknowledge(self.trained_on())
-        cut = take_everything(self._core.state)
+        batches = self.trained_on() if acknowledge else ()
+        cut = take_checkpoint(self._core.state, without=batches)
         if self._inline:
             write_checkpoint(path, cut)
         else:
             await asyncio.to_thread(write_checkpoint, path, cut)
+        # Not before the file is there: what it does not hold must be delivered again.
+        if batches:
+            self._acknowledge(batches)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _resumed(state: SchedulerState) -> str:

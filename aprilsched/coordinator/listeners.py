@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from aprilsched.coordinator.callbacks import called_now
 from aprilsched.core.commands import Command
 from aprilsched.core.events import Event, Progress
 from aprilsched.errors import InvariantViolation
@@ -26,6 +27,7 @@ __all__ = ["Listeners"]
 
 log = logging.getLogger("aprilsched")
 
+_LISTENER = "the listener"
 _LONG_CALL_S = 0.01
 """A call that is shorter is not counted: ten thousand tokens are encoded in it."""
 _TOO_LONG_S = 1.0
@@ -91,7 +93,7 @@ class Listeners:
         before = time.perf_counter()
         for listener, call in calls:
             try:
-                call(what, now)
+                called_now(_LISTENER, call, what, now)
             except InvariantViolation:
                 raise
             except Exception as error:

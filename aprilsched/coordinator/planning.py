@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from aprilsched.coordinator.callbacks import called_now
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.core.commands import Plan
 from aprilsched.core.events import Event, Planned
@@ -40,10 +41,11 @@ class Planning:
 
     def _planned(self, command: Plan) -> Planned:
         try:
-            schedule = self._planner.plan(command, self._rules)
+            schedule = called_now("the planner", self._planner.plan, command, self._rules)
+            changes = not schedule.same_as(command.current)
         except Exception as error:
             log.exception("no schedule could be chosen; the one in force stays")
             return Planned(schedule=None, cause=repr(error))
-        if not schedule.same_as(command.current):
+        if changes:
             log.info("from now on %s", schedule.why)
         return Planned(schedule=schedule)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
 from aprilsched.errors import ConfigError
+from aprilsched.sampling import check_sampling
 from aprilsched.store.codec import check_storable
-from aprilsched.types import Prompt
+from aprilsched.types import Prompt, RefusedPrompt
 
 __all__ = ["PromptSource", "checked"]
 
 
 _END = object()
+TOGETHER_S = 0.1
+"""Seconds without another prompt after which those at hand are launched. Each prompt that arrives
+alone costs those that run a prefill pass (hazard 15), about 20 ms."""
 
 
 class PromptSource:
@@ -26,6 +31,8 @@ class PromptSource:
         self._sync: Iterator[Prompt] = iter(())
         self._skip: Callable[[int], Any] | None = getattr(prompts, "skip", None)
         self._passed = 0
+        self._raised: ConfigError | None = None
+        """What the latest prompt was refused for, if it was."""
         self._storable = False
         self._read(prompts)
 
@@ -55,23 +62,57 @@ class PromptSource:
         else:
             self._read(self._skip(count))
 
-    async def take(self, count: int) -> tuple[tuple[Prompt, ...], bool]:
+    async def take(
+        self, count: int, early: Callable[[tuple[Prompt | RefusedPrompt, ...]], None]
+    ) -> tuple[tuple[Prompt | RefusedPrompt, ...], bool]:
         """Up to `count` prompts, and whether the source has ended.
 
+        An asynchronous source that gives nothing for :data:`TOGETHER_S` is dry for now: `early` is
+        given what has come, if anything, and the rest is waited for.
+
         Raises:
-            ConfigError: if something else than a usable Prompt comes; and whatever the source
-                itself raises.
+            Exception: whatever the source itself raises. A ConfigError out of it is one bad prompt,
+                unless the source has ended with it, as a generator has.
         """
-        taken: list[Prompt] = []
+        taken: list[Prompt | RefusedPrompt] = []
+
+        def dry() -> None:
+            early(tuple(taken))
+            taken.clear()
+
         await self._pass_over()
-        while len(taken) < count:
+        for _ in range(count):
+            timer = None
+            if self._async is not None:
+                timer = asyncio.get_running_loop().call_later(TOGETHER_S, dry)
+            try:
+                prompt = await self._usable()
+            finally:
+                if timer is not None:
+                    timer.cancel()
+            if prompt is None:
+                return tuple(taken), True
+            taken.append(prompt)
+        return tuple(taken), False
+
+    async def _usable(self) -> Prompt | RefusedPrompt | None:
+        """The next prompt, or why it cannot be used; None at the end."""
+        try:
             prompt = await self._next()
             if prompt is _END:
-                return tuple(taken), True
-            taken.append(checked(prompt, self._group_size))
+                if self._raised is not None:
+                    raise self._raised
+                return None
+            self._raised = None
+            usable = checked(prompt, self._group_size)
             if self._storable:
-                check_storable(taken[-1])
-        return tuple(taken), False
+                check_storable(usable)
+        except ConfigError as error:
+            if error is self._raised:
+                raise
+            self._raised = error
+            return RefusedPrompt(cause=str(error))
+        return usable
 
     async def _next(self) -> object:
         """The next prompt, or :data:`_END`."""
@@ -102,4 +143,8 @@ def checked(prompt: object, group_size: int) -> Prompt:
             f"a prompt has {len(prompt.sampling)} sampling parameters for a group of "
             f"{group_size}; give one for each rollout, or one for all."
         )
+    several: Any = prompt.sampling if isinstance(prompt.sampling, tuple) else (prompt.sampling,)
+    for sampling in several:
+        if sampling is not None:
+            check_sampling(sampling)
     return prompt

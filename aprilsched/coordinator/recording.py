@@ -142,6 +142,10 @@ class Recorder:
     async def _save_in_time(self) -> None:
         while True:
             await asyncio.sleep(min(FINISHED_S, self._interval_s))
+            if self._queue:
+                # The store is slower than the interval: cuts that wait for it would become ever
+                # more, and each batch would wait behind all of them.
+                continue
             journal = self._state.book.journal
             if journal.finished or _now() >= self._saved_at + self._interval_s:
                 self._save()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aprilsched.coordinator.callbacks import Overdue, called, raised
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.watchdog import watched
 from aprilsched.core.commands import Refit, Retire
@@ -25,8 +26,7 @@ __all__ = ["RefitReport", "Refits"]
 
 log = logging.getLogger("aprilsched")
 
-_GRACE_S = 10.0
-"""For a cancelled publisher to clean up after itself (leave a group, say)."""
+_PUBLISHER = "the publisher"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,6 @@ class Refits:
         self._call_timeout_s = call_timeout_s
         self._refit_timeout_s = refit_timeout_s
         self._tasks: Tasks | None = None
-        self._left_behind: set[asyncio.Task[Mapping[str, Exception | None]]] = set()
         self._calls = 0
 
     def start(self, tasks: Tasks) -> None:
@@ -79,7 +78,9 @@ class Refits:
         publisher = self._fleets if command.catch_up else self.publisher
         # Catching up ends with its engine; a refit of the whole fleet goes on for the others.
         key = ("control", command.engines[0]) if command.catch_up else ("control",)
-        self._start(key, self._refit(command, publisher))
+        # Taken now: one that leaves the fleet meanwhile is not among the engines any more.
+        engines = [self._engines[name] for name in command.engines]
+        self._start(key, self._refit(command, publisher, engines))
 
     def keep_publisher(self) -> None:
         """The version that it moved is the fleet's now."""
@@ -97,60 +98,47 @@ class Refits:
         if self._tasks is not None:
             self._tasks.start((*key, "refit", self._calls), work)
 
-    async def _refit(self, command: Refit, publisher: WeightPublisher | None) -> None:
-        causes = await self._publish(command, publisher)
+    async def _refit(
+        self, command: Refit, publisher: WeightPublisher | None, engines: Sequence[Engine]
+    ) -> None:
+        causes = await self._publish(command, publisher, engines)
         async with asyncio.TaskGroup() as group:
-            for name in command.engines:
-                group.create_task(self._verify(command, name, causes.get(name) or ""))
+            for engine in engines:
+                cause = causes.get(engine.name) or ""
+                group.create_task(self._verify(command, engine, cause))
 
     async def _publish(
-        self, command: Refit, publisher: WeightPublisher | None
+        self, command: Refit, publisher: WeightPublisher | None, engines: Sequence[Engine]
     ) -> Mapping[str, str]:
         """Bring the version in; for each engine why it failed, or an empty string."""
         if publisher is None:
             return dict.fromkeys(command.engines, "there is no publisher")
         self.failure = None
+        what = f"the refit to version {command.version}"
         try:
-            results = await self._bounded(publisher, command)
-        except TimeoutError:
+            with watched(", ".join(command.engines), what):
+                results = await called(
+                    _PUBLISHER,
+                    publisher.publish,
+                    command.version,
+                    engines,
+                    within=self._refit_timeout_s,
+                )
+            return _causes(results)
+        except Overdue:
             cause = f"the publisher did not finish within {self._refit_timeout_s:g} s"
             return dict.fromkeys(command.engines, cause)
         except Exception as error:
             # A publisher is the caller's code: whatever it raises ends this update, not the run.
             self.failure = error
-            return dict.fromkeys(command.engines, f"the publisher raised {error!r}")
-        return {name: str(error) if error else "" for name, error in results.items()}
+            return dict.fromkeys(command.engines, raised(_PUBLISHER, error))
 
-    async def _bounded(
-        self, publisher: WeightPublisher, command: Refit
-    ) -> Mapping[str, Exception | None]:
-        engines = [self._engines[name] for name in command.engines]
-        task = asyncio.ensure_future(publisher.publish(command.version, engines))
-        try:
-            with watched(", ".join(command.engines), f"the refit to version {command.version}"):
-                done, _ = await asyncio.wait([task], timeout=self._refit_timeout_s)
-        except asyncio.CancelledError:
-            self._leave_behind(task)
-            raise
-        if done:
-            return task.result()
-        task.cancel()
-        _, hanging = await asyncio.wait([task], timeout=_GRACE_S)
-        if hanging:
-            log.error("%s ignores that it was cancelled and is left behind", publisher)
-            self._leave_behind(task)
-        raise TimeoutError
-
-    def _leave_behind(self, task: asyncio.Task[Mapping[str, Exception | None]]) -> None:
-        task.cancel()
-        self._left_behind.add(task)
-        task.add_done_callback(self._left_behind.discard)
-
-    async def _verify(self, command: Refit, name: str, cause: str) -> None:
+    async def _verify(self, command: Refit, engine: Engine, cause: str) -> None:
         """Believe only what the engine itself says of its version."""
+        name = engine.name
         version: int | None
         try:
-            version = await self._version(command, name, cause)
+            version = await self._version(command, engine, cause)
         except TornWeights as error:
             version, cause = None, cause or str(error)
         except (EngineError, TimeoutError) as error:
@@ -159,9 +147,9 @@ class Refits:
             return
         self._feed(Refitted(engine=name, version=version, cause=cause, catch_up=command.catch_up))
 
-    async def _version(self, command: Refit, name: str, cause: str) -> int:
+    async def _version(self, command: Refit, engine: Engine, cause: str) -> int:
         async with asyncio.timeout(self._call_timeout_s):
-            version = await self._engines[name].version()
+            version = await engine.version()
         if command.beside:
             # The label is the base model's. An adapter is there if loading it did not fail.
             return self._fleet_version() if cause else command.version
@@ -169,9 +157,27 @@ class Refits:
 
     async def _retire(self, publisher: AdapterPublisher, command: Retire) -> None:
         try:
-            async with asyncio.timeout(self._refit_timeout_s):
-                await publisher.retire(command.version, self._engines[command.engine])
+            await called(
+                _PUBLISHER,
+                publisher.retire,
+                command.version,
+                self._engines[command.engine],
+                within=self._refit_timeout_s,
+            )
         except Exception as error:
             log.warning(
                 "%s keeps the adapter of version %d: %r", command.engine, command.version, error
             )
+
+
+def _causes(results: Mapping[str, Exception | None]) -> Mapping[str, str]:
+    """For each engine why it did not take the weights, as the publisher says."""
+    if not isinstance(results, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"publish() returned a {type(results).__name__}; return a mapping from each engine's "
+            "name to None, or to the exception that says why it did not take the weights"
+        )
+    # An exception without words (TimeoutError()) is one nevertheless.
+    return {
+        name: "" if error is None else str(error) or repr(error) for name, error in results.items()
+    }

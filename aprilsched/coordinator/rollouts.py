@@ -21,7 +21,7 @@ from aprilsched.coordinator.work import Work
 from aprilsched.core import events as ev
 from aprilsched.core.state import SchedulerState
 from aprilsched.engines.base import Fleet
-from aprilsched.errors import ConfigError, PromptsExhausted
+from aprilsched.errors import ConfigError, InvariantViolation, PromptsExhausted
 from aprilsched.planning import Planner
 from aprilsched.store.base import Store
 from aprilsched.telemetry.base import Listener
@@ -117,7 +117,11 @@ class RolloutScheduler:
         await self.close()
 
     async def close(self) -> None:
-        """Stop from any state: requests aborted, every engine continued, nothing left running."""
+        """Stop from any state: requests aborted, every engine continued, nothing left running.
+
+        How long that may take grows with the number of requests in flight. It may be called from
+        any task, at any time and repeatedly.
+        """
         await self._session.close()
 
     def _feed(self, event: ev.Event) -> None:
@@ -156,7 +160,12 @@ class RolloutScheduler:
             raise StopAsyncIteration from None
 
     async def next_batch(self) -> Batch:
-        """Wait for the next batch. A cancelled wait loses nothing.
+        """Wait for the next batch.
+
+        A cancelled wait loses nothing: a batch is taken when the call returns, and until then it
+        is there for the next call. A timeout around it may be as short as you like, also shorter
+        than the store takes to keep a batch safe. A batch that was not taken before the next
+        update is made up anew after it.
 
         Raises:
             PromptsExhausted: when the prompts have ended and everything was delivered.
@@ -166,52 +175,74 @@ class RolloutScheduler:
             RunGivenUp: when `max_failed_groups` groups in a row failed.
             SchedulerClosed: outside of the ``async with`` block.
         """
+        await self._offered()
+        return self._take()
+
+    async def _offered(self) -> Batch:
+        """Wait until a batch may be taken."""
         self._check_open()
         if self._waits.batch_wanted:
             raise ConfigError("next_batch() is waited for already; one trainer takes batches.")
-        if self._waits.kept is not None:
-            batch, self._waits.kept = self._waits.kept, None
-            return batch
         future = self._waits.for_batch()
         self._feed(ev.BatchRequested())
         try:
-            result = await future
+            while self._waits.offer is None:
+                if not await future:
+                    raise PromptsExhausted("the prompts have ended and everything was delivered.")
+                if self._waits.offer is None:
+                    # An update came in the moment between, and the batch is made up anew.
+                    future = self._waits.for_batch()
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self._waits.kept = future.result()
-            else:
-                self._feed(ev.BatchWithdrawn())
+            self._feed(ev.BatchWithdrawn())
             raise
-        if result is None:
-            raise PromptsExhausted("the prompts have ended and everything was delivered.")
-        return result
+        finally:
+            future.cancel()
+        return self._waits.offer
+
+    def _take(self) -> Batch:
+        """The trainer has the batch that is offered."""
+        batch, self._waits.offer = self._waits.offer, None
+        if batch is None:
+            raise InvariantViolation("a batch was taken that is not offered")
+        self._feed(ev.BatchTaken(index=batch.index))
+        return batch
 
     async def evaluate(self, prompts: Iterable[Prompt], *, group_size: int = 1) -> Batch:
         """Run `prompts` to their end on the same engines, under one version.
 
         Neither over-provisioned nor carried; an update waits for it. Groups come in the order of
-        the prompts; those that failed are missing and in the ledger.
+        the prompts; those that failed are missing and in the ledger. A call that is cancelled ends
+        the evaluation: its requests are called back, and no update waits for it.
 
         Raises:
-            ConfigError: if there is no prompt or one cannot be used.
+            ConfigError: if there is no prompt, if one cannot be used, or if `group_size` is 0.
         """
         self._check_open()
+        if group_size < 1:
+            raise ConfigError(f"group_size is {group_size}; give 1 or more.")
         chosen = tuple(checked(prompt, group_size) for prompt in prompts)
         if not chosen:
             raise ConfigError("evaluate() got no prompts; give at least one.")
         self._evaluations += 1
-        future = self._waits.for_evaluation(self._evaluations)
+        number = self._evaluations
+        future = self._waits.for_evaluation(number)
         self._feed(
-            ev.EvaluationRequested(
-                evaluation_id=self._evaluations, prompts=chosen, group_size=group_size
-            )
+            ev.EvaluationRequested(evaluation_id=number, prompts=chosen, group_size=group_size)
         )
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._waits.forget_evaluation(number)
+            self._feed(ev.EvaluationWithdrawn(evaluation_id=number))
+            raise
 
     # --- durability ----------------------------------------------------------------------------
 
     async def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
         """Write the scheduler as it is now to one file, for the trainer's own checkpoint.
+
+        A call that fails acknowledges nothing, and leaves a file that was there as it was. One
+        that is cancelled acknowledges nothing either; its file may still be written.
 
         Everything in flight with its tokens, the place in the prompts, the versions. After
         :meth:`restore` the run goes on as it did from here.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ from aprilsched.coordinator.outages import Outages
 from aprilsched.coordinator.planning import Planning
 from aprilsched.coordinator.readmission import Readmission
 from aprilsched.coordinator.refits import Refits
+from aprilsched.coordinator.sharing import Claim, say_who_is_there
 from aprilsched.coordinator.step_times import StepTimes
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.waits import Waits
@@ -40,7 +42,7 @@ from aprilsched.planning import Planner
 from aprilsched.store.base import Store
 from aprilsched.telemetry.base import Listener
 
-__all__ = ["Session"]
+__all__ = ["Session", "forked"]
 
 log = logging.getLogger("aprilsched")
 
@@ -64,6 +66,7 @@ class Session:
         self.engines: dict[str, Engine] = {}
         self.waits = Waits()
         self._fleet = fleet
+        self._claim = Claim(run_id)
         self._work = work
         if rules.automatic and not planner.inline:
             listeners = [*listeners, StepTimes(planner)]
@@ -106,6 +109,9 @@ class Session:
         self._heartbeat = Heartbeat(self.feed)
         self._planning = Planning(planner=planner, rules=rules, feed=self.feed)
         self._stopping = asyncio.Event()
+        self._opening: asyncio.Future[None] | None = None
+        self._pid = os.getpid()
+        """The process that opened it."""
         self._main: asyncio.Task[None] | None = None
         self._wire()
 
@@ -119,8 +125,18 @@ class Session:
     # --- lifetime ------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        if self._main is not None:
+        if self._main is not None or self._opening is not None:
             raise SchedulerClosed("a RolloutScheduler is opened once; make a new one.")
+        self._pid = os.getpid()
+        self._opening = asyncio.get_running_loop().create_future()
+        try:
+            await self._open()
+        finally:
+            self._opening.set_result(None)
+            self._opening = None
+        self.waits.raise_failure()
+
+    async def _open(self) -> None:
         adopt = await self.durability.open()
         try:
             opened = await self._open_fleet()
@@ -130,27 +146,57 @@ class Session:
         opened = replace(opened, adopt=adopt)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._main = asyncio.create_task(self._run(opened, ready), name="aprilsched")
-        await ready
-        self.waits.raise_failure()
+        try:
+            await ready
+        except BaseException:
+            # Whoever gave up opening it will not close it.
+            await self._end()
+            raise
 
     async def _open_fleet(self) -> ev.Opened:
-        await self._fleet.open()
+        # Before it is opened: whoever is refused must not close it for the one who has it.
+        self._claim.take(self._fleet.engines)
         try:
-            self.engines.update((engine.name, engine) for engine in self._fleet.engines)
-            return await check_engines(self._fleet.engines, self.config, resumed=self.state.resumed)
+            await self._fleet.open()
         except BaseException:
-            await self._fleet.close()
+            self._claim.give_back()
+            raise
+        try:
+            self._claim.take(self._fleet.engines)
+            self.engines.update((engine.name, engine) for engine in self._fleet.engines)
+            opened = await check_engines(
+                self._fleet.engines, self.config, resumed=self.state.resumed
+            )
+            await say_who_is_there(self._fleet.engines)
+            return opened
+        except BaseException:
+            try:
+                await self._fleet.close()
+            finally:
+                self._claim.give_back()
             raise
 
     async def close(self) -> None:
-        if self._main is None:
+        # A forked process has copies of everything and owns nothing of it: the engines, the store
+        # and the tasks are those of the process that opened them.
+        if self._pid != os.getpid():
             return
-        self._stopping.set()
-        # A second Ctrl-C cancels this wait; the clean-up below it is bounded and goes on.
-        await asyncio.shield(asyncio.gather(self._main, return_exceptions=True))
+        if self._opening is not None:
+            self._stopping.set()
+            await asyncio.wait([self._opening])
+        await self._end()
+
+    async def _end(self) -> None:
+        if self._main is not None:
+            self._stopping.set()
+            # A second Ctrl-C cancels this wait; the clean-up below it is bounded and goes on.
+            await asyncio.wait([self._main])
 
     def check_open(self) -> None:
-        """Raises what ended the session, or SchedulerClosed if it was not opened or is closed."""
+        """Raises what ended the session, or SchedulerClosed if it was not opened or is closed, or
+        if this process was forked from the one that opened it."""
+        if self._main is not None and self._pid != os.getpid():
+            raise forked()
         self.waits.raise_failure()
         if self._main is None or self._stopping.is_set():
             raise SchedulerClosed("use the scheduler inside its `async with` block.")
@@ -180,29 +226,43 @@ class Session:
                 self._loop.stop()
                 # A pause that is on its way must not arrive after the continue, nor may an
                 # engine be opened anew while it is closed.
-                tasks.cancel_kind(("control",))
+                self._controls.stop()
                 tasks.cancel_kind(("readmission",))
                 tasks.cancel(["membership", "heartbeat"])
                 await asyncio.sleep(0)
-                await release(self.attempts, self.engines, self.state)
+                await self._release()
                 released = True
+                self._work.stop()
                 tasks.cancel_all()
         except BaseExceptionGroup as errors:
             # One bug or one bad prompt is what happened; the group is only how it travelled.
             error = _first(errors)
             log.error("the scheduler stopped: %r", error)
             self.waits.fail(error)
+        except KeyboardInterrupt:
+            # It has left the event loop where it was raised. Raised here once more, it would end
+            # the loop in which the caller's own tasks clean up.
+            log.warning("the scheduler was interrupted, and closes")
+        except asyncio.CancelledError:
+            self.waits.fail(SchedulerClosed("the scheduler's own task was cancelled from outside."))
+            raise
         finally:
             self._loop.stop()
             if not released:
-                await release(self.attempts, self.engines, self.state)
+                await self._release()
             closed = SchedulerClosed("the scheduler was closed while it was waited for.")
             self.waits.fail(closed)
             if not ready.done():
                 ready.set_exception(closed)
             self._work.close()
-            await self.durability.close()
-            await self._fleet.close()
+            try:
+                await self.durability.close()
+                await self._fleet.close()
+            finally:
+                self._claim.give_back()
+
+    async def _release(self) -> None:
+        await release(self.attempts, self._controls, self.engines, self.state)
 
     # --- commands ------------------------------------------------------------------------------
 
@@ -215,6 +275,7 @@ class Session:
                 do.Launch: lambda _: None,
                 do.StartEpisode: work.start_episode,
                 do.ResolveTurn: work.resolve_turn,
+                do.DiscardTokens: lambda _: None,
                 do.Score: work.score,
                 do.ScoreGroup: work.score_group,
                 do.Judge: work.judge,
@@ -228,6 +289,7 @@ class Session:
                 do.Release: controls.release,
                 do.Wake: controls.wake,
                 do.Continue: controls.resume,
+                do.Verify: controls.verify,
                 do.Refit: self.refits.refit,
                 do.Retire: self.refits.retire,
                 do.LoseEngine: self._lose_engine,
@@ -238,8 +300,10 @@ class Session:
                 do.WantUpdate: outages.want_update,
                 do.FinishUpdate: self._finish_update,
                 do.FinishSleep: waits.finish_sleep,
-                do.Deliver: self.durability.deliver,
-                do.Redeliver: self.durability.deliver,
+                do.Offer: self.durability.offer,
+                do.WithdrawOffer: waits.withdraw,
+                do.Deliver: lambda _: None,
+                do.Redeliver: lambda _: None,
                 do.EndOfPrompts: waits.end,
                 do.DeliverEvaluation: waits.deliver_evaluation,
             }
@@ -274,6 +338,13 @@ class Session:
                 f"{command.cause}; mend that, or raise max_failed_groups."
             )
         )
+
+
+def forked() -> SchedulerClosed:
+    """What a forked process is told that asks for something."""
+    return SchedulerClosed(
+        "this process was forked from that of the scheduler; use the scheduler where it was opened."
+    )
 
 
 def _now() -> float:

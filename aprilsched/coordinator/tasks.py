@@ -1,4 +1,9 @@
-"""Named tasks inside one task group: every task is referenced, and can be cancelled by its key."""
+"""Named tasks inside one task group: every task is referenced, and can be cancelled by its key.
+
+Invariants: a key that is in use is never given to a second task; a task that ends cancelled
+although nothing here cancelled it ends the group with an error, because whoever waits for what it
+would have done would wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +11,93 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeAlias
 
+from aprilsched.errors import InvariantViolation
+
 __all__ = ["TaskKey", "Tasks"]
 
 TaskKey: TypeAlias = str | tuple[Any, ...]
 
 
 class Tasks:
-    """Tasks by key. A task that raises ends the whole group, as asyncio.TaskGroup does."""
+    """Tasks by key. A task that raises ends the whole group, as asyncio.TaskGroup does. Made
+    inside the group, by the task that owns it."""
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self._group = group
+        self._owner = asyncio.current_task()
         self._tasks: dict[TaskKey, asyncio.Task[None]] = {}
+        self._cancelled: set[asyncio.Task[None]] = set()
+        self._ending = False
 
     def start(self, key: TaskKey, work: Coroutine[Any, Any, None]) -> None:
-        """Start `work` under a key that is not in use."""
+        """Start `work` under a key that is not in use.
+
+        Raises:
+            InvariantViolation: if the key is in use: the older task could not be cancelled then.
+        """
+        if key in self._tasks:
+            work.close()
+            raise InvariantViolation(f"a task named {key} runs already")
         task = self._group.create_task(work)
         self._tasks[key] = task
-        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+        task.add_done_callback(lambda ended: self._end(key, ended))
 
     def running(self, key: TaskKey) -> bool:
         return key in self._tasks
+
+    def fail(self, error: BaseException) -> None:
+        """End the whole group with `error`, which happened where nobody of the group saw it."""
+        if self._ending:
+            return
+        self._ending = True
+        work = _raise(error)
+        try:
+            self._group.create_task(work)
+        except RuntimeError:
+            # The group is over already.
+            work.close()
 
     def cancel(self, keys: Iterable[TaskKey]) -> None:
         for key in keys:
             task = self._tasks.get(key)
             if task is not None:
+                self._cancelled.add(task)
                 task.cancel()
 
-    def cancel_kind(self, kind: tuple[str, ...]) -> None:
-        """Cancel every task whose key is a tuple that begins with `kind`."""
-        length = len(kind)
-        self.cancel([k for k in self._tasks if isinstance(k, tuple) and k[:length] == kind])
+    def cancel_kind(self, kind: tuple[str, ...], *, but: Iterable[TaskKey] = ()) -> None:
+        """Cancel every task whose key is a tuple that begins with `kind`, `but` a few."""
+        length, spared = len(kind), set(but)
+        self.cancel(
+            [
+                key
+                for key in self._tasks
+                if isinstance(key, tuple) and key[:length] == kind and key not in spared
+            ]
+        )
+
+    async def ended(self, keys: Iterable[TaskKey]) -> None:
+        """Wait until none of these runs any more, however it ends."""
+        tasks = [self._tasks[key] for key in keys if key in self._tasks]
+        if tasks:
+            await asyncio.wait(tasks)
 
     def cancel_all(self) -> None:
+        """The group ends."""
+        self._ending = True
         for task in list(self._tasks.values()):
             task.cancel()
+
+    def _end(self, key: TaskKey, task: asyncio.Task[None]) -> None:
+        del self._tasks[key]
+        expected = task in self._cancelled
+        self._cancelled.discard(task)
+        # With its owner the whole group is cancelled, and with the first task that raises.
+        ending = self._ending or (self._owner is not None and self._owner.cancelling() > 0)
+        if not task.cancelled():
+            self._ending = self._ending or task.exception() is not None
+        elif not expected and not ending:
+            self.fail(InvariantViolation(f"the task {key} was cancelled by none of ours"))
+
+
+async def _raise(error: BaseException) -> None:
+    raise error

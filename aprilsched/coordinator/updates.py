@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
+from aprilsched.coordinator.callbacks import called, called_now
 from aprilsched.coordinator.outages import wants_update
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
@@ -25,6 +26,7 @@ __all__ = ["Updates"]
 
 log = logging.getLogger("aprilsched")
 
+_PUBLISHER = "the publisher"
 _TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
@@ -52,11 +54,12 @@ class Updates:
             await self._previous_update()
             new = session.state.tracker.trainer + 1 if version is None else version
             self._check(publisher, new)
-            await publisher.prepare(new)
+            await called(_PUBLISHER, publisher.prepare, new)
             session.check_open()
             result = await self._run(publisher, new)
         if result.cause:
             raise self._error(result) from session.refits.failure
+        await session.durability.safe()
         return RefitReport(
             version=new,
             quarantined=dict(result.failed),
@@ -83,16 +86,19 @@ class Updates:
     async def _run(self, publisher: WeightPublisher, new: int) -> do.FinishUpdate:
         session = self._session
         beside = isinstance(publisher, AdapterPublisher)
-        if beside:
-            session.attempts.adapter_name = publisher.adapter_name
+        name = called_now(_PUBLISHER, publisher.adapter_name, new) if beside else None
+        holds = isinstance(publisher, RepublishingPublisher) and called_now(
+            _PUBLISHER, publisher.holds, new
+        )
+        if name is not None:
+            session.attempts.adapter_names[new] = name
         session.refits.publisher = publisher
         future = session.waits.for_update()
-        holds = isinstance(publisher, RepublishingPublisher) and publisher.holds(new)
         session.feed(
             ev.UpdateRequested(
                 version=new,
                 beside=beside,
-                republishable=holds,
+                republishable=bool(holds),
                 acknowledges=session.durability.trained_on(),
             )
         )

@@ -1,7 +1,7 @@
 """What the trainer waits for: its next batch, an update, evaluations.
 
-A batch that arrives for a waiter who has just given up is kept for the next one, so cancelling a
-wait loses nothing.
+A batch is only shown here, and the trainer's call takes it when it goes on. A call that is
+cancelled, at whatever moment, has taken nothing, and the batch is there for the next one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class Waits:
     """Futures of the trainer's open calls."""
 
     def __init__(self) -> None:
-        self.kept: Batch | None = None
-        self._batch: asyncio.Future[Batch | None] | None = None
+        self.offer: Batch | None = None
+        """The batch that may be taken; a store has it."""
+        self._batch: asyncio.Future[bool] | None = None
         self._update: asyncio.Future[FinishUpdate] | None = None
         self._evaluations: dict[int, asyncio.Future[Batch]] = {}
         self._sleep: asyncio.Future[FinishSleep] | None = None
@@ -33,7 +34,8 @@ class Waits:
     def batch_wanted(self) -> bool:
         return self._batch is not None and not self._batch.done()
 
-    def for_batch(self) -> asyncio.Future[Batch | None]:
+    def for_batch(self) -> asyncio.Future[bool]:
+        """For a batch to be offered: True; False when there will be no more."""
         self._batch = self._check().create_future()
         return self._batch
 
@@ -62,16 +64,19 @@ class Waits:
 
     # --- commands ------------------------------------------------------------------------------
 
-    def deliver(self, batch: Batch) -> None:
-        """Hand a batch over."""
+    def show(self, batch: Batch) -> None:
+        """The batch may be taken."""
+        self.offer = batch
         if self._batch is not None and not self._batch.done():
-            self._batch.set_result(batch)
-        else:
-            self.kept = batch
+            self._batch.set_result(True)
+
+    def withdraw(self, _: object) -> None:
+        """It may not be taken any more."""
+        self.offer = None
 
     def end(self, _: object) -> None:
         if self._batch is not None and not self._batch.done():
-            self._batch.set_result(None)
+            self._batch.set_result(False)
 
     def finish_update(self, command: FinishUpdate) -> None:
         if self._update is not None and not self._update.done():
@@ -85,6 +90,10 @@ class Waits:
         future = self._evaluations.pop(command.evaluation_id, None)
         if future is not None and not future.done():
             future.set_result(command.batch)
+
+    def forget_evaluation(self, evaluation_id: int) -> None:
+        """Nobody waits for it any more."""
+        self._evaluations.pop(evaluation_id, None)
 
     def refuse(self, error: BaseException, *, batch: bool, evaluations: Iterable[int]) -> None:
         """Who waits for these gets `error`; later calls work again."""

@@ -15,17 +15,17 @@ SLOW_CALL_S = 10.0
 
 
 @contextmanager
-def watched(who: str, what: str) -> Generator[None]:
-    """Log a line for every :data:`SLOW_CALL_S` seconds that the block takes."""
+def watched(who: str, what: str, *, every_s: float = SLOW_CALL_S) -> Generator[None]:
+    """Log a line for every `every_s` seconds that the block takes."""
     loop = asyncio.get_running_loop()
     began = loop.time()
 
     def bark() -> None:
         nonlocal timer
         log.warning("%s has not answered %s for %.0f s", who, what, loop.time() - began)
-        timer = loop.call_later(SLOW_CALL_S, bark)
+        timer = loop.call_later(every_s, bark)
 
-    timer = loop.call_later(SLOW_CALL_S, bark)
+    timer = loop.call_later(every_s, bark)
     try:
         yield
     finally:

@@ -6,12 +6,22 @@ dropped group is cancelled with it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Set
+from typing import Any, cast
 
-from aprilsched.coordinator.callbacks import Accept, CallbackRunner, Episode, GroupReward, Reward
+from aprilsched.coordinator.callbacks import (
+    Accept,
+    CallbackRunner,
+    Episode,
+    GroupReward,
+    Reward,
+    called,
+    raised,
+)
 from aprilsched.coordinator.episodes import Turn
 from aprilsched.coordinator.prompts import PromptSource
 from aprilsched.coordinator.tasks import Tasks
@@ -34,12 +44,16 @@ from aprilsched.core.events import (
     Rewarded,
     RewardFailed,
 )
+from aprilsched.types import Prompt, RefusedPrompt
 
 __all__ = ["Work"]
 
 log = logging.getLogger("aprilsched")
 
-_EXPECTED = frozenset({"rejected", "stale"})
+_REWARD = "the reward function"
+_ACCEPT = "the accept function"
+
+_EXPECTED = frozenset({"rejected", "stale", "withdrawn"})
 """Reasons that the user asked for; the others are failures, and said as they happen."""
 
 
@@ -65,9 +79,12 @@ class Work:
         self._runner = CallbackRunner()
         self._turns: dict[int, Turn] = {}
         self._tasks: Tasks | None = None
+        self._asked: deque[int] = deque()
+        self._reads = asyncio.Event()
 
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks
+        tasks.start("prompts", called("the source of prompts", self._read))
 
     def must_be_storable(self) -> None:
         """Prompts are kept in a store."""
@@ -77,13 +94,19 @@ class Work:
         """The first so many prompts were launched before the run was resumed."""
         self._prompts.pass_over(count)
 
+    def stop(self) -> None:
+        """The scheduler ends: no turn that an episode waits for will come."""
+        for turn in self._turns.values():
+            turn.end()
+
     def close(self) -> None:
         self._runner.close()
 
     # --- commands ------------------------------------------------------------------------------
 
     def fetch(self, command: FetchPrompts) -> None:
-        self._start("prompts", self._fetch(command.count))
+        self._asked.append(command.count)
+        self._reads.set()
 
     def start_episode(self, command: StartEpisode) -> None:
         self._start(("episode", command.rollout_id), self._run_episode(command))
@@ -108,6 +131,9 @@ class Work:
         if self._tasks is None:
             return
         self._tasks.cancel([("group", command.group_id), ("verdict", command.group_id)])
+        for rollout_id in command.rollout_ids:
+            if rollout_id in self._turns:
+                self._turns[rollout_id].end()
         for kind in ("episode", "reward"):
             self._tasks.cancel((kind, rollout_id) for rollout_id in command.rollout_ids)
 
@@ -117,25 +143,45 @@ class Work:
         if self._tasks is not None:
             self._tasks.start(key, work)
 
-    async def _fetch(self, count: int) -> None:
-        prompts, last = await self._prompts.take(count)
-        self._feed(PromptsArrived(prompts=prompts, last=last))
+    async def _read(self) -> None:
+        """Take prompts as they are asked for: one task from the begin of the run to its end, so
+        that a source that waits for more is never read twice at a time, and can be cancelled."""
+        while True:
+            await self._reads.wait()
+            self._reads.clear()
+            while self._asked:
+                prompts, last = await self._prompts.take(self._asked.popleft(), self._tell_early)
+                self._feed(PromptsArrived(prompts=prompts, last=last))
+
+    def _tell_early(self, prompts: tuple[Prompt | RefusedPrompt, ...]) -> None:
+        self._tell(PromptsArrived(prompts=prompts, partial=True))
+
+    def _tell(self, event: Event) -> None:
+        """Feed an event out of the caller's own code. What is wrong then is a bug of the
+        scheduler's, and must not be taken for a mistake of that code, which could even catch it."""
+        try:
+            self._feed(event)
+        except Exception as error:
+            if self._tasks is not None:
+                self._tasks.fail(error)
+            raise
 
     async def _run_episode(self, command: StartEpisode) -> None:
         rollout_id = command.rollout_id
-        turn = Turn(rollout_id, command.index, self._feed)
+        turn = Turn(rollout_id, command.index, self._tell)
         self._turns[rollout_id] = turn
         ending: Event
         try:
             if self._episode is None:
                 return
-            reward = await self._episode(turn, command.prompt)
-            ending = EpisodeFinished(
-                rollout_id=rollout_id, reward=None if reward is None else _finite(reward)
-            )
+            reward = await called("the episode", self._episode, turn, command.prompt)
+            score = None if reward is None else _finite(reward)
+            await turn.settle()
+            ending = EpisodeFinished(rollout_id=rollout_id, reward=score)
         except Exception as error:
-            ending = EpisodeFailed(rollout_id=rollout_id, cause=f"the episode raised {error!r}")
+            ending = EpisodeFailed(rollout_id=rollout_id, cause=raised("the episode", error))
         finally:
+            turn.end()
             del self._turns[rollout_id]
         self._feed(ending)
 
@@ -144,9 +190,10 @@ class Work:
         if self._reward is None:
             return
         try:
-            reward = _finite(await self._runner.call(self._reward, rollout, command.prompt))
+            score = await self._runner.call(_REWARD, self._reward, rollout, command.prompt)
+            reward = _finite(score)
         except Exception as error:
-            self._feed(RewardFailed(group_id=rollout.group_id, cause=_cause("reward", error)))
+            self._feed(RewardFailed(group_id=rollout.group_id, cause=raised(_REWARD, error)))
         else:
             self._feed(Rewarded(rollout_id=rollout.rollout_id, reward=reward))
 
@@ -155,12 +202,10 @@ class Work:
         if self._group_reward is None:
             return
         try:
-            rewards = await self._runner.call(self._group_reward, group)
-            scores = tuple(_finite(reward) for reward in rewards)
-            if len(scores) != len(group.rollouts):
-                raise ValueError(f"{len(scores)} rewards for {len(group.rollouts)} rollouts")
+            rewards = await self._runner.call(_REWARD, self._group_reward, group)
+            scores = _scores(rewards, len(group.rollouts))
         except Exception as error:
-            self._feed(RewardFailed(group_id=group.group_id, cause=_cause("reward", error)))
+            self._feed(RewardFailed(group_id=group.group_id, cause=raised(_REWARD, error)))
         else:
             self._feed(GroupRewarded(group_id=group.group_id, rewards=scores))
 
@@ -169,9 +214,9 @@ class Work:
         if self._accept is None:
             return
         try:
-            accepted = bool(await self._runner.call(self._accept, command.group))
+            accepted = bool(await self._runner.call(_ACCEPT, self._accept, command.group))
         except Exception as error:
-            self._feed(RewardFailed(group_id=group_id, cause=_cause("accept", error)))
+            self._feed(RewardFailed(group_id=group_id, cause=raised(_ACCEPT, error)))
         else:
             self._feed(Judged(group_id=group_id, accepted=accepted))
 
@@ -183,5 +228,13 @@ def _finite(reward: float) -> float:
     return value
 
 
-def _cause(name: str, error: Exception) -> str:
-    return f"the {name} function raised {error!r}"
+def _scores(rewards: Any, count: int) -> tuple[float, ...]:
+    """The rewards of a group in the order of its rollouts. What iterates over something else than
+    its scores, or in no order, is refused: a mapping would be scored by its keys."""
+    if isinstance(rewards, Mapping | Set | str | bytes):
+        kind = cast("object", rewards).__class__.__name__
+        raise TypeError(f"a {kind}; return one reward for each rollout, in order")
+    scores = tuple(_finite(reward) for reward in rewards)
+    if len(scores) != count:
+        raise ValueError(f"{len(scores)} rewards for {count} rollouts")
+    return scores

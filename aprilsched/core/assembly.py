@@ -28,6 +28,7 @@ def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> 
         loss_mask=mask,
         segments=record.log.segments(),
         versions_exact=record.log.exact,
+        stale_keys=record.log.stale_keys,
         finish_reason=record.finish_reason,
         reward=record.reward,
         turns=record.turns,

@@ -85,7 +85,7 @@ def _await(state: SchedulerState, outage: Outage) -> None:
 
 
 def _want_update(state: SchedulerState) -> None:
-    batch = state.wanted and stranded(state)
+    batch = state.collecting and stranded(state)
     begun = state.update is not None and state.update.quiet
     abandoned = () if begun else tuple(state.evaluations)
     if not (batch or abandoned):

@@ -1,7 +1,9 @@
-"""When a batch is full, and when it is handed over.
+"""When a batch is full, when it is offered, and when it is delivered.
 
-*Full* looks at what is generated, so a slow reward never delays the stop of a batch; *handed
-over* is what is also scored and accepted.
+*Full* looks at what is generated, so a slow reward never delays the stop of a batch; *offered* is
+what is also scored and accepted, one batch at a time; *delivered* is what the trainer has taken.
+Between the last two a trainer may give up its wait, a store may be slow, and a new version may
+come, for which the offer is withdrawn: its groups never left.
 """
 
 from __future__ import annotations
@@ -9,24 +11,40 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from aprilsched.core.assembly import batch_of
-from aprilsched.core.commands import Deliver, DeliverEvaluation, EndOfPrompts, Redeliver
-from aprilsched.core.events import BatchesAcknowledged, BatchRequested, BatchWithdrawn
+from aprilsched.core.commands import (
+    Deliver,
+    DeliverEvaluation,
+    EndOfPrompts,
+    Offer,
+    Redeliver,
+    WithdrawOffer,
+)
+from aprilsched.core.events import (
+    BatchesAcknowledged,
+    BatchRequested,
+    BatchTaken,
+    BatchWithdrawn,
+)
 from aprilsched.core.records import GroupRecord
-from aprilsched.core.saving.journal import DeliveredBatch
+from aprilsched.core.saving.journal import DeliveredBatch, Offered
 from aprilsched.core.state import SchedulerState
 from aprilsched.core.target import retarget
-from aprilsched.types import NO_VERSION
+from aprilsched.errors import InvariantViolation
+from aprilsched.types import NO_VERSION, Batch
 
 __all__ = [
     "acknowledge",
-    "deliver",
     "deliver_evaluations",
     "full",
     "handed_over",
+    "masked_tokens",
+    "offer",
     "on_batch_requested",
+    "on_batch_taken",
     "on_batch_withdrawn",
     "on_batches_acknowledged",
     "training_runs",
+    "withdraw_offer",
 ]
 
 
@@ -75,7 +93,7 @@ def training_runs(state: SchedulerState) -> bool:
     refits = state.update is not None and not state.update.beside
     if refits or state.sleep is not None:
         return False
-    return state.asynchronous or (state.wanted and not full(state))
+    return state.asynchronous or (state.collecting and not full(state))
 
 
 def deliver_evaluations(state: SchedulerState) -> None:
@@ -84,64 +102,118 @@ def deliver_evaluations(state: SchedulerState) -> None:
         _deliver_evaluation(state, evaluation_id)
 
 
-def deliver(state: SchedulerState) -> None:
-    """Hand over the batch if it is wanted and there."""
-    if not state.wanted or state.update is not None:
+def offer(state: SchedulerState) -> None:
+    """Offer the batch if it is wanted and there, and no other is offered."""
+    if not state.collecting or state.update is not None:
         return
     if state.redelivery:
-        state.wanted = False
-        state.commands.append(Redeliver(batch=state.redelivery.popleft()))
+        state.offer = Offered(batch=state.redelivery[0])
+        state.commands.append(Offer(offered=state.offer.batch))
         return
     if not (state.rules.stop.enough(state.book.ready) or _drained(state)):
         return
     accepted = [group for group in state.book.ready if group.accepted]
+    due, version = 0, state.tracker.trainer
     if state.rules.staleness.rule == "finish":
         # What is due first; within both kinds in the order of completion.
-        version = state.tracker.trainer
         accepted.sort(key=lambda group: not state.due.has(group, version))
+        due = sum(state.due.has(group, version) for group in accepted)
     count = state.rules.stop.take(accepted)
+    if count is not None and state.rules.stop.unit != "groups":
+        # How much a group counts was not known when it was admitted, and at least is no more.
+        count = max(count, due)
     if count is None:
         if not _drained(state):
             return
         count = len(accepted)
     elif not all(group.accepted for group in _due(state)):
         return
-    state.wanted = False
     if count == 0:
+        state.wanted = False
         state.commands.append(EndOfPrompts())
     else:
-        _deliver_batch(state, accepted[:count])
+        _offer_batch(state, accepted[:count])
 
 
-def _deliver_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
+def _offer_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
     version = state.tracker.trainer
-    counters = state.book.counters
     oldest_unmasked = state.rules.staleness.oldest_unmasked(version)
     batch = batch_of(
-        groups, index=counters.batches, version=version, oldest_unmasked=oldest_unmasked
+        groups,
+        index=state.book.counters.batches,
+        version=version,
+        oldest_unmasked=oldest_unmasked,
     )
     for group in groups:
-        state.book.deliver(group)
-    if state.book.journal.active:
-        state.unacknowledged[batch.index] = delivered = DeliveredBatch(
-            index=batch.index,
-            version=version,
-            oldest_unmasked=oldest_unmasked,
-            groups=tuple(groups),
-        )
-        state.book.journal.deliver(delivered)
-    counters.batches += 1
+        state.book.ready.remove(group)
+        group.offered = True
+    record = DeliveredBatch(
+        index=batch.index,
+        version=version,
+        oldest_unmasked=oldest_unmasked,
+        groups=tuple(groups),
+    )
+    state.book.journal.deliver(record)
+    state.offer = Offered(
+        batch=batch,
+        record=record,
+        target_groups=state.target_groups,
+        peak_tokens=state.book.peak_tokens,
+    )
+    # The next batch begins behind it.
     state.expectations.renew()
     retarget(state)
-    if oldest_unmasked is not None:
-        counters.tokens_masked += sum(
-            int((rollout.versions[~rollout.loss_mask] != NO_VERSION).sum())
-            for rollout in batch.rollouts
-            if not rollout.loss_mask.all()
-        )
-    state.delivered_since_update += len(groups)
     state.wave_due = state.wave_due or state.asynchronous
+    state.commands.append(Offer(offered=batch))
+
+
+def withdraw_offer(state: SchedulerState) -> None:
+    """Take the offer back, if there is one: its groups are ready again, before all others.
+
+    Its tokens would be of another staleness, and its batch of another version, than it says.
+    """
+    offered = state.offer
+    if offered is None:
+        return
+    state.offer = None
+    if offered.record is not None:
+        for group in offered.groups:
+            group.offered = False
+        state.book.ready.put_back(offered.groups)
+        state.book.journal.withdraw(offered.record)
+        state.target_groups = offered.target_groups
+        state.book.peak_tokens = max(state.book.peak_tokens, offered.peak_tokens)
+    state.commands.append(WithdrawOffer(index=offered.batch.index))
+
+
+def on_batch_taken(state: SchedulerState, event: BatchTaken) -> None:
+    offered = state.offer
+    if offered is None or offered.batch.index != event.index:
+        raise InvariantViolation(f"batch {event.index} was taken and not offered")
+    state.offer = None
+    state.wanted = False
+    batch = offered.batch
+    if offered.record is None:
+        state.redelivery.popleft()
+        state.commands.append(Redeliver(batch=batch))
+        return
+    for group in offered.groups:
+        state.book.deliver(group)
+    if state.book.journal.active:
+        state.unacknowledged[batch.index] = offered.record
+    state.book.counters.batches += 1
+    state.book.counters.tokens_masked += masked_tokens(batch)
+    state.batches_since_update += 1
     state.commands.append(Deliver(batch=batch))
+
+
+def masked_tokens(batch: Batch) -> int:
+    """Sampled tokens of the batch that are too stale to be learned from."""
+    return sum(
+        int((rollout.versions[~rollout.loss_mask] != NO_VERSION).sum())
+        for rollout in batch.rollouts
+        if not rollout.loss_mask.all()
+    )
 
 
 def _deliver_evaluation(state: SchedulerState, evaluation_id: int) -> None:

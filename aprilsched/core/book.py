@@ -73,6 +73,7 @@ class Book:
         *,
         evaluation_id: int | None,
         episodes: bool,
+        opened: int,
         parked: bool = False,
     ) -> GroupRecord:
         """Launch a group: one rollout for each of `samplings`, waiting or `parked`."""
@@ -80,7 +81,7 @@ class Book:
             group_id=self._next_id(),
             prompt=prompt,
             evaluation_id=evaluation_id,
-            opened=self.counters.batches,
+            opened=opened,
         )
         self.groups[group.group_id] = group
         for index, sampling in enumerate(samplings):
@@ -150,6 +151,21 @@ class Book:
         self.last_id += 1
         return self.last_id
 
+    def refuse(self, reason: Reason, cause: str, *, now: float) -> Entry:
+        """A prompt for which nothing can be launched: one entry of the ledger."""
+        entry = Entry(
+            rollout_id=self._next_id(),
+            group_id=self._next_id(),
+            reason=reason,
+            cause=cause,
+            tokens=0,
+            at=now,
+        )
+        self.counters.launched += 1
+        self.ledger.add(entry)
+        self.journal.refuse(entry)
+        return entry
+
     # --- attempts --------------------------------------------------------------------------
 
     def open_attempt(
@@ -165,10 +181,10 @@ class Book:
         request.attempt += 1
         request.attempt_start = known
         request.engine = engine
-        request.version = version
+        request.version = request.sent_version = version
         request.adapter = adapter
         request.open = True
-        request.crossed = request.aborting = False
+        request.crossed = request.unsure = request.kept_keys = request.aborting = False
         self.open[engine] += 1
         self.open_attempts += 1
         self.hold(len(rollout.prompt_ids) + known)
@@ -183,7 +199,7 @@ class Book:
 
     def close_attempt(self, request: RequestRecord, spans: tuple[VersionSpan, ...] | None) -> None:
         """The attempt came back; `spans` is what the engine says of its tokens' versions."""
-        request.open = False
+        request.open = request.unsure = False
         self.open[request.engine] -= 1
         self.open_attempts -= 1
         self.held_tokens -= len(request.rollout.prompt_ids) + len(request.rollout.log)
@@ -203,6 +219,13 @@ class Book:
         self.hold(len(ids))
         rollout.log.append(ids, logprobs, version=version, engine=engine)
         self.journal.arrive(rollout, ids, logprobs, version=version, engine=engine)
+        if request.crossed and not request.unsure:
+            # A process that goes on from here will never hear what the engine would have said.
+            request.unsure = True
+            self.journal.change(rollout)
+        if request.kept_keys and not rollout.log.stale_keys:
+            rollout.log.stale_keys = True
+            self.journal.change(rollout)
 
     def hold(self, tokens: int) -> None:
         """So many more tokens are with engines."""
@@ -290,7 +313,7 @@ class Book:
         if group.evaluation_id is None:
             self.training -= 1
             self.generating -= group.unfinished
-            if group.complete:
+            if group.complete and not group.offered:
                 self.ready.remove(group)
         for member in group.members:
             del self.rollouts[member.rollout_id]

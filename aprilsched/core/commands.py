@@ -18,6 +18,7 @@ __all__ = [
     "Continue",
     "Deliver",
     "DeliverEvaluation",
+    "DiscardTokens",
     "EndOfPrompts",
     "FetchPrompts",
     "FinishSleep",
@@ -28,6 +29,7 @@ __all__ = [
     "Judge",
     "Launch",
     "LoseEngine",
+    "Offer",
     "Pause",
     "Plan",
     "Redeliver",
@@ -40,8 +42,10 @@ __all__ = [
     "ScoreGroup",
     "Send",
     "StartEpisode",
+    "Verify",
     "Wake",
     "WantUpdate",
+    "WithdrawOffer",
 ]
 
 
@@ -109,6 +113,17 @@ class Pause:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flush:
+    engine: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verify:
+    """Ask the engine which version it has; answered by Verified.
+
+    It has been without requests for a while, or a connection to it broke: it may have been
+    restarted since, with other weights, and nothing is sent to it before the answer.
+    """
+
     engine: str
 
 
@@ -246,13 +261,28 @@ class StartEpisode:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ResolveTurn:
-    """The answer to an episode's turn: int32 [n], float32 [n], int32 [n]."""
+    """The answer to an episode's turn: int32 [n], float32 [n], int32 [n].
+
+    `withdrawn`: the episode gave the turn up, and this is what had come of it.
+    """
 
     rollout_id: int
     token_ids: Int32Array
     logprobs: Float32Array
     versions: Int32Array
     finish_reason: Literal["stop", "length"]
+    withdrawn: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiscardTokens:
+    """The last tokens of the rollout are forgotten: `sampled` ones and `environment` ones. Nothing
+    is to be done. Listeners count them; the ledger has the sampled ones under `reason`."""
+
+    rollout_id: int
+    sampled: int
+    environment: int
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -300,6 +330,7 @@ class Plan:
     """Choose a schedule on this evidence; answered by Planned.
 
     Attributes:
+        batch_groups: groups that a batch takes, as far as is known.
         ended: groups that have ended, those launched last.
         open: groups under way, as they are now.
         prompt_tokens: mean length of the prompts.
@@ -308,6 +339,7 @@ class Plan:
         current: the schedule in force.
     """
 
+    batch_groups: int
     ended: tuple[GroupLengths, ...]
     open: tuple[GroupLengths, ...]
     prompt_tokens: float
@@ -320,16 +352,30 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Offer:
+    """Keep the batch safe, then let the trainer take it; answered by BatchTaken. No other one is
+    offered until then, or until this one is withdrawn."""
+
+    offered: Batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WithdrawOffer:
+    """The trainer must not take the batch any more: a new version comes."""
+
+    index: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Deliver:
-    """Hand the batch to the trainer."""
+    """The trainer has taken the batch. Nothing is to be done: it is for who keeps books."""
 
     batch: Batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Redeliver:
-    """Hand over a batch again that was delivered before the run was resumed, and was not
-    acknowledged."""
+    """The trainer has taken a batch that was there before the run was resumed."""
 
     batch: Batch
 
@@ -357,6 +403,7 @@ Command: TypeAlias = (
     | Release
     | Wake
     | Continue
+    | Verify
     | LoseEngine
     | AdmitEngine
     | ReportSlow
@@ -367,12 +414,15 @@ Command: TypeAlias = (
     | FinishSleep
     | StartEpisode
     | ResolveTurn
+    | DiscardTokens
     | Score
     | ScoreGroup
     | Judge
     | CancelWork
     | GiveUp
     | Plan
+    | Offer
+    | WithdrawOffer
     | Deliver
     | Redeliver
     | EndOfPrompts

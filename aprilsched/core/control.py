@@ -24,10 +24,20 @@ from typing import Literal, TypeAlias
 from aprilsched.core.commands import Command, Continue, Flush, Pause, Release, Wake
 from aprilsched.core.events import EngineInfo
 
-__all__ = ["CUDA_GRAPH", "RUN", "WEIGHTS", "EngineControl", "FleetControl", "Goal", "Mode"]
+__all__ = [
+    "CUDA_GRAPH",
+    "KV_CACHE",
+    "RUN",
+    "WEIGHTS",
+    "EngineControl",
+    "FleetControl",
+    "Goal",
+    "Mode",
+]
 
 WEIGHTS = "weights"
 CUDA_GRAPH = "cuda_graph"
+KV_CACHE = "kv_cache"
 
 
 class Mode(StrEnum):
@@ -41,6 +51,8 @@ class Mode(StrEnum):
     RELEASING = "releasing"
     WAKING = "waking"
     CONTINUING = "continuing"
+    VERIFYING = "verifying"
+    """It runs, and is asked for its version before anything is sent to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +100,15 @@ class EngineControl:
     """On standby, with a refit to the fleet's version under way for it alone."""
     tried: int = -1
     """The version to which catching up failed."""
+    heard_at: float = 0.0
+    """When it last showed that it has the fleet's version: it was asked, or a response ended."""
+    doubt: str = ""
+    """How a connection to it broke: the process behind it may be another one by now."""
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether requests that wait in this pause go on with the KV that they had before it."""
+        return not self.flushed and KV_CACHE not in self.released
 
 
 class FleetControl:
@@ -104,7 +125,7 @@ class FleetControl:
         """Engines whose record has changed since. In a fleet of thousands, looking at every
         engine after every event would take longer than everything else."""
 
-    def join(self, engine: EngineInfo, *, standby: bool) -> EngineControl:
+    def join(self, engine: EngineInfo, *, standby: bool, now: float) -> EngineControl:
         """An engine is connected; not `standby` only with the fleet's version."""
         control = EngineControl(
             name=engine.name,
@@ -113,6 +134,7 @@ class FleetControl:
             holds_stragglers=engine.holds_stragglers,
             base=engine.version or 0,
             kv_tokens=engine.kv_tokens,
+            heard_at=now,
         )
         (self.standby if standby else self.engines)[engine.name] = control
         self.touch(engine.name)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from aprilsched.core.batches import training_runs
-from aprilsched.core.commands import Send
-from aprilsched.core.control import RUN, Goal
+from aprilsched.core.commands import Send, Verify
+from aprilsched.core.control import RUN, EngineControl, Goal, Mode
 from aprilsched.core.dropping import abort
 from aprilsched.core.policies.placement import Places
 from aprilsched.core.records import RequestRecord
 from aprilsched.core.state import SchedulerState
 
 __all__ = ["dispatch", "interrupt", "steer"]
+
+_QUIET_S = 1.0
+"""Seconds after which an engine without requests is asked for its version before it gets one. No
+server is restarted in less."""
 
 
 def interrupt(state: SchedulerState) -> None:
@@ -46,6 +50,10 @@ def dispatch(state: SchedulerState) -> None:
     if book.queue.first(training=training) is None:
         return
     engines = state.control.engines
+    for control in engines.values():
+        if control.mode is Mode.RUNNING and _may_have_restarted(state, control):
+            control.mode = Mode.VERIFYING
+            state.commands.append(Verify(engine=control.name))
     loads = {name: book.open[name] for name in engines if state.control.runs(name)}
     if len(loads) < len(engines):
         # After a pause the first engine to go on would draw the whole wave otherwise, and with
@@ -61,6 +69,16 @@ def dispatch(state: SchedulerState) -> None:
         if engine is None:
             return
         _send(state, request, engine)
+
+
+def _may_have_restarted(state: SchedulerState, control: EngineControl) -> bool:
+    """Is it possible that nobody would have noticed if the engine had been restarted?
+
+    With the weights that it was first started with, it would answer as if nothing had been.
+    """
+    if control.doubt:
+        return True
+    return not state.book.open[control.name] and state.now - control.heard_at > _QUIET_S
 
 
 def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:

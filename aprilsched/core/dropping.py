@@ -7,9 +7,11 @@ from aprilsched.core.ledger import Reason
 from aprilsched.core.records import GroupRecord, RequestRecord
 from aprilsched.core.state import SchedulerState
 
-__all__ = ["abort", "drop"]
+__all__ = ["abort", "drop", "refuse"]
 
-_FAILURES = frozenset({Reason.FAILED, Reason.REWARD_FAILED, Reason.EPISODE_FAILED})
+_FAILURES = frozenset(
+    {Reason.BAD_PROMPT, Reason.FAILED, Reason.REWARD_FAILED, Reason.EPISODE_FAILED}
+)
 
 
 def abort(state: SchedulerState, request: RequestRecord) -> None:
@@ -47,6 +49,20 @@ def drop(
     )
     if reason in _FAILURES:
         _count_failure(state, cause)
+
+
+def refuse(state: SchedulerState, cause: str) -> None:
+    """A prompt of the source cannot be used. A source of none but such prompts ends the run."""
+    entry = state.book.refuse(Reason.BAD_PROMPT, cause, now=state.now)
+    state.commands.append(
+        CancelWork(
+            group_id=entry.group_id,
+            rollout_ids=(entry.rollout_id,),
+            reason=str(entry.reason),
+            cause=cause,
+        )
+    )
+    _count_failure(state, cause)
 
 
 def _count_failure(state: SchedulerState, cause: str) -> None:

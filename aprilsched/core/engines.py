@@ -44,7 +44,7 @@ def on_opened(state: SchedulerState, event: Opened) -> None:
         _adopt(state, {engine.version for engine in event.engines})
     for engine in event.engines:
         current = engine.version == state.tracker.trainer and state.adapter is None
-        state.control.join(engine, standby=not current)
+        state.control.join(engine, standby=not current, now=state.now)
         state.pulses.join(engine.name, engine.max_running, state.now)
         if current:
             state.tracker.join(engine.name, state.tracker.trainer)
@@ -75,7 +75,7 @@ def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:
         state.update.answers.pop(engine.name, None)
     current = engine.version == state.tracker.trainer and state.adapter is None
     standby = not current or bool(refitting)
-    state.control.join(engine, standby=True)
+    state.control.join(engine, standby=True, now=state.now)
     state.pulses.join(engine.name, engine.max_running, state.now)
     note_join(state, engine.name)
     if not standby:
@@ -86,6 +86,9 @@ def promote(state: SchedulerState, engine: str) -> None:
     """An engine on standby has the fleet's version: it takes part."""
     control = state.control.standby.pop(engine)
     control.catching_up = False
+    control.doubt, control.heard_at = "", state.now
+    if state.adapter is None:
+        control.base = state.tracker.trainer
     state.control.engines[engine] = control
     state.control.touch(engine)
     state.tracker.join(engine, state.tracker.trainer)
@@ -119,7 +122,9 @@ def on_continued(state: SchedulerState, event: Continued) -> None:
 
 
 def on_control_failed(state: SchedulerState, event: ControlFailed) -> None:
-    lose(state, event.engine, f"{event.call} failed: {event.cause}")
+    control = state.control.of(event.engine)
+    before = f"{control.doubt}; then " if control is not None and control.doubt else ""
+    lose(state, event.engine, f"{before}{event.call} failed: {event.cause}")
 
 
 def on_engine_lost(state: SchedulerState, event: EngineLost) -> None:

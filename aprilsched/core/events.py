@@ -11,12 +11,14 @@ from aprilsched.types import (
     Float32Array,
     Int32Array,
     Prompt,
+    RefusedPrompt,
     SamplingParams,
     VersionSpan,
 )
 
 __all__ = [
     "BatchRequested",
+    "BatchTaken",
     "BatchWithdrawn",
     "BatchesAcknowledged",
     "Continued",
@@ -28,6 +30,7 @@ __all__ = [
     "EpisodeFailed",
     "EpisodeFinished",
     "EvaluationRequested",
+    "EvaluationWithdrawn",
     "Event",
     "Failed",
     "Finished",
@@ -46,14 +49,17 @@ __all__ = [
     "Rewarded",
     "SleepRequested",
     "Tick",
+    "TurnKept",
     "TurnRequested",
+    "TurnWithdrawn",
     "UpdateRequested",
     "UpdateWithdrawn",
+    "Verified",
     "WakeRequested",
     "Woken",
 ]
 
-ControlCall: TypeAlias = Literal["pause", "flush", "refit", "release", "wake", "continue"]
+ControlCall: TypeAlias = Literal["pause", "flush", "refit", "release", "wake", "continue", "verify"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +104,14 @@ class BatchRequested:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchWithdrawn:
-    """The trainer no longer waits for it (its call was cancelled); nothing is lost."""
+    """The trainer no longer waits for it (its call was cancelled). What is offered stays so."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchTaken:
+    """The trainer has the batch that was offered. From now on it is delivered, and not before."""
+
+    index: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +128,13 @@ class EvaluationRequested:
     evaluation_id: int
     prompts: tuple[Prompt, ...]
     group_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationWithdrawn:
+    """The call that asked for it was cancelled: nobody waits for its answers."""
+
+    evaluation_id: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,10 +181,11 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptsArrived:
-    """Answer to FetchPrompts. `last` says that the source has ended."""
+    """Answer to FetchPrompts. `last`: the source has ended. `partial`: the rest follows later."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Prompt | RefusedPrompt, ...]
     last: bool = False
+    partial: bool = False
 
 
 # --- requests --------------------------------------------------------------------------------
@@ -172,12 +193,17 @@ class PromptsArrived:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Progress:
-    """New tokens of an attempt: int32 [n] and float32 [n]."""
+    """New tokens of an attempt: int32 [n] and float32 [n].
+
+    `label` is the version that the engine said it had when it sent them; None where it did not
+    say, or where the spans of the attempt's end say it of each token.
+    """
 
     request_id: int
     attempt: int
     token_ids: Int32Array
     logprobs: Float32Array
+    label: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,6 +247,21 @@ class TurnRequested:
     rollout_id: int
     input_ids: Int32Array
     sampling: SamplingParams | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnWithdrawn:
+    """An episode cancelled its call for tokens. Answered by ResolveTurn with what came of the turn,
+    once its request is back; until then the episode asks for nothing else."""
+
+    rollout_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnKept:
+    """The episode has looked at what came of the turn that it withdrew, so the tokens stay."""
+
+    rollout_id: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,6 +339,15 @@ class Refitted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Verified:
+    """Answer to Verify: the version that the engine says it has; None if its weights are
+    inconsistent."""
+
+    engine: str
+    version: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Released:
     engine: str
     tags: tuple[str, ...]
@@ -347,8 +397,10 @@ Event: TypeAlias = (
     Opened
     | BatchRequested
     | BatchWithdrawn
+    | BatchTaken
     | BatchesAcknowledged
     | EvaluationRequested
+    | EvaluationWithdrawn
     | UpdateRequested
     | UpdateWithdrawn
     | SleepRequested
@@ -360,6 +412,8 @@ Event: TypeAlias = (
     | Interrupted
     | Failed
     | TurnRequested
+    | TurnWithdrawn
+    | TurnKept
     | EpisodeFinished
     | EpisodeFailed
     | Rewarded
@@ -369,6 +423,7 @@ Event: TypeAlias = (
     | Paused
     | Flushed
     | Refitted
+    | Verified
     | Released
     | Woken
     | Continued

@@ -10,7 +10,7 @@ from aprilsched.errors import InvariantViolation
 
 __all__ = ["check"]
 
-_OPEN = frozenset({State.RUNNING, State.HELD})
+_OPEN = frozenset({State.RUNNING, State.HELD, State.RETURNING})
 
 
 def check(state: SchedulerState) -> None:
@@ -45,7 +45,7 @@ def _group(state: SchedulerState, group: GroupRecord) -> None:
     _hold(group.unscored == unscored, f"{name} counts {group.unscored} unscored")
     listed = group in state.book.ready
     _hold(
-        listed == (group.complete and group.evaluation_id is None),
+        listed == (group.complete and group.evaluation_id is None and not group.offered),
         f"{name} is {'' if listed else 'not '}among the ready",
     )
     torn = [m for m in group.members if m.state in TERMINAL]
@@ -72,6 +72,15 @@ def _batches(state: SchedulerState) -> None:
     waiting = [batch.index for batch in state.redelivery]
     unknown = [index for index in waiting if index not in state.unacknowledged]
     _hold(not unknown, f"batches {unknown} wait to be delivered again and are not kept")
+    offered = [group for group in state.book.groups.values() if group.offered]
+    _hold(
+        set(offered) == set(() if state.offer is None else state.offer.groups),
+        f"{len(offered)} groups in flight are marked as offered, and {state.offered_groups} are",
+    )
+    _hold(
+        state.offer is None or state.update is None,
+        "a batch is offered while a version is on its way",
+    )
     for batch in state.unacknowledged.values():
         _hold(
             all(group.members for group in batch.groups),
@@ -98,6 +107,8 @@ def _rollout(state: SchedulerState, rollout: RolloutRecord) -> None:
     name = f"rollout {rollout.rollout_id}"
     log, request = rollout.log, rollout.request
     _hold(log.covered == len(log), f"{name}: versions cover {log.covered} of {len(log)} tokens")
+    decided = rollout.undecided is None or rollout.state is State.THINKING
+    _hold(decided, f"{name} is {rollout.state} and its last turn is undecided")
     if rollout.state in _OPEN:
         _hold(request is not None and request.open, f"{name} is {rollout.state} with no attempt")
     elif request is not None:

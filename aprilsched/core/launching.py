@@ -4,26 +4,70 @@ from __future__ import annotations
 
 from aprilsched.core.batches import full
 from aprilsched.core.commands import FetchPrompts, Launch, StartEpisode
-from aprilsched.core.events import EvaluationRequested, PromptsArrived
+from aprilsched.core.dropping import drop, refuse
+from aprilsched.core.events import EvaluationRequested, EvaluationWithdrawn, PromptsArrived
+from aprilsched.core.ledger import Reason
 from aprilsched.core.policies.refill import PoolView
 from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.records import GroupRecord
 from aprilsched.core.state import SchedulerState
-from aprilsched.core.target import refill_now, retarget
+from aprilsched.core.target import refill_now, resize, retarget
 from aprilsched.types import Prompt, SamplingParams
 
-__all__ = ["launch", "on_evaluation_requested", "on_prompts_arrived"]
+__all__ = [
+    "begin_again",
+    "begin_evaluations",
+    "launch",
+    "on_evaluation_requested",
+    "on_evaluation_withdrawn",
+    "on_prompts_arrived",
+]
 
 
 def on_evaluation_requested(state: SchedulerState, event: EvaluationRequested) -> None:
-    state.evaluations[event.evaluation_id] = [
-        _launch_group(state, prompt, event.group_size, evaluation_id=event.evaluation_id)
-        for prompt in event.prompts
+    state.waiting_evaluations.append(event)
+
+
+def on_evaluation_withdrawn(state: SchedulerState, event: EvaluationWithdrawn) -> None:
+    state.waiting_evaluations = [
+        waiting
+        for waiting in state.waiting_evaluations
+        if waiting.evaluation_id != event.evaluation_id
     ]
+    for group in state.evaluations.pop(event.evaluation_id, ()):
+        if group.dropped is None:
+            drop(state, group, Reason.WITHDRAWN, "the call of evaluate() was cancelled")
+
+
+def begin_evaluations(state: SchedulerState) -> None:
+    """Start the evaluations that were asked for, unless an update has begun to take the engines.
+
+    Such an update waited for the evaluations before it and waits for none that comes later. One
+    that began now would have its first responses under the old version and its last under the
+    new one: under "choose" and length buckets the engines still run what ends before the pause.
+    """
+    if state.update is not None and state.update.quiet:
+        return
+    waiting, state.waiting_evaluations = state.waiting_evaluations, []
+    for event in waiting:
+        state.evaluations[event.evaluation_id] = [
+            _launch_group(state, prompt, event.group_size, evaluation_id=event.evaluation_id)
+            for prompt in event.prompts
+        ]
+
+
+def begin_again(state: SchedulerState, group: GroupRecord) -> None:
+    """A group of an evaluation was dropped: generate its prompt anew, in its place."""
+    if group.evaluation_id is None or group.evaluation_id not in state.evaluations:
+        return
+    groups = state.evaluations[group.evaluation_id]
+    groups[groups.index(group)] = _launch_group(
+        state, group.prompt, len(group.members), evaluation_id=group.evaluation_id
+    )
 
 
 def on_prompts_arrived(state: SchedulerState, event: PromptsArrived) -> None:
-    state.fetching = False
+    state.fetching = state.dry = event.partial
     state.stock.extend(event.prompts)
     state.exhausted = state.exhausted or event.last
 
@@ -33,24 +77,40 @@ def launch(state: SchedulerState) -> None:
     if not state.control.engines or state.given_up or not _may_launch(state):
         return
     count = _count(state)
-    missing = count - len(state.stock)
+    missing = count - _usable(state)
     if missing > 0 and not state.exhausted:
-        # Launched only when all are here: a wave must reach the engines together.
         if not state.fetching:
             state.fetching = True
             state.commands.append(FetchPrompts(count=missing))
-        return
-    for _ in range(min(count, len(state.stock))):
-        prompt = state.stock.popleft()
+        # A wave should reach the engines together. Where the source has no more for now, what is
+        # there must not stand still for it: the wave stays due, and is completed later. Nor may bad
+        # prompts be held: a source of nothing else would fill the stock without end.
+        if not state.dry and _usable(state) == len(state.stock):
+            return
+    while state.stock and not state.given_up:
+        prompt = state.stock[0]
+        if isinstance(prompt, Prompt):
+            if not count:
+                return
+            count -= 1
+        state.stock.popleft()
         state.cursor += 1
-        _launch_group(state, prompt, state.rules.group_size, evaluation_id=None)
+        if isinstance(prompt, Prompt):
+            _launch_group(state, prompt, state.rules.group_size, evaluation_id=None)
+        else:
+            refuse(state, prompt.cause)
+
+
+def _usable(state: SchedulerState) -> int:
+    """Prompts at hand for which a group can be launched."""
+    return sum(isinstance(prompt, Prompt) for prompt in state.stock)
 
 
 def _may_launch(state: SchedulerState) -> bool:
     if not state.asynchronous:
-        return state.wanted
+        return state.collecting
     rules = state.rules
-    return len(state.book.ready) < rules.ready_batches * rules.batch_groups
+    return not rules.stop.enough(state.book.ready, batches=rules.ready_batches)
 
 
 def _count(state: SchedulerState) -> int:
@@ -58,32 +118,41 @@ def _count(state: SchedulerState) -> int:
     if not state.target_groups:
         retarget(state)
     count = refill_now(state).launches(_pool_view(state))
+    if count and rules.stop.unit == "tokens":
+        # What a group counts is better known than when the batch began.
+        resize(state)
+        count = refill_now(state).launches(_pool_view(state))
     admissible = rules.staleness.admissible(
-        batch_groups=rules.batch_groups,
-        outstanding=state.book.training,
-        delivered_since_update=state.delivered_since_update,
-        wanted=state.wanted,
+        batch_groups=state.batch_groups,
+        outstanding=_open_groups(state) + state.ready_groups,
+        # A batch that is offered counts as taken.
+        batches_since_update=state.batches_since_update + (state.offered_groups > 0),
+        wanted=state.collecting,
     )
     if admissible is not None and count > admissible:
         # A wave cut short by the gate stays due: the next update admits the rest.
         return admissible
-    state.wave_due = state.wave_due and count > len(state.stock) and not state.exhausted
+    state.wave_due = state.wave_due and count > _usable(state) and not state.exhausted
     return count
 
 
 def _pool_view(state: SchedulerState) -> PoolView:
     rules, book = state.rules, state.book
     return PoolView(
-        batch_groups=rules.batch_groups,
+        batch_groups=state.batch_groups,
         group_size=rules.group_size,
         target_groups=state.target_groups,
-        open_groups=book.training - len(book.ready),
-        ready_groups=len(book.ready),
+        open_groups=_open_groups(state),
+        ready_groups=state.ready_groups,
         in_flight=book.generating,
         wave_due=state.wave_due,
         batch_open=not full(state),
         asynchronous=state.asynchronous,
     )
+
+
+def _open_groups(state: SchedulerState) -> int:
+    return state.book.training - len(state.book.ready) - state.offered_groups
 
 
 def _launch_group(
@@ -95,6 +164,7 @@ def _launch_group(
         _samplings(prompt, state.rules.sampling, size),
         evaluation_id=evaluation_id,
         episodes=episodes,
+        opened=state.begun,
         parked=evaluation_id is None and isinstance(state.schedule.refill, Rounds),
     )
     state.expectations.note_limit(max(m.sampling.max_new_tokens for m in group.members))

@@ -24,6 +24,8 @@ class Reason(StrEnum):
     """Its request failed too often, or was refused by the engine."""
     SIBLING_FAILED = "sibling_failed"
     """Another rollout of its group failed; groups are never torn."""
+    BAD_PROMPT = "bad_prompt"
+    """A prompt of the source that cannot be used: one entry for it, and nothing was generated."""
     REWARD_FAILED = "reward_failed"
     EPISODE_FAILED = "episode_failed"
     STALE = "stale"
@@ -32,6 +34,12 @@ class Reason(StrEnum):
     """Of an evaluation, or of an episode that took another way, when the scheduler was resumed."""
     ABANDONED = "abandoned"
     """Of an evaluation whose engines are gone, where only an update leads on."""
+    WITHDRAWN = "withdrawn"
+    """Given up by the caller: rollouts of an evaluation whose call was cancelled; and tokens of
+    turns that an episode gave up and did not keep, whose rollouts go on."""
+    OTHER_VERSION = "other_version"
+    """Of an evaluation, some tokens of which an engine sampled under another version. The prompt
+    was generated again."""
     DAMAGED = "damaged"
     """The store could not read it any more."""
 

@@ -22,6 +22,8 @@ class State(StrEnum):
     """Its request is with an engine."""
     HELD = "held"
     """Its request is inside a paused engine; the call is open."""
+    RETURNING = "returning"
+    """The episode gave its turn up; the request is being called back from its engine."""
     THINKING = "thinking"
     """Between two requests: the episode's tools and environment are at work."""
     SCORING = "scoring"
@@ -40,6 +42,7 @@ class Move(StrEnum):
     HOLD = "hold"
     CONTINUE = "continue"
     INTERRUPT = "interrupt"
+    WITHDRAW = "withdraw"
     END_TURN = "end_turn"
     NEXT_TURN = "next_turn"
     FINISH = "finish"
@@ -48,7 +51,7 @@ class Move(StrEnum):
     DROP = "drop"
 
 
-GENERATING = frozenset({State.QUEUED, State.RUNNING, State.HELD, State.THINKING})
+GENERATING = frozenset({State.QUEUED, State.RUNNING, State.HELD, State.RETURNING, State.THINKING})
 TERMINAL = frozenset({State.DELIVERED, State.DROPPED})
 
 MOVES: dict[tuple[State, Move], State] = {
@@ -61,6 +64,11 @@ MOVES: dict[tuple[State, Move], State] = {
     # The last tokens of a request may still be on their way when the pause is confirmed.
     (State.RUNNING, Move.END_TURN): State.THINKING,
     (State.HELD, Move.END_TURN): State.THINKING,
+    # What waits to be sent is taken out of the queue; what is with an engine has to come back.
+    (State.QUEUED, Move.WITHDRAW): State.THINKING,
+    (State.RUNNING, Move.WITHDRAW): State.RETURNING,
+    (State.HELD, Move.WITHDRAW): State.RETURNING,
+    (State.RETURNING, Move.END_TURN): State.THINKING,
     (State.THINKING, Move.NEXT_TURN): State.QUEUED,
     (State.THINKING, Move.FINISH): State.SCORING,
     (State.SCORING, Move.SCORE): State.DONE,
@@ -68,6 +76,7 @@ MOVES: dict[tuple[State, Move], State] = {
     (State.QUEUED, Move.DROP): State.DROPPED,
     (State.RUNNING, Move.DROP): State.DROPPED,
     (State.HELD, Move.DROP): State.DROPPED,
+    (State.RETURNING, Move.DROP): State.DROPPED,
     (State.THINKING, Move.DROP): State.DROPPED,
     (State.SCORING, Move.DROP): State.DROPPED,
     (State.DONE, Move.DROP): State.DROPPED,

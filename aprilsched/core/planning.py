@@ -34,16 +34,20 @@ def plan(state: SchedulerState) -> None:
     batches = state.book.counters.batches
     if not state.rules.automatic or state.planning or batches == state.looked_at:
         return
+    if not state.control.engines:
+        return
     state.looked_at = batches
     if state.rules.starting_up(batches):
         return
     groups = _begun(state)
-    recent = groups[-_RECENT_BATCHES * state.rules.batch_groups :]
+    recent = groups[-_RECENT_BATCHES * state.batch_groups :]
     drifted = batches >= state.planned_at + _RECENT_BATCHES and _drifted(state, recent)
     if batches < _LATER * state.planned_at and not drifted:
         return
     if drifted:
         groups = recent
+    # A run that was resumed with larger groups knows nothing yet of what is left of them.
+    groups = [group for group in groups if len(group.tokens) >= state.rules.group_size]
     ended = [group for group in groups if group.complete]
     # Of a group that waits for its round nothing is known that its siblings have in common.
     open_groups = [group for group in groups if not group.complete and group.tokens.all()]
@@ -53,6 +57,7 @@ def plan(state: SchedulerState) -> None:
     state.planned_at, state.planned_for = batches, _median(groups)
     state.commands.append(
         Plan(
+            batch_groups=state.batch_groups,
             ended=tuple(ended),
             open=tuple(open_groups),
             prompt_tokens=_prompt_tokens(state),

@@ -28,6 +28,12 @@ class Ready(Sequence[GroupRecord]):
         self.samples += len(group.members)
         self.tokens += group.tokens
 
+    def put_back(self, groups: Sequence[GroupRecord]) -> None:
+        """These had been taken out for a batch that the trainer did not take: they go first."""
+        self._groups[:0] = groups
+        self.samples += sum(len(group.members) for group in groups)
+        self.tokens += sum(group.tokens for group in groups)
+
     def remove(self, group: GroupRecord) -> None:
         self._groups.remove(group)
         self.samples -= len(group.members)

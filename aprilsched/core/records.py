@@ -47,10 +47,17 @@ class RequestRecord:
     """Which of all attempts, in the order of sending, the latest is."""
     version: int = 0
     """Under which the attempt samples now."""
+    sent_version: int = 0
+    """Under which it was sent."""
     adapter: int | None = None
     """The version of the adapter that it samples with."""
     crossed: bool = False
     """The engine was refitted during the attempt."""
+    unsure: bool = False
+    """Tokens have come since then: until the engine reports the attempt's versions, it is not known
+    which of them were sampled before."""
+    kept_keys: bool = False
+    """And kept the attempt's KV, which the weights before had computed."""
     failures: int = 0
     """Attempts in a row that failed without a new token."""
     breaks: int = 0
@@ -115,6 +122,8 @@ class RolloutRecord:
     """The output of each turn that an episode was given: where it begins and ends, and why."""
     replay: Replay | None = None
     """The episode was begun anew, and asks for what it was given before."""
+    undecided: int | None = None
+    """Where the tokens of a turn begin that the episode gave up and has not looked at."""
     anew: bool = False
     """What a cut has is void."""
 
@@ -152,6 +161,8 @@ class GroupRecord:
     first_run: int | None = None
     """And when a member of it was first chosen to run; None before."""
     dropped: Reason | None = None
+    offered: bool = False
+    """It is in the batch that is offered."""
 
     @property
     def complete(self) -> bool:

@@ -10,10 +10,12 @@ from aprilsched.core.dropping import drop
 from aprilsched.core.engines import lose
 from aprilsched.core.events import Failed, Finished, Interrupted, Progress
 from aprilsched.core.ledger import Reason
+from aprilsched.core.lifecycle import State
 from aprilsched.core.records import Refusal, RequestRecord
 from aprilsched.core.retries import count_failure
 from aprilsched.core.state import SchedulerState
 from aprilsched.core.turns import end_turn, take_back
+from aprilsched.core.verifying import disown, foreign_label, foreign_span
 
 __all__ = ["on_failed", "on_finished", "on_interrupted", "on_progress"]
 
@@ -33,23 +35,47 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
         counters.tokens_discarded += tokens
         state.book.ledger.late_tokens(dropped, tokens)
         return
+    # Nearly every chunk has the label that is expected, so it is compared here.
+    same = event.label is None or event.label == request.version
+    foreign = None if same else foreign_label(state, request, event.label)
+    if foreign is not None:
+        _book_as_said(state, request, foreign)
     state.book.arrive(request, event.token_ids, event.logprobs)
     state.due.note(request.rollout.group, state.tracker.trainer)
     if request.refusal is not None:
         refusal, request.refusal = request.refusal, None
         why = f"it refused what {request.engine} takes: {refusal.cause}"
         _strike(state, refusal.engine, why, sent=refusal.sent)
+    if foreign is not None:
+        disown(state, request, foreign)
+
+
+def _book_as_said(state: SchedulerState, request: RequestRecord, label: int) -> None:
+    """Book what comes under the engine's own word.
+
+    With an older label than that of the sending the process was started anew before it took the
+    attempt, so all its tokens are of that label. A newer one was loaded while it ran, and the
+    chunk may have tokens of before.
+    """
+    if request.adapter is not None or label > request.sent_version:
+        request.rollout.log.exact = False
+    if request.adapter is None:
+        request.version = label
 
 
 def on_finished(state: SchedulerState, event: Finished) -> None:
     request = state.book.attempt(event.request_id, event.attempt)
     if request is None:
         return
-    state.control.engines[request.engine].strikes = 0
+    control = state.control.engines[request.engine]
+    control.strikes, control.heard_at = 0, state.now
     state.pulses.beat(request.engine, 0)
     state.note_work(request.engine)
     state.book.close_attempt(request, event.spans)
     state.due.note(request.rollout.group, state.tracker.trainer)
+    foreign = foreign_span(state, request, event.spans)
+    if foreign is not None:
+        disown(state, request, foreign)
     if request.rollout.group.dropped is not None:
         state.book.forget(request)
         return
@@ -65,7 +91,10 @@ def on_interrupted(state: SchedulerState, event: Interrupted) -> None:
         state.note_work(request.engine)
         state.book.close_attempt(request, event.spans)
         state.due.note(request.rollout.group, state.tracker.trainer)
+        foreign = foreign_span(state, request, event.spans)
         take_back(state, request)
+        if foreign is not None:
+            disown(state, request, foreign)
 
 
 def on_failed(state: SchedulerState, event: Failed) -> None:
@@ -79,6 +108,8 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
     if event.final and _another_may_take_it(state, request):
         request.refusal = Refusal(engine=engine, sent=request.sent, cause=event.cause)
         exhausted = ""
+    elif rollout.state is State.RETURNING:
+        exhausted = ""  # the request is not sent again, so nothing of it can be exhausted
     else:
         exhausted = count_failure(request, state.rules, event)
     if rollout.group.dropped is None and exhausted:
@@ -87,7 +118,15 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
         state.book.counters.retries += rollout.group.dropped is None
         take_back(state, request)
     if not event.final:
+        _doubt(state, engine, event.cause)
         _strike(state, engine, event.cause, sent=request.sent)
+
+
+def _doubt(state: SchedulerState, engine: str, cause: str) -> None:
+    """A server that died and was started again in a moment answers under its first weights."""
+    control = state.control.engines.get(engine)
+    if control is not None:
+        control.doubt = control.doubt or cause
 
 
 def _another_may_take_it(state: SchedulerState, request: RequestRecord) -> bool:

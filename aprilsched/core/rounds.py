@@ -21,11 +21,14 @@ __all__ = ["begin_round", "park_all", "release_all"]
 def begin_round(state: SchedulerState) -> None:
     """Choose what runs, when a batch begins, or when all that was chosen has ended."""
     refill = state.schedule.refill
-    if not isinstance(refill, Rounds) or state.fetching or not training_runs(state):
+    if not isinstance(refill, Rounds) or not training_runs(state):
+        return
+    if state.fetching and not state.dry:
         return
     if not (state.round_due or _idle(state)):
         return
-    state.round_due = False
+    # The round is chosen again, and filled, when a source that is dry for now gives more.
+    state.round_due = state.dry and state.book.training < state.target_groups
     groups = [group for group in state.book.training_groups() if not group.complete]
     if groups:
         _choose(state, refill, groups)
@@ -57,9 +60,9 @@ def _idle(state: SchedulerState) -> bool:
 
 
 def _choose(state: SchedulerState, refill: Rounds, groups: list[GroupRecord]) -> None:
-    batch = state.book.counters.batches
+    batch = state.begun
     running = [i for i, group in enumerate(groups) if _runs(group)]
-    count = state.target_groups - len(state.book.ready) - len(running)
+    count = state.target_groups - state.ready_groups - len(running)
     age = np.array([batch - group.opened for group in groups], dtype=np.int64)
     age[running] = -1
     parked = np.flatnonzero(age >= 0)
@@ -94,7 +97,7 @@ def _runs(group: GroupRecord) -> bool:
 
 def _start(state: SchedulerState, group: GroupRecord, members: list[RolloutRecord]) -> None:
     if members and group.first_run is None:
-        group.first_run = state.book.counters.batches
+        group.first_run = state.begun
         state.book.journal.change_group(group)
     _release(state, members)
 

@@ -29,6 +29,7 @@ from aprilsched.core import (
     stragglers,
     turns,
     updates,
+    verifying,
     watching,
 )
 from aprilsched.core.commands import Command
@@ -44,8 +45,10 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.Opened: engines.on_opened,
     events.BatchRequested: batches.on_batch_requested,
     events.BatchWithdrawn: batches.on_batch_withdrawn,
+    events.BatchTaken: batches.on_batch_taken,
     events.BatchesAcknowledged: batches.on_batches_acknowledged,
     events.EvaluationRequested: launching.on_evaluation_requested,
+    events.EvaluationWithdrawn: launching.on_evaluation_withdrawn,
     events.UpdateRequested: updates.on_update_requested,
     events.UpdateWithdrawn: updates.on_update_withdrawn,
     events.SleepRequested: sleep.on_sleep_requested,
@@ -57,6 +60,8 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.Interrupted: requests.on_interrupted,
     events.Failed: requests.on_failed,
     events.TurnRequested: turns.on_turn_requested,
+    events.TurnWithdrawn: turns.on_turn_withdrawn,
+    events.TurnKept: turns.on_turn_kept,
     events.EpisodeFinished: turns.on_episode_finished,
     events.EpisodeFailed: turns.on_episode_failed,
     events.Rewarded: scoring.on_rewarded,
@@ -66,6 +71,7 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.Paused: engines.on_paused,
     events.Flushed: engines.on_flushed,
     events.Refitted: updates.on_refitted,
+    events.Verified: verifying.on_verified,
     events.Released: sleep.on_released,
     events.Woken: sleep.on_woken,
     events.Continued: engines.on_continued,
@@ -79,8 +85,10 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # An evaluation that ends lets an update begin; an update that ends lets a batch go.
     batches.deliver_evaluations,
     updates.advance,
+    # After the update has taken its step: an evaluation is begun before an update or after it.
+    launching.begin_evaluations,
     sleep.advance,
-    batches.deliver,
+    batches.offer,
     planning.plan,
     launching.launch,
     rounds.begin_round,
@@ -131,7 +139,8 @@ class Scheduler:
 
 def _decides(state: SchedulerState, event: events.Event) -> bool:
     if isinstance(event, events.Progress):
-        # New tokens change no other decision; a run has sixteen such events for each rollout.
-        return bool(state.running_out)
+        # New tokens change no other decision, but by a label that costs an engine its place; a run
+        # has sixteen such events for each rollout.
+        return bool(state.running_out or state.commands)
     # Nor does time, but by an engine that it shows to be lost, and while there is none.
     return not isinstance(event, events.Tick) or bool(state.commands) or state.outage is not None

@@ -11,7 +11,7 @@ from aprilsched.core.lifecycle import Move, State
 from aprilsched.core.records import GroupRecord, RolloutRecord
 from aprilsched.core.state import SchedulerState
 
-__all__ = ["finish", "on_group_rewarded", "on_judged", "on_reward_failed", "on_rewarded"]
+__all__ = ["finish", "on_group_rewarded", "on_judged", "on_reward_failed", "on_rewarded", "settle"]
 
 
 def finish(state: SchedulerState, rollout: RolloutRecord, reward: float | None) -> None:
@@ -66,10 +66,11 @@ def _score(state: SchedulerState, rollout: RolloutRecord, reward: float | None) 
     state.book.journal.finish(rollout)
     rollout.group.unscored -= 1
     if not rollout.group.unscored:
-        _settle(state, rollout.group)
+        settle(state, rollout.group)
 
 
-def _settle(state: SchedulerState, group: GroupRecord) -> None:
+def settle(state: SchedulerState, group: GroupRecord) -> None:
+    """The whole group is scored: it is judged, or accepted."""
     # An evaluation reports every answer, so accept has no say in it.
     if state.rules.accepts and group.evaluation_id is None:
         state.commands.append(Judge(group=group_of(group)))

@@ -8,6 +8,7 @@ from aprilsched.core.book import Book
 from aprilsched.core.commands import Command
 from aprilsched.core.control import FleetControl, Mode
 from aprilsched.core.due import DueGroups
+from aprilsched.core.events import EvaluationRequested
 from aprilsched.core.expectation import Expectations
 from aprilsched.core.lengths.groups import group_lengths
 from aprilsched.core.loan import Sleep
@@ -19,9 +20,9 @@ from aprilsched.core.pulse import Pulses
 from aprilsched.core.records import GroupRecord
 from aprilsched.core.refit import Update
 from aprilsched.core.rules import Rules
-from aprilsched.core.saving.journal import DeliveredBatch
+from aprilsched.core.saving.journal import DeliveredBatch, Offered
 from aprilsched.core.versions import PolicyVersionTracker
-from aprilsched.types import Batch, Prompt
+from aprilsched.types import Batch, Prompt, RefusedPrompt
 
 __all__ = ["SchedulerState"]
 
@@ -44,6 +45,8 @@ class SchedulerState:
             else Schedule(over_provision=rules.over_provision, refill=rules.refill)
         )
         """What is in force now."""
+        self.usual_group = rules.stop.amount / rules.batch_groups
+        """What one group counts towards a batch, in the unit of the stop rule."""
         self.target_groups = 0
         """Groups to keep open for the batch in work."""
         self.running_out: dict[int, int] = {}
@@ -64,12 +67,14 @@ class SchedulerState:
         self.commands: list[Command] = []
         self.wanted = False
         """The trainer waits for a batch."""
+        self.offer: Offered | None = None
+        """The batch that the trainer may take, and has not yet."""
         self.wave_due = rules.pace == "asynchronous"
         self.round_due = False
         """The rollouts of the next round are to be chosen."""
         self.due = DueGroups(rules.staleness)
-        self.delivered_since_update = 0
-        self.stock: deque[Prompt] = deque()
+        self.batches_since_update = 0
+        self.stock: deque[Prompt | RefusedPrompt] = deque()
         self.cursor = 0
         """Prompts of the source that were launched."""
         self.unacknowledged: dict[int, DeliveredBatch] = {}
@@ -79,6 +84,8 @@ class SchedulerState:
         self.resumed = False
         """The run goes on where a former one ended."""
         self.fetching = False
+        self.dry = False
+        """What is being fetched is not there yet, and nobody knows when it will be."""
         self.exhausted = False
         self.failed_in_a_row = 0
         """Groups dropped for a failure since the last one that was accepted."""
@@ -101,6 +108,9 @@ class SchedulerState:
         self.hoped_until = 0.0
         """While none is in use, another may come back with the fleet's version until then."""
         self.evaluations: dict[int, list[GroupRecord]] = {}
+        """Groups of the evaluations under way, in the order of their prompts."""
+        self.waiting_evaluations: list[EvaluationRequested] = []
+        """Evaluations that were asked for during an update and begin after it."""
 
     def note_lengths(self, group: GroupRecord) -> None:
         """The group has ended, complete or dropped: its lengths are evidence for others'."""
@@ -112,14 +122,39 @@ class SchedulerState:
         """The number of its open requests is about to change, or it stopped or went on."""
         control = self.control.engines.get(engine)
         if control is not None:
-            works = control.mode in (Mode.RUNNING, Mode.PAUSING)
+            works = control.mode in (Mode.RUNNING, Mode.PAUSING, Mode.VERIFYING)
             self.pulses.of(engine).advance(self.now, self.book.open[engine] if works else 0)
+
+    @property
+    def collecting(self) -> bool:
+        """The trainer waits for a batch that is not there yet."""
+        return self.wanted and self.offer is None
+
+    @property
+    def offered_groups(self) -> int:
+        """Groups in flight that are in the batch that is offered."""
+        return 0 if self.offer is None else len(self.offer.groups)
+
+    @property
+    def begun(self) -> int:
+        """Batches before the one in work: those that were taken, and the one that is offered."""
+        return self.book.counters.batches + (self.offered_groups > 0)
 
     @property
     def usual_running(self) -> float:
         """Rollouts that generate together in the mean of a batch, about: half of those launched
         run to its end."""
         return self.target_groups * self.rules.group_size / 2
+
+    @property
+    def batch_groups(self) -> int:
+        """Groups that a batch takes, as far as is known."""
+        return self.rules.stop.batch_groups(self.usual_group)
+
+    @property
+    def ready_groups(self) -> int:
+        """The complete groups, counted as usual ones."""
+        return self.rules.stop.as_groups(self.book.ready, self.usual_group)
 
     @property
     def given_up(self) -> bool:

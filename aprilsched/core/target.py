@@ -1,4 +1,7 @@
-"""How many groups the batch in work keeps open.
+"""How many groups a batch takes, and how many the batch in work keeps open.
+
+A batch that is full by tokens takes as many groups as the lengths seen say, unfinished responses
+counted as censored ones. Until one has finished, ``batch_groups`` is what is known.
 
 A run that begins with all of them at once delivers the shortest first: a bias of lengths that
 goes away only with the number of batches (:mod:`aprilsched.core.lengths.identity`). While it
@@ -11,39 +14,61 @@ from __future__ import annotations
 
 import math
 
+from aprilsched.core.lengths.groups import group_lengths
 from aprilsched.core.policies.over_provision import PoolLoad
 from aprilsched.core.policies.refill import Refill, Wave
 from aprilsched.core.rules import Rules
 from aprilsched.core.state import SchedulerState
 
-__all__ = ["refill_now", "retarget"]
+__all__ = ["refill_now", "resize", "retarget"]
 
 
 def retarget(state: SchedulerState) -> None:
     """Decide how many groups the next batch keeps open."""
-    book, rules, capacity = state.book, state.rules, state.control.kv_tokens
-    target = state.schedule.over_provision.target_groups(
-        PoolLoad(
-            batch_groups=rules.batch_groups,
-            current=state.target_groups,
-            kv_share=None if capacity is None else book.peak_tokens / capacity,
-        )
-    )
+    book, capacity = state.book, state.control.kv_tokens
+    _aim(state, None if capacity is None else book.peak_tokens / capacity)
     book.peak_tokens = book.held_tokens
-    if rules.starting_up(book.counters.batches):
-        target = _started(rules, book.counters.batches, target)
+
+
+def resize(state: SchedulerState) -> None:
+    """The same in the middle of a batch, which may take other groups than was thought."""
+    _aim(state, None)
+
+
+def _aim(state: SchedulerState, kv_share: float | None) -> None:
+    state.usual_group = _usual_group(state)
+    rules, batch_groups = state.rules, state.batch_groups
+    target = state.schedule.over_provision.target_groups(
+        PoolLoad(batch_groups=batch_groups, current=state.target_groups, kv_share=kv_share)
+    )
+    if rules.starting_up(state.begun):
+        target = _started(rules, state.begun, batch_groups, target)
     state.target_groups = target
+
+
+def _usual_group(state: SchedulerState) -> float:
+    """What one group counts towards a batch."""
+    stop, size = state.rules.stop, state.rules.group_size
+    if stop.unit == "groups":
+        return 1.0
+    if stop.unit == "samples":
+        return float(size)
+    open_groups = [group_lengths(g) for g in state.book.training_groups() if not g.complete]
+    law = state.expectations.observed.law(open_groups)
+    if law is None:
+        return state.usual_group
+    return size * law.mean()
 
 
 def refill_now(state: SchedulerState) -> Refill:
     """The refill rule in force; a pool would not wait for anything while the run starts up."""
-    if state.rules.starting_up(state.book.counters.batches):
+    if state.rules.starting_up(state.begun):
         return Wave()
     return state.schedule.refill
 
 
-def _started(rules: Rules, batches: int, target: int) -> int:
+def _started(rules: Rules, batches: int, batch_groups: int, target: int) -> int:
     if rules.start_up == "wait":
-        return rules.batch_groups
+        return batch_groups
     share = batches / rules.start_up_batches
-    return rules.batch_groups + math.ceil(share * max(0, target - rules.batch_groups))
+    return batch_groups + math.ceil(share * max(0, target - batch_groups))

@@ -40,7 +40,7 @@ class _Run:
 class TokenLog:
     """Growable response tokens with the policy version of each."""
 
-    __slots__ = ("_ids", "_logprobs", "_runs", "_size", "exact")
+    __slots__ = ("_ids", "_logprobs", "_runs", "_size", "exact", "stale_keys")
 
     def __init__(self) -> None:
         self._ids = _NO_IDS
@@ -49,6 +49,8 @@ class TokenLog:
         self._runs: list[_Run] = []
         self.exact = True
         """False once the version of some token could not be told."""
+        self.stale_keys = False
+        """True once tokens have come that attend to keys which older weights computed."""
 
     def __len__(self) -> int:
         return self._size
@@ -60,12 +62,14 @@ class TokenLog:
         runs: Iterable[tuple[int, int, str | None]],
         *,
         exact: bool,
+        stale_keys: bool = False,
     ) -> TokenLog:
         """A log that was saved: `runs` as :attr:`runs` gave them, the last ending with `ids`."""
         log = TokenLog()
         log._extend(ids, logprobs)
         log._runs = [_Run(*run) for run in runs]
         log.exact = exact
+        log.stale_keys = stale_keys
         return log
 
     @property

@@ -1,22 +1,42 @@
-"""The turns of a rollout: a plain rollout has one, an episode as many as its coroutine asks for."""
+"""The turns of a rollout: a plain rollout has one, an episode as many as its coroutine asks for.
+
+An episode may give a turn up (a timeout around its call). The request is then called back, and what
+came of it is *undecided*: kept if the episode looks at it, otherwise dropped as soon as the episode
+goes on, and counted.
+"""
 
 from __future__ import annotations
 
 from aprilsched.core.commands import ResolveTurn
-from aprilsched.core.dropping import drop
-from aprilsched.core.events import EpisodeFailed, EpisodeFinished, TurnRequested
+from aprilsched.core.dropping import abort, drop
+from aprilsched.core.events import (
+    EpisodeFailed,
+    EpisodeFinished,
+    TurnKept,
+    TurnRequested,
+    TurnWithdrawn,
+)
 from aprilsched.core.ledger import Reason
-from aprilsched.core.lifecycle import Move
+from aprilsched.core.lifecycle import GENERATING, Move, State
 from aprilsched.core.records import RequestRecord, RolloutRecord
-from aprilsched.core.saving.replaying import AnsweredTurn, ask_again, forget_rest
+from aprilsched.core.saving.replaying import (
+    AnsweredTurn,
+    ask_again,
+    cut_back,
+    forget_rest,
+    leave_one,
+)
 from aprilsched.core.scoring import finish
 from aprilsched.core.state import SchedulerState
+from aprilsched.types import FinishReason
 
 __all__ = [
     "end_turn",
     "on_episode_failed",
     "on_episode_finished",
+    "on_turn_kept",
     "on_turn_requested",
+    "on_turn_withdrawn",
     "take_back",
 ]
 
@@ -24,9 +44,13 @@ __all__ = [
 def end_turn(state: SchedulerState, request: RequestRecord) -> None:
     """A request has run to its end."""
     rollout = request.rollout
+    withdrawn = rollout.state is State.RETURNING
     rollout.move(Move.END_TURN)
-    rollout.turns += 1
     state.book.forget(request)
+    if withdrawn:
+        _hand_back(state, rollout, request.output_start)
+        return
+    rollout.turns += 1
     if not state.rules.episodes:
         finish(state, rollout, None)
         return
@@ -38,8 +62,8 @@ def take_back(state: SchedulerState, request: RequestRecord) -> None:
     """A request came back before its end; what is left of it waits to be sent."""
     if request.rollout.group.dropped is not None:
         state.book.forget(request)
-    elif request.remaining <= 0:
-        # The abort met the very last token: there is nothing left to ask for.
+    elif request.remaining <= 0 or request.rollout.state is State.RETURNING:
+        # The abort met the very last token, or nobody asks for the rest.
         request.rollout.finish_reason = "length"
         end_turn(state, request)
     else:
@@ -50,23 +74,63 @@ def on_turn_requested(state: SchedulerState, event: TurnRequested) -> None:
     rollout = state.book.rollouts.get(event.rollout_id)
     if rollout is None:
         return
+    _drop_undecided(state, rollout)
     known = ask_again(state, rollout, event.input_ids)
     if isinstance(known, AnsweredTurn):
         rollout.turns += 1
         _answer(state, rollout, known.turn)
         return
+    sampling = event.sampling or rollout.sampling
+    if known is not None:
+        leave_one(state, rollout, known.begin, sampling.max_new_tokens)
     state.book.add_request(
         rollout,
         event.input_ids,
-        event.sampling or rollout.sampling,
+        sampling,
         output_start=None if known is None else known.begin,
     )
+
+
+def on_turn_withdrawn(state: SchedulerState, event: TurnWithdrawn) -> None:
+    rollout = state.book.rollouts.get(event.rollout_id)
+    if rollout is None or rollout.state is State.RETURNING:
+        return
+    if rollout.state is State.THINKING:
+        _withdraw_answered(state, rollout)
+        return
+    request = rollout.request
+    if request is None or rollout.state not in GENERATING:
+        return
+    rollout.move(Move.WITHDRAW)
+    state.running_out.pop(request.request_id, None)
+    if request.open:
+        abort(state, request)
+        return
+    state.book.queue.discard(request)
+    state.book.forget(request)
+    state.book.journal.change(rollout)
+    rollout.finish_reason = "length"
+    _hand_back(state, rollout, request.output_start)
+
+
+def on_turn_kept(state: SchedulerState, event: TurnKept) -> None:
+    rollout = state.book.rollouts.get(event.rollout_id)
+    if rollout is None or rollout.undecided is None:
+        return
+    begin, rollout.undecided = rollout.undecided, None
+    rollout.turns += 1
+    if rollout.replay is not None:
+        rollout.replay.answered += 1
+    else:
+        rollout.answered.append((begin, len(rollout.log), rollout.finish_reason))
+        state.book.journal.change(rollout)
 
 
 def on_episode_finished(state: SchedulerState, event: EpisodeFinished) -> None:
     rollout = state.book.rollouts.get(event.rollout_id)
     if rollout is None:
         return
+    _drop_undecided(state, rollout)
     if rollout.turns == 0:
         _fail(state, event.rollout_id, "the episode returned without generating anything")
     else:
@@ -79,8 +143,53 @@ def on_episode_failed(state: SchedulerState, event: EpisodeFailed) -> None:
     _fail(state, event.rollout_id, event.cause)
 
 
+def _withdraw_answered(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """The answer was there already, and met the cancellation on its way: it was never seen."""
+    if rollout.undecided is not None or not rollout.turns:
+        return
+    rollout.turns -= 1
+    if rollout.replay is not None:
+        rollout.replay.answered -= 1
+        begin, end, reason = rollout.answered[rollout.replay.answered]
+        rollout.undecided = begin
+        _resolve(state, rollout, begin, end, reason, withdrawn=True)
+        return
+    begin, _, rollout.finish_reason = rollout.answered.pop()
+    state.book.journal.change(rollout)
+    _hand_back(state, rollout, begin)
+
+
+def _hand_back(state: SchedulerState, rollout: RolloutRecord, begin: int) -> None:
+    """The request of a withdrawn turn is back: whether its tokens stay is the episode's choice."""
+    rollout.undecided = begin
+    _resolve(state, rollout, begin, len(rollout.log), rollout.finish_reason, withdrawn=True)
+
+
+def _drop_undecided(state: SchedulerState, rollout: RolloutRecord) -> None:
+    if rollout.undecided is None:
+        return
+    rollout.undecided = None
+    replay, rollout.replay = rollout.replay, None
+    if replay is not None:
+        del rollout.answered[replay.answered :]
+    rollout.finish_reason = rollout.answered[-1][2] if rollout.answered else "length"
+    cut_back(state, rollout, Reason.WITHDRAWN)
+
+
 def _answer(state: SchedulerState, rollout: RolloutRecord, turn: int) -> None:
     begin, end, reason = rollout.answered[turn]
+    _resolve(state, rollout, begin, end, reason, withdrawn=False)
+
+
+def _resolve(
+    state: SchedulerState,
+    rollout: RolloutRecord,
+    begin: int,
+    end: int,
+    reason: FinishReason,
+    *,
+    withdrawn: bool,
+) -> None:
     ids, logprobs, versions = rollout.log.tail(begin)
     size = end - begin
     state.commands.append(
@@ -90,6 +199,7 @@ def _answer(state: SchedulerState, rollout: RolloutRecord, turn: int) -> None:
             logprobs=logprobs[:size],
             versions=versions[:size],
             finish_reason=reason,
+            withdrawn=withdrawn,
         )
     )
 

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from aprilsched.core.batches import acknowledge
+from aprilsched.core.batches import acknowledge, withdraw_offer
 from aprilsched.core.commands import FinishUpdate, Refit, Retire
 from aprilsched.core.control import EngineControl, Mode
 from aprilsched.core.dropping import drop
@@ -41,6 +41,7 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
             f"update to version {event.version} at version {state.tracker.trainer}, "
             f"with {state.update} under way"
         )
+    withdraw_offer(state)
     for control in state.control.standby.values():
         # It was about to catch up with a version that is soon the last but one.
         if control.catching_up and control.mode is not Mode.REFITTING and state.adapter is None:
@@ -115,6 +116,8 @@ def refit(state: SchedulerState) -> None:
         return
     for control in wanted:
         control.mode = control.mode if update.beside else Mode.REFITTING
+        # It was put on standby before it was asked, and that is no answer.
+        update.answers.pop(control.name, None)
     update.refitting = frozenset(control.name for control in wanted)
     names = tuple(control.name for control in wanted)
     state.commands.append(Refit(version=update.version, engines=names, beside=update.beside))
@@ -196,9 +199,12 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
     old = state.tracker.trainer
     for engine in took & state.control.engines.keys():
         state.tracker.refitted(engine, update.version)
+        control = state.control.engines[engine]
+        control.heard_at, control.doubt = state.now, ""
         if not update.beside:
             for request in state.book.open_requests(engine):
                 request.crossed = True
+                request.kept_keys = request.kept_keys or control.keeps_keys
                 request.version = update.version
     state.tracker.publish(update.version)
     state.republishable = update.republishable
@@ -216,7 +222,7 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
             # The new weights are in their memory, and stay there.
             state.sleep.tags = state.sleep.away_in_refit
     if update.version != old:
-        state.delivered_since_update = 0
+        state.batches_since_update = 0
     state.book.counters.updates += 1
 
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import numpy as np
 
 from aprilsched.engines.base import Chunk, Engine, GenerationRequest
-from aprilsched.errors import EngineProtocolError, TornWeights
+from aprilsched.errors import EngineError, EngineProtocolError, TornWeights
 from aprilsched.types import SamplingParams
 
 __all__ = ["check"]
@@ -29,6 +29,8 @@ _SHORT = 4
 _LONG = 256
 """Tokens: enough that a pause meets the request in its middle, about a second's work."""
 _ABORT_AGAIN_S = 0.25
+_CONTINUE_S = 5.0
+"""For the continue of a check that was given up in its pause."""
 
 
 async def check(engine: Engine) -> int | None:
@@ -73,8 +75,16 @@ async def _check_pause_and_abort(engine: Engine) -> None:
         first = await anext(chunks, None)
         if first is None or first.finish is not None:
             return
-        await engine.pause("retract")
-        await engine.resume()
+        try:
+            await engine.pause("retract")
+            await engine.resume()
+        except BaseException:
+            # Whoever gives the check up, because the engine has left the fleet, say, may never look
+            # at it again.
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(_CONTINUE_S):
+                    await engine.resume()
+            raise
         reading = asyncio.ensure_future(_read_to_end(chunks))
         try:
             while not reading.done():

@@ -19,6 +19,7 @@ __all__ = [
     "Fleet",
     "FleetChange",
     "GenerationRequest",
+    "HasAddress",
     "PauseMode",
     "WatchesMembership",
 ]
@@ -72,7 +73,9 @@ class Chunk:
     `token_ids` int32 [n] and `logprobs` float32 [n] belong together; n may be 0. They are the
     receiver's: it may keep them, so whoever made a chunk must not write to them afterwards.
     `spans`, on the last chunk only, covers the request's whole output; None where the engine
-    cannot tell (``Capabilities.version_spans`` is False).
+    cannot tell (``Capabilities.version_spans`` is False). `label` is the version of the base model
+    that the engine has when it sends the chunk; None where it does not say, or where `spans` say
+    it of each token.
     """
 
     token_ids: Int32Array
@@ -80,6 +83,7 @@ class Chunk:
     finish: FinishReason | Literal["abort"] | None = None
     spans: tuple[VersionSpan, ...] | None = None
     cached_tokens: int | None = None
+    label: int | None = None
 
 
 class Engine(Protocol):
@@ -117,6 +121,15 @@ class Engine(Protocol):
         """
         ...
 
+    async def verify(self) -> int:
+        """The same, of the process that was opened.
+
+        Raises:
+            EngineRestarted: if another process answers now; open the engine anew to use it.
+            TornWeights: as :meth:`version`.
+        """
+        ...
+
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Stream one response to its end, or to its abort.
 
@@ -147,6 +160,16 @@ class Engine(Protocol):
 
     async def resume(self) -> None:
         """Go on after a pause (SGLang: continue). Harmless when not paused."""
+        ...
+
+
+@runtime_checkable
+class HasAddress(Protocol):
+    """An engine that is a server at an address: another object may stand for the same one."""
+
+    @property
+    def address(self) -> str:
+        """Where the server listens."""
         ...
 
 

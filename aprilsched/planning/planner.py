@@ -3,8 +3,9 @@
 Optima are flat: around the fastest schedule many others are as fast within noise, with very
 different staleness. So speed decides only down to `TOLERANCE`, and staleness among the rest.
 
-Invariants: what passes the user's staleness bound or the KV pool is never chosen while anything
-else can be; a choice is a function of its arguments, with no chance in it.
+Invariants: what passes the user's staleness bound is never chosen while anything else can be; a
+choice is a function of its arguments, with no chance in it. What passes the KV pool is no worse
+than what it costs, which the trials know.
 """
 
 from __future__ import annotations
@@ -72,19 +73,19 @@ class Planner:
         """The schedule to follow, with what is expected of it: perhaps the one in force again."""
         setting = self.setting(command, rules)
         tried = trials(setting, parks=rules.parks, current=command.current)
-        best = choose(tried, setting)
+        best = choose(tried)
         now = next((t for t in tried if t.schedule.same_as(command.current)), None)
-        if now is not None and _may_stay(now, best, tried, setting):
+        if now is not None and _may_stay(now, best, tried):
             return now.schedule
         return best.schedule
 
     def setting(self, command: Plan, rules: Rules) -> Setting:
         """What candidates are tried out on."""
-        scale = max(1, min(command.engines, rules.batch_groups // _MOST_GROUPS))
+        scale = max(1, min(command.engines, command.batch_groups // _MOST_GROUPS))
         observed = ObservedLengths(window=10**9)
         for group in command.ended:
             observed.add_group(group)
-        batch_groups = -(-rules.batch_groups // scale)
+        batch_groups = -(-command.batch_groups // scale)
         lengths = observed.draw_groups(
             _groups_needed(batch_groups), group_size=rules.group_size, open_groups=command.open
         )
@@ -100,6 +101,7 @@ class Planner:
             keeps_kv=rules.kv == "keep",
             max_staleness=rules.staleness.bound,
             shared=observed.shared_log_variance() or 0.5,
+            stop=replace(rules.stop, amount=-(-rules.stop.amount // scale)),
         )
 
 
@@ -113,7 +115,7 @@ def trials(setting: Setting, *, parks: bool, current: Schedule | None = None) ->
     brief = replace(setting, batches=_BRIEF)
     first = [(schedule, try_out(schedule, brief)) for schedule in several]
     longer: dict[int, Outcome] = {}
-    while near := _near(first, longer, setting):
+    while near := _near(first, longer):
         longer.update((place, try_out(first[place][0], setting)) for place in near)
     for place, (schedule, _) in enumerate(first):
         # Held against the best on as long a trial, or it would be given up by chance.
@@ -127,14 +129,12 @@ def trials(setting: Setting, *, parks: bool, current: Schedule | None = None) ->
     ]
 
 
-def _near(
-    first: Sequence[tuple[Schedule, Outcome]], longer: Mapping[int, Outcome], setting: Setting
-) -> list[int]:
+def _near(first: Sequence[tuple[Schedule, Outcome]], longer: Mapping[int, Outcome]) -> list[int]:
     """Places of those that are allowed as far as is known, near the fastest, not tried longer."""
     allowed = {
         place: outcome.efficiency
         for place, (_, outcome) in enumerate(first)
-        if _allowed(longer.get(place, outcome), setting)
+        if _allowed(longer.get(place, outcome))
     }
     least = (1 - _MAY_RISE) * max(allowed.values(), default=0.0)
     return [place for place, speed in allowed.items() if speed >= least and place not in longer]
@@ -151,26 +151,25 @@ def _tried(schedule: Schedule, outcome: Outcome) -> Tried:
     return Tried(schedule=known, outcome=outcome)
 
 
-def choose(tried: Sequence[Tried], setting: Setting) -> Tried:
+def choose(tried: Sequence[Tried]) -> Tried:
     """The least stale within `TOLERANCE` of the fastest, of those that are allowed."""
-    allowed = [t for t in tried if _allowed(t.outcome, setting)]
+    allowed = [t for t in tried if _allowed(t.outcome)]
     if not allowed:
-        # Nothing fits: the one that asks for the least is the best that can be done.
-        return min(tried, key=lambda t: (t.outcome.too_stale_share, t.outcome.peak_kv))
+        # Nothing is fresh enough: the freshest is the best that can be done.
+        return min(tried, key=lambda t: (t.outcome.too_stale_share, -t.outcome.efficiency))
     fastest = max(t.outcome.efficiency for t in allowed)
     near = [t for t in allowed if t.outcome.efficiency >= (1 - TOLERANCE) * fastest]
     return min(near, key=lambda t: t.outcome.off_policy_share)
 
 
-def _allowed(outcome: Outcome, setting: Setting) -> bool:
-    fits = setting.kv_tokens is None or outcome.peak_kv <= setting.kv_tokens
-    return fits and outcome.too_stale_share <= _TOO_STALE
+def _allowed(outcome: Outcome) -> bool:
+    return outcome.too_stale_share <= _TOO_STALE
 
 
-def _may_stay(now: Tried, best: Tried, tried: Sequence[Tried], setting: Setting) -> bool:
-    fastest = max((t.outcome.efficiency for t in tried if _allowed(t.outcome, setting)), default=0)
+def _may_stay(now: Tried, best: Tried, tried: Sequence[Tried]) -> bool:
+    fastest = max((t.outcome.efficiency for t in tried if _allowed(t.outcome)), default=0)
     return (
-        _allowed(now.outcome, setting)
+        _allowed(now.outcome)
         and now.outcome.efficiency >= (1 - TOLERANCE - _STAYS) * fastest
         and now.outcome.off_policy_share <= best.outcome.off_policy_share + _STALER
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.core.policies.stop import StopAt
 from aprilsched.timing import StepTimeModel
 
 __all__ = ["Outcome", "Setting"]
@@ -18,11 +19,13 @@ class Setting:
 
     Attributes:
         lengths: int64 [groups, group_size], response lengths in the order of launching.
-        batch_groups: groups in a batch.
+        batch_groups: groups that a batch takes, as far as is known when it begins.
+        stop: when it is full; None: with so many groups.
         engines: equal engines that share the work evenly.
         model: the time of one.
         max_running: most requests that one decodes together.
-        kv_tokens: KV pool of one; None: unlimited.
+        kv_tokens: KV pool of one; None: unlimited. What does not fit waits, or is preempted and
+            prefilled again.
         prompt_tokens: mean prompt length.
         keeps_kv: a refit keeps the KV; otherwise everything in flight is prefilled again.
         max_staleness: the user's bound; None: none.
@@ -43,6 +46,23 @@ class Setting:
     shared: float = 0.5
     batches: int = 24
     burn_in: int = 5
+    stop: StopAt | None = None
+
+    @property
+    def full_at(self) -> StopAt:
+        """When a batch is full."""
+        return self.stop or StopAt(unit="groups", amount=self.batch_groups)
+
+    @property
+    def usual_group(self) -> float:
+        """What a group counts towards that."""
+        match self.full_at.unit:
+            case "groups":
+                return 1.0
+            case "samples":
+                return float(self.lengths.shape[1])
+            case "tokens":
+                return float(self.lengths.sum(axis=1).mean())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,15 @@
 """A schedule tried out on groups of known lengths: the model behind automatic over-provisioning.
 
 Much coarser than :mod:`aprilsched.simulation`, and fifty times faster: engines are one, with its
-work divided evenly; requests are numbers on one step counter; there are no preemptions. What it
-is for is the order of schedules, and a test holds it to the simulation within a few percent.
+work and their KV pools divided evenly; requests are numbers on one step counter. What it is for
+is the order of schedules, and a test holds it to the simulation within a few percent.
 
 Invariants:
 - A member that starts decoding at step s with r tokens to go ends at s + r, whatever happens
   around it: what costs time and no step (prefill, pauses) moves the clock alone.
-- `kv` is the sum of prompt and tokens so far over what runs.
+- `kv` is the sum of prompt and tokens so far over what runs, and no more than the pool, but for
+  a response that runs alone. What a full pool costs is what it costs an engine: requests wait, and
+  the one admitted last is preempted and prefilled again.
 
 Efficiency is counted on what was generated, not on what was delivered: in the long run both are
 the same, and over a few batches the latter scatters four times as much with what is in flight.
@@ -16,17 +18,22 @@ the same, and over a few batches the latter scatters four times as much with wha
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 
 from aprilsched.core.policies.over_provision import PoolLoad
 from aprilsched.core.policies.refill import PoolView
 from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.planning.group import TrialGroup
+from aprilsched.planning.group import CompleteGroups, TrialGroup
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.store import Store
 
 __all__ = ["try_out"]
+
+_RESERVE_SHARE = 0.098
+"""Share of the tokens still to come for which admission leaves room: the floor of SGLang's
+new_token_ratio (0.7 * 0.14)."""
 
 
 def try_out(schedule: Schedule, setting: Setting) -> Outcome:
@@ -39,25 +46,33 @@ class _Trial:
         self._setting = setting
         self._refill = schedule.refill
         self._group_size = setting.lengths.shape[1]
-        load = PoolLoad(batch_groups=setting.batch_groups, current=0)
+        self._stop_at, self._usual = setting.full_at, setting.usual_group
+        self._batch_groups = self._stop_at.batch_groups(self._usual)
+        load = PoolLoad(batch_groups=self._batch_groups, current=0)
         self._target = schedule.over_provision.target_groups(load)
         rounds = isinstance(schedule.refill, Rounds)
         self._store = Store(schedule.refill, setting) if rounds else None
         self._rows: list[list[int]] = setting.lengths.tolist()
         self._next = 0
         self._limit = setting.max_running * setting.engines
+        pool = setting.kv_tokens
+        self._pool = math.inf if pool is None else float(pool * setting.engines)
         self.now = 0.0
         self._step = 0
         self._kv = 0.0
         self._peak = 0.0
         self._bound = 0.0
         """T_bound of what was generated: see StepTimeModel.bound_seconds."""
-        self._running: list[tuple[int, int, int, TrialGroup]] = []
+        self._running: dict[int, _Running] = {}
+        """By their tickets, in the order of admission."""
+        self._ends: list[tuple[int, int]] = []
+        """Steps at which they end, with tickets; those of what was preempted are void."""
+        self._sum_of_ends = 0
         self._queue: deque[tuple[TrialGroup, int]] = deque()
-        self._ready: list[TrialGroup] = []
+        self._ready = CompleteGroups()
         self._open = 0
         self._batches = 0
-        self._count = 0
+        self._tickets = 0
 
     def run(self) -> Outcome:
         setting = self._setting
@@ -70,7 +85,7 @@ class _Trial:
             if batch >= burn_in:
                 seconds += self.now - began
                 bound += self._bound - before
-                tokens += sum(sum(group.lengths) for group in delivered)
+                tokens += sum(group.tokens for group in delivered)
                 stale += sum(group.older_than(batch, 0) for group in delivered)
                 oldest = setting.max_staleness
                 if oldest is not None:
@@ -87,42 +102,53 @@ class _Trial:
     def _batch(self) -> list[TrialGroup]:
         """Run until a batch is full; its groups."""
         self._launch(wave_due=True)
-        if self._store is not None:
-            wanted = self._target - len(self._ready)
-            self._queue.extend(self._store.choose(wanted, self._batches))
-        again = 0.0 if self._setting.keeps_kv or not self._batches else self._kv
-        self._admit(again)
-        while len(self._ready) < self._setting.batch_groups:
+        self._choose()
+        self._admit()
+        while not self._stop_at.enough(self._ready):
             self._advance()
             if self._store is None:
                 self._launch(wave_due=False)
-                self._admit(0.0)
-        count = self._setting.batch_groups
-        delivered, self._ready = self._ready[:count], self._ready[count:]
+                self._admit()
+            elif not self._running:
+                # All that was chosen has ended, and the batch is not full.
+                self._launch(wave_due=False)
+                self._choose()
+                self._admit()
+        delivered = self._ready.take(self._stop_at.take(self._ready.groups) or 0)
         self._stop()
         self._batches += 1
         return delivered
 
     def _stop(self) -> None:
-        """Note what everyone has; with a store nobody stays."""
-        for end, _, member, group in self._running:
-            group.note(member, group.lengths[member] - (end - self._step), self._batches)
+        """Note what everyone has. Whoever is prefilled again goes behind what waits."""
+        for running in self._running.values():
+            self._note(running)
         if self._store is not None:
-            self._running.clear()
             self._queue.clear()
-            self._kv = 0.0
+        elif self._setting.keeps_kv:
+            return
+        else:
+            self._queue.extend((r.group, r.member) for r in self._running.values())
+        self._running.clear()
+        self._ends.clear()
+        self._kv = 0.0
+        self._sum_of_ends = 0
+
+    def _note(self, running: _Running) -> None:
+        group, member = running.group, running.member
+        group.note(member, group.lengths[member] - (running.end - self._step), self._batches)
 
     def _launch(self, *, wave_due: bool) -> None:
         """Open the groups that the refill rule asks for."""
         view = PoolView(
-            batch_groups=self._setting.batch_groups,
+            batch_groups=self._batch_groups,
             group_size=self._group_size,
             target_groups=self._target,
             open_groups=self._open,
-            ready_groups=len(self._ready),
+            ready_groups=self._stop_at.as_groups(self._ready, self._usual),
             in_flight=len(self._running) + len(self._queue),
             wave_due=wave_due,
-            batch_open=len(self._ready) < self._setting.batch_groups,
+            batch_open=not self._stop_at.enough(self._ready),
             asynchronous=False,
         )
         for _ in range(self._refill.launches(view)):
@@ -134,42 +160,100 @@ class _Trial:
             else:
                 self._store.groups.append(group)
 
-    def _admit(self, prefill: float) -> None:
-        """Start what waits, as far as there is room; `prefill` tokens are computed with it."""
-        places = min(self._limit - len(self._running), len(self._queue))
-        tokens = 0.0
-        for _ in range(places):
-            group, member = self._queue.popleft()
-            self._count += 1
-            end = self._step + group.lengths[member] - group.have[member]
-            heapq.heappush(self._running, (end, self._count, member, group))
-            tokens += self._setting.prompt_tokens + group.have[member]
-        self._kv += tokens
-        if prefill or places:
-            share = (prefill + tokens) / self._setting.engines
+    def _choose(self) -> None:
+        """The next round, where there are rounds."""
+        if self._store is not None:
+            wanted = self._target - self._stop_at.as_groups(self._ready, self._usual)
+            self._queue.extend(self._store.choose(wanted, self._batches))
+
+    def _admit(self) -> None:
+        """Start what waits, first come, first served, as far as there is room."""
+        tokens, before = 0.0, self._tickets
+        while self._queue and len(self._running) < self._limit:
+            group, member = self._queue[0]
+            context = self._setting.prompt_tokens + group.have[member]
+            left = group.lengths[member] - group.have[member]
+            if not self._fits(context, left):
+                break
+            self._queue.popleft()
+            self._tickets += 1
+            end = self._step + left
+            self._running[self._tickets] = _Running(end, member, group)
+            heapq.heappush(self._ends, (end, self._tickets))
+            self._sum_of_ends += end
+            self._kv += context
+            tokens += context
+        if self._tickets > before:
+            share = tokens / self._setting.engines
             self.now += self._setting.model.prefill_seconds(max(1, round(share)))
+
+    def _fits(self, context: float, left: int) -> bool:
+        """Is there room for one more, and for some of what all are still to generate?"""
+        if self._pool == math.inf or not self._running:
+            return True
+        to_come = self._sum_of_ends - len(self._running) * self._step + left
+        return self._kv + context + 1 + _RESERVE_SHARE * to_come <= self._pool
 
     def _advance(self) -> None:
         """Decode to the next end of a response; those that end with it end too."""
-        running, engines = self._running, self._setting.engines
-        steps = running[0][0] - self._step
-        batch, kv = max(1, round(len(running) / engines)), round(self._kv / engines)
+        steps = self._room_for(self._next_end() - self._step)
+        running, engines = len(self._running), self._setting.engines
+        batch, kv = max(1, round(running / engines)), round(self._kv / engines)
         model = self._setting.model
         self.now += model.decode_seconds(batch, kv, steps)
-        tokens, growth = steps * len(running), len(running) * steps * (steps - 1) / 2
+        tokens, growth = steps * running, running * steps * (steps - 1) / 2
         work = (model.t1 + model.t0 / self._setting.max_running) * tokens
         self._bound += (work + model.t2 * (steps * self._kv + growth)) / engines
         self._step += steps
-        self._kv += steps * len(running)
+        self._kv += tokens
         self._peak = max(self._peak, self._kv)
-        while running and running[0][0] == self._step:
-            _, _, member, group = heapq.heappop(running)
-            self._kv -= self._setting.prompt_tokens + group.lengths[member]
-            group.finish(member, self._batches)
-            if not group.unfinished:
-                self._open -= 1
-                self._ready.append(group)
-                if self._store is not None:
-                    self._store.groups.remove(group)
+        while self._ends and self._ends[0][0] <= self._step:
+            _, ticket = heapq.heappop(self._ends)
+            running_one = self._running.pop(ticket, None)
+            if running_one is not None:
+                self._finish(running_one)
         if self._queue:
-            self._admit(0.0)
+            self._admit()
+
+    def _next_end(self) -> int:
+        while self._ends[0][1] not in self._running:
+            heapq.heappop(self._ends)
+        return self._ends[0][0]
+
+    def _room_for(self, steps: int) -> int:
+        """So many of the steps as the pool has room for: the one admitted last gives its place
+        back until that is one."""
+        while len(self._running) > 1 and self._pool - self._kv < len(self._running):
+            _, running = self._running.popitem()
+            self._note(running)
+            self._leave(running)
+            self._queue.append((running.group, running.member))
+            steps = self._next_end() - self._step
+        if self._pool == math.inf:
+            return steps
+        return min(steps, max(1, int(self._pool - self._kv) // len(self._running)))
+
+    def _finish(self, running: _Running) -> None:
+        group = running.group
+        group.finish(running.member, self._batches)
+        self._leave(running)
+        if not group.unfinished:
+            self._open -= 1
+            self._ready.add(group)
+            if self._store is not None:
+                self._store.groups.remove(group)
+
+    def _leave(self, running: _Running) -> None:
+        self._kv -= self._setting.prompt_tokens + running.group.have[running.member]
+        self._sum_of_ends -= running.end
+
+
+class _Running:
+    """A response that decodes, and the step at which it ends."""
+
+    __slots__ = ("end", "group", "member")
+
+    def __init__(self, end: int, member: int, group: TrialGroup) -> None:
+        self.end = end
+        self.member = member
+        self.group = group

@@ -19,6 +19,7 @@ from aprilsched.core.events import (
     Flushed,
     Paused,
     Refitted,
+    Verified,
 )
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.batcher import Batcher
@@ -88,6 +89,9 @@ class ModelledEngine:
         self.batcher.resume(self._agenda.now)
         self._arm()
         self._feed(ContinuedEvent(engine=self.name))
+
+    def verify(self) -> None:
+        self._feed(Verified(engine=self.name, version=self.batcher.version))
 
     def refit(self, version: int) -> None:
         took = self.batcher.refit(version)

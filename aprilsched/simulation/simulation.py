@@ -128,6 +128,7 @@ class Simulation:
                 do.Pause: lambda c: engines[c.engine].pause(c),
                 do.Flush: lambda c: engines[c.engine].flush(c),
                 do.Continue: lambda c: engines[c.engine].resume(),
+                do.Verify: lambda c: engines[c.engine].verify(),
                 do.Refit: self._refit,
                 do.Score: self._score,
                 do.Judge: self._judge,
@@ -139,6 +140,8 @@ class Simulation:
                 do.GiveUpFleet: lambda _: None,
                 do.GiveUp: self._give_up,
                 do.FinishUpdate: trainer.finish_update,
+                do.Offer: lambda c: self._loop.feed(ev.BatchTaken(index=c.offered.index)),
+                do.WithdrawOffer: lambda _: None,
                 do.Deliver: trainer.deliver,
                 do.EndOfPrompts: trainer.end,
             }

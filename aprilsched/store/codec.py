@@ -19,6 +19,7 @@ from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.saving.saved import SavedGroup, SavedMember
 from aprilsched.errors import ConfigError
+from aprilsched.store.values import packed, unpacked
 from aprilsched.types import Prompt, SamplingParams
 
 __all__ = [
@@ -42,8 +43,9 @@ class _Group(msgspec.Struct, array_like=True):
     opened: int
     input_ids: bytes
     sampling: SamplingParams | list[SamplingParams] | None
-    key: str | int | None
-    metadata: dict[str, Any]
+    key: Any
+    metadata: Any
+    """The caller's own, as :mod:`aprilsched.store.values` packs them."""
     members: list[tuple[int, int, int]]
     """Rollout, index, place of its sampling parameters."""
     samplings: list[SamplingParams]
@@ -90,7 +92,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     Raises:
         msgspec.MsgspecError: if it is none of this kind.
     """
-    return msgspec.msgpack.decode(body, type=kind)
+    return msgspec.msgpack.decode(body, type=kind, ext_hook=unpacked)
 
 
 def checksum(*parts: bytes | memoryview) -> int:
@@ -102,16 +104,24 @@ def checksum(*parts: bytes | memoryview) -> int:
 
 
 def check_storable(prompt: Prompt) -> None:
-    """Raises ConfigError if the prompt's metadata holds what cannot be stored."""
-    if prompt.metadata or prompt.sampling is not None:
-        group_record(SavedGroup(group_id=0, prompt=prompt, opened=0, members=()))
+    """Raises ConfigError if the prompt's key, metadata or sampling parameters hold what would not
+    come back from a store as it is."""
+    key = prompt.key
+    named = key is None or type(key) is int or (type(key) is str and key.isascii())
+    if named and prompt.sampling is None and prompt.metadata == {}:
+        return
+    body = group_record(SavedGroup(group_id=0, prompt=prompt, opened=0, members=()))
+    try:
+        group_from(body)
+    except Exception as error:
+        raise _unstorable(prompt, error) from error
 
 
 def group_record(group: SavedGroup) -> bytes:
     """A group as bytes.
 
     Raises:
-        ConfigError: if the prompt's metadata holds what cannot be stored.
+        ConfigError: if the prompt holds what cannot be stored.
     """
     prompt = group.prompt
     samplings: list[SamplingParams] = []
@@ -127,19 +137,25 @@ def group_record(group: SavedGroup) -> bytes:
         opened=group.opened,
         input_ids=prompt.input_ids.tobytes(),
         sampling=list(sampling) if isinstance(sampling, tuple) else sampling,
-        key=prompt.key,
-        metadata=dict(prompt.metadata),
+        key=None,
+        metadata=None,
         members=members,
         samplings=samplings,
     )
     try:
+        record.key, record.metadata = packed(prompt.key), packed(prompt.metadata)
         return encode(record)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(
-            f"the metadata or sampling parameters of prompt {prompt.key!r} cannot be stored "
-            f"({error}); use numbers, strings, bytes, lists and dicts, or a key that the reward "
-            "looks up."
-        ) from error
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        # Of the last, a RecursionError, and a dict that a reward changes meanwhile.
+        raise _unstorable(prompt, error) from error
+
+
+def _unstorable(prompt: Prompt, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the key, metadata or sampling parameters of prompt {prompt.key!r} cannot be stored as "
+        f"they are ({error}); use numbers, strings, bytes, dates, lists, tuples, sets, dicts and "
+        "NumPy arrays, or a key that the reward looks up."
+    )
 
 
 def group_from(body: bytes) -> SavedGroup:
@@ -149,7 +165,9 @@ def group_from(body: bytes) -> SavedGroup:
         msgspec.MsgspecError or ValueError: if there is none.
     """
     record = decode(body, _Group)
-    sampling = record.sampling
+    sampling, metadata = record.sampling, record.metadata
+    if type(metadata) is not dict:
+        raise ValueError("its metadata is no dict")
     return SavedGroup(
         group_id=record.group_id,
         opened=record.opened,
@@ -157,7 +175,7 @@ def group_from(body: bytes) -> SavedGroup:
             input_ids=np.frombuffer(record.input_ids, dtype=np.int32),
             sampling=tuple(sampling) if isinstance(sampling, list) else sampling,
             key=record.key,
-            metadata=record.metadata,
+            metadata=cast("dict[Any, Any]", metadata),
         ),
         members=tuple(
             SavedMember(rollout_id=rollout, index=index, sampling=record.samplings[place])

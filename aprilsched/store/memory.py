@@ -74,11 +74,11 @@ class MemoryStore:
         if cut.page is not None:
             for rollout_id, piece in slices_of(cut.page):
                 self._slices.setdefault(rollout_id, []).append(piece)
-        self._batches.update((batch.index, batch) for batch in cut.batches)
         self._dropped.extend(cut.dropped)
         self._lengths.extend(cut.lengths)
         for index in cut.acknowledged:
             self._batches.pop(index, None)
+        self._batches.update((batch.index, batch) for batch in cut.batches)
         for group_id, _ in cut.removed:
             self._remove(group_id)
 

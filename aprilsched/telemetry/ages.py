@@ -38,10 +38,11 @@ def ages_of(rollout: Rollout, version: int) -> Ages:
             continue
         tokens = run.end - run.start
         sampled += tokens
-        age = version - run.version
+        # Of a newer version than the trainer's, which somebody else has loaded: not negative.
+        age = max(0, version - run.version)
         total += age * tokens
+        off_policy += tokens if run.version != version else 0
         if age > 0:
-            off_policy += tokens
             oldest = max(oldest, age)
             if age > oldest_trained and rollout.loss_mask[run.start : run.end].any():
                 oldest_trained = age

@@ -40,6 +40,8 @@ class _Member:
     sampled: int = 0
     environment: int = 0
     turns: int = 0
+    asked: int | None = None
+    """The context of the turn that its episode waits for."""
     finished: bool = False
 
     @property
@@ -79,6 +81,8 @@ class Books(DispatchingListener):
             ev.Interrupted: self._interrupted,
             ev.Failed: self._failed,
             ev.TurnRequested: self._turn_requested,
+            ev.TurnWithdrawn: self._turn_withdrawn,
+            ev.TurnKept: self._turn_kept,
             ev.EpisodeFinished: self._episode_finished,
             ev.Flushed: lambda event: self._attempts.flush(event.engine),
             ev.Continued: lambda event: self._attempts.go_on(event.engine),
@@ -86,6 +90,7 @@ class Books(DispatchingListener):
             do.Send: self._send,
             do.StartEpisode: lambda command: self._episodes.add(command.rollout_id),
             do.ResolveTurn: self._resolve_turn,
+            do.DiscardTokens: self._discard_tokens,
             do.Pause: lambda command: self._attempts.pause(command.engine),
             do.LoseEngine: self._lose_engine,
             do.CancelWork: self._cancel_work,
@@ -204,6 +209,8 @@ class Books(DispatchingListener):
         self._groups.pop(group_id, None)
         for rollout_id in rollout_ids:
             member = self._members.pop(rollout_id, None)
+            # For a prompt that cannot be used nothing is launched but its entry.
+            self.counters.launched += reason is Reason.BAD_PROMPT
             tokens = 0 if member is None else member.sampled
             sibling = culprit is not None and rollout_id != culprit
             self._dropped[rollout_id] = reason
@@ -268,13 +275,39 @@ class Books(DispatchingListener):
     def _resolve_turn(self, command: do.ResolveTurn) -> None:
         member = self._members.get(command.rollout_id)
         if member is not None:
+            member.turns += not command.withdrawn
+            member.asked = None
+
+    def _turn_withdrawn(self, event: ev.TurnWithdrawn) -> None:
+        member = self._members.get(event.rollout_id)
+        if member is not None and member.asked is None:
+            # Its answer had been given, and was never seen.
+            member.turns -= 1
+
+    def _turn_kept(self, event: ev.TurnKept) -> None:
+        member = self._members.get(event.rollout_id)
+        if member is not None:
             member.turns += 1
+
+    def _discard_tokens(self, command: do.DiscardTokens) -> None:
+        self.counters.tokens_discarded += command.sampled
+        self.ledger.late_tokens(Reason(command.reason), command.sampled)
+        member = self._members.get(command.rollout_id)
+        if member is None:
+            return
+        member.sampled -= command.sampled
+        member.environment -= command.environment
+        if member.turns and member.asked is not None:
+            # The turn that is asked for was measured against what is forgotten now.
+            member.environment = max(
+                member.environment, member.asked - member.prompt - member.sampled
+            )
 
     def _turn_requested(self, event: ev.TurnRequested) -> None:
         member = self._members.get(event.rollout_id)
         if member is None:
             return
-        context = len(event.input_ids)
+        context = member.asked = len(event.input_ids)
         if member.turns == 0:
             member.prompt = context
         else:

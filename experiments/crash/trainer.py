@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from aprilsched import (
 )
 from aprilsched.core import commands as do
 from aprilsched.core import events as ev
+from aprilsched.core.saving.saved import Cut, Stage
 
 GROUP_SIZE = 2
 VOCABULARY = 128
@@ -41,6 +43,7 @@ class Log:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
+        self._lock = threading.Lock()  # the store has a thread of its own
         self._rollouts: dict[int, int] = {}
 
     def on_event(self, event: ev.Event, now: float) -> None:
@@ -53,8 +56,23 @@ class Log:
             self.say("sent", rollout=command.rollout_id, known=len(command.input_ids))
 
     def say(self, what: str, **fields: object) -> None:
-        self._file.write(json.dumps({"at": time.time(), "what": what, **fields}) + "\n")
-        self._file.flush()
+        with self._lock:
+            self._file.write(json.dumps({"at": time.time(), "what": what, **fields}) + "\n")
+            self._file.flush()
+
+
+class Store(SqliteStore):
+    """Says which rollouts are in the file with their end."""
+
+    def __init__(self, path: Path, log: Log) -> None:
+        super().__init__(path)
+        self._log = log
+
+    def save(self, cut: Cut, *, durable: bool) -> None:
+        super().save(cut, durable=durable)
+        for rollout in cut.rollouts:
+            if rollout.stage is not Stage.GENERATING:
+                self._log.say("saved", rollout=rollout.rollout_id)
 
 
 def prompts(groups: int) -> Iterator[Prompt]:
@@ -117,7 +135,7 @@ async def main(url: str, folder: Path, groups: int, log: Log) -> None:
         SGLangFleet([url], stream_interval=8),
         prompts(groups),
         config=config,
-        store=SqliteStore(folder / "rollouts.store"),
+        store=Store(folder / "rollouts.store", log),
         listeners=[log],
     ) as rollouts:
         log.say("open")

@@ -121,7 +121,7 @@ def _both(straggler: StragglerRule) -> tuple[Schedule, Schedule]:
     )
     tried = trials(setting, parks=not keeps)
     fastest = max(tried, key=lambda one: one.outcome.efficiency)
-    return fastest.schedule, choose(tried, setting).schedule
+    return fastest.schedule, choose(tried).schedule
 
 
 def _config(schedule: Schedule, straggler: StragglerRule) -> SchedulerConfig:

@@ -96,6 +96,75 @@ def test_arrows_begin_and_end_apart():
     assert len({tuple(map(tuple, end)) for end in ends}) == len(ends)
 
 
+Stretch = tuple[float, float, float, float]
+"""Left, top, right and bottom of a straight line, of a box or of a name."""
+
+
+def boxes() -> dict[str, Stretch]:
+    box = r'data-state="(\w+)"><rect x="(\S+)" y="(\S+)" width="(\S+)" height="(\S+)"'
+    return {
+        state: (float(x), float(y), float(x) + float(width), float(y) + float(height))
+        for state, x, y, width, height in re.findall(box, draw(MOVES))
+    }
+
+
+def stretches(path: str) -> list[Stretch]:
+    """The straight lines of an arrow."""
+    lines: list[Stretch] = []
+    x = y = 0.0
+    for command, first, second in re.findall(r"([MHV]) (\S+)(?: (\d\S*))?", path):
+        before = x, y
+        if command == "M":
+            before = x, y = float(first), float(second)
+        elif command == "H":
+            x = float(first)
+        else:
+            y = float(first)
+        lines.append((min(before[0], x), min(before[1], y), max(before[0], x), max(before[1], y)))
+    return lines[1:]
+
+
+def overlap(one: Stretch, other: Stretch, *, apart: float = 0) -> bool:
+    """Do they have a point in common, or points that are less than `apart` from each other?"""
+    return all(
+        one[axis] - apart < other[axis + 2] and other[axis] - apart < one[axis + 2]
+        for axis in (0, 1)
+    )
+
+
+def test_no_arrow_passes_behind_a_state():
+    for arrow in arrows(MOVES):
+        for line in stretches(arrow.path):
+            behind = [name for name, box in boxes().items() if overlap(line, box)]
+            assert not behind, f"{arrow.source} {arrow.move} passes behind {behind}"
+
+
+def test_no_two_arrows_run_along_each_other():
+    """Drops do, on the rail that leads them all to one place."""
+    drawn = [arrow for arrow in arrows(MOVES) if arrow.target is not State.DROPPED]
+    for place, arrow in enumerate(drawn):
+        for other in drawn[:place]:
+            for one in stretches(arrow.path):
+                for two in stretches(other.path):
+                    upright = one[0] == one[2]
+                    if upright == (two[0] == two[2]):
+                        pair = f"{arrow.source} {arrow.move}, {other.source} {other.move}"
+                        assert not overlap(one, two, apart=8), pair
+
+
+def test_no_name_of_a_move_stands_on_a_state_or_on_another_name():
+    placed: list[tuple[str, Stretch]] = []
+    for arrow in arrows(MOVES):
+        if arrow.label is None:
+            continue
+        (x, y), width = arrow.label, 6.6 * len(arrow.move)
+        left = x - {"start": 0.0, "middle": width / 2, "end": width}[arrow.anchor]
+        name = left, y - 10, left + width, y + 2
+        on = [what for what, box in [*boxes().items(), *placed] if overlap(name, box)]
+        assert not on, f"{arrow.move} of {arrow.source} stands on {on}"
+        placed.append((f"{arrow.move} of {arrow.source}", name))
+
+
 def test_a_state_without_a_place_fails_the_build(monkeypatch: pytest.MonkeyPatch):
     places = {state: place for state, place in PLACES.items() if state is not State.HELD}
     monkeypatch.setattr("aprildocs.state_diagram.PLACES", places)

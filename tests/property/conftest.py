@@ -7,16 +7,20 @@ from collections.abc import Callable
 import pytest
 
 RecordSteps = Callable[[str, int], None]
-
-_steps: dict[str, int] = {}
+STEPS = "steps of "
 
 
 @pytest.fixture
-def record_steps() -> RecordSteps:
+def record_steps(record_property: Callable[[str, object], None]) -> RecordSteps:
     """Takes the name of a machine and its steps."""
-    return _steps.__setitem__
+    return lambda name, steps: record_property(STEPS + name, steps)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for name, steps in _steps.items():
-        terminalreporter.write_line(f"{name}: {steps:,} steps, the invariants checked after each")
+    for report in terminalreporter.getreports("passed"):
+        for name, steps in report.user_properties:
+            if name.startswith(STEPS):
+                machine = name.removeprefix(STEPS)
+                terminalreporter.write_line(
+                    f"{machine}: {steps:,} steps, the invariants checked after each"
+                )

@@ -28,6 +28,7 @@ from aprilsched.core.policies.resume import ResumeOrder
 from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.staleness import StalenessRule
+from aprilsched.core.policies.stop import StopUnit
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.rules import Pace, RewardScope
 from aprilsched.store import MemoryStore
@@ -64,6 +65,10 @@ class Interleavings(RuleBasedStateMachine):
         adapters=st.booleans(),
         episodes=st.booleans(),
         automatic=st.booleans(),
+        takes=st.booleans(),
+        bad=st.booleans(),
+        dries=st.booleans(),
+        stop=st.sampled_from([("groups", None), ("samples", 5), ("tokens", 3), ("tokens", 15)]),
     )
     def begin(
         self,
@@ -84,12 +89,19 @@ class Interleavings(RuleBasedStateMachine):
         adapters: bool,
         episodes: bool,
         automatic: bool,
+        takes: bool,
+        bad: bool,
+        dries: bool,
+        stop: tuple[StopUnit, int | None],
     ) -> None:
         if (pace, straggler) not in (("synchronous", "retract"), ("synchronous", "abort")):
             refill = "pool" if refill == "rounds" else refill
         config = SchedulerConfig(
             batch_groups=2,
             group_size=2,
+            stop=stop[0],
+            batch_samples=stop[1] if stop[0] == "samples" else None,
+            batch_tokens=stop[1] if stop[0] == "tokens" else None,
             over_provision="auto" if automatic else ratio,
             straggler=straggler,
             pace=pace,
@@ -115,11 +127,16 @@ class Interleavings(RuleBasedStateMachine):
             accepts=accepts,
             episodes=episodes,
             supply=supply,
+            bad=bad,
+            # What is dry then is not dry at the same place after a restart.
+            dries=dries and not self.saves,
             engines=("a", "b", "c"),
             holds_stragglers=holds,
             keeps_weights=keeps,
             store=MemoryStore() if self.saves else None,
+            takes=takes,
         )
+        self.driver.auto_verify = False
         self.adapters = adapters
         self.evaluations = 0
 
@@ -134,6 +151,11 @@ class Interleavings(RuleBasedStateMachine):
     def withdraw(self) -> None:
         self.driver.feed(ev.BatchWithdrawn())
 
+    @precondition(lambda self: self.driver.state.offer is not None)
+    @rule()
+    def take(self) -> None:
+        self.driver.take()
+
     @precondition(lambda self: not self.driver.state.evaluations)
     @rule(count=st.integers(1, 3))
     def evaluate(self, count: int) -> None:
@@ -144,6 +166,12 @@ class Interleavings(RuleBasedStateMachine):
                     evaluation_id=self.evaluations, prompts=prompts(count), group_size=2
                 )
             )
+
+    @precondition(lambda self: self.driver.state.evaluations)
+    @rule()
+    def withdraw_evaluation(self) -> None:
+        number = next(iter(self.driver.state.evaluations))
+        self.driver.feed(ev.EvaluationWithdrawn(evaluation_id=number))
 
     @rule(republishable=st.booleans())
     def update(self, republishable: bool) -> None:
@@ -189,6 +217,11 @@ class Interleavings(RuleBasedStateMachine):
         schedule = None if refill is None else Schedule(over_provision=ratio, refill=refill)
         self.driver.feed(ev.Planned(schedule=schedule))
 
+    @precondition(lambda self: self.driver.owed)
+    @rule(count=st.integers(0, 9))
+    def prompts_come(self, count: int) -> None:
+        self.driver.give_owed(count)
+
     # --- episodes ------------------------------------------------------------------------------
 
     @precondition(lambda self: self.driver.dialogues.thinking)
@@ -197,6 +230,21 @@ class Interleavings(RuleBasedStateMachine):
         thinking = list(self.driver.dialogues.thinking)
         rollout_id = thinking[choice % len(thinking)]
         self.driver.feed(self.driver.dialogues.ask(rollout_id))
+
+    @precondition(lambda self: self.driver.dialogues.asking or self.driver.dialogues.answered)
+    @rule(choice=st.integers(0, 99))
+    def withdraw_turn(self, choice: int) -> None:
+        """A timeout, while the request waits or runs, or just as its answer is there."""
+        dialogues = self.driver.dialogues
+        turns = [*dialogues.asking, *dialogues.answered]
+        self.driver.feed(dialogues.withdraw(turns[choice % len(turns)]))
+
+    @precondition(lambda self: self.driver.dialogues.partial)
+    @rule(choice=st.integers(0, 99))
+    def keep_turn(self, choice: int) -> None:
+        dialogues = self.driver.dialogues
+        partial = list(dialogues.partial)
+        self.driver.feed(dialogues.keep(partial[choice % len(partial)]))
 
     @precondition(lambda self: self.driver.dialogues.thinking)
     @rule(choice=st.integers(0, 99), raises=st.sampled_from([False, False, False, True]))
@@ -224,9 +272,26 @@ class Interleavings(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 99), count=st.integers(0, 4), told=st.booleans())
     def finish(self, choice: int, count: int, told: bool) -> None:
         key = self._pick(choice)
-        version = self.driver.state.tracker.trainer
+        version = self.driver.state.base
         spans = (VersionSpan(version=version, start=0, end=count),) if told else None
         self.driver.finish(key, count, spans=spans)
+
+    @precondition(lambda self: self.driver.sends)
+    @rule(
+        choice=st.integers(0, 99),
+        count=st.integers(1, 4),
+        off=st.sampled_from([-1, 1]),
+        ends=st.booleans(),
+    )
+    def other_weights(self, choice: int, count: int, off: int, ends: bool) -> None:
+        """The engine was restarted, or somebody else has loaded weights, and its tokens show it."""
+        driver, key = self.driver, self._pick(choice)
+        version = driver.state.base + off
+        if ends:
+            spans = (VersionSpan(version=max(0, version), start=0, end=count),)
+            driver.finish(key, count, spans=spans)
+        else:
+            driver.progress(key, count, label=max(0, version))
 
     @precondition(lambda self: self.driver.aborts)
     @rule(choice=st.integers(0, 99))
@@ -254,6 +319,11 @@ class Interleavings(RuleBasedStateMachine):
         engines = self.driver.refits[0].engines
         failing = {"good": (), "old": engines[:1], "torn": engines[:1]}.get(outcome, engines)
         self.driver.answer_refit(**dict.fromkeys(failing, (has, "broken")))
+
+    @precondition(lambda self: self.driver.verifications)
+    @rule(behind=st.sampled_from([0, 0, 0, 1, -1, None]))
+    def verified(self, behind: int | None) -> None:
+        self.driver.verify(None if behind is None else self.driver.state.base - behind)
 
     @precondition(lambda self: any(self.driver.state.control.all()))
     @rule(choice=st.integers(0, 99))
@@ -312,6 +382,9 @@ class Interleavings(RuleBasedStateMachine):
         if driver.state.sleep is not None and not driver.state.sleep.waking:
             driver.feed(ev.WakeRequested())
         self._mend()
+        driver.takes = True
+        if driver.state.offer is not None:
+            driver.take()
         for _ in range(1_000):
             if driver.ended and not driver.state.evaluations:
                 break
@@ -326,7 +399,7 @@ class Interleavings(RuleBasedStateMachine):
         driver = self.driver
         for _ in range(200):
             control = driver.state.control
-            if driver.controls or driver.refits or driver.aborts:
+            if driver.controls or driver.refits or driver.aborts or driver.verifications:
                 driver.settle()
             elif driver.state.update is None and driver.state.sleep is None and control.engines:
                 return
@@ -364,7 +437,9 @@ class Interleavings(RuleBasedStateMachine):
             return
         if driver.controls or driver.refits:
             return
-        assert len(driver.updates_wanted) > told or not state.wanted, "it waits for ever"
+        assert len(driver.updates_wanted) > told or not state.wanted, (
+            f"it waits for ever: {state.control.standby}, {driver.verifications}"
+        )
         if state.adapter is not None and not any(
             control.base == state.base and not control.torn for control in state.control.all()
         ):
@@ -378,6 +453,8 @@ class Interleavings(RuleBasedStateMachine):
         driver = self.driver
         if driver.controls:
             driver.answer_control()
+        elif driver.verifications:
+            driver.verify()
         elif driver.refits:
             driver.answer_refit()
         elif driver.aborts:
@@ -403,13 +480,20 @@ class Interleavings(RuleBasedStateMachine):
 
     def _check_conservation(self) -> None:
         book = self.driver.state.book
-        batches = [*self.driver.batches, *self.driver.evaluations.values()]
+        # What was only offered before a restart is delivered when it is taken after it.
+        taken = {b.index: b for b in (*self.driver.redelivered, *self.driver.batches)}
+        batches = [*taken.values(), *self.driver.evaluations.values()]
         delivered = [r.rollout_id for b in batches for r in b.rollouts]
         dropped = [entry.rollout_id for entry in book.ledger.entries]
         assert len(set(delivered)) == len(delivered), "delivered twice"
         assert not set(delivered) & set(dropped)
         assert book.counters.launched == len(delivered) + len(dropped)
         assert not book.rollouts
+        counters = book.counters
+        if not self.saves:
+            dropped_tokens = sum(book.ledger.tokens.values())
+            assert counters.tokens_discarded == dropped_tokens
+            assert counters.tokens_generated == counters.tokens_delivered + dropped_tokens
         for batch in self.driver.batches:
             for group in batch.groups:
                 assert len(group.rollouts) == 2, "a torn group"
@@ -443,8 +527,9 @@ class Interleavings(RuleBasedStateMachine):
         for request in occupancy._requests.values():
             contexts[request.engine.name] += request.context
         assert contexts == {n: e.context_tokens for n, e in driver.usage.engines.items()}
-        assert awaited._generated == len(book.ready)
-        assert awaited._ready == sum(bool(group.accepted) for group in book.ready)
+        offered = driver.state.offered_groups
+        assert awaited._generated == len(book.ready) + offered
+        assert awaited._ready == sum(bool(group.accepted) for group in book.ready) + offered
 
     @invariant()
     def count(self) -> None:
@@ -453,17 +538,19 @@ class Interleavings(RuleBasedStateMachine):
 
 
 STEPS: Counter[str] = Counter()
-LEAST_STEPS = 10_000
+EXAMPLES = 200
+LENGTHS = [4_000, pytest.param(100_000, marks=pytest.mark.long)]
+"""Steps that a machine makes at least."""
 
 
-def steps_of(machine: type[Interleavings], examples: int) -> int:
-    """Run a machine until it has made :data:`LEAST_STEPS`; how many they were."""
+def steps_of(machine: type[Interleavings], least: int) -> int:
+    """Run a machine until it has made so many steps; how many they were."""
     STEPS[machine.__name__] = 0
-    while STEPS[machine.__name__] < LEAST_STEPS:
+    while STEPS[machine.__name__] < least:
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=examples,
+                max_examples=EXAMPLES,
                 stateful_step_count=60,
                 deadline=None,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -472,5 +559,6 @@ def steps_of(machine: type[Interleavings], examples: int) -> int:
     return STEPS[machine.__name__]
 
 
-def test_random_interleavings_of_every_event(record_steps: RecordSteps):
-    record_steps("interleavings", steps_of(Interleavings, 400))
+@pytest.mark.parametrize("least", LENGTHS)
+def test_random_interleavings_of_every_event(record_steps: RecordSteps, least: int):
+    record_steps("interleavings", steps_of(Interleavings, least))

@@ -18,7 +18,7 @@ from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.types import VersionSpan
 from aprilsched.weights.lora import LoraPublisher
 from tests.sglang.contract import SETTLE_SECONDS
-from tests.sglang.helpers import Stream, greedy, whole
+from tests.sglang.helpers import WAIT_SECONDS, Stream, greedy, whole
 
 __all__ = ["ADAPTER_CHECKS", "AdapterCheck", "Adapting", "adapted", "fake_adapters"]
 
@@ -99,7 +99,7 @@ async def unloading_waits_for_the_last_request(subject: Adapting) -> None:
     await stream.end()
     assert stream.last.finish == "length"
     assert len(stream) == 400
-    await asyncio.wait_for(unloading, 20)
+    await asyncio.wait_for(unloading, WAIT_SECONDS)
 
 
 async def what_is_not_there_is_refused_or_ignored(subject: Adapting) -> None:

@@ -31,18 +31,34 @@ def sglang_server(
     models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CpuServer]:
     """A server without keys."""
-    yield from _serve(CpuServer(models[0], tmp_path_factory.mktemp("server") / "log.txt"))
+    server = CpuServer(models[0], tmp_path_factory.mktemp("server") / "log.txt")
+    try:
+        server.start()
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="session")
-def sglang_pair(
-    sglang_server: CpuServer, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[CpuServer, CpuServer]]:
-    """The same server and one that measures itself and wants :data:`ADMIN_KEY` for control."""
+def second_server(
+    models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CpuServer]:
+    """One that measures itself and wants :data:`ADMIN_KEY` for control; it still boots."""
     log = tmp_path_factory.mktemp("second") / "log.txt"
-    second = CpuServer(models[0], log, "--admin-api-key", ADMIN_KEY, "--enable-metrics")
-    for server in _serve(second):
-        yield sglang_server, server
+    server = CpuServer(models[0], log, "--admin-api-key", ADMIN_KEY, "--enable-metrics")
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def sglang_pair(second_server: CpuServer, sglang_server: CpuServer) -> tuple[CpuServer, CpuServer]:
+    """A server without keys and one with them, which boot at the same time."""
+    second_server.wait_ready()
+    return sglang_server, second_server
 
 
 @pytest.fixture
@@ -73,12 +89,3 @@ async def engine(clean_server: CpuServer) -> AsyncIterator[SGLangEngine]:
     await opened.open()
     yield opened
     await opened.close()
-
-
-def _serve(server: CpuServer) -> Iterator[CpuServer]:
-    try:
-        server.start()
-        server.wait_ready()
-        yield server
-    finally:
-        server.stop()

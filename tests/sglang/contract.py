@@ -21,7 +21,7 @@ from aprilsched.engines.load import ReportsLoad
 from aprilsched.engines.refit import RefitFromDisk, SleepingEngine
 from aprilsched.errors import EngineRejected
 from aprilsched.types import VersionSpan
-from tests.sglang.helpers import PROMPT, Stream, greedy, until, whole
+from tests.sglang.helpers import PROMPT, SOON, WAIT_SECONDS, Stream, greedy, until, whole
 
 __all__ = ["CHECKS", "Check", "Subject"]
 
@@ -53,11 +53,12 @@ async def _pause_keeps_streams_open(subject: Subject, mode: PauseMode) -> None:
     for stream in streams:
         await stream.reach(20)
     await engine.pause(mode)
-    await asyncio.sleep(SETTLE_SECONDS)
-    held = [len(stream) for stream in streams]
-    await asyncio.sleep(2 * SETTLE_SECONDS)
-    assert [len(stream) for stream in streams] == held, "tokens arrived while it was paused"
-    assert not any(stream.done for stream in streams)
+    # Without the pause they would go on arriving until the responses end.
+    before: list[int] = []
+    while (held := [len(stream) for stream in streams]) != before:
+        before = held
+        await asyncio.sleep(2 * SETTLE_SECONDS)
+    assert not any(stream.done for stream in streams), "it was not paused"
     await engine.resume()
     for stream in streams:
         await stream.end()
@@ -201,11 +202,11 @@ async def leaving_a_stream_ends_its_request(subject: Subject) -> None:
     stream.task.cancel()
     await asyncio.wait([stream.task])
     assert stream.task.cancelled()
-    await until(subject.idle, 3.0)
+    await until(subject.idle, SOON)
     async with aclosing(subject.engine.generate(greedy(8000))) as chunks:  # type: ignore[type-var]
         async for _ in chunks:
             break
-    await until(subject.idle, 3.0)
+    await until(subject.idle, SOON)
 
 
 async def leaving_a_held_stream_ends_its_request(subject: Subject) -> None:
@@ -218,7 +219,7 @@ async def leaving_a_held_stream_ends_its_request(subject: Subject) -> None:
     await asyncio.wait([stream.task])
     await subject.engine.resume()
     await asyncio.sleep(SETTLE_SECONDS)
-    await until(subject.idle, 3.0)
+    await until(subject.idle, SOON)
 
 
 async def every_token_arrives_once(subject: Subject) -> None:
@@ -343,7 +344,7 @@ async def the_load_tells_what_is_on_it(subject: Subject) -> None:
 
 async def _abort_until_ended(engine: Engine, stream: Stream) -> None:
     """As the coordinator does it."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_SECONDS):
         while not stream.done:
             await engine.abort(stream.request.request_id)
             await asyncio.sleep(0.05)

@@ -18,6 +18,8 @@ from aprilsched.types import Float32Array, Int32Array, SamplingParams
 
 __all__ = [
     "PROMPT",
+    "SOON",
+    "WAIT_SECONDS",
     "Stream",
     "greedy",
     "reset",
@@ -28,7 +30,11 @@ __all__ = [
 ]
 
 PROMPT = np.arange(3, 35, dtype=np.int32)
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 600.0
+"""For what hangs; what is waited for comes within one or two, on a busy machine within many."""
+SOON = 15.0
+"""Less than a request takes that decodes on to its thousands of tokens, and far more than the end
+of one that was aborted: a busy machine slows both of them."""
 
 
 def greedy(
@@ -126,7 +132,7 @@ async def settled(url: str) -> None:
     async def idle() -> bool:
         return await running(url) == 0
 
-    await until(idle, 5.0)
+    await until(idle, SOON)
 
 
 async def reset(url: str, weights: Path, key: str | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,7 @@ from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.errors import PromptsExhausted
 from aprilsched.types import Int32Array, VersionSpan
 from tests.sglang.helpers import until
-from tests.sglang.server import server_environment, server_python
+from tests.sglang.server import helped
 
 __all__ = [
     "BATCHES",
@@ -244,16 +243,8 @@ def sequence_scores(
     targets = [folder / f"{model.name}.npz" for model in models]
     whole = {str(i): np.concatenate(r).astype(np.int64) for i, r in enumerate(responses)}
     np.savez(source, **whole)  # type: ignore[arg-type]
-    pairs = [str(part) for pair in zip(models, targets, strict=True) for part in pair]
-    done = subprocess.run(
-        [str(server_python()), str(Path(__file__).parent / "score.py"), str(source), *pairs],
-        env=server_environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    pairs = [part for pair in zip(models, targets, strict=True) for part in pair]
+    helped("score", source, *pairs)
     found: list[list[NDArray[np.float64]]] = []
     for target in targets:
         with np.load(target) as arrays:

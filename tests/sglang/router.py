@@ -21,8 +21,8 @@ from tests.sglang.server import HERE, free_port, server_environment, server_pyth
 
 __all__ = ["SGLangRouter"]
 
-BOOT_SECONDS = 120.0
-STOP_SECONDS = 5.0
+BOOT_SECONDS = 600.0
+STOP_SECONDS = 20.0
 TAIL_LINES = 25
 
 
@@ -115,7 +115,7 @@ class SGLangRouter:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
     def _ask(self, method: str, path: str, body: object = None) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
             headers = {"Content-Type": "application/json"}
             connection.request(method, path, None if body is None else json.dumps(body), headers)

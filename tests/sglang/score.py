@@ -1,18 +1,15 @@
-"""Score token sequences with transformers; run by the server environment's Python.
+"""Score token sequences with transformers; run by helper.py.
 
-``python score.py IN.npz MODEL OUT.npz [MODEL OUT.npz]…``: IN holds int64 arrays; each OUT gets for
-every array, under the same name, the float64 log-probability that its MODEL gives each token given
-all before it (0 for the first), and under ``best-NAME`` that of the token it finds likeliest.
+``main(IN.npz, MODEL, OUT.npz, [MODEL, OUT.npz]…)``: IN holds int64 arrays; each OUT gets for every
+array, under the same name, the float64 log-probability that its MODEL gives each token given all
+before it (0 for the first), and under ``best-NAME`` that of the token it finds likeliest.
 """
 
 # pyright: basic, reportMissingImports=false
 # Runs under another Python, with packages that the development environment does not have.
 from __future__ import annotations
 
-import sys
-
 import numpy as np
-import stand_ins
 
 
 def score(source: str, model_path: str, target: str) -> None:
@@ -32,7 +29,6 @@ def score(source: str, model_path: str, target: str) -> None:
     np.savez(target, **scores)
 
 
-if __name__ == "__main__":
-    stand_ins.install()
-    for model, out in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
-        score(sys.argv[1], model, out)
+def main(source: str, *models_and_targets: str) -> None:
+    for model, out in zip(models_and_targets[::2], models_and_targets[1::2], strict=True):
+        score(source, model, out)

@@ -6,8 +6,11 @@ signalled.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import http.client
+import json
 import os
 import random
 import signal
@@ -16,11 +19,18 @@ import subprocess
 import time
 from pathlib import Path
 
-__all__ = ["CpuServer", "free_port", "server_environment", "server_python", "write_model"]
+__all__ = [
+    "CpuServer",
+    "free_port",
+    "helped",
+    "server_environment",
+    "server_python",
+    "write_model",
+]
 
 HERE = Path(__file__).parent
-BOOT_SECONDS = 240.0
-STOP_SECONDS = 5.0
+BOOT_SECONDS = 600.0
+STOP_SECONDS = 20.0
 TAIL_LINES = 25
 _PORTS = range(20_000, 32_000)
 ENVIRONMENT = "APRILSCHED_SGLANG_PYTHON"
@@ -42,19 +52,41 @@ def server_python() -> Path:
     return python
 
 
+@functools.cache
+def _helper() -> subprocess.Popen[str]:
+    """Started when it is first needed, and there until this process ends."""
+    process = subprocess.Popen(
+        [str(server_python()), str(HERE / "helper.py")],
+        env=server_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    atexit.register(process.communicate)
+    return process
+
+
+def helped(module: str, *arguments: object) -> None:
+    """Call `main` of a module beside helper.py, with the server's packages.
+
+    Raises:
+        RuntimeError: if it raises.
+    """
+    process = _helper()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps([module, *map(str, arguments)]) + "\n")
+    process.stdin.flush()
+    trouble = json.loads(process.stdout.readline() or '"The helper process has ended."')
+    if trouble is not None:
+        raise RuntimeError(f"{module} failed:\n{trouble}")
+
+
 def write_model(directory: Path, *, seed: int = 0) -> Path:
     """Write a tiny random model into `directory` and return it."""
-    script = HERE / "tiny_model.py"
-    done = subprocess.run(
-        [str(server_python()), str(script), str(directory), str(seed)],
-        env=server_environment(),
-        capture_output=True,
-        text=True,
-        timeout=BOOT_SECONDS,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"The tiny model could not be written:\n{done.stderr[-2000:]}")
+    helped("tiny_model", directory, seed)
     return directory
 
 
@@ -184,7 +216,7 @@ def free_port() -> int:
 
 
 def _answers(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
         connection.request("GET", "/ready")
         return connection.getresponse().status == 200

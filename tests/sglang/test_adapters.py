@@ -6,7 +6,6 @@ The real server keeps several adapters in one batch; its logprobs are those of t
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from tests.sglang.adapter_contract import (
 from tests.sglang.conftest import INTERVAL
 from tests.sglang.helpers import PROMPT, whole
 from tests.sglang.recorded import Recorder, check_greedy, long_tail, sequence_scores
-from tests.sglang.server import HERE, CpuServer, server_environment, server_python
+from tests.sglang.server import CpuServer, helped
 from tests.sglang.tiny_adapter import MODULES, RANK
 
 TOLERANCE = 1e-4
@@ -115,16 +114,7 @@ async def test_logprobs_are_those_of_the_merged_weights(
 
 
 def _write(model: Path, adapter: Path, merged: Path, seed: int) -> tuple[Path, Path]:
-    script = str(HERE / "tiny_adapter.py")
-    done = subprocess.run(
-        [str(server_python()), script, str(model), str(adapter), str(merged), str(seed)],
-        env=server_environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    helped("tiny_adapter", model, adapter, merged, seed)
     return adapter, merged
 
 

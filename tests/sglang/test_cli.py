@@ -6,19 +6,21 @@ import asyncio
 import json
 import os
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from aprilsched.analysis.samples import read_samples
+from aprilsched.engines.sglang import SGLangEngine
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.helpers import settled
+from tests.sglang.helpers import greedy, settled, whole
 from tests.sglang.recorded import long_tail
 from tests.sglang.server import CpuServer
 from tests.support.chain import check_chain
 
-SECONDS = 240
+SECONDS = 600
 
 
 async def test_run_drives_real_servers_from_a_file_of_prompts(
@@ -53,6 +55,52 @@ async def test_run_drives_real_servers_from_a_file_of_prompts(
     await asyncio.to_thread(check_chain, out, names)
 
 
+BUILT_IN = "--median 20 --batch-groups 2 --group-size 2 --batches 1 --update-every 0 --no-report"
+
+
+async def test_the_built_in_workload_fits_the_model_that_is_served(
+    clean_server: CpuServer, engine: SGLangEngine, tmp_path: Path
+):
+    url = clean_server.url
+    summary = await _run(f"--engine {url} {BUILT_IN} --json --out {tmp_path / 'fits'}")
+    assert summary["rollouts"]["delivered"] == 4
+    assert summary["rollouts"]["dropped"] == {}
+    workload = tomllib.loads((tmp_path / "fits" / "config.toml").read_text())["workload"]
+    facts = engine.facts
+    assert facts.context_tokens is not None
+    assert workload["vocab_size"] == facts.vocab_size == 512
+    assert workload["cap"] == min(6000, facts.context_tokens - 8)
+    for flag, said in (
+        ("--vocab-size 32000", f"knows {facts.vocab_size} token ids"),
+        ("--cap 1000000", f"has room for {facts.context_tokens - 8} tokens"),
+        ("--prompt-tokens 1000000", f"has room for {facts.context_tokens} tokens"),
+    ):
+        code, _, errors = await _started(f"--engine {url} {BUILT_IN} {flag} --out {tmp_path / 'r'}")
+        assert code == 2
+        assert said in errors
+        assert errors.count("\n") == 1
+        assert not (tmp_path / "r").exists()
+
+
+async def test_the_longest_response_that_fits_is_whole(engine: SGLangEngine):
+    """What the server says of its context is what it has room for, to the token."""
+    context = engine.facts.context_tokens
+    assert context is not None
+    prompt = np.full(context - 8, 5, dtype=np.int32)
+    assert len(await whole(engine, greedy(8, prompt=prompt))) == 8
+
+
+async def test_a_run_without_a_batch_is_a_failure(clean_server: CpuServer, tmp_path: Path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"input_ids": [5] * 100_000}))
+    code, _, errors = await _started(
+        f"--engine {clean_server.url} --prompts {prompts} --batches 1 --batch-groups 1 "
+        f"--group-size 1 --over-provision 1 --no-report --quiet --out {tmp_path / 'run'}"
+    )
+    assert code == 2
+    assert "no batch was delivered, because 1 group failed" in errors
+
+
 def _lines(count: int) -> list[str]:
     """Prompts of one response length each, one in four of them long."""
     return [
@@ -68,6 +116,13 @@ def _lines(count: int) -> list[str]:
 
 
 async def _run(arguments: str) -> dict[str, Any]:
+    code, out, errors = await _started(arguments)
+    assert code == 0, errors
+    return json.loads(out)
+
+
+async def _started(arguments: str) -> tuple[int | None, str, str]:
+    """Exit code, stdout and stderr."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -80,6 +135,5 @@ async def _run(arguments: str) -> dict[str, Any]:
     )
     async with asyncio.timeout(SECONDS):
         out, err = await process.communicate()
-    assert process.returncode == 0, err.decode()
     assert ADMIN_KEY not in err.decode()
-    return json.loads(out)
+    return process.returncode, out.decode(), err.decode()

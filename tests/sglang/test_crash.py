@@ -35,11 +35,11 @@ def campaign() -> ModuleType:
 async def test_a_run_that_is_killed_again_and_again_delivers_what_one_that_is_not_does(
     clean_server: CpuServer, tmp_path: Path
 ):
-    options = argparse.Namespace(kills=KILLS, groups=80, longest=5.0, seed=3)
+    options = argparse.Namespace(kills=KILLS, groups=80, longest=2.0, seed=3)
     result = await asyncio.to_thread(campaign().campaign, clean_server.url, tmp_path, options)
     assert result["kills_of_an_open_scheduler"] >= 2
     assert result["rollouts_expected"] == 2 * options.groups
-    for what in ("lost", "different_from_the_uninterrupted_run", "finished_and_generated_again"):
+    for what in ("lost", "different_from_the_uninterrupted_run", "saved_and_generated_again"):
         assert result[what] == 0, what
     assert result["dropped"] == 0
     await settled(clean_server.url)
@@ -60,9 +60,7 @@ def killed_and_resumed(url: str, weights: Path, tmp_path: Path) -> dict[str, Any
     ]  # fmt: skip
     process = subprocess.Popen([*command, *begin], start_new_session=True)
     store = out / "store.sqlite-wal"
-    deadline = time.monotonic() + 120
     while not (store.exists() and (out / "events.jsonl").exists()):
-        assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.1)
     time.sleep(2.0)
@@ -73,7 +71,7 @@ def killed_and_resumed(url: str, weights: Path, tmp_path: Path) -> dict[str, Any
         [*command, "run", "--resume", str(out), "--json"],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

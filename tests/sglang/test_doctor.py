@@ -8,10 +8,10 @@ import sys
 
 import aiohttp
 
-from tests.sglang.helpers import running, until
+from tests.sglang.helpers import SOON, running, until
 from tests.sglang.server import CpuServer
 
-SECONDS = 240
+SECONDS = 600
 
 
 async def test_a_real_server_passes_and_is_left_as_found(clean_server: CpuServer):
@@ -44,7 +44,7 @@ async def test_a_real_server_passes_and_is_left_as_found(clean_server: CpuServer
     async def idle() -> bool:
         return await running(clean_server.url) == 0
 
-    await until(idle, 5.0)
+    await until(idle, SOON)
     async with aiohttp.ClientSession(clean_server.url) as session:
         async with session.get("/ready") as answer:
             assert answer.status == 200

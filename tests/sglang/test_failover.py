@@ -77,7 +77,6 @@ def check_whole(rollouts: RolloutScheduler, batches: list[Batch], model: Path, a
     check_greedy(delivered, [model, model], at)
 
 
-@pytest.mark.timeout(400)
 async def test_what_a_hanging_server_had_is_finished_by_the_other_until_it_is_back(
     clean_pair: Pair, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -98,7 +97,7 @@ async def test_what_a_hanging_server_had_is_finished_by_the_other_until_it_is_ba
             assert set(rollouts.state.tracker.engines) == {name(stays)}
         finally:
             hangs.thaw()
-        await until(lambda: set(rollouts.state.tracker.engines) == {name(stays), name(hangs)}, 120)
+        await until(lambda: set(rollouts.state.tracker.engines) == {name(stays), name(hangs)})
         batches += await rest(rollouts)
         check_whole(rollouts, batches, models[0], tmp_path)
         moved = [r for b in batches for r in b.rollouts if len(r.segments) > 1]
@@ -106,7 +105,6 @@ async def test_what_a_hanging_server_had_is_finished_by_the_other_until_it_is_ba
         assert len(losses(recorder)) == 1
 
 
-@pytest.mark.timeout(400)
 async def test_the_only_server_is_killed_and_started_again_and_the_run_goes_on(
     clean_pair: Pair,
     models: tuple[Path, Path],

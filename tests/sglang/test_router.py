@@ -23,7 +23,7 @@ from aprilsched.errors import (
 from aprilsched.types import VersionSpan
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.contract import CHECKS, Check, Subject
-from tests.sglang.helpers import Stream, greedy, running, settled, until, whole
+from tests.sglang.helpers import WAIT_SECONDS, Stream, greedy, running, settled, until, whole
 from tests.sglang.recorded import Recorder, long_tail
 from tests.sglang.router import SGLangRouter
 from tests.sglang.server import CpuServer
@@ -290,4 +290,4 @@ def _by_url(fleet: SGLangRouterFleet) -> dict[str, SGLangEngine]:
 
 
 async def _next(changes: AsyncIterator[FleetChange]) -> FleetChange:
-    return await asyncio.wait_for(anext(changes), 60.0)
+    return await asyncio.wait_for(anext(changes), WAIT_SECONDS)

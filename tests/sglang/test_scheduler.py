@@ -22,7 +22,7 @@ from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.types import Rollout
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.helpers import greedy, reset, settled, until, whole
+from tests.sglang.helpers import SOON, greedy, reset, settled, until, whole
 from tests.sglang.recorded import BATCHES, TOLERANCE, Run, long_tail, record, scores
 from tests.sglang.server import CpuServer
 
@@ -247,7 +247,7 @@ async def test_a_cancelled_trainer_leaves_the_server_running_and_idle(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         # What is in flight would need far longer to end by itself.
-        await asyncio.wait_for(task, 5.0)
+        await asyncio.wait_for(task, SOON)
     async with opened(clean_server.url) as engine:
         assert await engine.is_paused() is False
     await settled(clean_server.url)

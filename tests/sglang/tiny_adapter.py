@@ -1,6 +1,6 @@
 """Write a random LoRA adapter in the PEFT layout, and the same model with it merged in.
 
-``python tiny_adapter.py MODEL ADAPTER MERGED SEED``; run by the server environment's Python.
+``main(MODEL, ADAPTER, MERGED, SEED)``; run by helper.py.
 MERGED holds ``W + alpha / r * B @ A`` for every adapted matrix: scoring with it is scoring with
 the adapter.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -52,8 +51,5 @@ def write(model: Path, adapter: Path, merged: Path, seed: int) -> None:
     save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
 
 
-if __name__ == "__main__":
-    import stand_ins
-
-    stand_ins.install()
-    write(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+def main(model: str, adapter: str, merged: str, seed: str) -> None:
+    write(Path(model), Path(adapter), Path(merged), int(seed))

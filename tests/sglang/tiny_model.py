@@ -1,6 +1,6 @@
-"""Write a tiny random Qwen3 in the Hugging Face layout; run by the server environment's Python.
+"""Write a tiny random Qwen3 in the Hugging Face layout; run by helper.py.
 
-``python tiny_model.py DIRECTORY [SEED]``. Another seed gives really different weights of the
+``main(DIRECTORY, SEED)``. Another seed gives really different weights of the
 same shape: their logprobs differ by several nats, so a token scored under the wrong weights
 cannot pass for one scored under the right ones.
 """
@@ -9,10 +9,7 @@ cannot pass for one scored under the right ones.
 # Runs under another Python, with packages that the development environment does not have.
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-import stand_ins
 
 VOCAB_SIZE = 512
 CONTEXT_LENGTH = 8192
@@ -20,7 +17,6 @@ CONTEXT_LENGTH = 8192
 
 def write(directory: Path, seed: int) -> None:
     """Write config.json and model.safetensors (float32) into `directory`."""
-    stand_ins.install()
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -46,5 +42,5 @@ def write(directory: Path, seed: int) -> None:
     model.save_pretrained(directory, safe_serialization=True)
 
 
-if __name__ == "__main__":
-    write(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+def main(directory: str, seed: str) -> None:
+    write(Path(directory), int(seed))

@@ -24,37 +24,76 @@ class Dialogues:
     """The context that each would ask with next."""
     asking: dict[int, Int32Array] = field(default_factory=dict[int, Int32Array])
     turns: dict[int, int] = field(default_factory=dict[int, int])
+    answered: dict[int, Int32Array] = field(default_factory=dict[int, Int32Array])
+    """The context of the turn that each was given last, while it has done nothing since."""
+    withdrawn: dict[int, Int32Array] = field(default_factory=dict[int, Int32Array])
+    """The context of the turn that each has given up, until its request is back."""
+    partial: dict[int, Int32Array] = field(default_factory=dict[int, Int32Array])
+    """That context, and the tokens that had come."""
 
     def start(self, command: do.StartEpisode) -> None:
         self.thinking[command.rollout_id] = command.prompt.input_ids
         self.turns[command.rollout_id] = 0
 
     def answer(self, command: do.ResolveTurn) -> None:
-        context = self.asking.pop(command.rollout_id)
+        if command.withdrawn:
+            self._back(command)
+            return
+        context = self.answered[command.rollout_id] = self.asking.pop(command.rollout_id)
         self.thinking[command.rollout_id] = np.concatenate((context, command.token_ids, TOOL))
         self.turns[command.rollout_id] += 1
 
+    def _back(self, command: do.ResolveTurn) -> None:
+        context = self.withdrawn.pop(command.rollout_id)
+        self.thinking[command.rollout_id] = context
+        if len(command.token_ids):
+            self.partial[command.rollout_id] = np.concatenate((context, command.token_ids))
+
     def cancel(self, command: do.CancelWork) -> None:
         for rollout_id in command.rollout_ids:
-            self.thinking.pop(rollout_id, None)
-            self.asking.pop(rollout_id, None)
+            for waiting in (self.thinking, self.asking, self.withdrawn):
+                waiting.pop(rollout_id, None)
+            self._goes_on(rollout_id)
 
     def clear(self) -> None:
-        self.thinking.clear()
-        self.asking.clear()
+        for known in (self.thinking, self.asking, self.withdrawn, self.answered, self.partial):
+            known.clear()
         self.turns.clear()
+
+    def _goes_on(self, rollout_id: int) -> None:
+        self.answered.pop(rollout_id, None)
+        self.partial.pop(rollout_id, None)
+
+    def withdraw(self, rollout_id: int) -> ev.TurnWithdrawn:
+        """It gives up the turn that it waits for, or one whose answer it has not seen."""
+        if rollout_id in self.asking:
+            self.withdrawn[rollout_id] = self.asking.pop(rollout_id)
+        else:
+            del self.thinking[rollout_id]
+            self.withdrawn[rollout_id] = self.answered.pop(rollout_id)
+            self.turns[rollout_id] -= 1
+        return ev.TurnWithdrawn(rollout_id=rollout_id)
+
+    def keep(self, rollout_id: int) -> ev.TurnKept:
+        """It looks at what had come of the turn that it gave up."""
+        self.thinking[rollout_id] = np.concatenate((self.partial.pop(rollout_id), TOOL))
+        self.turns[rollout_id] += 1
+        return ev.TurnKept(rollout_id=rollout_id)
 
     def ask(self, rollout_id: int) -> ev.TurnRequested:
         """The episode's next turn."""
+        self._goes_on(rollout_id)
         self.asking[rollout_id] = self.thinking.pop(rollout_id)
         return ev.TurnRequested(rollout_id=rollout_id, input_ids=self.asking[rollout_id])
 
     def end(self, rollout_id: int) -> ev.EpisodeFinished:
         """It returns."""
         del self.thinking[rollout_id]
+        self._goes_on(rollout_id)
         return ev.EpisodeFinished(rollout_id=rollout_id, reward=1.0 if rollout_id % 2 else None)
 
     def fail(self, rollout_id: int) -> ev.EpisodeFailed:
         """It raises."""
         del self.thinking[rollout_id]
+        self._goes_on(rollout_id)
         return ev.EpisodeFailed(rollout_id=rollout_id, cause="the tool is broken")

@@ -20,7 +20,7 @@ from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state import SchedulerState
 from aprilsched.store import Store
 from aprilsched.telemetry.usage.usage import Usage
-from aprilsched.types import Batch, Int32Array, Prompt, SamplingParams, VersionSpan
+from aprilsched.types import Batch, Int32Array, Prompt, RefusedPrompt, SamplingParams, VersionSpan
 from tests.support.dialogues import Dialogues
 
 Key = tuple[int, int]
@@ -82,6 +82,10 @@ class Driver:
     resolved: list[do.ResolveTurn] = field(default_factory=list[do.ResolveTurn])
     cancelled: list[do.CancelWork] = field(default_factory=list[do.CancelWork])
     fetches: list[do.FetchPrompts] = field(default_factory=list[do.FetchPrompts])
+    takes: bool = True
+    """The trainer takes each batch as soon as it is offered."""
+    offers: list[Batch] = field(default_factory=list[Batch])
+    withdrawn: list[int] = field(default_factory=list[int])
     batches: list[Batch] = field(default_factory=list[Batch])
     redelivered: list[Batch] = field(default_factory=list[Batch])
     evaluations: dict[int, Batch] = field(default_factory=dict[int, Batch])
@@ -100,7 +104,15 @@ class Driver:
     given_up: list[do.GiveUp] = field(default_factory=list[do.GiveUp])
     ended: bool = False
     auto_prompts: bool = True
+    auto_verify: bool = True
+    """Engines that are asked for their version have the right one."""
+    verifications: list[do.Verify] = field(default_factory=list[do.Verify])
     given: int = 0
+    bad: bool = False
+    """Some prompts of the source cannot be used."""
+    dries: bool = False
+    """The source answers with half of what is asked for, and gives the rest when told."""
+    owed: list[int] = field(default_factory=list[int])
     sent: list[do.Send] = field(default_factory=list[do.Send])
     usage: Usage = field(default_factory=Usage)
     """Hears everything."""
@@ -136,13 +148,22 @@ class Driver:
         self.usage.on_event(event, self.now)
         for command in commands:
             self.usage.on_command(command, self.now)
-        if any(isinstance(command, do.Deliver) for command in commands):
+        if any(isinstance(command, do.Offer) for command in commands):
             self.save()
         for command in commands:
             self._note(command)
+        if self.takes and self.state.offer is not None:
+            commands = [*commands, *self.take()]
         while self.auto_prompts and self.fetches:
             self.give_prompts()
+        while self.auto_verify and self.verifications:
+            self.verify()
         return commands
+
+    def take(self) -> list[do.Command]:
+        """The trainer takes what is offered."""
+        assert self.state.offer is not None
+        return self.feed(ev.BatchTaken(index=self.state.offer.batch.index))
 
     def _note(self, command: do.Command) -> None:
         match command:
@@ -161,6 +182,8 @@ class Driver:
                 self.sleeps.append(command)
             case do.Refit():
                 self.refits.append(command)
+            case do.Verify():
+                self.verifications.append(command)
             case do.Score():
                 self.scores.append(command)
             case do.ScoreGroup():
@@ -172,7 +195,7 @@ class Driver:
                 self.dialogues.start(command)
             case do.ResolveTurn():
                 self.resolved.append(command)
-                if command.rollout_id in self.dialogues.asking:
+                if command.withdrawn or command.rollout_id in self.dialogues.asking:
                     self.dialogues.answer(command)
             case do.Plan():
                 self.plans.append(command)
@@ -189,6 +212,10 @@ class Driver:
                 self.dialogues.cancel(command)
             case do.FetchPrompts():
                 self.fetches.append(command)
+            case do.Offer():
+                self.offers.append(command.offered)
+            case do.WithdrawOffer():
+                self.withdrawn.append(command.index)
             case do.Deliver():
                 self.batches.append(command.batch)
             case do.Redeliver():
@@ -206,12 +233,15 @@ class Driver:
                     self.aborts.pop(key, None)
                 if not command.standby:
                     self.controls = [c for c in self.controls if c.engine != command.engine]
+                    self.verifications = [
+                        v for v in self.verifications if v.engine != command.engine
+                    ]
                     self.refits = [
                         r for r in self.refits if not (r.catch_up and command.engine in r.engines)
                     ]
             case do.EndOfPrompts():
                 self.ended = True
-            case do.Launch() | do.ReportSlow():
+            case do.Launch() | do.ReportSlow() | do.DiscardTokens():
                 pass
             case do.AdmitEngine():
                 self.admitted.append(command)
@@ -231,6 +261,8 @@ class Driver:
         saved = self.store.open()
         for open_things in (self.sends, self.aborts, self.controls, self.plans, self.refits):
             open_things.clear()
+        self.verifications.clear()
+        self.owed.clear()
         for open_things in (self.scores, self.group_scores, self.verdicts, self.fetches):
             open_things.clear()
         self.episodes_started.clear()
@@ -255,18 +287,47 @@ class Driver:
     # --- answers -------------------------------------------------------------------------------
 
     def give_prompts(self) -> None:
-        count = min(self.fetches.pop(0).count, self.supply - self.given)
-        given = prompts(count, start=self.given)
-        self.given += count
-        self.feed(ev.PromptsArrived(prompts=given, last=self.given >= self.supply))
+        count = self.fetches.pop(0).count
+        if self.dries:
+            self.owed.append(count)
+            self.give_owed(count // 2)
+        else:
+            self._give(count, partial=False)
 
-    def progress(self, key: Key, count: int, *, first: int = 100) -> None:
+    def give_owed(self, count: int) -> None:
+        """A source that was dry gives so many more of those that are asked for."""
+        owed = self.owed.pop(0)
+        if count < owed:
+            self.owed.append(owed - count)
+        self._give(min(count, owed), partial=count < owed)
+
+    def _give(self, count: int, *, partial: bool) -> None:
+        count = min(count, self.supply - self.given)
+        given: list[Prompt | RefusedPrompt] = list(prompts(count, start=self.given))
+        if self.bad:
+            for place in range(count):
+                if (self.given + place) % 5 == 3:
+                    given[place] = RefusedPrompt(cause="bad")
+        self.given += count
+        last = self.given >= self.supply
+        if last:
+            self.owed.clear()
+        self.feed(ev.PromptsArrived(prompts=tuple(given), last=last, partial=partial and not last))
+
+    def verify(self, version: int | None = -1) -> None:
+        """The engine that was asked first says that it has `version`, the right one unless told."""
+        command = self.verifications.pop(0)
+        said = self.state.base if version == -1 else version
+        self.feed(ev.Verified(engine=command.engine, version=said))
+
+    def progress(self, key: Key, count: int, *, first: int = 100, label: int | None = None) -> None:
         self.feed(
             ev.Progress(
                 request_id=key[0],
                 attempt=key[1],
                 token_ids=tokens(count, first),
                 logprobs=np.full(count, -1.0, dtype=np.float32),
+                label=label,
             )
         )
 
@@ -276,6 +337,8 @@ class Driver:
         """`count` tokens arrive and the attempt ends."""
         if count:
             self.progress(key, count)
+        if key not in self.sends:
+            return  # its engine was lost by what the tokens prove
         del self.sends[key]
         self.aborts.pop(key, None)
         self.feed(ev.Finished(request_id=key[0], attempt=key[1], reason="stop", spans=spans))
@@ -317,9 +380,11 @@ class Driver:
 
     def settle(self) -> None:
         """Answer control calls, aborts and refits until there are none."""
-        while self.controls or self.aborts or self.refits:
+        while self.controls or self.aborts or self.refits or self.verifications:
             if self.controls:
                 self.answer_control()
+            elif self.verifications:
+                self.verify()
             elif self.aborts:
                 self.interrupt(next(iter(self.aborts)))
             else:

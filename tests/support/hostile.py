@@ -34,6 +34,10 @@ class Hostile:
         self.url = url
         self.answers: dict[str, Answer] = {}
         self.written = 0
+        self.unsent = 0
+        """What the machine would not take yet of what was last written."""
+        self.closed = 0
+        """Connections that ended with their pieces."""
         self.connections = 0
         self.headers: list[bytes] = []
         self.closes = True
@@ -55,9 +59,15 @@ class Hostile:
                 for piece in self.answers[path]():
                     writer.write(piece)
                     self.written += len(piece)
+                    self.unsent = writer.transport.get_write_buffer_size()
                     await writer.drain()
                 if self.closes:
-                    break
+                    self.closed += 1
+                    # Not abort(): that drops what the machine has not taken yet, the last part
+                    # of an answer whose reader is busy.
+                    writer.close()
+                    await writer.wait_closed()
+                    return
         writer.transport.abort()
 
 

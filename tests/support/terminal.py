@@ -19,7 +19,7 @@ from typing import Any
 __all__ = ["Terminal", "on_a_terminal"]
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_WAIT_SECONDS = 120.0
+_WAIT_SECONDS = 600.0
 """For a loaded machine; what is waited for comes within one or two."""
 
 

@@ -46,7 +46,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         ("--over-provision -1", "over_provision is -1.0; give a ratio from 1"),
         ("--over-provision 0.5", "over_provision is 0.5; give a ratio from 1"),
-        ("--batch-groups 8 --max-in-flight 63", "max_in_flight (63) can never fill a batch"),
+        ("--max-in-flight 0", "max_in_flight is 0; give 1 or more"),
         ("--batch-groups 0", "batch_groups is 0; give 1 or more"),
         ("--staleness-rule evict", "needs a bound; set max_staleness"),
         ("--stop tokens", "set it to the tokens of a batch"),

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
+import signal
 import threading
+from collections.abc import Callable
 
 import pytest
 
 import aprilsched
-from aprilsched import LongTailWorkload, SchedulerConfig, SimFleet, SimPublisher, blocking
+from aprilsched import (
+    LongTailWorkload,
+    MemoryStore,
+    Prompt,
+    Rollout,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+    blocking,
+)
+from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError, SchedulerClosed
 
 
@@ -41,3 +56,189 @@ def test_it_has_every_public_name_of_the_other():
         return {name for name in dir(cls) if not name.startswith("_")}
 
     assert public(aprilsched.RolloutScheduler) <= public(blocking.RolloutScheduler)
+
+
+class InterruptingLoop:
+    """Raises KeyboardInterrupt in the trainer's thread, at random moments, until it is closed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._before = signal.getsignal(signal.SIGALRM)
+
+    def __enter__(self) -> InterruptingLoop:
+        signal.signal(signal.SIGALRM, self._raise)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        signal.signal(signal.SIGALRM, self._before)
+
+    def start(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0002 + 0.02 * self._random.random())
+
+    def stop(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    @staticmethod
+    def _raise(*_: object) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_a_wait_that_is_interrupted_loses_no_batch(store: bool):
+    workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
+    config = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5)
+    rollouts = blocking.RolloutScheduler(
+        SimFleet(1, time_scale=0.002),
+        workload,
+        config=config,
+        store=MemoryStore() if store else None,
+    )
+    got: list[int] = []
+    interrupts = 0
+    with InterruptingLoop(seed=3) as alarm, rollouts:
+        while len(got) < 60:
+            batch = None
+            try:
+                alarm.start()
+                batch = rollouts.next_batch()
+                alarm.stop()
+            except KeyboardInterrupt:
+                interrupts += 1
+            if batch is not None:
+                got.append(batch.index)
+        alarm.stop()
+        delivered = rollouts.state.book.counters.batches
+    assert got == list(range(60))
+    assert delivered == 60
+    assert interrupts
+
+
+def test_what_came_during_an_interrupt_is_offered_and_not_acknowledged():
+    store = MemoryStore()
+    workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
+    config = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5, max_staleness=0)
+    with blocking.RolloutScheduler(
+        SimFleet(1, time_scale=0.001), workload, config=config, store=store
+    ) as rollouts:
+        with InterruptingLoop(seed=0) as alarm:
+            alarm.start()
+            with contextlib.suppress(KeyboardInterrupt):
+                for batch in rollouts:
+                    batch.acknowledge()
+        rollouts.update_weights(SimPublisher())
+        first = rollouts.state.book.counters.batches
+        batch = rollouts.next_batch()
+        assert (batch.index, batch.version) == (first, rollouts.version)
+
+
+def test_a_second_interrupt_ends_the_wait_for_a_call_that_is_withdrawn():
+    busy, go_on = threading.Event(), threading.Event()
+
+    def score(rollout: Rollout, prompt: Prompt) -> float:
+        return 0.0
+
+    async def hold_the_loop(rollout: Rollout, prompt: Prompt) -> float:
+        busy.set()
+        go_on.wait(60)
+        return score(rollout, prompt)
+
+    workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
+    config = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5)
+    with blocking.RolloutScheduler(
+        SimFleet(1, time_scale=0.001), workload, config=config, reward=hold_the_loop
+    ) as rollouts:
+
+        def interrupt_twice() -> None:
+            busy.wait()
+            for _ in range(2):
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+                # The loop is held up, so only the second one can end the wait.
+                threading.Event().wait(0.2)
+            go_on.set()
+
+        helper = threading.Thread(target=interrupt_twice)
+        helper.start()
+        with InterruptingLoop(seed=0):
+            try:
+                rollouts.next_batch()
+            except KeyboardInterrupt:
+                held = not go_on.is_set()
+            else:
+                held = False
+            helper.join()
+        assert held
+        assert rollouts.next_batch().index == 0
+
+
+# --- forks -----------------------------------------------------------------------------------
+
+
+def in_a_fork(work: Callable[[], str]) -> str:
+    """What `work` says in a child of this process, which then ends as a program does."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = work()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read().decode()
+    os.waitpid(child, 0)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_is_told_that_the_scheduler_is_not_there():
+    workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
+    config = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5)
+    with blocking.RolloutScheduler(
+        SimFleet(1, time_scale=0.001), workload, config=config, store=MemoryStore()
+    ) as rollouts:
+        batch = rollouts.next_batch()
+        for call in (
+            rollouts.next_batch,
+            lambda: rollouts.update_weights(SimPublisher()),
+            lambda: rollouts.checkpoint("unused"),
+            lambda: rollouts.state,
+        ):
+            said = in_a_fork(lambda call=call: repr(call()))
+            assert said.startswith("SchedulerClosed: this process was forked"), said
+        assert "another process" in in_a_fork(lambda: repr(batch.acknowledge()))
+        # Leaving the block there is nothing, and what the child looks at is its own copy.
+        assert in_a_fork(lambda: f"{rollouts.close()} {batch.tokens}") == f"None {batch.tokens}"
+        assert rollouts.next_batch().index == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_is_told_so_by_the_asyncio_scheduler_too():
+    async def main() -> str:
+        workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
+        config = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5)
+        async with aprilsched.RolloutScheduler(SimFleet(1), workload, config=config) as rollouts:
+            await rollouts.next_batch()
+
+            def ask() -> str:
+                try:
+                    rollouts.next_batch().send(None)
+                except StopIteration:
+                    return "an answer"
+                return "a wait"
+
+            def leave() -> str:
+                try:
+                    rollouts.close().send(None)
+                except StopIteration:
+                    return "left"
+                return "a wait"
+
+            assert in_a_fork(leave) == "left"
+            said = in_a_fork(ask)
+            assert (await rollouts.next_batch()).index == 1
+            return said
+
+    assert run_virtual(main()).startswith("SchedulerClosed: this process was forked")

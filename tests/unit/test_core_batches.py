@@ -6,6 +6,7 @@ import pytest
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core import events as ev
+from aprilsched.types import RefusedPrompt
 from tests.support.driver import Driver, prompts
 
 
@@ -184,3 +185,58 @@ def test_an_evaluation_runs_to_its_end_and_is_neither_filtered_nor_carried():
     assert len(driver.evaluations[9].groups) == 3
     driver.settle()
     assert driver.state.tracker.trainer == 1
+
+
+@pytest.mark.parametrize("refill", ["wave", "pool", "rounds"])
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+def test_a_source_that_is_dry_for_now_does_not_stop_what_can_run(refill: str, pace: str):
+    if (refill, pace) == ("rounds", "asynchronous"):
+        pytest.skip("rounds are synchronous")
+    settings = config(batch_groups=4, over_provision=1.5, refill=refill, refill_groups=2, pace=pace)
+    driver = Driver(settings, auto_prompts=False)
+    if pace == "synchronous":
+        driver.request_batch()
+    else:
+        driver.settle()
+    (fetch,) = driver.fetches
+    assert fetch.count >= 6
+    assert not driver.sends, "a wave goes out together, if the source gives it together"
+    driver.feed(ev.PromptsArrived(prompts=prompts(4), partial=True))
+    assert len(driver.group_ids()) == 4
+    assert driver.fetches == [fetch], "the rest of the answer follows"
+    driver.feed(ev.PromptsArrived(prompts=prompts(1, start=4), partial=True))
+    assert len(driver.group_ids()) == 5, "what comes later completes the wave"
+    driver.feed(ev.PromptsArrived(prompts=prompts(fetch.count - 5, start=5)))
+    # A pool is refilled by two groups together; rounds take probes of the others, too.
+    assert len(driver.group_ids()) >= (5 if refill == "pool" else 6)
+    if pace == "asynchronous":
+        driver.request_batch()
+    for group_id in driver.group_ids()[:4]:
+        driver.finish_group(group_id)
+    assert len(driver.batches[0].groups) == 4
+
+
+def test_a_prompt_that_cannot_be_used_is_one_entry_and_is_replaced():
+    driver = Driver(config(pace="synchronous", over_provision=1.0), auto_prompts=False)
+    driver.request_batch()
+    bad = RefusedPrompt(cause="it has no tokens")
+    driver.feed(ev.PromptsArrived(prompts=(prompts(1)[0], bad)))
+    assert len(driver.group_ids()) == 1
+    assert [fetch.count for fetch in driver.fetches] == [4, 3]
+    driver.feed(ev.PromptsArrived(prompts=prompts(3, start=2)))
+    assert len(driver.group_ids()) == 4
+    (entry,) = driver.state.book.ledger.entries
+    assert (entry.reason, entry.cause, entry.tokens) == ("bad_prompt", "it has no tokens", 0)
+    assert driver.state.cursor == 5, "a resumed run passes over it"
+    assert [work.reason for work in driver.cancelled] == ["bad_prompt"]
+
+
+def test_a_source_of_bad_prompts_only_ends_the_run():
+    driver = Driver(config(pace="synchronous", max_failed_groups=3), auto_prompts=False)
+    driver.request_batch()
+    bad = RefusedPrompt(cause="it has no tokens")
+    driver.feed(ev.PromptsArrived(prompts=(bad,) * 8))
+    assert [(give_up.groups, give_up.cause) for give_up in driver.given_up] == [
+        (3, "it has no tokens")
+    ]
+    assert driver.state.book.ledger.total == 3

@@ -5,6 +5,12 @@ from __future__ import annotations
 import pytest
 
 from aprilsched.config import SchedulerConfig
+from aprilsched.core.events import Judged
+from aprilsched.core.policies.over_provision import FixedRatio
+from aprilsched.core.policies.refill import Wave
+from aprilsched.core.policies.schedule import Schedule
+from aprilsched.planning import Planner
+from aprilsched.planning.trial import try_out
 from tests.support.driver import Driver
 
 
@@ -107,3 +113,148 @@ def test_finish_keeps_the_bound_over_many_steps():
     worst = max(r.staleness(b.version) for b in driver.batches for r in b.rollouts)
     assert worst == 1
     assert driver.state.book.counters.tokens_masked == 0
+
+
+# --- batches that are full by samples or tokens ----------------------------------------------
+
+
+def lengths_differ(driver: Driver, group_id: int) -> None:
+    """Some groups have many tokens and some have hardly any."""
+    driver.finish_group(group_id, count=1 if (group_id // 3) % 3 else 40)
+
+
+def until_batch(driver: Driver, *, most: int = 2_000) -> None:
+    """A batch is asked for, and what is open ends, oldest first, until it is there."""
+    before = len(driver.batches)
+    driver.request_batch()
+    for _ in range(most):
+        driver.settle()
+        if len(driver.batches) > before:
+            return
+        lengths_differ(driver, driver.group_ids()[0])
+    raise AssertionError("no batch is delivered")
+
+
+STOPS = [
+    {"stop": "samples", "batch_samples": 20},
+    {"stop": "samples", "batch_samples": 3},
+    {"stop": "tokens", "batch_tokens": 150},
+    {"stop": "tokens", "batch_tokens": 7},
+]
+REFILLS = [
+    {"refill": "wave"},
+    {"refill": "pool", "refill_groups": 3},
+    {"refill": "pool", "refill_groups": 3, "refill_until": 0.5},
+    {"refill": "rounds", "store_batches": 2.0},
+    {"over_provision": "kv"},
+    {"over_provision": "auto"},
+    {"over_provision": 1.0},
+    {"start_up": "ramp"},
+    {"start_up": "wait"},
+]
+BOUNDS = [
+    {},
+    {"max_staleness": 0},
+    {"max_staleness": 1, "staleness_rule": "evict"},
+    {"max_staleness": 1, "staleness_rule": "finish"},
+]
+
+
+@pytest.mark.parametrize("bound", BOUNDS, ids=str)
+@pytest.mark.parametrize("refill", REFILLS, ids=str)
+@pytest.mark.parametrize("stop", STOPS, ids=str)
+def test_no_gate_makes_a_batch_impossible(
+    stop: dict[str, object], refill: dict[str, object], bound: dict[str, object]
+):
+    """Whatever fills a batch: everything that is launched ends, and then a batch is there."""
+    for pace in ("synchronous", "asynchronous"):
+        if (pace, refill.get("refill")) == ("asynchronous", "rounds"):
+            continue
+        settings = {"pace": pace, "over_provision": 1.5, "max_staleness": None}
+        driver = Driver(config(**{**settings, **bound, **refill, **stop}))
+        for _ in range(3):
+            until_batch(driver)
+            driver.settle()
+            driver.update()
+        if bound.get("staleness_rule") == "finish":
+            worst = max(r.staleness(b.version) for b in driver.batches for r in b.rollouts)
+            assert worst <= 1
+            assert driver.state.book.counters.tokens_masked == 0
+
+
+@pytest.mark.parametrize("straggler", ["retract", "abort"])
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("stop", STOPS, ids=str)
+def test_no_gate_waits_for_what_is_refused(stop: dict[str, object], pace: str, straggler: str):
+    """The user's filter takes two of three groups."""
+    settings = config(pace=pace, straggler=straggler, over_provision=1.5, **stop)
+    driver = Driver(settings, accepts=True)
+    for _ in range(3):
+        before = len(driver.batches)
+        driver.request_batch()
+        for _ in range(1_000):
+            if len(driver.batches) > before:
+                break
+            driver.settle()
+            while driver.verdicts:
+                group_id = driver.verdicts.pop(0).group.group_id
+                driver.feed(Judged(group_id=group_id, accepted=(group_id // 3) % 4 == 0))
+            if driver.group_ids():
+                lengths_differ(driver, driver.group_ids()[0])
+        assert len(driver.batches) > before
+        driver.settle()
+        driver.update()
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+def test_a_batch_by_samples_is_planned_as_the_groups_that_it_takes(pace: str):
+    """batch_groups says nothing where a batch is full by samples."""
+    driver = Driver(config(stop="samples", batch_samples=21, group_size=4, pace=pace))
+    driver.request_batch()
+    assert driver.state.batch_groups == 6
+    assert driver.state.target_groups == 24
+    assert len(driver.group_ids()) == 12, "twice six: the bound is 1"
+
+
+def test_a_batch_by_tokens_takes_what_the_lengths_say():
+    settings = config(
+        stop="tokens", batch_tokens=600, max_staleness=None, over_provision=1.5, group_size=2
+    )
+    driver = Driver(settings)
+    driver.request_batch()
+    assert len(driver.group_ids()) == 3, "batch_groups is what is known at first"
+    for group_id in driver.group_ids()[:2]:
+        driver.finish_group(group_id, count=5)
+    assert driver.state.batch_groups == 60
+    assert len(driver.group_ids()) == 87, "57 are missing, and half as many more"
+    while not driver.batches:
+        driver.finish_group(driver.group_ids()[0], count=5)
+    assert len(driver.batches[0].groups) == 60
+    assert driver.state.target_groups == 90
+
+
+def test_ready_batches_are_counted_as_they_are_delivered():
+    """A trainer that is slow: two batches by samples are held for it, and no more."""
+    settings = config(
+        stop="samples", batch_samples=10, pace="asynchronous", max_staleness=None, group_size=2
+    )
+    driver = Driver(settings)
+    driver.request_batch()
+    for _ in range(200):
+        if driver.group_ids():
+            driver.finish_group(driver.group_ids()[0])
+        driver.settle()
+    assert len(driver.batches) == 1
+    assert driver.state.book.ready.samples >= 20
+    assert driver.state.book.training * 2 <= 60, "and launching has stopped"
+
+
+@pytest.mark.parametrize("stop", [*STOPS, {"stop": "groups"}], ids=str)
+def test_a_schedule_is_planned_for_the_batch_that_stops(stop: dict[str, object]):
+    driver = Driver(config(over_provision="auto", max_staleness=None, group_size=4, **stop))
+    until_batch(driver)
+    (plan,) = driver.plans
+    assert plan.batch_groups == driver.state.batch_groups
+    setting = Planner().setting(plan, driver.rules)
+    assert setting.full_at == driver.rules.stop
+    assert try_out(Schedule(over_provision=FixedRatio(ratio=1.5), refill=Wave()), setting)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from aprilsched.core import commands as do
 from aprilsched.core import events as ev
+from aprilsched.store import MemoryStore
 from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, config, names
+from tests.support.driver import Driver, Key, config, names
 
 
 def test_retract_pauses_flushes_refits_and_continues_in_this_order():
@@ -199,3 +204,72 @@ def test_an_update_ends_where_the_last_engine_is_lost_while_it_loads_the_weights
     driver.settle_controls()
     driver.feed(ev.EngineLost(engine="a", cause="gone"))
     assert driver.updates[0].cause == "a: gone"
+
+
+# --- keys of older weights ------------------------------------------------------------------------
+
+
+KEEPING: list[tuple[dict[str, Any], bool]] = [
+    ({"straggler": "retract"}, False),
+    ({"straggler": "in_place"}, True),
+    ({"straggler": "in_place", "kv_after_refit": "apart"}, True),
+    ({"straggler": "choose"}, False),
+    ({"straggler": "choose", "kv_after_refit": "apart"}, True),
+]
+
+
+def _crossed(driver: Driver) -> Key:
+    """An attempt with ten tokens before a refit and ten after it."""
+    driver.request_batch()
+    (key,) = driver.attempts()
+    driver.progress(key, 10)
+    driver.update()
+    assert driver.state.tracker.trainer == 1
+    driver.progress(key, 10)
+    return key
+
+
+@pytest.mark.parametrize(("settings", "stale"), KEEPING)
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_rollout_whose_kv_outlived_a_refit_says_so(
+    settings: dict[str, Any], stale: bool, restarts: bool
+):
+    driver = Driver(
+        config(batch_groups=1, group_size=1, over_provision=1.0, **settings),
+        store=MemoryStore() if restarts else None,
+    )
+    key = _crossed(driver)
+    if restarts:
+        driver.save()
+        driver.restart([1] * len(driver.engines))
+        driver.request_batch()
+        (key,) = driver.attempts()
+    driver.finish(key, 10)
+    (rollout,) = driver.batches[0].rollouts
+    assert rollout.stale_keys is stale
+
+
+@pytest.mark.parametrize("straggler", ["abort", "run"])
+def test_what_no_refit_met_has_no_stale_keys(straggler: str):
+    driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0, straggler=straggler))
+    driver.request_batch()
+    (key,) = driver.attempts()
+    driver.progress(key, 10)
+    driver.feed(ev.UpdateRequested(version=1))
+    if straggler == "abort":
+        driver.interrupt(key, spans=(VersionSpan(version=0, start=0, end=10),))
+        driver.settle()
+        (key,) = driver.attempts()
+    driver.finish(key, 4)
+    driver.settle()
+    assert [r.stale_keys for r in driver.batches[0].rollouts] == [False]
+
+
+def test_a_rollout_that_ended_in_the_pause_has_no_stale_keys():
+    driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0, straggler="in_place"))
+    driver.request_batch()
+    (key,) = driver.attempts()
+    driver.progress(key, 10)
+    driver.update()
+    driver.finish(key, 0, spans=(VersionSpan(version=0, start=0, end=10),))
+    assert [r.stale_keys for r in driver.batches[0].rollouts] == [False]

@@ -11,6 +11,7 @@ from aprilsched.doctor.checks import CHECKS
 from aprilsched.doctor.findings import Finding, Notes
 from aprilsched.engines.base import Capabilities
 from aprilsched.engines.sglang.probe import ServerFacts
+from aprilsched.engines.sglang.wire import ServerProcess
 
 BARE = Capabilities(version_spans=False, flush_while_paused=False, server="SGLang 0.5.17")
 
@@ -26,6 +27,8 @@ def notes(able: Capabilities = BARE, *, sessions: bool = False, **seen: Any) -> 
         torch_empty_cache=False,
         update_sessions=sessions,
         pipelined=False,
+        metrics=False,
+        process=ServerProcess(),
     )
     return Notes(facts=facts, version=(0, 5, 17), **seen)
 

@@ -54,6 +54,8 @@ EVENTS: list[ev.Event] = [
         request_id=3, attempt=1, reason="stop", spans=(VersionSpan(version=0, start=0, end=5),)
     ),
     ev.TurnRequested(rollout_id=2, input_ids=TOKENS, sampling=SamplingParams()),
+    ev.TurnWithdrawn(rollout_id=2),
+    ev.TurnKept(rollout_id=2),
     ev.ControlFailed(engine="a", call="pause", cause="slow"),
     ev.EngineJoined(info=ev.EngineInfo(name="a", version=None)),
     ev.Refitted(engine="a", version=None, cause="half of it is missing"),
@@ -73,6 +75,7 @@ COMMANDS: list[do.Command] = [
     do.ResolveTurn(
         rollout_id=2, token_ids=TOKENS, logprobs=LOGPROBS, versions=TOKENS, finish_reason="stop"
     ),
+    do.DiscardTokens(rollout_id=2, sampled=3, environment=2, reason="withdrawn"),
     do.Score(rollout=ROLLOUT, prompt=PROMPT),
     do.ScoreGroup(group=GROUP),
     do.Judge(group=GROUP),
@@ -165,6 +168,7 @@ def test_what_a_delivery_says(tmp_path: Path):
             "finish_reason": "length",
             "versions_exact": True,
             "masked": 0,
+            "stale_keys": False,
         }
     ]
 

@@ -154,6 +154,24 @@ async def test_a_long_answer_goes_on_for_as_long_as_its_tokens_come() -> None:
         assert server.written > 32 * MIB
 
 
+async def test_what_was_on_its_way_when_the_server_hung_up_is_read() -> None:
+    """A busy reader takes it long after; a closed connection is no reason to lose its end."""
+    async with opened(SGLangLimits()) as (server, engine):
+
+        def pieces() -> Iterator[bytes]:
+            yield CHUNKED + chunked(event(0, 1))
+            while server.unsent == 0:
+                yield chunked(b": as much as the machine takes" * 100 + b"\n\n")
+            yield LAST + b"0\r\n\r\n"
+
+        server.answers["/generate"] = pieces
+        chunks: list[Chunk] = []
+        async for chunk in engine.generate(greedy(TOKENS)):
+            chunks.append(chunk)
+            await until(lambda: server.closed > 0)
+        assert sum(len(chunk.token_ids) for chunk in chunks) == TOKENS
+
+
 async def test_many_streams_do_not_hold_what_one_may() -> None:
     """Each holds a tenth of its own limit, and all of them would hold four times the server's."""
     streams, piece = 200, 2**17

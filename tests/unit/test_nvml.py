@@ -18,7 +18,7 @@ from aprilsched.telemetry.sampling.lines import DeviceLine, GpuLine
 from aprilsched.telemetry.sampling.nvml import Nvml
 from aprilsched.telemetry.sampling.sampler import Sampler
 
-SECONDS = 30.0
+SECONDS = 600.0
 FIGURES = ("UtilizationRates", "MemoryInfo", "PowerUsage", "ClockInfo", "Temperature")
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from yarl import URL
 
-from aprilsched.errors import ConfigError
-from aprilsched.sampling import OWN, REFUSED, SERVER, SYNONYMS, sampling_params
-from aprilsched.types import SamplingParams
+from aprilsched.checks import OWN
+from aprilsched.engines.sglang.http import Transport
+from aprilsched.engines.sglang.limits import SGLangLimits
+from aprilsched.errors import ConfigError, EngineRejected
+from aprilsched.sampling import REFUSED, SERVER, SYNONYMS, sampling_params
+from aprilsched.types import Prompt, SamplingParams
 
 
 class Letters:
@@ -136,3 +142,76 @@ def test_a_stop_string_of_several_tokens_says_what_to_do():
 def test_what_is_no_mapping_is_refused():
     with pytest.raises(ConfigError, match="give a mapping"):
         sampling_params([("max_tokens", 5)])  # pyright: ignore[reportArgumentType]
+
+
+def test_numpys_scalars_and_arrays_become_plain():
+    made: Any = SamplingParams(
+        max_new_tokens=np.int64(20),  # type: ignore[arg-type]
+        min_new_tokens=np.uint8(2),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_p=1,
+        stop_token_ids=np.array([5, 6]),  # type: ignore[arg-type]
+        ignore_eos=np.bool_(True),  # type: ignore[arg-type]
+        sampling_seed=np.int32(7),  # type: ignore[arg-type]
+        extra={"frequency_penalty": np.float64(0.1), "logit_bias": {np.int64(5): (1, np.ones(2))}},
+    )
+    assert made == SamplingParams(
+        max_new_tokens=20,
+        min_new_tokens=2,
+        temperature=0.5,
+        stop_token_ids=(5, 6),
+        ignore_eos=True,
+        sampling_seed=7,
+        extra={"frequency_penalty": 0.1, "logit_bias": {"5": [1, [1.0, 1.0]]}},
+    )
+    assert type(made.max_new_tokens) is int
+    assert type(made.top_p) is float
+    assert type(made.ignore_eos) is bool
+    assert msgspec.json.encode(made)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_new_tokens": 20.5},
+        {"max_new_tokens": True},
+        {"max_new_tokens": "20"},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"temperature": 1j},
+        {"top_p": None},
+        {"stop_token_ids": "ab"},
+        {"stop_token_ids": [0.5]},
+        {"ignore_eos": 1},
+        {"sampling_seed": 0.5},
+        {"extra": [1]},
+        # A class and not an object, whose name would have its address: the processes that share
+        # the tests must agree on their names.
+        {"extra": {"x": object}},
+        {"extra": {"x": {1, 2}}},
+        {"extra": {"x": math.nan}},
+        {"extra": {"x": 2**70}},
+        {"extra": {"x": {(1, 2): 3}}},
+        {"extra": {"x": b"bytes"}},
+    ],
+    ids=str,
+)
+def test_what_no_engine_understands_is_refused_where_it_is_made(fields: dict[str, Any]):
+    with pytest.raises(ConfigError):
+        SamplingParams(**fields)
+
+
+def test_token_ids_that_are_no_row_are_refused():
+    for ids in ([[1], [2, 3]], [1.5], [], [[1]], "abc", [None]):
+        with pytest.raises(ConfigError):
+            Prompt(input_ids=ids)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [object(), "\ud800"], ids=["object", "surrogate"])
+def test_a_body_that_cannot_be_written_is_a_refusal_of_its_request(value: Any):
+    transport = Transport(
+        "a", URL("http://127.0.0.1:1"), admin_key=None, api_key=None, limits=SGLangLimits()
+    )
+    with pytest.raises(EngineRejected, match="cannot be written as JSON") as caught:
+        transport.generate({"sampling_params": {"x": value}})
+    assert caught.value.status == 400

@@ -289,7 +289,7 @@ def _said(arguments: list[str], code: int) -> str:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == code, done.stderr
@@ -316,7 +316,7 @@ def test_no_key_is_in_what_a_run_says_or_leaves_behind(tmp_path: Path):
         ) as running:
             _await_delivery(folder / "events.jsonl", running)
             victim.kill()
-            out, err = running.communicate(timeout=120)
+            out, err = running.communicate(timeout=600)
             assert running.returncode == 0, err
         assert "is out of use" in err
         said += out + err

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import enum
+import gc
 import os
 import random
 import shutil
 import sqlite3
 import subprocess
 import sys
-from dataclasses import replace
+import zoneinfo
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from aprilsched import MemoryStore, Prompt, SamplingParams, SqliteStore
 from aprilsched.core import events as ev
@@ -26,7 +35,13 @@ from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.saving.cut import take_anew, take_changes, take_everything
 from aprilsched.core.saving.saved import Cut, RunState, Saved, SavedGroup, SavedMember
 from aprilsched.errors import ConfigError, StoreError
-from aprilsched.store.codec import group_from, group_record, schedule_from, schedule_record
+from aprilsched.store.codec import (
+    check_storable,
+    group_from,
+    group_record,
+    schedule_from,
+    schedule_record,
+)
 from aprilsched.store.sqlite import cleaning, read_checkpoint, write_checkpoint
 from aprilsched.store.sqlite.file import said_by
 from aprilsched.store.sqlite.schema import APPLICATION, SCRIPTS
@@ -506,15 +521,137 @@ def test_a_group_is_the_same_after_the_way_through_bytes():
     assert again.prompt.input_ids.tolist() == [5, 6]
     assert again.prompt.sampling == (one, two)
     assert again.prompt.key == "row-17"
-    assert again.prompt.metadata == {**group.prompt.metadata, "n": 3}
+    assert alike(again.prompt.metadata, group.prompt.metadata)
 
 
-@pytest.mark.parametrize("value", [print, object(), np.ones(3), 2**70, {1, 2}.__iter__()])
-def test_metadata_that_is_no_data_is_refused(value: Any):
-    prompt = Prompt(input_ids=np.array([1]), key=3, metadata={"x": value})
+def alike(one: Any, other: Any) -> bool:
+    """Equal in value and type, all the way down; nan is nan."""
+    if type(one) is not type(other):
+        return False
+    match one:
+        case dict() | list() | tuple():
+            keyed = isinstance(one, dict)
+            ours: list[Any] = list(one.items() if keyed else one)  # pyright: ignore
+            theirs: list[Any] = list(other.items() if keyed else other)
+            return len(ours) == len(theirs) and all(map(alike, ours, theirs))
+        case set() | frozenset():
+            ours = sorted(map(repr, one))  # pyright: ignore
+            return ours == sorted(map(repr, other))
+        case np.ndarray() | np.generic():
+            same = (one.dtype, one.shape) == (other.dtype, other.shape)  # pyright: ignore
+            return bool(same and one.tobytes() == other.tobytes())
+        case _:
+            return repr(one) == repr(other)
+
+
+_ATOMS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(),
+    st.binary(),
+    st.binary().map(bytearray),
+    st.decimals(),
+    st.uuids(),
+    st.datetimes(),
+    st.datetimes(timezones=st.just(datetime.UTC)),
+    st.datetimes(timezones=st.just(datetime.timezone(datetime.timedelta(hours=-5)))),
+    st.dates(),
+    st.times(),
+    st.timedeltas(),
+    st.floats(width=32).map(np.float32),
+    st.integers(-(2**63), 2**63 - 1).map(np.int64),
+    st.booleans().map(np.bool_),
+    st.text(alphabet="abc").map(np.str_),
+    st.just(np.datetime64("2026-01-02T03:04")),
+)
+_KEYS = st.one_of(st.text(), st.integers(), st.tuples(st.integers(), st.text()), st.none())
+_VALUES = st.recursive(
+    st.one_of(
+        _ATOMS,
+        arrays(
+            st.sampled_from(["<i8", ">f4", "?", "u1", "c16", "M8[s]", "<U3"]),
+            st.sampled_from([(), (0,), (3,), (2, 2)]),
+        ),
+        st.sets(st.integers()),
+        st.frozensets(st.text()),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(_KEYS, inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(key=_VALUES, value=_VALUES)
+def test_keys_and_metadata_come_back_as_they_were(key: Any, value: Any):
+    prompt = Prompt(input_ids=np.array([1]), key=key, metadata={"x": value})
+    check_storable(prompt)
     group = SavedGroup(group_id=1, opened=0, prompt=prompt, members=())
-    with pytest.raises(ConfigError, match="prompt 3 cannot be stored"):
-        group_record(group)
+    again = group_from(group_record(group)).prompt
+    assert alike(again.key, key)
+    assert alike(again.metadata, {"x": value})
+
+
+class Answer(NamedTuple):
+    value: int
+
+
+class Kind(enum.IntEnum):
+    ONE = 1
+
+
+@dataclass
+class Known:
+    value: int
+
+
+UNSTORABLE: list[Any] = [
+    print,
+    object(),
+    {1, 2}.__iter__(),
+    Answer(3),
+    Kind.ONE,
+    Known(3),
+    defaultdict(int),
+    np.array([object()]),
+    np.zeros(2, dtype=[("a", "i4")]),
+    np.ma.masked_array([1], mask=[True]),
+    np.bytes_(b"x\0"),
+    "\ud800",
+    Path("x"),
+    datetime.datetime(2026, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")),
+    [[[(1, {"deep": range(3)})]]],
+]
+
+
+@pytest.mark.parametrize("value", UNSTORABLE)
+def test_what_would_not_come_back_as_it_is_is_refused(value: Any):
+    for prompt in (
+        Prompt(input_ids=np.array([1]), key=3, metadata={"x": value}),
+        Prompt(input_ids=np.array([1]), key=value),
+    ):
+        with pytest.raises(ConfigError, match="cannot be stored as they are"):
+            check_storable(prompt)
+
+
+def test_metadata_that_is_no_dict_or_holds_itself_is_refused():
+    endless: list[Any] = []
+    endless.append(endless)
+    for metadata in (MappingProxyType({"a": 1}), {"x": endless}):
+        with pytest.raises(ConfigError, match="cannot be stored as they are"):
+            check_storable(Prompt(input_ids=np.array([1]), metadata=metadata))
+
+
+def test_a_record_of_before_types_were_kept_is_read():
+    group = group_from(bytes.fromhex("980904c40405000000c0a6726f772d313781a1619201c401799090"))
+    assert group.prompt.key == "row-17"
+    assert group.prompt.metadata == {"a": [1, b"y"]}
 
 
 @pytest.mark.parametrize("refill", [Wave(), ConstantPool(together=3), Rounds(store=2.5, probes=2)])
@@ -533,3 +670,122 @@ def test_a_cut_of_nothing_is_small():
     assert cut.page is None
     assert not cut.groups
     assert not cut.rollouts
+
+
+# --- damage ------------------------------------------------------------------------------------
+
+
+def test_damaged_bytes_end_in_an_error_of_ours_when_the_file_is_opened(tmp_path: Path):
+    """Flipped, zeroed and cut: a file is refused, or what it gives goes on and is saved again."""
+    whole = tmp_path / "whole"
+    filled(whole, cuts=6)
+    checkpoint = tmp_path / "checkpoint"
+    store = SqliteStore(whole)
+    before = restored(store.open())
+    store.close()
+    write_checkpoint(checkpoint, take_everything(before.state))
+    outcomes = {"refused": 0, "went on": 0}
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        data=st.data(),
+        source=st.sampled_from([whole, checkpoint]),
+        how=st.sampled_from(["flip", "zero", "noise", "cut"]),
+    )
+    def attempt(data: st.DataObject, source: Path, how: str) -> None:
+        body = bytearray(source.read_bytes())
+        at = data.draw(st.integers(0, len(body) - 1))
+        size = data.draw(st.sampled_from([1, 16, 512, 4096]))
+        if how == "flip":
+            body[at] ^= 1 << data.draw(st.integers(0, 7))
+        elif how == "cut":
+            del body[at:]
+        else:
+            room = len(body[at : at + size])
+            seed = data.draw(st.integers(0, 99))
+            new = bytes(room) if how == "zero" else random.Random(seed).randbytes(room)
+            body[at : at + size] = new
+        for name in tmp_path.glob("damaged*"):
+            name.unlink()
+        path = tmp_path / "damaged"
+        path.write_bytes(body)
+        again = SqliteStore(path)
+        try:
+            saved = read_checkpoint(path) if source is checkpoint else again.open()
+            driver = None if saved is None else restored(saved)
+            if driver is not None:
+                driver.core.check_invariants()
+                if source is whole:
+                    again.save(take_everything(driver.state), durable=False)
+            outcomes["went on"] += 1
+        except StoreError:
+            outcomes["refused"] += 1
+        finally:
+            again.close()
+
+    attempt()
+    assert min(outcomes.values()) > 0
+
+
+def test_a_group_that_cannot_be_read_at_all_is_named_in_the_ledger(path: Path):
+    filled(path)
+    connection = sqlite3.connect(path)
+    ((group_id,),) = connection.execute("SELECT max(group_id) FROM groups").fetchall()
+    connection.close()
+    damage(path, f"DELETE FROM rollouts WHERE group_id >= {group_id} OR 1")  # noqa: S608
+    damage(path, f"UPDATE groups SET body = x'00' WHERE group_id = {group_id}")  # noqa: S608
+    store = SqliteStore(path)
+    driver = restored(store.open())
+    store.close()
+    driver.core.check_invariants()
+    entries = [e for e in driver.state.book.ledger.entries if e.reason is Reason.DAMAGED]
+    assert [(e.group_id, e.rollout_id) for e in entries] == [(group_id, group_id + 1)]
+
+
+def test_groups_of_a_batch_that_cannot_be_read_are_delivered_in_another(path: Path):
+    store = SqliteStore(path)
+    driver = Driver(config(), store=store)
+    store.open()
+    driver.feed(ev.BatchRequested())
+    while not driver.batches:
+        driver.finish(next(iter(driver.sends)))
+    store.save(take_everything(driver.state), durable=True)
+    groups = {group.group_id for group in driver.batches[0].groups}
+    store.close()
+    damage(path, "UPDATE batches SET body = zeroblob(length(body))")
+    again = restored(store.open())
+    store.close()
+    again.core.check_invariants()
+    assert groups <= {group.group_id for group in again.state.book.ready}
+    assert again.state.book.counters.delivered == 0
+
+
+# --- forks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_leaves_the_file_alone(path: Path):
+    store = SqliteStore(path)
+    driver = Driver(config(), store=store)
+    store.open()
+    driver.feed(ev.BatchRequested())
+    driver.save()
+    child = os.fork()
+    if child == 0:
+        # As its end does it.
+        store.close()
+        del driver, store
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    driver.finish(next(iter(driver.sends)))
+    driver.save()
+    # What kill -9 of this process would leave now.
+    for suffix in ("", "-wal"):
+        shutil.copyfile(f"{path}{suffix}", f"{path}.left{suffix}")
+    left = SqliteStore(f"{path}.left")
+    saved = left.open()
+    left.close()
+    store.close()
+    assert saved is not None
+    assert saved.run == take_everything(driver.state).run

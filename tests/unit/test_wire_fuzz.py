@@ -47,8 +47,7 @@ from tests.support.mutation import cut, spoiled_answer, spoiled_stream
 
 FOLDER = Path(__file__).parents[1] / "support" / "wire"
 CASES = 500
-STREAM_SEEDS = 200
-ANSWER_SEEDS = 50
+LONG = pytest.param(1000, marks=pytest.mark.long)
 ASKED = {"length": 40, "one": 1, "refit": 64, "refused": 40}
 """Tokens that the recorded requests asked for; the others, 4000."""
 ROOM = 2**20
@@ -239,12 +238,13 @@ def test_what_was_recorded_reads_as_it_was_sent(recorded: Recorded) -> None:
         assert [span.version for span in chunks[-1].spans] == [int(v == "7") * 7 for v in labels]
 
 
+@pytest.mark.parametrize("seeds", [40, LONG])
 def test_spoiled_streams_give_tokens_or_an_error_of_ours(
-    capsys: pytest.CaptureFixture[str],
+    seeds: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases = accepted = 0
 
-    @settings(max_examples=STREAM_SEEDS, deadline=None, database=None)
+    @settings(max_examples=seeds, deadline=None, database=None)
     @given(st.integers(0, 2**64 - 1))
     def spoil(seed: int) -> None:
         nonlocal cases, accepted
@@ -267,16 +267,17 @@ def test_spoiled_streams_give_tokens_or_an_error_of_ours(
     spoil()
     with capsys.disabled():
         print(f"\n{cases:,} spoiled streams, of which {accepted:,} could be read")
-    assert cases >= STREAM_SEEDS * CASES
+    assert cases >= seeds * CASES
     assert 0.05 < accepted / cases < 0.95, "the faults are too harmless, or too coarse"
 
 
+@pytest.mark.parametrize("seeds", [40, LONG])
 def test_spoiled_control_answers_are_understood_or_refused(
-    capsys: pytest.CaptureFixture[str],
+    seeds: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases = accepted = 0
 
-    @settings(max_examples=ANSWER_SEEDS, deadline=None, database=None)
+    @settings(max_examples=seeds, deadline=None, database=None)
     @given(st.integers(0, 2**64 - 1))
     def spoil(seed: int) -> None:
         nonlocal cases, accepted
@@ -302,5 +303,5 @@ def test_spoiled_control_answers_are_understood_or_refused(
     spoil()
     with capsys.disabled():
         print(f"\n{cases:,} spoiled control answers, of which {accepted:,} could be understood")
-    assert cases >= ANSWER_SEEDS * CASES
+    assert cases >= seeds * CASES
     assert 0.05 < accepted / cases < 0.95, "the faults are too harmless, or too coarse"

@@ -201,7 +201,7 @@ async def test_a_scheduler_closes_while_a_plan_is_made() -> None:
     class Slow(Planner):
         def plan(self, command: do.Plan, rules: Rules) -> Schedule:
             begun.set()
-            assert closed.wait(timeout=60)
+            assert closed.wait(timeout=600)
             return command.current
 
     watching = Watching()

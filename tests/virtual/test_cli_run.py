@@ -157,6 +157,53 @@ def test_prompts_that_are_text(tmp_path: Path):
     assert json.loads(sends[0])["tokens"] == 2
 
 
+def _lines(path: Path, *lengths: int) -> Path:
+    """A file of prompts of these lengths."""
+    lines = [json.dumps({"input_ids": [1] * n, "sampling": {"max_tokens": 7}}) for n in lengths]
+    path.write_text("\n".join(lines))
+    return path
+
+
+FAILING = ["--batch-groups", "1", "--group-size", "2", "--over-provision", "1", "--quiet"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batches", "code", "said"),
+    [
+        ([500], 1, 2, "no batch was delivered, because 1 group failed, the last one with "),
+        ([5, 500, 5], 3, 2, "2 of 3 batches were delivered, because 1 group failed, "),
+        ([5, 5], 10, 0, None),
+        ([5, 500, 5], 10, 0, None),
+        ([5, 500, 5], 2, 0, None),
+    ],
+)
+def test_a_run_whose_groups_fail_says_so_and_does_not_end_well(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    lengths: list[int],
+    batches: int,
+    code: int,
+    said: str | None,
+):
+    path = _lines(tmp_path / "prompts.jsonl", *lengths)
+    out = tmp_path / "run"
+    arguments = ["--prompts", str(path), "--batches", str(batches), "--sim.kv-tokens", "100"]
+    assert main(["run", *FAILING, "--out", str(out), *arguments]) == code
+    error = json.loads((out / "summary.json").read_text())["error"]
+    errors = capsys.readouterr().err
+    if said is None:
+        assert error is None
+    else:
+        assert said in error
+        assert errors.splitlines()[-1] == f"aprilsched: {error}"
+
+
+def test_the_workload_that_was_used_is_in_the_folder(tmp_path: Path):
+    run(tmp_path, "--batches", "1")
+    workload = tomllib.loads((tmp_path / "config.toml").read_text())["workload"]
+    assert (workload["cap"], workload["vocab_size"]) == (600, 32_000)
+
+
 def test_json_leaves_stdout_to_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = [argument for argument in SMALL if argument != "--quiet"]
     assert main(["run", *arguments, "--batches", "2", "--json", "--out", str(tmp_path)]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -27,7 +28,6 @@ from aprilsched.core.ledger import Reason
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
-    ConfigError,
     FleetLost,
     PromptsExhausted,
     RefitError,
@@ -441,12 +441,12 @@ def test_prompts_that_are_none_end_the_run_with_the_reason():
     async def main() -> None:
         async with RolloutScheduler(
             SimFleet(1),
-            [np.array([1, 2, 3])],  # type: ignore[list-item]
+            itertools.repeat(np.array([1, 2, 3])),  # type: ignore[arg-type]
             config=config(),
         ) as rollouts:
-            with pytest.raises(ConfigError, match="wrap token ids in Prompt"):
+            with pytest.raises(RunGivenUp, match="wrap token ids in Prompt"):
                 await rollouts.next_batch()
-            with pytest.raises(ConfigError):
+            with pytest.raises(RunGivenUp):
                 await rollouts.next_batch()
 
     run_virtual(main())

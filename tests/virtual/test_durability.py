@@ -35,6 +35,7 @@ from aprilsched.core.commands import Command, Send
 from aprilsched.core.events import Event, Finished
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.ledger import Reason
+from aprilsched.core.saving.saved import Cut
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
     ConfigError,
@@ -470,24 +471,27 @@ async def two_turns(turn: Turn, prompt: Prompt) -> float:
     return float(len(first.token_ids) + len(second.token_ids))
 
 
+async def first_life(store: SqliteStore, folder: Path, parts: dict[str, Any]) -> int:
+    """Copies of the store under `folder`, as a kill would have left it at several moments before
+    the first batch; how many they are."""
+    async with scheduler(store, **parts) as rollouts:
+        request = asyncio.create_task(rollouts.next_batch())
+        for number in range(12):
+            await asyncio.sleep(0.17)
+            left_behind(store, folder / f"at-{number}")
+            if request.done():
+                return number
+        await request
+    return 12
+
+
 def test_episodes_begin_anew_and_are_given_what_they_were_given(tmp_path: Path):
     store = SqliteStore(tmp_path / "store", inline=True)
     parts: dict[str, Any] = {"prompts": episode_prompts(8), "episode": two_turns}
     expected = whole_run(**parts)
 
-    async def first_life() -> int:
-        async with scheduler(store, **parts) as rollouts:
-            request = asyncio.create_task(rollouts.next_batch())
-            for number in range(12):
-                await asyncio.sleep(0.17)
-                left_behind(store, tmp_path / f"at-{number}")
-                if request.done():
-                    return number
-            await request
-        return 12
-
     answered = partial = 0
-    for number in range(run_virtual(first_life())):
+    for number in range(run_virtual(first_life(store, tmp_path, parts))):
         killed = SqliteStore(tmp_path / f"at-{number}", inline=True)
 
         async def second_life(killed: SqliteStore = killed) -> list[Batch]:
@@ -509,6 +513,57 @@ def test_episodes_begin_anew_and_are_given_what_they_were_given(tmp_path: Path):
         assert by_key(run_virtual(second_life())) == expected
     assert answered > 10
     assert partial > 5
+
+
+async def impatient(turn: Turn, prompt: Prompt) -> float:
+    """Keeps what came of its first turn in a while, and drops what came of its second."""
+    sampling = SamplingParams(max_new_tokens=120, temperature=0, ignore_eos=True)
+    try:
+        async with asyncio.timeout(0.3 + 0.05 * turn.index):
+            first = await turn.generate(prompt.input_ids, sampling)
+    except TimeoutError:
+        first = await turn.partial()
+    context = np.concatenate((prompt.input_ids, first.token_ids, TOOL))
+    try:
+        async with asyncio.timeout(0.2):
+            await turn.generate(context, sampling)
+    except TimeoutError:
+        pass
+    second = await turn.generate(np.concatenate((context, TOOL)), sampling)
+    return float(len(first.token_ids) + len(second.token_ids))
+
+
+def test_turns_that_were_given_up_outlive_the_process(tmp_path: Path):
+    store = SqliteStore(tmp_path / "store", inline=True)
+    parts: dict[str, Any] = {"prompts": episode_prompts(8), "episode": impatient}
+
+    kept = 0
+    for number in range(run_virtual(first_life(store, tmp_path, parts))):
+        killed = SqliteStore(tmp_path / f"at-{number}", inline=True)
+
+        async def second_life(killed: SqliteStore = killed) -> list[Batch]:
+            nonlocal kept
+            async with scheduler(killed, **parts) as rollouts:
+                book = rollouts.state.book
+                members = list(book.rollouts.values())
+                kept += sum(bool(m.answered) and m.answered[0][1] < 120 for m in members)
+                before = book.counters.tokens_generated - book.counters.tokens_discarded
+                known = sum(m.log.sampled_tokens for m in members)
+                batches = [batch async for batch in rollouts]
+                counters = book.counters
+                generated = counters.tokens_generated - counters.tokens_discarded - before
+                assert generated + known == counters.tokens_delivered
+                assert counters.tokens_discarded == sum(book.ledger.tokens.values())
+            return batches
+
+        rollouts = [rollout for batch in run_virtual(second_life()) for rollout in batch.rollouts]
+        assert len({rollout.rollout_id for rollout in rollouts}) == len(rollouts) == 8 * 4
+        for rollout in rollouts:
+            sampled = int((rollout.versions != -1).sum())
+            assert rollout.turns == 2
+            assert rollout.reward == sampled
+            assert len(rollout) == sampled + 6
+    assert kept > 5
 
 
 def test_an_episode_that_takes_another_way_forgets_what_was_known_from_there():
@@ -605,7 +660,9 @@ def test_an_evaluation_under_way_is_in_the_ledger_and_asked_for_anew():
             evaluating = asyncio.create_task(rollouts.evaluate(prompts, group_size=4))
             await asyncio.sleep(0.7)
             assert not evaluating.done()
-            evaluating.cancel()
+        # Cancelled, the call would have withdrawn its evaluation.
+        with pytest.raises(SchedulerClosed):
+            await evaluating
 
     async def second_life() -> None:
         async with scheduler(store) as rollouts:
@@ -781,3 +838,32 @@ def test_a_lost_fleet_ends_the_scheduler_and_not_the_run(monkeypatch: pytest.Mon
 
     batches = run_virtual(first_life())
     assert by_key(batches + run_virtual(to_the_end(store))) == expected
+
+
+class Gated(MemoryStore):
+    """Keeps nothing until it is let."""
+
+    inline = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.saves = 0
+
+    def save(self, cut: Cut, *, durable: bool) -> None:
+        self.gate.wait()
+        self.saves += 1
+        super().save(cut, durable=durable)
+
+
+async def test_cuts_do_not_pile_up_before_a_store_that_is_slower_than_the_interval():
+    store, settings = Gated(), config(pace="asynchronous", save_interval_s=0.001)
+    fleet = SimFleet(2, stream_interval=8, time_scale=0.01)
+    async with scheduler(store, fleet=fleet, config=settings) as rollouts:
+        for _ in range(100):
+            await asyncio.sleep(0.002)
+        store.gate.set()
+        await rollouts.next_batch()
+        saved_in_time = store.saves
+    # The one at the gate, the one behind it, and that of the batch; some may follow it.
+    assert saved_in_time <= 6

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +18,15 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
     Turn,
+    TurnOutput,
 )
+from aprilsched.coordinator.callbacks import Episode
+from aprilsched.core.commands import Command
+from aprilsched.core.events import Event
+from aprilsched.core.invariants import check as check_invariants
+from aprilsched.core.ledger import Reason
 from aprilsched.engines.sim import run_virtual
+from aprilsched.errors import EpisodeError
 from aprilsched.types import NO_VERSION
 
 TOOL = np.array([7, 7, 7], dtype=np.int32)
@@ -34,6 +44,36 @@ def config(straggler: str) -> SchedulerConfig:
         straggler=straggler,  # type: ignore[arg-type]
         pace="asynchronous",
     )
+
+
+class Checking:
+    """A listener that checks the invariants after every event."""
+
+    scheduler: RolloutScheduler
+
+    def on_event(self, event: Event, now: float) -> None:
+        check_invariants(self.scheduler.state)
+
+    def on_command(self, command: Command, now: float) -> None: ...
+
+
+def checked(
+    fleet: SimFleet, source: list[Prompt], episode: Episode, settings: SchedulerConfig
+) -> RolloutScheduler:
+    listener = Checking()
+    listener.scheduler = RolloutScheduler(
+        fleet, source, episode=episode, config=settings, listeners=[listener]
+    )
+    return listener.scheduler
+
+
+def check_tokens(rollouts: RolloutScheduler) -> None:
+    """Every token that was generated is delivered, in flight, or in the ledger."""
+    book = rollouts.state.book
+    counters = book.counters
+    held = sum(rollout.log.sampled_tokens for rollout in book.rollouts.values())
+    assert counters.tokens_generated == counters.tokens_delivered + counters.tokens_discarded + held
+    assert counters.tokens_discarded == sum(book.ledger.tokens.values())
 
 
 async def two_turns(turn: Turn, prompt: Prompt) -> float:
@@ -86,5 +126,224 @@ def test_a_rewritten_context_is_refused_in_one_sentence():
                 raise AssertionError("nothing can be delivered")
             (first, *_) = rollouts.state.book.ledger.entries
             assert "append to them" in first.cause
+
+    run_virtual(main())
+
+
+async def with_timeouts(turn: Turn, prompt: Prompt) -> float:
+    """Two turns; the second is given up in the middle, kept, and gone on from."""
+    sampling = SamplingParams(max_new_tokens=100, temperature=0, ignore_eos=True)
+    first = await turn.generate(prompt.input_ids, sampling)
+    context = np.concatenate((prompt.input_ids, first.token_ids, TOOL))
+    try:
+        async with asyncio.timeout(0.3):
+            raise AssertionError(await turn.generate(context, sampling))
+    except TimeoutError:
+        part = await turn.partial()
+    assert 0 < len(part.token_ids) < 100
+    assert part.finish_reason == "length"
+    context = np.concatenate((context, part.token_ids, TOOL))
+    last = await turn.generate(context, sampling)
+    return float(len(part.token_ids) + len(last.token_ids))
+
+
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+def test_a_turn_that_timed_out_is_called_back_and_its_tokens_are_kept(straggler: str, pace: Any):
+    async def main() -> None:
+        async with checked(
+            SimFleet(2, stream_interval=8),
+            prompts(12),
+            with_timeouts,
+            replace(config(straggler), pace=pace),
+        ) as rollouts:
+            count = 0
+            async for batch in rollouts:
+                for rollout in batch.rollouts:
+                    count += 1
+                    assert rollout.turns == 3
+                    assert rollout.reward is not None
+                    kept = int(rollout.reward) - 100
+                    assert len(rollout) == 100 + 3 + kept + 3 + 100
+                    sampled = [True] * 100 + [False] * 3 + [True] * kept + [False] * 3
+                    assert rollout.loss_mask.tolist() == sampled + [True] * 100
+                    assert rollout.versions_exact
+                await rollouts.update_weights(SimPublisher())
+            assert count == 24
+            check_tokens(rollouts)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
+def test_a_turn_that_timed_out_and_was_not_looked_at_is_dropped_and_counted(straggler: str):
+    async def asks_again(turn: Turn, prompt: Prompt) -> float:
+        sampling = SamplingParams(max_new_tokens=100, temperature=0, ignore_eos=True)
+        for _ in range(3):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await turn.generate(prompt.input_ids, sampling)
+        first = await turn.generate(prompt.input_ids, sampling)
+        context = np.concatenate((prompt.input_ids, first.token_ids, TOOL))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await turn.generate(context, sampling)
+        return 1.0
+
+    async def main() -> None:
+        async with checked(
+            SimFleet(1, stream_interval=4), prompts(6), asks_again, config(straggler)
+        ) as rollouts:
+            async for batch in rollouts:
+                for rollout in batch.rollouts:
+                    assert (rollout.turns, len(rollout)) == (1, 100)
+                    assert rollout.loss_mask.all()
+                # Timeouts fall into the pause of a trainer at work, too.
+                await asyncio.sleep(1)
+                await rollouts.update_weights(SimPublisher())
+            book = rollouts.state.book
+            assert book.ledger.tokens[Reason.WITHDRAWN] == book.counters.tokens_discarded > 0
+            assert book.ledger.total == 0
+            check_tokens(rollouts)
+
+    run_virtual(main())
+
+
+def test_an_answer_that_meets_the_timeout_is_kept_or_dropped_like_any_other():
+    """Whatever the moment: while the request waits, while it runs, and as the answer arrives."""
+
+    async def at(delay: float, *, keep: bool) -> int:
+        kept = 0
+
+        async def episode(turn: Turn, prompt: Prompt) -> float:
+            nonlocal kept
+            sampling = SamplingParams(max_new_tokens=10, temperature=0, ignore_eos=True)
+            context = prompt.input_ids
+            asked = asyncio.create_task(turn.generate(context, sampling))
+            await asyncio.sleep(delay)
+            # Cancelled although the answer may be there already.
+            asked.cancel()
+            with suppress(asyncio.CancelledError):
+                await asked
+            if not asked.cancelled():
+                context = np.concatenate((context, asked.result().token_ids))
+            elif keep:
+                part = (await turn.partial()).token_ids
+                kept += len(part)
+                context = np.concatenate((context, part))
+            await turn.generate(context, sampling)
+            return 1.0
+
+        async with checked(
+            SimFleet(1, stream_interval=4), prompts(2), episode, config("retract")
+        ) as rollouts:
+            batch = await rollouts.next_batch()
+            assert all(len(rollout) <= 20 for rollout in batch.rollouts)
+            check_tokens(rollouts)
+        return kept
+
+    kept = {run_virtual(at(step / 400, keep=True)) for step in range(60)}
+    assert {0, 4 * 4, 4 * 8} <= kept
+    for step in range(60):
+        assert run_virtual(at(step / 400, keep=False)) == 0
+
+
+def test_a_turn_that_nobody_waits_for_is_called_back_when_its_episode_returns():
+    async def leaves(turn: Turn, prompt: Prompt) -> float:
+        sampling = SamplingParams(max_new_tokens=50, ignore_eos=True)
+        first = await turn.generate(prompt.input_ids, sampling)
+        context = np.concatenate((prompt.input_ids, first.token_ids))
+        long = SamplingParams(max_new_tokens=100_000, ignore_eos=True)
+        task = asyncio.create_task(turn.generate(context, long))
+        await asyncio.sleep(0.1)
+        tasks.append(task)
+        return 1.0
+
+    tasks: list[asyncio.Task[TurnOutput]] = []
+
+    async def main() -> None:
+        fleet = SimFleet(1, stream_interval=4)
+        async with checked(fleet, prompts(2), leaves, config("run")) as rollouts:
+            batch = await rollouts.next_batch()
+            assert [len(rollout) for rollout in batch.rollouts] == [50] * 4
+            assert not rollouts.state.book.open_attempts
+            check_tokens(rollouts)
+        for task in tasks:
+            with pytest.raises(EpisodeError, match="has ended"):
+                await task
+
+    run_virtual(main())
+
+
+def test_an_episode_that_gave_every_turn_up_keeps_what_had_come_of_the_last():
+    async def times_out(turn: Turn, prompt: Prompt) -> float:
+        sampling = SamplingParams(max_new_tokens=100_000, temperature=0, ignore_eos=True)
+        for _ in range(2):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await turn.generate(prompt.input_ids, sampling)
+        return 0.25
+
+    async def main() -> None:
+        async with checked(
+            SimFleet(1, stream_interval=4), prompts(4), times_out, config("retract")
+        ) as rollouts:
+            batch = await rollouts.next_batch()
+            for rollout in batch.rollouts:
+                assert (rollout.turns, rollout.finish_reason) == (1, "length")
+                assert rollout.reward == 0.25
+                assert len(rollout) >= 4
+                assert rollout.loss_mask.all()
+            book = rollouts.state.book
+            assert book.ledger.total == 0
+            assert book.ledger.tokens[Reason.WITHDRAWN] > 0, "those of the first turn"
+            check_tokens(rollouts)
+
+    run_virtual(main())
+
+
+def test_partial_output_without_a_turn_that_was_given_up_is_refused():
+    async def asks(turn: Turn, prompt: Prompt) -> None:
+        await turn.partial()
+
+    async def main() -> None:
+        async with checked(SimFleet(1), prompts(1), asks, config("retract")) as rollouts:
+            async for _ in rollouts:
+                raise AssertionError("nothing can be delivered")
+            assert "no turn was given up" in rollouts.state.book.ledger.entries[0].cause
+
+    run_virtual(main())
+
+
+def test_kept_turns_and_evaluations_and_dropped_groups():
+    """A group is dropped while a turn of it is on its way back; an evaluation times out, too."""
+
+    async def episode(turn: Turn, prompt: Prompt) -> float:
+        sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
+        try:
+            async with asyncio.timeout(0.3):
+                await turn.generate(prompt.input_ids, sampling)
+        except TimeoutError:
+            if turn.index == 1 and prompt.metadata.get("fails"):
+                raise
+            part = await turn.partial()
+            assert len(part.token_ids)
+        return 1.0
+
+    async def main() -> None:
+        source = [
+            Prompt(input_ids=p.input_ids, metadata={"fails": i % 2})
+            for i, p in enumerate(prompts(8))
+        ]
+        async with checked(
+            SimFleet(1, stream_interval=4), source, episode, config("in_place")
+        ) as rollouts:
+            scores = await rollouts.evaluate(prompts(2), group_size=2)
+            assert all(0 < len(rollout) < 200 for rollout in scores.rollouts)
+            async for batch in rollouts:
+                assert all(0 < len(rollout) < 200 for rollout in batch.rollouts)
+                await rollouts.update_weights(SimPublisher())
+            assert rollouts.state.book.ledger.rollouts[Reason.EPISODE_FAILED] == 4
+            check_tokens(rollouts)
 
     run_virtual(main())

@@ -72,7 +72,7 @@ def test_metrics_are_served_while_the_run_goes_on(tmp_path: Path, monkeypatch: p
         def on_command(self, command: do.Command, now: float) -> None:
             if isinstance(command, do.Deliver) and command.batch.index == 1:
                 url = f"http://127.0.0.1:{port}/metrics"
-                with urllib.request.urlopen(url, timeout=60) as answer:
+                with urllib.request.urlopen(url, timeout=600) as answer:
                     scraped.append(answer.read().decode())
 
     def looking(_: object) -> Sequence[Listener]:

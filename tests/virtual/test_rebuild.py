@@ -241,6 +241,32 @@ def test_episodes_with_tools(tmp_path: Path):
     assert tokens > summary.tokens.delivered, "the tools' tokens are in the lengths"
 
 
+def test_turns_that_were_given_up(tmp_path: Path):
+    async def talk(turn: Turn, prompt: Prompt) -> float:
+        sampling = SamplingParams(max_new_tokens=10 + int(prompt.input_ids[0]), ignore_eos=True)
+        context = prompt.input_ids.tolist()
+        for number in range(5):
+            try:
+                async with asyncio.timeout(0.4):
+                    output = await turn.generate([*context, *[number] * number], sampling)
+            except TimeoutError:
+                if (turn.index + number) % 2:
+                    continue
+                output = await turn.partial()
+                if not len(output.token_ids):
+                    continue
+            context += [*[number] * number, *output.token_ids.tolist(), 7, 7]
+            await asyncio.sleep(0.1)
+        return 1.0
+
+    prompts = [Prompt(input_ids=np.array([10 * i + 1, 2], dtype=np.int32)) for i in range(60)]
+    summary = check_rebuilt(
+        tmp_path, train, prompts=prompts, episode=talk, settings=config(pace="asynchronous")
+    )
+    assert summary.tokens.discarded > 0
+    assert summary.rollouts.in_flight > 0
+
+
 def test_attempts_that_fail_and_engines_that_are_lost(tmp_path: Path):
     fleet = SimFleet(3, stream_interval=8)
     for engine in fleet.engines:

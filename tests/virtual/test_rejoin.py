@@ -11,8 +11,9 @@ import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
 from aprilsched.core.events import EngineLost
+from aprilsched.doctor.quick import check
 from aprilsched.engines.base import Engine, FleetChange
-from aprilsched.engines.sim import run_virtual
+from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import EngineError, RefitError, TornWeights
 
 
@@ -196,5 +197,53 @@ def test_engines_join_and_leave_while_it_runs():
             await rollouts.next_batch()
             engines = {segment.engine for r in batch.rollouts for segment in r.segments}
             assert "sim-2" in engines
+
+    run_virtual(main())
+
+
+class Slow(SimPublisher):
+    """Takes its time over the engines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = asyncio.Event()
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        self.begun.set()
+        await asyncio.sleep(10)
+        return await super().publish(version, engines)
+
+
+def test_an_engine_that_leaves_the_fleet_in_its_refit_does_not_end_the_run():
+    async def main() -> None:
+        fleet, publisher = Changing(), Slow()
+        async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
+            await rollouts.next_batch()
+            updating = asyncio.create_task(rollouts.update_weights(publisher))
+            await publisher.begun.wait()
+            fleet.changes.put_nowait(FleetChange(left=("sim-0",)))
+            report = await updating
+            assert report.version == 1
+            assert set(rollouts.state.tracker.engines) == {"sim-1"}
+            await rollouts.next_batch()
+
+    run_virtual(main())
+
+
+def test_an_engine_that_leaves_while_it_is_examined_is_not_left_paused():
+    async def main() -> None:
+        engine = SimEngine(pause_seconds=1.0)
+        await engine.open()
+        examining = asyncio.create_task(check(engine))
+        while engine.batcher.paused is None:  # noqa: ASYNC110 - a pause tells nobody
+            await asyncio.sleep(0.01)
+        examining.cancel()
+        await asyncio.wait([examining])
+        await asyncio.sleep(10)
+        assert engine.batcher.paused is None
+        assert not engine.batcher.running
+        await engine.close()
 
     run_virtual(main())

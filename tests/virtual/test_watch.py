@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -295,12 +296,13 @@ def test_a_run_on_served_engines_is_watched_while_it_goes_on(tmp_path: Path):
         try:
             while not (out / CONFIG).exists():
                 assert run.poll() is None
+                time.sleep(0.02)
             plain = subprocess.Popen(
                 [*command, "watch", str(out)], stdout=subprocess.PIPE, text=True
             )
             with on_a_terminal("watch", str(out), columns=120) as terminal, plain:
-                _, errors = run.communicate(timeout=120)
-                told, _ = plain.communicate(timeout=120)
+                _, errors = run.communicate(timeout=600)
+                told, _ = plain.communicate(timeout=600)
                 assert terminal.end() == 0
         finally:
             run.kill()

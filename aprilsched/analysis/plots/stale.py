@@ -24,7 +24,7 @@ def tokens_by_age(run: Run) -> NDArray[np.int64]:
     """Delivered tokens by batch and age in versions: int64 [batches, oldest + 1]. Tokens that an
     environment added have no version and are left out."""
     ages = [
-        (place, delivery.version - segment.version, segment.end - segment.start)
+        (place, max(0, delivery.version - segment.version), segment.end - segment.start)
         for place, delivery in enumerate(run.deliveries)
         for rollout in delivery.rollouts
         for segment in rollout.segments

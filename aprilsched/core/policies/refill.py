@@ -17,7 +17,9 @@ __all__ = ["ConstantPool", "PoolView", "Refill", "Wave"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolView:
     """What a refill rule sees. `open_groups` still generate; `ready_groups` are complete, not
-    rejected and not delivered; `target_groups` is the over-provisioned batch."""
+    rejected and not delivered; `target_groups` is the over-provisioned batch. Where a batch is
+    full by samples or tokens, `batch_groups` are those that it takes, and `ready_groups` are as
+    many usual groups as count as much."""
 
     batch_groups: int
     group_size: int
@@ -56,7 +58,7 @@ class Wave:
             return 0
         short = view.batch_groups - have
         if view.open_groups == 0:
-            # Stop by samples or tokens: everything is in and the batch is still not full.
+            # Everything is in, and the batch is still not full.
             short = max(short, 1)
         if short <= 0:
             return 0

@@ -31,17 +31,19 @@ class StalenessGate:
     rule: StalenessRule
 
     def admissible(
-        self, *, batch_groups: int, outstanding: int, delivered_since_update: int, wanted: bool
+        self, *, batch_groups: int, outstanding: int, batches_since_update: int, wanted: bool
     ) -> int | None:
         """Groups that may still be started; None if there is no bound.
 
         AReaL's gate, (bound + version + 1) * N minus delivered and in flight, written relative
         to the last update. It is not kept below one batch while one is waited for: a trainer
-        that takes several batches under one version would otherwise wait for ever.
+        that takes several batches under one version would otherwise wait for ever. `outstanding`
+        counts complete groups as usual ones, so that it is below a batch while nothing is open
+        and the batch is not full.
         """
         if self.bound is None:
             return None
-        limit = (self.bound + 1) * batch_groups - delivered_since_update
+        limit = (self.bound + 1 - batches_since_update) * batch_groups
         if wanted:
             limit = max(limit, batch_groups)
         return max(0, limit - outstanding)

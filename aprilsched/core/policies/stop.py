@@ -1,7 +1,13 @@
-"""When a batch is full: enough whole groups, counted as groups, as samples or as tokens."""
+"""When a batch is full: enough whole groups, counted as groups, as samples or as tokens.
+
+Everything else thinks in groups: gates, refill rules and ratios. How many of them a batch takes,
+and how many the complete ones stand for, is said here and nowhere else, from the *usual* group:
+what one is expected to count in the unit of the rule. It is exact for groups and samples.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
@@ -36,15 +42,19 @@ class StopAt:
     unit: StopUnit
     amount: int
 
-    def enough(self, held: Held) -> bool:
-        """Is there a batch in all of `held`?"""
-        match self.unit:
-            case "groups":
-                return len(held) >= self.amount
-            case "samples":
-                return held.samples >= self.amount
-            case "tokens":
-                return held.tokens >= self.amount
+    def enough(self, held: Held, *, batches: int = 1) -> bool:
+        """Are there so many batches in all of `held`?"""
+        return self._held(held) >= batches * self.amount
+
+    def batch_groups(self, usual: float) -> int:
+        """Groups that a batch takes if each counts `usual`."""
+        # Guards against rounding up what is whole but for the last place.
+        return max(1, math.ceil(self.amount / usual - 1e-9))
+
+    def as_groups(self, held: Held, usual: float) -> int:
+        """For how many usual groups `held` stands: fewer than a batch takes, if it is not enough
+        for one."""
+        return math.floor(self._held(held) / usual + 1e-9)
 
     def take(self, groups: Sequence[GroupSize]) -> int | None:
         """How many of `groups`, from the front, make a batch; None if all are not enough."""
@@ -54,6 +64,11 @@ class StopAt:
             if held >= self.amount:
                 return count
         return None
+
+    def _held(self, held: Held) -> int:
+        if self.unit == "groups":
+            return len(held)
+        return held.samples if self.unit == "samples" else held.tokens
 
     def _measure(self, group: GroupSize) -> int:
         if self.unit == "groups":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from aprilsched.core.batches import masked_tokens
+from aprilsched.core.counters import Counters
 from aprilsched.core.lifecycle import GENERATING, State
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.records import GroupRecord, RolloutRecord
@@ -24,7 +26,7 @@ from aprilsched.core.saving.saved import (
 )
 from aprilsched.core.state import SchedulerState
 
-__all__ = ["take_anew", "take_changes", "take_everything"]
+__all__ = ["take_anew", "take_changes", "take_checkpoint", "take_everything"]
 
 
 def take_changes(state: SchedulerState) -> Cut:
@@ -38,7 +40,7 @@ def take_changes(state: SchedulerState) -> Cut:
         groups=tuple(_group(group) for group in journal.launched.values()),
         group_states=tuple(_group_state(group) for group in journal.changed_groups.values()),
         rollouts=tuple(_rollout(rollout) for rollout in journal.changed.values()),
-        batches=tuple(_batch(batch) for batch in journal.delivered),
+        batches=tuple(_batch(batch) for batch in journal.delivered.values()),
         acknowledged=tuple(journal.acknowledged),
         removed=tuple(journal.removed.items()),
         dropped=tuple(journal.dropped),
@@ -51,20 +53,34 @@ def take_changes(state: SchedulerState) -> Cut:
 
 
 def take_everything(state: SchedulerState) -> Cut:
-    """The whole scheduler; the journal and what is marked as saved stay as they are."""
-    groups = list(state.book.training_groups())
-    for batch in state.unacknowledged.values():
+    """The whole scheduler, as a store must have it; the journal and what is marked as saved stay
+    as they are."""
+    offered = () if state.offer is None or state.offer.record is None else (state.offer.record,)
+    return _everything(state, _run(state), (*state.unacknowledged.values(), *offered))
+
+
+def take_checkpoint(state: SchedulerState, *, without: Collection[int]) -> Cut:
+    """The whole scheduler, as the trainer's own checkpoint has it: `without` these batches, which
+    it has learned from, and with what is offered as not taken."""
+    kept = [batch for index, batch in state.unacknowledged.items() if index not in without]
+    return _everything(state, _run(state, taken=False), kept)
+
+
+def _everything(state: SchedulerState, run: RunState, batches: Sequence[DeliveredBatch]) -> Cut:
+    delivered = {group.group_id for batch in batches for group in batch.groups}
+    groups = [g for g in state.book.training_groups() if g.group_id not in delivered]
+    for batch in batches:
         groups.extend(batch.groups)
     rollouts = [member for group in groups for member in group.members]
     return Cut(
         whole=True,
-        run=_run(state),
+        run=run,
         schedule=_schedule(state),
         page=_held(rollouts),
         groups=tuple(_group(group) for group in groups),
         group_states=tuple(_group_state(group) for group in groups),
         rollouts=tuple(_rollout(rollout) for rollout in rollouts),
-        batches=tuple(_batch(batch) for batch in state.unacknowledged.values()),
+        batches=tuple(_batch(batch) for batch in batches),
         dropped=tuple(state.book.ledger.entries),
         lengths=tuple(state.expectations.observed.cohort()),
     )
@@ -125,19 +141,21 @@ def _group_state(group: GroupRecord) -> GroupState:
 def _rollout(rollout: RolloutRecord) -> RolloutState:
     group = rollout.group
     own_prompt = rollout.prompt_ids is not group.prompt.input_ids
+    unsure = rollout.request is not None and rollout.request.unsure
     return RolloutState(
         rollout_id=rollout.rollout_id,
         group_id=group.group_id,
         stage=_stage(rollout),
         anew=rollout.anew,
         runs=rollout.log.runs,
-        exact=rollout.log.exact,
+        exact=rollout.log.exact and not unsure,
         finish_reason=rollout.finish_reason,
         reward=rollout.reward,
         due=rollout.due,
         prompt_ids=tuple(rollout.prompt_ids.tolist()) if own_prompt else None,
         turns=tuple(rollout.answered),
         request=_request(rollout),
+        stale_keys=rollout.log.stale_keys,
     )
 
 
@@ -169,29 +187,49 @@ def _batch(batch: DeliveredBatch) -> SavedBatch:
     )
 
 
-def _run(state: SchedulerState) -> RunState:
+def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
+    """With what is offered as `taken`: the trainer may have it before the next cut, and is given
+    the same batch again after a restart."""
     book = state.book
+    groups = () if state.offer is None else state.offer.groups
+    ready = tuple(group.group_id for group in book.ready)
+    if not taken:
+        ready = (*(group.group_id for group in groups), *ready)
+        groups = ()
     return RunState(
         last_id=book.last_id,
         cursor=state.cursor,
         episodes=state.rules.episodes,
-        ready=tuple(group.group_id for group in book.ready),
+        ready=ready,
         version=state.tracker.trainer,
         base=state.base,
         adapter=state.adapter,
-        counters=replace(book.counters),
+        counters=_counters(state) if groups else replace(book.counters),
         dropped_rollouts={str(reason): n for reason, n in book.ledger.rollouts.items()},
         dropped_tokens={str(reason): n for reason, n in book.ledger.tokens.items()},
         evaluating=_evaluating(state),
         failed_in_a_row=state.failed_in_a_row,
-        delivered_since_update=state.delivered_since_update,
         wave_due=state.wave_due,
         target_groups=state.target_groups,
         longest=state.expectations.limit,
         planned_at=state.planned_at,
         planned_for=state.planned_for,
         looked_at=state.looked_at,
+        batches_since_update=state.batches_since_update + bool(groups),
+        accepts=state.rules.accepts,
     )
+
+
+def _counters(state: SchedulerState) -> Counters:
+    """As they are when what is offered is taken."""
+    counters = replace(state.book.counters)
+    if state.offer is not None:
+        counters.batches += 1
+        counters.tokens_masked += masked_tokens(state.offer.batch)
+        for group in state.offer.groups:
+            counters.delivered += len(group.members)
+            counters.tokens_delivered += sum(m.log.sampled_tokens for m in group.members)
+    return counters
 
 
 def _schedule(state: SchedulerState) -> Schedule | None:

@@ -13,19 +13,36 @@ from aprilsched.core.ledger import Entry
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.records import GroupRecord, RolloutRecord
 from aprilsched.core.saving.page import PageBuilder
-from aprilsched.types import Float32Array, Int32Array
+from aprilsched.types import Batch, Float32Array, Int32Array
 
-__all__ = ["DeliveredBatch", "Journal"]
+__all__ = ["DeliveredBatch", "Journal", "Offered"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeliveredBatch:
-    """A batch with the trainer, which it has not acknowledged; its groups keep their members."""
+    """A batch with the trainer, or offered to it, which it has not acknowledged; its groups keep
+    their members."""
 
     index: int
     version: int
     oldest_unmasked: int | None
     groups: tuple[GroupRecord, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Offered:
+    """The batch that the trainer may take; without a `record` it is one of those that are
+    delivered again. `target_groups` and `peak_tokens` are what was in force before it."""
+
+    batch: Batch
+    record: DeliveredBatch | None = None
+    target_groups: int = 0
+    peak_tokens: int = 0
+
+    @property
+    def groups(self) -> tuple[GroupRecord, ...]:
+        """What of it is in flight."""
+        return () if self.record is None else self.record.groups
 
 
 class Journal:
@@ -39,7 +56,8 @@ class Journal:
         self.changed: dict[int, RolloutRecord] = {}
         """Rollouts of which something other than their tokens changed."""
         self.changed_groups: dict[int, GroupRecord] = {}
-        self.delivered: list[DeliveredBatch] = []
+        self.delivered: dict[int, DeliveredBatch] = {}
+        """Batches that were offered: the trainer may have them when the cut is read."""
         self.acknowledged: list[int] = []
         self.removed: dict[int, int] = {}
         """Groups that left, with all their tokens."""
@@ -95,6 +113,11 @@ class Journal:
         self.dropped.extend(entries)
         self._forget(group.group_id, group.members)
 
+    def refuse(self, entry: Entry) -> None:
+        """A prompt was refused: there never was a group of it."""
+        if self.active:
+            self.dropped.append(entry)
+
     def drop_saved(self, entry: Entry) -> None:
         """A rollout that was saved, and that a restart leaves behind."""
         if self.active:
@@ -103,12 +126,18 @@ class Journal:
 
     def deliver(self, batch: DeliveredBatch) -> None:
         if self.active:
-            self.delivered.append(batch)
+            self.delivered[batch.index] = batch
+
+    def withdraw(self, batch: DeliveredBatch) -> None:
+        """It was offered and not taken. Another one may get its number."""
+        if self.active:
+            self.delivered.pop(batch.index, None)
+            self.acknowledged.append(batch.index)
 
     def acknowledge(self, batch: DeliveredBatch) -> None:
         if not self.active:
             return
-        self.acknowledged.append(batch.index)
+        self.withdraw(batch)
         for group in batch.groups:
             self._forget(group.group_id, group.members)
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from aprilsched.core.commands import DiscardTokens
 from aprilsched.core.ledger import Reason
 from aprilsched.core.records import Replay, RolloutRecord
 from aprilsched.core.state import SchedulerState
 from aprilsched.types import NO_VERSION, Int32Array
 
-__all__ = ["AnsweredTurn", "BegunTurn", "ask_again", "forget_rest"]
+__all__ = ["AnsweredTurn", "BegunTurn", "ask_again", "cut_back", "forget_rest", "leave_one"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +59,47 @@ def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
     if replay is None:
         return
     del rollout.answered[replay.answered :]
-    size = rollout.answered[-1][1] if rollout.answered else 0
-    forgotten = int((rollout.log.versions()[size:] != NO_VERSION).sum())
-    if len(rollout.log) == size:
+    cut_back(state, rollout, Reason.RESTARTED)
+
+
+def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: int) -> None:
+    """Leave at least one token to generate of a request for `limit` tokens whose output is known
+    from `begin` on: an engine cannot be asked for none, and says with the last one how it ended.
+
+    The process may have ended between the last token of a request and its end, and an episode may
+    ask for fewer tokens this time.
+    """
+    if len(rollout.log) - begin >= limit:
+        _cut(state, rollout, begin + limit - 1, Reason.RESTARTED)
+
+
+def cut_back(state: SchedulerState, rollout: RolloutRecord, reason: Reason) -> None:
+    """Forget what came after the last turn that the episode was given, the environment's tokens
+    too: the episode may say something else now."""
+    _cut(state, rollout, rollout.answered[-1][1] if rollout.answered else 0, reason)
+
+
+def _cut(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reason) -> None:
+    """Forget all tokens after the first `size`, and count them."""
+    log = rollout.log
+    if len(log) == size:
         return
-    rollout.log.cut(size)
+    sampled = int((log.versions()[size:] != NO_VERSION).sum())
+    environment = len(log) - size - sampled
+    log.cut(size)
+    # What is saved of it is void.
     rollout.anew = True
     state.book.journal.change(rollout)
-    state.book.counters.tokens_discarded += forgotten
-    state.book.ledger.late_tokens(Reason.RESTARTED, forgotten)
+    state.book.counters.tokens_discarded += sampled
+    state.book.ledger.late_tokens(reason, sampled)
+    state.commands.append(
+        DiscardTokens(
+            rollout_id=rollout.rollout_id,
+            sampled=sampled,
+            environment=environment,
+            reason=str(reason),
+        )
+    )
 
 
 def _begin(rollout: RolloutRecord, replay: Replay) -> int | None:

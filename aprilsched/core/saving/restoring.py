@@ -3,23 +3,34 @@
 Everything that a process held is gone: attempts, calls of rewards, episodes, evaluations. What was
 generating waits to be sent again with its tokens; rewards and verdicts that were not known are
 asked for again; evaluations were the caller's and are in the ledger.
+
+The settings may be others than those it was saved under. So what follows from them is not taken
+over but made anew from the present ones: who is parked, the schedule and how many groups it keeps
+open, and what is still to be scored and judged. A state that only the former ones would move on
+from would stand still.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 
 from aprilsched.core.assembly import batch_of, group_of, rollout_of
-from aprilsched.core.commands import Judge, Launch, Score, ScoreGroup, StartEpisode
+from aprilsched.core.commands import Launch, Score, ScoreGroup, StartEpisode
 from aprilsched.core.ledger import Entry, Reason
 from aprilsched.core.lengths.groups import group_lengths
 from aprilsched.core.lifecycle import GENERATING, State
+from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.records import GroupRecord, Replay, RequestRecord, RolloutRecord
+from aprilsched.core.rounds import release_all
 from aprilsched.core.saving.journal import DeliveredBatch
+from aprilsched.core.saving.replaying import leave_one
 from aprilsched.core.saving.saved import (
     RolloutState,
+    RunState,
     Saved,
     SavedBatch,
     SavedGroup,
@@ -29,7 +40,9 @@ from aprilsched.core.saving.saved import (
     SavedTokens,
     Stage,
 )
+from aprilsched.core.scoring import settle
 from aprilsched.core.state import SchedulerState
+from aprilsched.core.target import resize
 from aprilsched.core.tokens import TokenLog
 from aprilsched.errors import ConfigError
 
@@ -64,9 +77,10 @@ def restore(state: SchedulerState, saved: Saved) -> None:
     for group_id, group in groups.items():
         if group_id in delivered and group.complete:
             continue
-        if group_id in delivered:
+        if group_id in delivered or _left(saved, group):
             # Damaged: what the trainer had is not there any more, so the group is open again.
             _take_back(state, group)
+        _open_scores(state, saved.run, group)
         _enter(state, group)
     for group_id in saved.run.ready:
         if group_id in groups and groups[group_id].complete:
@@ -78,6 +92,10 @@ def restore(state: SchedulerState, saved: Saved) -> None:
     for batch in saved.batches:
         _restore_batch(state, batch, groups)
     _drop_damaged(state, saved, delivered)
+    if not isinstance(state.schedule.refill, Rounds):
+        release_all(state)
+    if saved.run.target_groups:
+        resize(state)
     state.resumed = True
 
 
@@ -92,10 +110,8 @@ def call_again(state: SchedulerState) -> None:
         if group.unscored:
             if state.rules.reward_scope == "group":
                 state.commands.append(ScoreGroup(group=group_of(group)))
-        elif state.rules.accepts:
-            state.commands.append(Judge(group=group_of(group)))
         else:
-            group.accepted = True
+            settle(state, group)
 
 
 def _launched_again(group: GroupRecord) -> Launch:
@@ -117,6 +133,9 @@ def _call_again(state: SchedulerState, group: GroupRecord, member: RolloutRecord
                 sampling=member.sampling,
             )
         )
+    elif member.state is State.QUEUED and member.request is not None:
+        request = member.request
+        leave_one(state, member, request.output_start, request.sampling.max_new_tokens)
     elif member.state is State.SCORING and state.rules.reward_scope == "rollout":
         state.commands.append(Score(rollout=rollout_of(member), prompt=group.prompt))
 
@@ -135,17 +154,25 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     state.cursor = run.cursor
     state.tracker.start(run.version)
     state.base, state.adapter = run.base, run.adapter
-    state.failed_in_a_row = run.failed_in_a_row
-    state.delivered_since_update = run.delivered_since_update
+    since = run.batches_since_update
+    if since is None:
+        since = math.ceil(run.delivered_since_update / state.rules.batch_groups)
+    state.batches_since_update = since
     state.wave_due = run.wave_due
     state.target_groups = run.target_groups
-    state.planned_at, state.planned_for = run.planned_at, run.planned_for
-    state.looked_at = run.looked_at
-    if saved.schedule is not None and state.rules.automatic:
+    if saved.schedule is not None and _possible(state, saved.schedule):
         state.schedule = saved.schedule
+    # It was the best under the former settings and engines: it is held against others at once.
+    state.looked_at = -1
     state.expectations.note_limit(run.longest)
     for group in saved.lengths:
         state.expectations.observed.add_group(group)
+
+
+def _possible(state: SchedulerState, schedule: Schedule) -> bool:
+    """May the schedule of the former process be in force in this one?"""
+    rules = state.rules
+    return rules.automatic and (rules.parks or not isinstance(schedule.refill, Rounds))
 
 
 def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecord:
@@ -166,6 +193,27 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
     record.unfinished = sum(member.state in GENERATING for member in record.members)
     record.unscored = sum(member.state is not State.DONE for member in record.members)
     return record
+
+
+def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> None:
+    """Which of its members have a reward that counts, by the present rules."""
+    rules = state.rules
+    generated = [m for m in group.members if m.state not in GENERATING]
+    if rules.reward_scope == "none":
+        for member in generated:
+            member.state = State.DONE
+    else:
+        for member in generated:
+            if member.reward is None:
+                member.state = State.SCORING
+        torn = any(m.state is State.SCORING for m in group.members)
+        if rules.reward_scope == "group" and torn and not rules.episodes:
+            # Rewards of one call are not to be mixed with those of others.
+            for member in generated:
+                member.state, member.reward = State.SCORING, None
+    group.unscored = sum(member.state is not State.DONE for member in group.members)
+    if group.unscored or (rules.accepts and run.accepts is False):
+        group.accepted = None
 
 
 def _rollout(
@@ -190,7 +238,13 @@ def _rollout(
         sampling=member.sampling,
         state=_STATES[stage],
         prompt_ids=prompt,
-        log=TokenLog.restored(tokens.token_ids, tokens.logprobs, runs, exact=known.exact),
+        log=TokenLog.restored(
+            tokens.token_ids,
+            tokens.logprobs,
+            runs,
+            exact=known.exact,
+            stale_keys=known.stale_keys,
+        ),
         due=known.due,
         reward=None if cut_short else known.reward,
         finish_reason=known.finish_reason,
@@ -293,6 +347,14 @@ def _restore_batch(
     )
 
 
+def _left(saved: Saved, group: GroupRecord) -> bool:
+    """It was in a batch of which the record is damaged: complete groups are ready otherwise."""
+    if group.group_id in saved.run.ready:
+        return False
+    states = [saved.rollouts.get(member.rollout_id) for member in group.members]
+    return all(known is not None and known.stage is not Stage.GENERATING for known in states)
+
+
 def _take_back(state: SchedulerState, group: GroupRecord) -> None:
     counters = state.book.counters
     counters.delivered -= len(group.members)
@@ -304,11 +366,15 @@ def _drop_damaged(state: SchedulerState, saved: Saved, delivered: set[int]) -> N
     book = state.book
     members = {group.group_id: group.members for group in saved.groups}
     for group_id, cause in saved.damaged.items():
-        for member in members.get(group_id, ()):
-            tokens = saved.tokens.get(member.rollout_id)
+        # Where the group cannot be read, its rollouts are those that say that they are of it; the
+        # first one has the number after the group's.
+        known = [s.rollout_id for s in saved.rollouts.values() if s.group_id == group_id]
+        named = [m.rollout_id for m in members.get(group_id, ())] or known or [group_id + 1]
+        for rollout_id in named:
+            tokens = saved.tokens.get(rollout_id)
             lost = 0 if tokens is None else len(tokens.token_ids)
             book.counters.delivered -= group_id in delivered
-            _drop(state, member.rollout_id, group_id, lost, Reason.DAMAGED, cause)
+            _drop(state, rollout_id, group_id, lost, Reason.DAMAGED, cause)
     if saved.damaged:
         # Of a group that cannot be read at all, nobody knows how many rollouts it had.
         counters = book.counters

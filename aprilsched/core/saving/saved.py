@@ -134,6 +134,7 @@ class RolloutState:
     prompt_ids: tuple[int, ...] | None = None
     turns: tuple[SavedTurn, ...] = ()
     request: SavedRequest | None = None
+    stale_keys: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,22 +173,27 @@ class RunState:
     dropped_tokens: dict[str, int]
     evaluating: tuple[tuple[int, int, int], ...]
     failed_in_a_row: int
-    delivered_since_update: int
     wave_due: bool
     target_groups: int
     longest: int
     planned_at: int
     planned_for: float | None
     looked_at: int
+    batches_since_update: int | None = None
+    delivered_since_update: int = 0
+    """In groups, as it was written before `batches_since_update`."""
+    accepts: bool | None = None
+    """Groups were filtered; None where that was not written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Cut:
     """What changed since the cut before; if it is `whole`, everything, and all before is void.
 
+    `batches` are those that the trainer has or may have; numbers in `acknowledged` are forgotten
+    before them, since a batch that was withdrawn may be followed by another of its number.
     `removed` are groups that were dropped, or delivered and acknowledged, and all their tokens;
-    `schedule` is what was
-    chosen while the run went on, None where nothing is chosen.
+    `schedule` is what was chosen while the run went on, None where nothing is chosen.
     """
 
     whole: bool

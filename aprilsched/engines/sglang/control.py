@@ -11,7 +11,6 @@ the server refused it or was not reached.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 
 from tenacity import AsyncRetrying, retry_if_result, wait_exponential
@@ -24,11 +23,10 @@ from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sglang.loads import read_load
 from aprilsched.engines.sglang.probe import ServerFacts, weight_label
 from aprilsched.engines.sglang.wire import quoted, version_number
-from aprilsched.errors import ControlTimeout, EngineError, EngineRejected, EngineUnreachable
+from aprilsched.errors import ControlTimeout, EngineRejected, EngineUnreachable
 
 __all__ = ["ServerControl"]
 
-_log = logging.getLogger(__name__)
 _BUSY = 400
 _PAUSED = 503
 _CONFLICT = 409
@@ -57,7 +55,7 @@ class ServerControl:
     def facts(self) -> ServerFacts:
         """What the server said about itself when it was opened."""
         if self._facts is None:
-            raise EngineError(self.name, "is not open; call open() before using it.")
+            raise EngineUnreachable(self.name, "is not open; call open() before using it.")
         return self._facts
 
     async def version(self) -> int:
@@ -158,17 +156,5 @@ class ServerControl:
             "POST", path, body, timeout=self._limits.control_timeout, accept=accept
         )
 
-    async def _abort_quietly(self, request_id: str) -> None:
-        """Tell the server to abort a generation that nobody reads any more."""
-        try:
-            await self._transport.call(
-                "POST",
-                "abort_request",
-                {"rid": request_id},
-                timeout=self._limits.abort_timeout,
-            )
-        except EngineUnreachable as error:
-            # Gone, or out of reach: whoever loses the engine says so once, not for each request.
-            _log.debug("request %s was not aborted: %s", request_id, error)
-        except EngineError as error:
-            _log.warning("request %s may decode unseen: %s", request_id, error)
+    async def _abort(self, request_id: str, timeout: float) -> None:  # noqa: ASYNC109
+        await self._transport.call("POST", "abort_request", {"rid": request_id}, timeout=timeout)

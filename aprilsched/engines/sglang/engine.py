@@ -20,7 +20,13 @@ import aiohttp
 from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest
 from aprilsched.engines.sglang.address import ServerAddress
 from aprilsched.engines.sglang.allowance import Allowance, UnfinishedEvents
-from aprilsched.engines.sglang.calls import Call, HungUp, despite_cancellation
+from aprilsched.engines.sglang.calls import (
+    ABORTS_AT_ONCE,
+    Call,
+    HungUp,
+    LastWords,
+    despite_cancellation,
+)
 from aprilsched.engines.sglang.failures import Answer, engine_error, rejection
 from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.limits import SGLangLimits
@@ -73,6 +79,17 @@ class SGLangEngine(ServerRefit):
         transport = Transport(name, self._url, admin_key=admin_key, api_key=api_key, limits=limits)
         self._unfinished = UnfinishedEvents(name, limits.max_unfinished_bytes)
         super().__init__(name, transport, limits)
+        self._meet_the_loop()
+
+    def _meet_the_loop(self) -> None:
+        # A semaphore belongs to the loop in which somebody first waited for it.
+        self._aborts = asyncio.Semaphore(ABORTS_AT_ONCE)
+        self._last_words = LastWords(self.name, self._limits.abort_timeout, self._aborts)
+
+    @property
+    def address(self) -> str:
+        """The URL of the server."""
+        return str(self._url)
 
     def __repr__(self) -> str:
         return f"SGLangEngine({str(self._url)!r})"
@@ -85,6 +102,7 @@ class SGLangEngine(ServerRefit):
     async def open(self) -> None:
         """Connect and probe; closes again what it opened if the server cannot be used."""
         await self._transport.open()
+        self._meet_the_loop()
         self._groups.clear()
         try:
             self._facts = await probe(self.name, self._transport, self._limits.control_timeout)
@@ -135,12 +153,20 @@ class SGLangEngine(ServerRefit):
             if not call.over:
                 await despite_cancellation(self._abort_quietly(request.request_id))
 
+    async def _abort_quietly(self, request_id: str) -> None:
+        """Tell the server to abort a generation that nobody reads any more."""
+        await self._last_words.say(lambda: self._last_abort(request_id))
+
+    async def _last_abort(self, request_id: str) -> None:
+        await self._abort(request_id, self._limits.abort_timeout)
+
     async def abort(self, request_id: str) -> None:
         """End one request; one from which nothing has arrived yet is hung up on."""
         call = self._calls.get(request_id)
         if call is not None and call.silent:
             call.break_off(HungUp())
-        await self._control("abort_request", {"rid": request_id})
+        async with self._aborts:
+            await self._abort(request_id, self._limits.control_timeout)
 
     def _sent(
         self, request: GenerationRequest

@@ -33,6 +33,7 @@ from aprilsched.errors import (
     ControlTimeout,
     EngineError,
     EngineProtocolError,
+    EngineRejected,
     EngineUnreachable,
 )
 
@@ -49,6 +50,8 @@ _NOT_DONE = 300
 _ERROR_BYTES = 2**16
 """Read of an error's body, of which a sentence is used."""
 _ATTEMPTS = 3
+_UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError)
+"""What encoding JSON raises; a lone surrogate in a string is a ValueError."""
 
 
 class Transport:
@@ -91,10 +94,19 @@ class Transport:
     def generate(
         self, body: dict[str, Any], *, headers: Mapping[str, str] | None = None
     ) -> aiohttp.client._RequestContextManager:  # pyright: ignore[reportPrivateUsage]
-        """POST /generate, as a context manager over the open response."""
+        """POST /generate, as a context manager over the open response.
+
+        Raises:
+            EngineRejected: if the body cannot be written: no other attempt could change that.
+        """
+        try:
+            data = msgspec.json.encode(body)
+        except _UNWRITABLE as error:
+            what = f"the request cannot be written as JSON ({error}); give plain data."
+            raise EngineRejected(self._name, what, status=400) from error
         return self._opened(self._generate).post(
             self._url / "generate",
-            data=msgspec.json.encode(body),
+            data=data,
             headers=headers,
             allow_redirects=False,
         )

@@ -16,10 +16,11 @@ from aprilsched.engines.sglang.wire import (
     ModelInfo,
     OpenApi,
     ServerInfo,
+    ServerProcess,
 )
 from aprilsched.errors import EngineProtocolError, EngineRejected
 
-__all__ = ["ServerFacts", "decode", "probe", "release", "weight_label"]
+__all__ = ["ServerFacts", "decode", "probe", "release", "server_process", "weight_label"]
 
 T = TypeVar("T")
 
@@ -31,6 +32,9 @@ STREAM_INTERVAL_SINCE = (0, 5, 0)
 """First release known to take `stream_interval` among the sampling parameters; an older one
 fails the request over a name that it does not know."""
 
+_SHORT_OF = 4
+"""What SGLang calls the longest input is so much shorter than its context and its KV pool allow.
+It takes 5 off, and the response of the longest one ends one token early (0.5.21)."""
 _UNKNOWN_REQUEST = "aprilsched-probe-of-the-key"
 
 
@@ -47,6 +51,8 @@ class ServerFacts:
         update_sessions: whether tensors are refused outside of begin and end (0.5.21).
         pipelined: whether its layers are spread over several pipeline stages.
         metrics: whether it measures itself, and tells Prometheus.
+        process: what tells the server's process from the next one behind its address.
+        context_tokens: of a prompt and its response together; None where it is not known.
     """
 
     model_path: str
@@ -58,7 +64,9 @@ class ServerFacts:
     torch_empty_cache: bool
     update_sessions: bool
     pipelined: bool
-    metrics: bool = False
+    metrics: bool
+    process: ServerProcess
+    context_tokens: int | None = None
 
 
 def release(version: str) -> tuple[int, int, int]:
@@ -103,6 +111,7 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
     model = await _model_info(engine, transport, timeout)
     answer = await transport.call("GET", "server_info", timeout=timeout, admin=False)
     server = decode(engine, "/server_info", answer.body, ServerInfo)
+    process = decode(engine, "/server_info", answer.body, ServerProcess)
     # Control calls may want another key than these two; a wrong one must show now and not at
     # the first pause. Aborting a request that nobody has is the one call that does nothing.
     await transport.call("POST", "abort_request", {"rid": _UNKNOWN_REQUEST}, timeout=timeout)
@@ -119,7 +128,17 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
         update_sessions="/begin_weight_update" in schema.paths,
         pipelined=(server.pp_size or 1) > 1,
         metrics=bool(server.enable_metrics),
+        process=process,
+        context_tokens=(
+            None if server.max_req_input_len is None else server.max_req_input_len + _SHORT_OF
+        ),
     )
+
+
+async def server_process(engine: str, transport: Transport, timeout: float) -> ServerProcess:  # noqa: ASYNC109
+    """What tells the process that answers now from others."""
+    answer = await transport.call("GET", "server_info", timeout=timeout, admin=False)
+    return decode(engine, "/server_info", answer.body, ServerProcess)
 
 
 async def _model_info(engine: str, transport: Transport, timeout: float) -> ModelInfo:  # noqa: ASYNC109

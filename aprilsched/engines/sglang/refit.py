@@ -20,9 +20,9 @@ from aprilsched.engines.refit import RefitGroup, TensorMeta
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.limits import SGLangLimits
-from aprilsched.engines.sglang.probe import decode
+from aprilsched.engines.sglang.probe import decode, server_process
 from aprilsched.engines.sglang.wire import UpdateAnswer, quoted
-from aprilsched.errors import EngineError, EngineRejected, TornWeights
+from aprilsched.errors import EngineError, EngineRejected, EngineRestarted, TornWeights
 
 __all__ = ["ServerRefit"]
 
@@ -51,6 +51,18 @@ class ServerRefit(ServerControl):
                 "it needs a whole refit.",
             )
         return version
+
+    async def verify(self) -> int:
+        """The version that the server reports, if it is the process that was opened."""
+        timeout = self._limits.control_timeout
+        process = await server_process(self.name, self._transport, timeout)
+        if process != self.facts.process:
+            raise EngineRestarted(
+                self.name,
+                "was restarted since it was opened, so it has the weights that it was started "
+                "with; it is opened anew.",
+            )
+        return await self.version()
 
     # --- from disk -----------------------------------------------------------------------------
 

@@ -56,6 +56,8 @@ class ChunkAssembler:
         self.request_id = request_id
         self.max_tokens = max_tokens
         self.held = 0
+        self._label: tuple[str | None, int | None] = (None, None)
+        """The server's latest label, and the version that it stands for."""
 
     def feed(self, payload: bytes) -> Chunk:
         """The chunk that one event's payload carries.
@@ -82,14 +84,21 @@ class ChunkAssembler:
         if finish != "abort" and tokens != output_ids[len(output_ids) - len(tokens) :]:
             raise self._broken("sent output_ids that are not the tokens of its logprobs")
         self.held += len(tokens)
+        spans = self._spans(meta.weight_versions) if finish else None
         return Chunk(
             # fromiter: np.array looks twice at every element, three times the cost.
             token_ids=np.fromiter(tokens, np.int32, len(tokens)),
             logprobs=np.fromiter(map(_LOGPROB, fresh), np.float32, len(tokens)),
             finish=finish,
-            spans=self._spans(meta.weight_versions) if finish else None,
+            spans=spans,
             cached_tokens=meta.cached_tokens,
+            label=self._version(meta.weight_version) if spans is None else None,
         )
+
+    def _version(self, label: str | None) -> int | None:
+        if label != self._label[0]:
+            self._label = (label, None if label is None else version_number(label))
+        return self._label[1]
 
     def _fresh(self, meta: MetaInfo, finish: str | None) -> list[Triple]:
         """The triples of the tokens after the `held` first ones.

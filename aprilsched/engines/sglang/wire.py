@@ -22,6 +22,7 @@ __all__ = [
     "ModelInfo",
     "OpenApi",
     "ServerInfo",
+    "ServerProcess",
     "StreamEvent",
     "Triple",
     "UpdateAnswer",
@@ -71,7 +72,8 @@ class MetaInfo(msgspec.Struct, frozen=True):
     """What an event says about its tokens.
 
     `completion_tokens` and `output_token_logprobs_length` count from the beginning of the
-    response, whatever part of it the event carries.
+    response, whatever part of it the event carries. `weight_version` is the server's label when it
+    sent the event.
     """
 
     completion_tokens: Count
@@ -79,6 +81,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     output_token_logprobs: list[Triple] | None = None
     output_token_logprobs_length: Count | None = None
     weight_versions: list[LabelSpan] | None = None
+    weight_version: Name | None = None
     cached_tokens: Count | None = None
 
 
@@ -118,6 +121,14 @@ class InternalState(msgspec.Struct, frozen=True):
     effective_max_running_requests_per_dp: Count | None = None
 
 
+class ServerProcess(msgspec.Struct, frozen=True):
+    """What /server_info says that no two processes of a server have in common: the seconds that
+    the parts of its start took (0.5.21), and the seed that it drew unless it was given one."""
+
+    startup_time: dict[str, Any] | None = None
+    random_seed: int | None = None
+
+
 class ServerInfo(msgspec.Struct, frozen=True):
     """GET /server_info: a flat list of the server's arguments, of which these few matter."""
 
@@ -125,6 +136,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     dp_size: Count | None = None
     max_running_requests: Count | None = None
     max_total_num_tokens: Count | None = None
+    max_req_input_len: Count | None = None
     tp_size: Count | None = None
     pp_size: Count | None = None
     enable_lora: bool | None = None

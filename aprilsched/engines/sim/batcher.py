@@ -271,7 +271,7 @@ class Batcher:
         if aborting := [s for s in computed if s.aborting]:
             self._end_aborting(aborting)
         if self._batch.steps >= self._batch.next_tick:
-            self._batch.tick(self.weights_key)
+            self._batch.tick(self.weights_key, self.version)
 
     # -- work -------------------------------------------------------------------------------
 
@@ -385,7 +385,7 @@ class Batcher:
         running = list(self._batch.members)
         self._batch.make(running, self.weights_key)
         if self.config.stream_at_pause:
-            self._output.stream(running)
+            self._output.stream(running, self.version)
         if mode == "retract":
             for sequence in self._batch.take(running, self.weights_key):
                 self._pool.running -= sequence.context

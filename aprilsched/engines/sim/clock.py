@@ -40,9 +40,18 @@ def run_virtual(coro: Coroutine[Any, Any, _T], *, idle_timeout: float | None = 6
     def new_loop() -> asyncio.AbstractEventLoop:
         # noop_cycles=0: looptime's default of 42 empty rounds before each jump makes a run ten
         # times slower, and serves code that relies on wall-clock races.
-        return looptime.new_event_loop(
+        loop = looptime.new_event_loop(
             start=0.0, resolution=_RESOLUTION, noop_cycles=0, idle_timeout=idle_timeout
         )
+        join_threads = loop.shutdown_default_executor
+
+        async def without_a_bound(timeout: float | None = None) -> None:  # noqa: ASYNC109
+            await join_threads()
+
+        # Runner gives the executor's threads five minutes to end (since Python 3.12), which pass
+        # at once here, before any thread can have ended.
+        loop.shutdown_default_executor = without_a_bound
+        return loop
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         return runner.run(coro)

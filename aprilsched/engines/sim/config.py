@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from aprilsched.engines.sim.model import ToyModel
 from aprilsched.errors import ConfigError
 from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
 
@@ -28,6 +30,8 @@ class SimConfig:
             finds what it had, until the cache is flushed.
         make_tokens: False for pure timing: all token ids and logprobs are 0 and stop tokens
             are never seen.
+        model: makes the toy model from the size of its vocabulary. Another one lets a test
+            see under which weights each token was sampled, whatever the engine says of it.
 
     Raises:
         ConfigError: if a number is not positive.
@@ -42,6 +46,7 @@ class SimConfig:
     stream_at_pause: bool = True
     prefix_cache: bool = False
     make_tokens: bool = True
+    model: Callable[[int], ToyModel] = ToyModel
 
     def __post_init__(self) -> None:
         for name in ("max_running", "kv_tokens", "stream_interval"):

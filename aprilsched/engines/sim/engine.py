@@ -28,7 +28,13 @@ from aprilsched.engines.sim.config import Counters, SimConfig
 from aprilsched.engines.sim.load import load_of
 from aprilsched.engines.sim.memory import Memory
 from aprilsched.engines.sim.pacing import Pacer
-from aprilsched.errors import ConfigError, EngineError, EngineProtocolError, EngineRejected
+from aprilsched.errors import (
+    ConfigError,
+    EngineError,
+    EngineProtocolError,
+    EngineRejected,
+    EngineRestarted,
+)
 
 __all__ = ["PAUSE_SECONDS", "SimEngine"]
 
@@ -73,6 +79,8 @@ class SimEngine:
         self._streams: dict[str, asyncio.Queue[Chunk | EngineError]] = {}
         self._orphans: set[str] = set()
         self._control = asyncio.Lock()
+        self._process = self._opened = 0
+        """How often it was restarted, until now and until it was opened last."""
 
     @property
     def name(self) -> str:
@@ -105,6 +113,10 @@ class SimEngine:
 
     async def open(self) -> None:
         """Start the engine's clock on the running loop. Opening twice is harmless."""
+        self._opened = self._process
+        self._start()
+
+    def _start(self) -> None:
         if self._pacer.started:
             return
         self._control = asyncio.Lock()  # the one of an earlier loop would be bound to it
@@ -137,7 +149,8 @@ class SimEngine:
         self._adapters = Adapters(self._name, self._batcher)
         self._memory = Memory()
         self._orphans.clear()
-        await self.open()
+        self._process += 1
+        self._start()
 
     def decode_at(self, rate: float) -> None:
         """Compute at `rate` times the modelled speed from now on, for tests; 0: not at all."""
@@ -203,6 +216,17 @@ class SimEngine:
         """The version of the last refit; 0 before."""
         self._pacer.now()
         return self._batcher.version
+
+    async def verify(self) -> int:
+        """The same, unless it was restarted since it was opened.
+
+        Raises:
+            EngineRestarted: if it was.
+        """
+        self._pacer.now()
+        if self._process != self._opened:
+            raise EngineRestarted(self._name, "was restarted since it was opened.")
+        return await self.version()
 
     async def load(self, *, metrics: bool = False) -> EngineLoad:
         """What is on it now, work in progress included; nothing is changed by asking."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.config import SimConfig
-from aprilsched.engines.sim.model import ContextState, ToyModel, adapted_key, sampling_key
+from aprilsched.engines.sim.model import ContextState, adapted_key, sampling_key
 from aprilsched.engines.sim.sequence import Sequence, version_spans
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 
@@ -34,7 +34,7 @@ class Output:
     """The chunks not yet taken, and the model that fills them."""
 
     def __init__(self, config: SimConfig) -> None:
-        self._model = ToyModel(config.vocab_size) if config.make_tokens else None
+        self._model = config.model(config.vocab_size) if config.make_tokens else None
         self._eos = frozenset(() if config.eos_token_id is None else (config.eos_token_id,))
         self._chunks: list[tuple[str, Chunk]] = []
 
@@ -105,12 +105,12 @@ class Output:
                 known.append(sequence)
         return known
 
-    def stream(self, sequences: Iterable[Sequence]) -> None:
+    def stream(self, sequences: Iterable[Sequence], version: int) -> None:
         """A chunk for each request that has tokens which have not left."""
         for sequence in sequences:
             if sequence.unsent:
                 ids, logprobs = sequence.take_unsent()
-                self._put(sequence, Chunk(token_ids=ids, logprobs=logprobs))
+                self._put(sequence, Chunk(token_ids=ids, logprobs=logprobs, label=version))
 
     def end(self, sequence: Sequence, ending: Ending, version: int) -> None:
         """The last chunk; its spans cover everything that was sent."""

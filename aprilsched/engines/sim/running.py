@@ -100,9 +100,9 @@ class RunningBatch:
         self._finishing.clear()
         self.predict(self.members, weights_key)
 
-    def tick(self, weights_key: int) -> None:
+    def tick(self, weights_key: int, version: int) -> None:
         """Send what every member has, and look one interval ahead for stop tokens."""
         self.next_tick = (self.steps // self._interval + 1) * self._interval
         self.make(self.members, weights_key)
-        self._output.stream(self.members)
+        self._output.stream(self.members, version)
         self.predict([s for s in self.members if s.stops], weights_key)

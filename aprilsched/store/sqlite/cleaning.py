@@ -60,7 +60,7 @@ class Cleaner:
             census.members[group.group_id] = tuple(m.rollout_id for m in group.members)
         census.live = sum(len(held.token_ids) for held in saved.tokens.values())
         rows = connection.execute("SELECT rollout_id, since FROM rollouts WHERE since > 0")
-        census.since = dict(rows.fetchall())
+        census.since = {rollout: page for rollout, page in rows if type(page) is int}
         for (slices,) in connection.execute("SELECT slices FROM pages"):
             census.stored += int(_table(slices)[:, 2].sum())
             census.pages += 1
@@ -184,7 +184,10 @@ class Cleaner:
         )
 
 
-def _table(blob: bytes) -> Int32Array:
+def _table(blob: object) -> Int32Array:
+    # A damaged row may hold anything; what it held is dead.
+    if type(blob) is not bytes or len(blob) % 20:
+        return np.empty((0, 5), dtype=np.int32)
     return np.frombuffer(blob, dtype=np.int32).reshape(-1, 5)
 
 

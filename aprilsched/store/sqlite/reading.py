@@ -48,9 +48,25 @@ def read_saved(connection: sqlite3.Connection, path: Path) -> Saved | None:
     """What the file holds; None if nothing was saved yet.
 
     Raises:
-        StoreError: if the run's own record is damaged.
+        StoreError: if the run's own record is damaged, or the file holds what no store has.
         sqlite3.Error: if the file cannot be read.
     """
+    try:
+        # What SQLite would find out only when it writes there must not end a run later.
+        (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+        if found != "ok":
+            raise ValueError(found)
+        return _read(connection, path)
+    except (StoreError, sqlite3.Error):
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise StoreError(
+            f"{path} is damaged ({why}); restore a checkpoint, or move it away to begin anew."
+        ) from error
+
+
+def _read(connection: sqlite3.Connection, path: Path) -> Saved | None:
     row = connection.execute("SELECT body, crc FROM run").fetchone()
     if row is None:
         return None
@@ -96,7 +112,7 @@ def _groups(connection: sqlite3.Connection, damaged: dict[int, str]) -> Iterator
     rows = connection.execute("SELECT group_id, body, crc FROM groups ORDER BY group_id")
     for group_id, body, crc in rows:
         group = _record(body, crc, group_from)
-        if group is None:
+        if group is None or group.group_id != group_id:
             damaged[group_id] = "its record in the store is damaged"
         else:
             yield group
@@ -128,10 +144,12 @@ def _rollouts(
     for rollout_id, first_page, body, crc in connection.execute(
         "SELECT rollout_id, since, body, crc FROM rollouts"
     ):
-        if rollout_id not in group_of:
-            continue
         state = _record(body, crc, lambda body: decode(body, RolloutState))
-        if state is None or type(first_page) is not int:
+        if rollout_id not in group_of:
+            if state is not None and state.group_id in damaged:
+                states[rollout_id] = state  # so that it is named among what was lost
+            continue
+        if state is None or state.rollout_id != rollout_id or type(first_page) is not int:
             # Whether it had come to its end is not known any more, and to go on after an end of
             # a response would make one that no policy would sample.
             damaged[group_of[rollout_id]] = "the record of one of its rollouts is damaged"

@@ -71,5 +71,7 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute(f"PRAGMA user_version = {len(SCRIPTS)}")
         connection.execute("COMMIT")
     except BaseException:
-        connection.execute("ROLLBACK")
+        # SQLite has ended it already where the disk is full.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
         raise

@@ -11,7 +11,10 @@ Invariants:
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sqlite3
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -82,6 +85,7 @@ class SqliteStore:
             connection.close()
             raise
         self._connection = connection
+        _OPEN.add(self)
         self._durable = False
         connection.execute("PRAGMA synchronous = NORMAL")
         return saved
@@ -150,6 +154,23 @@ class SqliteStore:
         _remove(connection, (group_id for group_id, _ in cut.removed))
 
 
+_OPEN: weakref.WeakSet[SqliteStore] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a forked process: a connection that is closed there, if only because it is collected,
+    deletes the write-ahead log under the process that writes it. So it is never closed."""
+    for store in _OPEN:
+        if store._connection is not None:  # pyright: ignore[reportPrivateUsage]
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store._connection))  # pyright: ignore[reportPrivateUsage]
+            store._connection = None  # pyright: ignore[reportPrivateUsage]
+    _OPEN.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
 def _put(connection: sqlite3.Connection, table: str, body: bytes) -> None:
     connection.execute(f"REPLACE INTO {table} VALUES (1, ?, ?)", (body, checksum(body)))
 
@@ -186,13 +207,13 @@ def _write_rollouts(connection: sqlite3.Connection, cut: Cut, page: int) -> None
 def _write_lists(connection: sqlite3.Connection, cut: Cut) -> None:
     _append(connection, "dropped", (encode(entry) for entry in cut.dropped), KEPT_ENTRIES)
     _append(connection, "lengths", (lengths_record(group) for group in cut.lengths), KEPT_LENGTHS)
+    connection.executemany(
+        "DELETE FROM batches WHERE batch = ?", ((index,) for index in cut.acknowledged)
+    )
     bodies = ((batch.index, encode(batch)) for batch in cut.batches)
     connection.executemany(
         "REPLACE INTO batches VALUES (?, ?, ?)",
         ((index, body, checksum(body)) for index, body in bodies),
-    )
-    connection.executemany(
-        "DELETE FROM batches WHERE batch = ?", ((index,) for index in cut.acknowledged)
     )
 
 

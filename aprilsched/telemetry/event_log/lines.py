@@ -122,6 +122,7 @@ class _Delivered(msgspec.Struct, gc=False):
     finish_reason: str
     versions_exact: bool
     masked: int
+    stale_keys: bool
 
 
 def _delivered(rollout: Rollout) -> _Delivered:
@@ -138,6 +139,7 @@ def _delivered(rollout: Rollout) -> _Delivered:
         rollout.finish_reason,
         rollout.versions_exact,
         sampled - int(np.count_nonzero(rollout.loss_mask)),
+        rollout.stale_keys,
     )
 
 
@@ -179,6 +181,7 @@ FIELDS: Writers = {
     "rollout": _rollout,
     "group": _group,
     "batch": _batch,
+    "offered": lambda batch: {"batch": batch.index, "version": batch.version},
     "info": _info,
     "restored": _restored,
     "ended": lambda groups: {"ended": len(groups)},
@@ -186,4 +189,5 @@ FIELDS: Writers = {
     "current": _schedule,
     "schedule": _schedule,
     "version": _version,
+    "label": _nothing,
 }

@@ -50,7 +50,9 @@ class Awaited:
         """Groups of which no member grows; answers may be due."""
         self._ready = 0
         """Groups for which nothing is due either."""
-        self._wanted = False
+        self._asked = False
+        self._offer = False
+        """The batch that it asks for is there."""
         self._updating = False
         self._launches_unasked = False
         """It does so on the asynchronous pace, from the opening on. On the synchronous one an
@@ -63,6 +65,7 @@ class Awaited:
             ev.BatchRequested: self._requested,
             ev.BatchWithdrawn: self._withdrawn,
             ev.EvaluationRequested: self._evaluation_requested,
+            ev.EvaluationWithdrawn: self._evaluation_over,
             ev.UpdateRequested: self._update_requested,
             ev.UpdateWithdrawn: self._updated,
             ev.PromptsArrived: self._prompts_arrived,
@@ -79,12 +82,20 @@ class Awaited:
             do.ScoreGroup: self._score_group,
             do.Judge: self._judge,
             do.CancelWork: self._cancel_work,
+            do.Offer: self._offered,
+            do.WithdrawOffer: self._offer_withdrawn,
             do.Deliver: self._deliver,
             do.Redeliver: self._deliver,
-            do.DeliverEvaluation: self._deliver_evaluation,
+            do.DeliverEvaluation: self._evaluation_over,
             do.EndOfPrompts: self._withdrawn,
             do.FinishUpdate: self._updated,
         }
+
+    @property
+    def _wanted(self) -> bool:
+        """The trainer waits for a batch that is to be generated. One that is offered waits for the
+        trainer, or for the store."""
+        return self._asked and not self._offer
 
     @property
     def free(self) -> Cause:
@@ -130,22 +141,23 @@ class Awaited:
         self._outside.clear()
         self._evaluations.clear()
         self._generated = self._ready = 0
-        self._wanted = self._updating = self._fetching = self._ended = False
+        self._asked = self._offer = False
+        self._updating = self._fetching = self._ended = False
         self.changed = True
 
     def _requested(self, _: ev.BatchRequested) -> None:
-        self._wanted = self.changed = True
+        self._asked = self.changed = True
 
     def _withdrawn(self, _: ev.BatchWithdrawn | do.EndOfPrompts) -> None:
-        self._wanted = False
+        self._asked = False
         self.changed = True
 
     def _evaluation_requested(self, event: ev.EvaluationRequested) -> None:
         self._evaluations.add(event.evaluation_id)
         self.changed = True
 
-    def _deliver_evaluation(self, command: do.DeliverEvaluation) -> None:
-        self._evaluations.discard(command.evaluation_id)
+    def _evaluation_over(self, what: do.DeliverEvaluation | ev.EvaluationWithdrawn) -> None:
+        self._evaluations.discard(what.evaluation_id)
         self.changed = True
 
     def _update_requested(self, _: ev.UpdateRequested) -> None:
@@ -160,12 +172,19 @@ class Awaited:
         self._fetching = self.changed = True
 
     def _prompts_arrived(self, event: ev.PromptsArrived) -> None:
-        self._fetching = False
+        self._fetching = event.partial
         self._ended = self._ended or event.last
         self.changed = True
 
+    def _offered(self, _: do.Offer) -> None:
+        self._offer = self.changed = True
+
+    def _offer_withdrawn(self, _: do.WithdrawOffer) -> None:
+        self._offer = False
+        self.changed = True
+
     def _deliver(self, command: do.Deliver | do.Redeliver) -> None:
-        self._wanted = False
+        self._asked = self._offer = False
         self.changed = True
         self._batch_groups = len(command.batch.groups)
         for group in command.batch.groups:

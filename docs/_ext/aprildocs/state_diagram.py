@@ -18,19 +18,22 @@ __all__ = ["Arrow", "arrows", "draw", "moves_table"]
 
 PLACES: Mapping[State, tuple[int, int]] = {
     State.HELD: (1, 0),
+    State.RETURNING: (2, 0),
+    State.DELIVERED: (5, 0),
     State.QUEUED: (0, 1),
     State.RUNNING: (1, 1),
-    State.THINKING: (2, 1),
-    State.SCORING: (3, 1),
-    State.DONE: (4, 1),
-    State.DELIVERED: (5, 1),
+    State.THINKING: (3, 1),
+    State.SCORING: (4, 1),
+    State.DONE: (5, 1),
     State.DROPPED: (5, 2),
 }
 """Column and row."""
 
 _COLUMN, _ROW = 160, 118
 _WIDTH, _HEIGHT = 96, 38
-_LEFT, _TOP = 8, 14
+_LEFT, _TOP, _BOTTOM = 8, 46, 14
+_LANE = 26
+"""How far above or below a row an arrow passes that goes around a state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,40 +89,52 @@ def _named_once(drawn: list[Arrow]) -> list[Arrow]:
 
 def _arrow(source: State, move: Move, target: State, *, two_way: bool) -> Arrow:
     (column, row), (to_column, to_row) = PLACES[source], PLACES[target]
-    if row == to_row and column < to_column:
-        return _forward(source, move, target, two_way=two_way)
+    blocked = any(
+        (between, row) in PLACES.values()
+        for between in range(min(column, to_column) + 1, max(column, to_column))
+    )
+    if blocked:
+        if row == to_row:
+            return _below(source, move, target)
+        return _over(source, move, target)
     if row == to_row:
-        return _back(source, move, target, far=column - to_column > 1)
+        return _straight(source, move, target, two_way=two_way)
     if column == to_column:
         return _vertical(source, move, target, two_way=two_way)
     return _elbow(source, move, target)
 
 
-def _forward(source: State, move: Move, target: State, *, two_way: bool) -> Arrow:
+def _straight(source: State, move: Move, target: State, *, two_way: bool) -> Arrow:
     (x, y), (to_x, _) = _centre(source), _centre(target)
-    y -= 9 if two_way else 0
-    start, end = x + _WIDTH / 2, to_x - _WIDTH / 2
+    right = to_x > x
+    side = _WIDTH / 2 if right else -_WIDTH / 2
+    y += (-9 if right else 9) if two_way else 0
+    start, end = x + side, to_x - side
     path = f"M {start:g} {y:g} H {end:g}"
-    return Arrow(
-        source=source, move=move, target=target, path=path, label=((start + end) / 2, y - 6)
-    )
+    # Two columns away, the middle is where other arrows come down.
+    middle = (start + end) / 2 if abs(end - start) < _COLUMN else end - side
+    label = (middle, y - 6 if right else y + 15)
+    return Arrow(source=source, move=move, target=target, path=path, label=label)
 
 
-def _back(source: State, move: Move, target: State, *, far: bool) -> Arrow:
+def _below(source: State, move: Move, target: State) -> Arrow:
+    """Around the states between, those that go back inside of those that go on."""
     (x, y), (to_x, _) = _centre(source), _centre(target)
-    if not far:
-        y += 9
-        start, end = x - _WIDTH / 2, to_x + _WIDTH / 2
-        path = f"M {start:g} {y:g} H {end:g}"
-        return Arrow(
-            source=source, move=move, target=target, path=path, label=((start + end) / 2, y + 15)
-        )
+    on = to_x > x
     x, to_x, bottom = x - 20, to_x + 20, y + _HEIGHT / 2
-    low = bottom + 26
+    low = bottom + (2 * _LANE if on else _LANE)
     path = f"M {x:g} {bottom:g} V {low:g} H {to_x:g} V {bottom:g}"
-    return Arrow(
-        source=source, move=move, target=target, path=path, label=((x + to_x) / 2 + 44, low - 6)
-    )
+    label = ((x + to_x) / 2, low - 6)
+    return Arrow(source=source, move=move, target=target, path=path, label=label)
+
+
+def _over(source: State, move: Move, target: State) -> Arrow:
+    (x, y), (to_x, to_y) = _centre(source), _centre(target)
+    top, to_x = y - _HEIGHT / 2, to_x + 14
+    high = top - _LANE
+    path = f"M {x:g} {top:g} V {high:g} H {to_x:g} V {to_y - _HEIGHT / 2:g}"
+    label = ((x + to_x) / 2, high - 6)
+    return Arrow(source=source, move=move, target=target, path=path, label=label)
 
 
 def _vertical(source: State, move: Move, target: State, *, two_way: bool) -> Arrow:
@@ -147,25 +162,32 @@ def _vertical(source: State, move: Move, target: State, *, two_way: bool) -> Arr
 
 def _elbow(source: State, move: Move, target: State) -> Arrow:
     (x, y), (to_x, to_y) = _centre(source), _centre(target)
-    right = to_x > x
+    right, up = to_x > x, to_y < y
     start = x + _WIDTH / 2 if right else x - _WIDTH / 2
-    end = to_y - _HEIGHT / 2 if to_y > y else to_y + _HEIGHT / 2
+    y -= 10 if up else 0
+    to_x += -14 if right else 14
+    end = to_y + _HEIGHT / 2 if up else to_y - _HEIGHT / 2
     path = f"M {start:g} {y:g} H {to_x:g} V {end:g}"
-    return Arrow(
-        source=source, move=move, target=target, path=path, label=((start + to_x) / 2, y - 6)
-    )
+    if up:
+        label, anchor = (to_x - 6, (y + end) / 2 + 4), "end"
+    else:
+        label, anchor = ((start + to_x) / 2, y - 8), "middle"
+    return Arrow(source=source, move=move, target=target, path=path, label=label, anchor=anchor)
 
 
 def _drop(source: State, move: Move, target: State) -> Arrow:
     (x, y), (to_x, to_y) = _centre(source), _centre(target)
-    if PLACES[source][1] == 0:  # past the state below it, on its left
-        x, y = x - 34, y
-        start = y + _HEIGHT / 2
-        around = x - 24
-        path = f"M {x:g} {start:g} V {start + 16:g} H {around:g} V {to_y:g} H {to_x - _WIDTH / 2:g}"
+    column, row = PLACES[source]
+    bottom, side = y + _HEIGHT / 2, to_x - _WIDTH / 2
+    if column == PLACES[target][0]:
+        path = f"M {x:g} {bottom:g} V {to_y - _HEIGHT / 2:g}"
+    elif (column, row + 1) in PLACES.values():  # past the state below it, on its left
+        x -= 34
+        path = f"M {x:g} {bottom:g} V {bottom + 16:g} H {x - 30:g} V {to_y:g} H {side:g}"
     else:
-        x += 34
-        path = f"M {x:g} {y + _HEIGHT / 2:g} V {to_y:g} H {to_x - _WIDTH / 2:g}"
+        # From the first column down on the left, where no arrow leaves the state below.
+        x += 34 if column else -34
+        path = f"M {x:g} {bottom:g} V {to_y:g} H {side:g}"
     return Arrow(source=source, move=move, target=target, path=path, label=None)
 
 
@@ -179,7 +201,7 @@ def draw(moves: Mapping[tuple[State, Move], State]) -> str:
     columns = max(column for column, _ in PLACES.values()) + 1
     rows = max(row for _, row in PLACES.values()) + 1
     width = 2 * _LEFT + (columns - 1) * _COLUMN + _WIDTH
-    height = 2 * _TOP + (rows - 1) * _ROW + _HEIGHT
+    height = _TOP + _BOTTOM + (rows - 1) * _ROW + _HEIGHT
     parts = [
         f'<svg class="state-diagram" role="img" viewBox="0 0 {width} {height}"'
         ' xmlns="http://www.w3.org/2000/svg">',

@@ -191,7 +191,7 @@ _ROLLOUTS = (
     "`batch` (its index), `version`, and `rollouts`: a list of objects with `rollout_id`, "
     "`group_id`, `prompt_tokens`, `tokens` (the length), `segments` (lists of start, end, version "
     "and engine), `reward`, `finish_reason`, `versions_exact`, `masked` (sampled tokens with loss "
-    "mask 0)"
+    "mask 0), `stale_keys`"
 )
 
 _WRITTEN: dict[str, tuple[str, str]] = {
@@ -210,6 +210,8 @@ _WRITTEN: dict[str, tuple[str, str]] = {
         "`engine`, its `version`, `holds_stragglers`, `keeps_weights`, `kv_tokens`, `max_running`",
         "",
     ),
+    "label": ("nothing", ""),
+    "offered": ("`batch`, its index, and `version`", ""),
     "restored": ("`restored`: `tokens` and `finished` of each rollout; only in a resumed run", ""),
     "ended": ("`ended`, how many groups", ""),
     "open": ("`open`, how many groups", ""),

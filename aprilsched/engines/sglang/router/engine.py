@@ -108,12 +108,12 @@ class RoutedEngine(SGLangEngine):
         else:
             await super().abort(request_id)
 
-    async def _abort_quietly(self, request_id: str) -> None:
+    async def _last_abort(self, request_id: str) -> None:
         if request_id in self._unheard:
             self._unheard.discard(request_id)
             if await self._is_paused_perhaps():
                 return
-        await super()._abort_quietly(request_id)
+        await super()._last_abort(request_id)
 
     async def _is_paused_perhaps(self) -> bool:
         try:

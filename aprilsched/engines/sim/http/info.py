@@ -80,6 +80,7 @@ async def server_info(request: web.Request) -> web.Response:
             "max_running_requests": config.max_running,
             "max_total_num_tokens": config.kv_tokens,
             "weight_version": served.label,
+            "random_seed": served.random_seed,
             "status": "ready",
             "internal_states": [rank],
             "version": _VERSION,

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -56,6 +57,8 @@ class ServedRequests:
         self.config = config
         self.model_path = MODEL
         self.time_scale = time_scale
+        self.random_seed = secrets.randbelow(2**31)
+        """What a server draws when it starts, unless it is given one: it tells its process."""
         self._labels = {0: "default"}
         self._calls: dict[str, Call] = {}
         self._stale: Loads | None = None

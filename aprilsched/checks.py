@@ -1,0 +1,136 @@
+"""Values of sampling parameters as the plain Python types that every engine understands.
+
+Numpy's scalars and arrays look like numbers and lists and are neither to JSON, so they are
+converted where a parameter is made; what cannot be converted is refused there, in one sentence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from aprilsched.errors import ConfigError
+
+__all__ = ["OWN", "Kind", "checked", "converted", "mistyped", "plain", "typed"]
+
+Kind: TypeAlias = type | tuple[type, ...]
+
+OWN: Mapping[str, Kind] = {
+    "max_new_tokens": Integral,
+    "min_new_tokens": Integral,
+    "temperature": Real,
+    "top_p": Real,
+    "top_k": Integral,
+    "min_p": Real,
+    "stop_token_ids": Iterable,
+    "ignore_eos": bool,
+    "sampling_seed": Integral,
+}
+"""The fields of :class:`~aprilsched.types.SamplingParams`, without ``extra``."""
+
+WORDS: Mapping[Kind, str] = {
+    Integral: "a whole number",
+    Real: "a finite number",
+    Iterable: "a list of token ids",
+    Mapping: "a mapping",
+    bool: "True or False",
+    str: "a string",
+    (str, list): "a string or a list of strings",
+    (list, tuple): "a string or a list of strings",
+}
+
+_LARGEST = 2**63
+"""JSON has no bound for whole numbers; the readers of engines have this one."""
+_DEEPEST = 32
+
+
+def converted(name: str, value: Any, kind: Kind) -> Any:
+    """The value as the plain Python type of one of our own fields.
+
+    Raises:
+        ConfigError: if it is of another kind.
+    """
+    if kind is Iterable:
+        return _token_ids(name, value)
+    value = checked(name, value, kind)
+    if kind is Integral:
+        return int(value)
+    if kind is bool:
+        return bool(value)
+    return float(value) if kind is Real else value
+
+
+def checked(name: str, value: Any, kind: Kind) -> Any:
+    """`value`, if it is of `kind`. True is no number here, although Python calls it one.
+
+    Raises:
+        ConfigError: if it is not.
+    """
+    true_or_false = type(value) in (bool, np.bool_)
+    if kind is bool:
+        fits = true_or_false
+    else:
+        fits = isinstance(value, kind) and not (kind in (Integral, Real) and true_or_false)
+    if not fits or (kind is Real and not math.isfinite(value)):
+        raise mistyped(name, value, kind)
+    return value
+
+
+def plain(name: str, value: Any, *, depth: int = 0) -> Any:
+    """`value` as what JSON can hold: numpy's scalars and arrays, tuples and whole-number keys are
+    converted.
+
+    Raises:
+        ConfigError: if something in it has no form in JSON.
+    """
+    if isinstance(value, np.generic | np.ndarray):
+        value = cast("Any", value).tolist()
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int) and abs(value) < _LARGEST:
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if depth < _DEEPEST and isinstance(value, list | tuple):
+        items = cast("Iterable[Any]", value)
+        return [plain(name, item, depth=depth + 1) for item in items]
+    if depth < _DEEPEST and isinstance(value, Mapping):
+        pairs = cast("Mapping[Any, Any]", value).items()
+        return {_key(name, key): plain(name, item, depth=depth + 1) for key, item in pairs}
+    raise ConfigError(
+        f"{name} holds {typed(value)}; give what JSON can hold: numbers, strings, lists, mappings."
+    )
+
+
+def _key(name: str, key: Any) -> str:
+    if isinstance(key, str):
+        return key
+    # Of a mapping in memory; JSON's own keys are strings.
+    if type(key) is int or isinstance(key, np.integer):
+        return str(int(cast("int", key)))
+    raise ConfigError(f"{name} has the key {typed(key)}; give strings as keys.")
+
+
+def mistyped(name: str, value: object, kind: Kind) -> ConfigError:
+    """The error for a value of another kind."""
+    return ConfigError(f"{name} is {typed(value)}; give {WORDS[kind]}.")
+
+
+def typed(value: object) -> str:
+    """A value with its type, short enough for a sentence."""
+    shown = repr(value)
+    return f"{shown if len(shown) <= 40 else shown[:37] + '...'} ({type(value).__name__})"
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Token ids from one of them or from several. A string is iterable, and never ids."""
+    ids: Any = (value,) if isinstance(value, Integral) else value
+    if isinstance(ids, np.ndarray):
+        ids = np.atleast_1d(cast("Any", ids))
+    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+        raise mistyped(name, value, Iterable)
+    return tuple(int(checked(name, i, Integral)) for i in cast("Iterable[Any]", ids))

@@ -1,0 +1,85 @@
+"""Threads of the virtual clock: what a program gives to executors takes virtual time.
+
+A looptime clock does not wait for threads, so with real ones a run would differ each time. Here
+`run_in_executor` of a loop is replaced: each executor keeps its number of workers, a piece of work
+takes as long as `seconds` says for the executor's threads, and its function runs at the end of
+that time, on the loop. Results and errors travel the way that they have in asyncio, through a
+concurrent future, with the oddities of that way (StopIteration).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["VirtualThreads"]
+
+
+@dataclass
+class _Workers:
+    free: int
+    queue: deque[Callable[[], None]] = field(default_factory=deque[Callable[[], None]])
+
+
+class VirtualThreads:
+    """Takes the place of the executors of one loop.
+
+    Args:
+        seconds: how long a piece of work takes that is given to threads of this name.
+    """
+
+    def __init__(self, seconds: Callable[[str], float]) -> None:
+        self._seconds = seconds
+        self._workers: dict[int, _Workers] = {}
+        self._executors: list[Any] = []
+        self.open = 0
+        """Pieces of work that are not done."""
+
+    def install(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let `loop` give its work to these threads from now on."""
+        loop.run_in_executor = self._run  # type: ignore[method-assign]
+
+    def _run(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        loop = asyncio.get_running_loop()
+        future: Future[Any] = Future()
+        workers = self._workers_of(executor)
+        context = contextvars.copy_context()
+        seconds = self._seconds(getattr(executor, "_thread_name_prefix", ""))
+
+        def begin() -> None:
+            if not future.set_running_or_notify_cancel():
+                self.open -= 1
+                return  # cancelled while it waited for a worker
+            workers.free -= 1
+            loop.call_later(seconds, end)
+
+        def end() -> None:
+            self.open -= 1
+            workers.free += 1
+            try:
+                result = context.run(function, *args)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            while workers.queue and workers.free:
+                workers.queue.popleft()()
+
+        self.open += 1
+        if workers.free:
+            begin()
+        else:
+            workers.queue.append(begin)
+        return asyncio.wrap_future(future, loop=loop)
+
+    def _workers_of(self, executor: Any) -> _Workers:
+        key = id(executor)
+        if key not in self._workers:
+            self._executors.append(executor)  # or another one could get its id
+            self._workers[key] = _Workers(getattr(executor, "_max_workers", 32))
+        return self._workers[key]

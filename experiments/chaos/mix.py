@@ -1,0 +1,266 @@
+"""What one seed does: which kinds of chaos, and every setting, drawn from the seed alone.
+
+Every part of a run draws from a generator of its own, `draw(role)`, so that switching one kind
+off leaves the others as they were: that is how a failure is made smaller.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from aprilsched import SchedulerConfig
+from aprilsched.engines.sim import SimConfig
+from aprilsched.timing import H200_QWEN3_4B
+from experiments.chaos.truth import TruthModel
+
+__all__ = ["KINDS", "Mix"]
+
+KINDS: dict[str, float] = {
+    # What engines do.
+    "restarts": 0.5,
+    "moments": 0.5,
+    "crashes": 0.25,
+    "foreign": 0.2,
+    "slow_engines": 0.15,
+    "membership": 0.2,
+    # What the trainer does.
+    "polls": 0.6,
+    "evaluations": 0.5,
+    "cancels": 0.4,
+    "sleep": 0.2,
+    "adapters": 0.12,
+    "checkpoints": 0.25,
+    "restores": 0.1,
+    "close": 0.2,
+    "idle_trainer": 0.2,
+    # What the caller's functions do.
+    "raising": 0.5,
+    "bad_returns": 0.25,
+    "bad_publishers": 0.4,
+    "bad_sources": 0.2,
+    "bad_prompts": 0.15,
+    "dry_sources": 0.3,
+    "turn_timeouts": 0.6,
+    "misused_turns": 0.2,
+    # What fills a batch.
+    "stops": 0.5,
+    # What the store does.
+    "slow_store": 0.5,
+    "failing_store": 0.25,
+    "kills": 0.4,
+    "other_settings": 0.4,
+}
+"""Every kind of chaos, and the share of the seeds that have it unless it is asked for.
+
+restarts: engines restart at random times with old weights or version 0. moments: they do so at the
+worst moments (beside a send, a pause, a refit, a continue, a delivery). crashes: they die and come
+back later. foreign: somebody else brings weights in. slow_engines: they slow down, or hang.
+membership: they join and leave. polls: next_batch() under timeouts. evaluations: at any moment.
+cancels: of update_weights, evaluate and checkpoint. sleep: asleep() blocks. adapters: versions are
+adapters. checkpoints: at any moment, also where they cannot be written. restores: a later life
+begins with a checkpoint. close: at any moment. idle_trainer: long times without a call. raising:
+rewards, accept and episodes raise whatever can be raised. bad_returns: they return what is none.
+bad_publishers: they raise, return nothing, lie, dawdle. bad_sources: reading prompts raises.
+bad_prompts: what comes is none. stops: batches are filled by
+samples or tokens. dry_sources: no prompt for a long time, or for ever. turn_timeouts:
+around turn.generate. misused_turns: two at a time, other contexts, bad ids. slow_store: durable
+writes are slower than the poll. failing_store: they fail now and then. kills: the process dies and
+another one goes on. other_settings: it does so with other settings.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """Everything that a seed decides before the run begins."""
+
+    seed: int
+    kinds: frozenset[str]
+    engines: int
+    machine: SimConfig
+    refit_seconds: float
+    pause_seconds: float
+    prompts: int
+    batches: int
+    lives: int
+    median: float
+    reward: str
+    """"none", "rollout", "group"."""
+    plain: bool
+    """Rewards are plain functions, in threads."""
+    accepts: bool
+    episodes: bool
+    store: str
+    """"none", "memory", "sqlite"."""
+    inline_store: bool
+    async_source: bool
+    update_every: int
+    train_s: float
+    real_threads: bool
+    settings: dict[str, Any]
+
+    def has(self, kind: str) -> bool:
+        return kind in self.kinds
+
+    def draw(self, role: str) -> random.Random:
+        """The generator of one part of the run."""
+        return random.Random(f"{self.seed}/{role}")
+
+    def config(self) -> SchedulerConfig:
+        return SchedulerConfig(**self.settings)
+
+    def of_next_life(self, life: int) -> Mix:
+        """The same run after a restart, with other settings if the seed has that."""
+        if not self.has("other_settings"):
+            return self
+        draw = self.draw(f"settings of life {life}")
+        if draw.random() < 0.3:
+            return self
+        reward = draw.choice(["none", "rollout", "group"]) if draw.random() < 0.4 else self.reward
+        accepts = not self.accepts if draw.random() < 0.2 else self.accepts
+        if draw.random() < 0.5:  # all other, or just a few
+            settings = _settings(draw, stops=self.has("stops"))
+        else:
+            other = _settings(draw, stops=self.has("stops"))
+            settings = dict(self.settings)
+            for _ in range(draw.randrange(1, 4)):
+                name = draw.choice(sorted(other))
+                settings[name] = other[name]
+            settings = _allowed(settings, draw)
+        return replace(self, settings=settings, reward=reward, accepts=accepts)
+
+    @staticmethod
+    def of(
+        seed: int,
+        *,
+        only: Collection[str] | None,
+        without: Collection[str],
+        repeatable: bool = False,
+    ) -> Mix:
+        """The mix of a seed; `only` some kinds, each of them then in every seed. `repeatable`:
+        without real threads, which a few seeds have."""
+        draw = random.Random(f"{seed}/kinds")
+        drawn = {kind: draw.random() < share for kind, share in KINDS.items()}
+        if only is not None:
+            drawn = {kind: kind in only for kind in KINDS}
+        kinds = frozenset(kind for kind, on in drawn.items() if on and kind not in without)
+        draw = random.Random(f"{seed}/mix")
+        machine = SimConfig(
+            # 25 tokens/s for each response: timeouts and bounds of the scheduler take few tokens.
+            timing=replace(H200_QWEN3_4B, t0=0.04),
+            max_running=draw.choice([2, 6, 64]),
+            kv_tokens=draw.choice([1_500, 4_000, 1_000_000]),
+            stream_interval=draw.choice([1, 8, 16, 64]),
+            vocab_size=512,
+            stream_at_pause=draw.random() < 0.5,
+            model=TruthModel,
+        )
+        return Mix(
+            seed=seed,
+            kinds=kinds,
+            engines=draw.choice([1, 1, 2, 2, 3, 4]),
+            machine=machine,
+            refit_seconds=draw.choice([0.0, 0.05, 1.0]),
+            pause_seconds=draw.choice([0.002, 0.02, 0.5]),
+            prompts=draw.choice([12, 24, 48, 48, 96]),
+            batches=draw.choice([4, 6, 8, 10]),
+            lives=draw.choice([2, 2, 3, 4]) if "kills" in kinds or "restores" in kinds else 1,
+            median=draw.choice([15.0, 30.0, 60.0]),
+            reward=draw.choice(["none", "rollout", "rollout", "group"]),
+            plain=draw.random() < 0.3,
+            accepts=draw.random() < 0.4,
+            episodes=draw.random() < 0.35,
+            store=(
+                draw.choice(["memory", "memory", "memory", "memory", "sqlite"])
+                if kinds & {"kills", "slow_store", "failing_store"}
+                else draw.choice(["none", "none", "memory"])
+            ),
+            inline_store="slow_store" not in kinds and draw.random() < 0.7,
+            async_source=draw.random() < 0.6,
+            update_every=draw.choice([1, 1, 1, 2, 3]),
+            train_s=draw.choice([0.0, 0.1, 2.0, 20.0]),
+            real_threads=draw.random() < 0.03 and not repeatable,
+            settings=_settings(draw, stops="stops" in kinds),
+        )
+
+
+def _settings(draw: random.Random, *, stops: bool) -> dict[str, Any]:
+    """Settings of a scheduler, any that are allowed together."""
+    stop = draw.choice(["groups", "samples", "tokens"])
+    stop = stop if stops else "groups"
+    groups, size = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3, 4])
+    samples = draw.choice([None, groups * size, groups * size * 2, max(1, groups * size - 1)])
+    bound = draw.choice([None, None, 0, 1, 2, 4])
+    settings: dict[str, Any] = {
+        "batch_groups": groups,
+        "group_size": size,
+        "over_provision": draw.choice([1.0, 1.25, 1.5, 2.0, 3.0, "auto", "kv"]),
+        "kv_target": draw.choice([0.3, 0.8]),
+        "refill": draw.choice(["wave", "wave", "pool", "pool", "rounds"]),
+        "refill_groups": draw.choice([1, 2, 4]),
+        "refill_until": draw.choice([0.25, 0.5, 1.0]),
+        "store_batches": draw.choice([1.0, 2.5, 5.0]),
+        "probes": draw.choice([0, 1, 2]),
+        "oldest_batches": draw.choice([1, 4, 16]),
+        "resume_order": draw.choice(["carried", "shortest", "longest"]),
+        "placement": draw.choice(["prefix", "spread"]),
+        "start_up": draw.choice(["at_once", "at_once", "wait", "ramp"]),
+        "start_up_batches": draw.choice([1, 2, 8]),
+        "rebalance": draw.random() < 0.3,
+        "stop": stop,
+        "batch_samples": samples,
+        "batch_tokens": draw.choice([1, 60, 200, 600]),
+        "straggler": draw.choice(["retract", "in_place", "abort", "run", "choose"]),
+        "kv_after_refit": draw.choice(["auto", "auto", "recompute", "keep", "apart"]),
+        "pace": draw.choice(["synchronous", "asynchronous"]),
+        "max_staleness": bound,
+        "staleness_rule": draw.choice(["mask", "evict", "finish"]),
+        "max_attempts": draw.choice([1, 3]),
+        "max_breaks": draw.choice([2, 16]),
+        "max_failed_groups": draw.choice([8, 64]),
+        "max_in_flight": draw.choice([None, None, groups * size, groups * size + 3]),
+        "ready_batches": draw.choice([1, 2]),
+        "dispatch_rate": draw.choice([5, 100, 2000]),
+        "stall_timeout_s": draw.choice([5.0, 60.0]),
+        "slow_share": draw.choice([0.0, 0.2]),
+        "fleet_wait_s": draw.choice([5.0, 120.0, 600.0]),
+        "save_interval_s": draw.choice([0.05, 1.0, 10.0]),
+        "control_timeout_s": draw.choice([2.0, 120.0]),
+        "refit_timeout_s": draw.choice([5.0, 60.0]),
+    }
+    return _allowed(settings, draw)
+
+
+_KV = {
+    "retract": ["recompute"],
+    "in_place": ["keep", "apart"],
+    "abort": ["recompute", "apart"],
+    "run": ["recompute", "apart"],
+    "choose": ["recompute", "apart"],
+}
+
+
+def _allowed(settings: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """The nearest settings that a scheduler takes."""
+    found = dict(settings)
+    if found["refill"] == "rounds":
+        found["pace"] = "synchronous"
+        if found["straggler"] not in ("retract", "abort"):
+            found["straggler"] = draw.choice(["retract", "abort"])
+        found["start_up"] = "at_once"
+    if found["kv_after_refit"] not in ("auto", *_KV[found["straggler"]]):
+        found["kv_after_refit"] = draw.choice(["auto", *_KV[found["straggler"]]])
+    if found["stop"] != "samples":
+        found["batch_samples"] = None
+    if found["stop"] != "tokens":
+        found["batch_tokens"] = None
+    elif found["batch_tokens"] is None:
+        found["batch_tokens"] = 60
+    if found["max_staleness"] is None:
+        found["staleness_rule"] = "mask"
+    if found["max_in_flight"] is not None:
+        least = found["batch_groups"] * found["group_size"]
+        found["max_in_flight"] = max(found["max_in_flight"], least)
+    return found

@@ -1,0 +1,91 @@
+"""A store that is slow, fails now and then, is left behind by a kill, and watches what is deleted.
+
+Invariant that it holds the scheduler to: nothing leaves the store as acknowledged that the trainer
+was not given.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+
+from aprilsched.core.saving.saved import Cut, Saved
+from aprilsched.errors import StoreError
+from aprilsched.store.base import Store
+
+__all__ = ["ChaosStore"]
+
+
+class ChaosStore:
+    """One life's view of a store that outlives it.
+
+    Args:
+        inner: what keeps the content.
+        inline: False gives it a thread of its own, which is slow.
+        failing: probability that a save fails.
+        given: indices of the batches that the trainer has.
+        complain: told of every violation.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        inline: bool,
+        failing: float,
+        draw: random.Random,
+        given: Callable[[], Iterable[int]],
+        complain: Callable[[str], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self.inline = inline
+        self._inner = inner
+        self._failing = failing
+        self._draw = draw
+        self._given = given
+        self._complain = complain
+        self._note = note
+        self._held: set[int] = set()
+        self.dead = False
+        """The process is gone: nothing that it writes from now on arrives."""
+        self.replaced = False
+        """A checkpoint takes the place of what it holds."""
+        self.whole = True
+        """What was saved last did not fail."""
+        self.on_saved: list[Callable[[], None]] = []
+
+    def open(self) -> Saved | None:
+        saved = self._inner.open()
+        if saved is not None:
+            self._held = {batch.index for batch in saved.batches}
+        return saved
+
+    def save(self, cut: Cut, *, durable: bool) -> None:
+        if self.dead:
+            return
+        if self._draw.random() < self._failing:
+            self.whole = False
+            self._note("CHAOS the store fails to save")
+            raise StoreError("the disk is full; this is a fault of the campaign.")
+        self._inner.save(cut, durable=durable)
+        self.whole = True
+        if self.replaced and cut.whole:
+            self.replaced, self._held = False, set()
+        now = {batch.index for batch in cut.batches}
+        if cut.whole:
+            gone = self._held - now
+            self._held = now
+        else:
+            gone = set(cut.acknowledged) & (self._held | now)
+            self._held = (self._held | now) - set(cut.acknowledged)
+        gone = (gone | set(cut.acknowledged)) - set(self._given())
+        if gone:
+            self._complain(
+                f"batches {sorted(gone)} were deleted from the store and the trainer was never "
+                "given them"
+            )
+        for told in self.on_saved:
+            told()
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,101 @@
+"""Which weights sampled each token, whatever engine and scheduler say of it.
+
+The toy model of the embedded engine is replaced by one whose logprobs are the version of the
+weights that it samples with. A token carries its own truth through every attempt, partial
+rollout, store and resumed run, so no book has to be kept of requests and positions. Token ids
+are those of the toy model and follow from the whole context, so one that is lost, doubled or
+swapped shows in all that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+
+from aprilsched.engines.sim.model import (
+    ContextState,
+    ToyModel,
+    adapted_key,
+    sampling_key,
+    weights_key_of_version,
+)
+from aprilsched.types import NO_VERSION, Float32Array, Int32Array, Prompt, Rollout, SamplingParams
+
+__all__ = ["MOST_VERSIONS", "TruthModel", "is_right", "sampling_of", "true_versions"]
+
+MOST_VERSIONS = 400
+_UNIT = 64.0
+"""Logprobs are -(version + 1) / 64, which float32 holds exactly."""
+
+
+class TruthModel(ToyModel):
+    """The toy model, with the version of its weights for a logprob."""
+
+    def sample(
+        self, states: Sequence[ContextState], counts: Sequence[int], key: int
+    ) -> list[tuple[Int32Array, Float32Array]]:
+        said = np.float32(-(_version_of(key) + 1) / _UNIT)
+        blocks = super().sample(states, counts, key)
+        return [(ids, np.full(len(ids), said, dtype=np.float32)) for ids, _ in blocks]
+
+
+def true_versions(logprobs: Float32Array, sampled: np.ndarray) -> Int32Array:
+    """The version that sampled each token, int32 [n]; -1 where none did."""
+    found = np.rint(-logprobs * _UNIT).astype(np.int32) - 1
+    return np.where(sampled, found, NO_VERSION).astype(np.int32)
+
+
+@cache
+def _whole() -> dict[int, int]:
+    return {weights_key_of_version(version): version for version in range(MOST_VERSIONS)}
+
+
+@cache
+def _version_of(key: int) -> int:
+    whole = _whole()
+    if key in whole:
+        return whole[key]
+    for adapter_key, adapter in whole.items():
+        for base_key in whole:
+            if adapted_key(base_key, adapter_key) == key:
+                return adapter
+    raise LookupError(f"no version has the weights key {key}")
+
+
+def sampling_of(rollout: Rollout, prompt: Prompt) -> SamplingParams:
+    """How a response of a single turn was asked for."""
+    sampling = prompt.sampling
+    if isinstance(sampling, tuple):
+        sampling = sampling[rollout.index]
+    if not isinstance(sampling, SamplingParams):
+        raise TypeError("every prompt of the campaign has sampling parameters")
+    return sampling
+
+
+def is_right(rollout: Rollout, sampling: SamplingParams, model: ToyModel) -> bool:
+    """Whether each token follows from its context under the weights of its true version.
+
+    For schedules that compute a context again under new weights, without adapters. Every turn
+    was sampled with the seed of `sampling`.
+    """
+    context = np.concatenate((rollout.prompt_ids, rollout.token_ids))
+    versions = true_versions(rollout.logprobs, rollout.versions != NO_VERSION)
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(rollout)]
+    for start, end in pairwise(edges):
+        if start == end or versions[start] == NO_VERSION:
+            continue
+        weights, known = weights_key_of_version(int(versions[start])), len(rollout.prompt_ids)
+        known += start
+        state = ContextState(
+            hash=model.absorb(0, context[: known - 1], weights),
+            last=int(context[known - 1]),
+            length=known,
+            seed=sampling_key(sampling, ""),
+        )
+        ((tokens, _),) = model.sample([state], [end - start], weights)
+        if not np.array_equal(tokens, rollout.token_ids[start:end]):
+            return False
+    return True

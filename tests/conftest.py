@@ -1,0 +1,125 @@
+"""How the tests are shared out among processes, and what each of them costs (``--cpu-times``)."""
+
+# xdist has no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Callable, Generator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.loop import PatientLoop
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
+
+SERVERS = Path(__file__).parent / "sglang"
+LONG_SECONDS = 2 * 3600
+CPU = "cpu seconds"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on servers come first: they wait more than they compute, and the others fill that."""
+    items.sort(key=lambda item: SERVERS not in item.path.parents)
+    for item in items:
+        if item.get_closest_marker("long") is not None:
+            item.add_marker(pytest.mark.timeout(LONG_SECONDS))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """A file's tests run in one process, which makes what they share once.
+
+    Those on real servers run in two: each has its servers, boots them once and keeps them.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _shared(nodeid.split("::", 1)[0])
+
+    # Otherwise the files of many tests, which are the quick ones, would come first.
+    config.option.loadscopereorder = False
+    return Files(config, log)
+
+
+@cache
+def _shared(file: str) -> str:
+    """What keeps the tests of a file in one process: the file, or the servers that they use."""
+    path = SERVERS.parents[1] / file
+    if SERVERS not in path.parents:
+        return file
+    return "two servers" if "_pair" in path.read_text(encoding="utf-8") else "one server"
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """A busy machine is slow, and nothing else: no test's timers run ahead of its work."""
+    return {"patient": PatientLoop}
+
+
+# --- what tests cost -----------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu-times",
+        type=int,
+        default=0,
+        metavar="N",
+        help="show the N tests that took the most CPU time, that of ended child processes included",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Registered, since a conftest's own hooks do not see the notebooks.
+    if config.getoption("--cpu-times"):
+        config.pluginmanager.register(CpuTimes())
+
+
+class CpuTimes:
+    """The CPU time of each test with the fixtures that it is the first or the last to use."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        item.stash[_begun] = _cpu_seconds()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """A test's last report carries it, from other processes, too."""
+        report = yield
+        if call.when == "teardown":
+            report.user_properties.append((CPU, _cpu_seconds() - item.stash[_begun]))
+        return report
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        reports = [report for found in terminalreporter.stats.values() for report in found]
+        costs = {
+            report.nodeid: seconds
+            for report in reports
+            for name, seconds in getattr(report, "user_properties", ())
+            if name == CPU
+        }
+        most = terminalreporter.config.getoption("--cpu-times")
+        terminalreporter.section(f"most CPU time, of {sum(costs.values()):.0f} s")
+        for nodeid, seconds in sorted(costs.items(), key=lambda cost: -cost[1])[:most]:
+            terminalreporter.write_line(f"{seconds:8.2f} s  {nodeid}")
+
+
+_begun = pytest.StashKey[float]()
+
+
+def _cpu_seconds() -> float:
+    """Of this process, and of those that it started and that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(part.ru_utime + part.ru_stime for part in used)

@@ -1,0 +1,146 @@
+"""Real servers with other weights than booked: restarted, or loaded behind the scheduler's back."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from aprilsched import Batch, DiskPublisher, Prompt, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.core.events import EngineLost
+from aprilsched.engines.base import Engine
+from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.engines.sglang.address import ServerAddress
+from tests.sglang.conftest import ADMIN_KEY
+from tests.sglang.helpers import until
+from tests.sglang.recorded import Recorder, check_greedy, long_tail
+from tests.sglang.server import CpuServer
+
+Pair = tuple[CpuServer, CpuServer]
+
+
+def name(server: CpuServer) -> str:
+    return ServerAddress.parse(server.url).name
+
+
+def scheduler(servers: Pair, recorder: Recorder, **changes: object) -> RolloutScheduler:
+    """Greedy, so that each token can be checked against the model of its version."""
+    values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "control_timeout_s": 30.0}
+    opened = RolloutScheduler(
+        SGLangFleet([s.url for s in servers], admin_key=ADMIN_KEY, stream_interval=8),
+        long_tail(60, longest=400, temperature=0.0, every=2),
+        config=SchedulerConfig(**{**values, **changes}),  # type: ignore[arg-type]
+        listeners=[recorder],
+    )
+    recorder.scheduler = opened
+    return opened
+
+
+def questions(count: int) -> list[Prompt]:
+    return long_tail(count, longest=60, temperature=0.0)
+
+
+def versions(batch: Batch) -> set[int]:
+    return {int(version) for rollout in batch.rollouts for version in rollout.versions}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param(True, marks=pytest.mark.long, id="with stragglers"),
+        pytest.param(False, id="without"),
+    ],
+)
+async def test_a_server_restarted_in_the_trainers_pause_samples_nothing_under_its_first_weights(
+    clean_pair: Pair,
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    held: bool,
+) -> None:
+    first, recorder = clean_pair[0], Recorder()
+    ratio = 2.0 if held else 1.0
+    async with scheduler(clean_pair, recorder, over_provision=ratio) as rollouts:
+        batches = [await rollouts.next_batch()]
+        # One that holds the version, so that an engine which comes back is brought to it at once.
+        publisher = DiskPublisher(
+            tmp_path / "weights", lambda to: shutil.copytree(models[1], to, dirs_exist_ok=True)
+        )
+        await rollouts.update_weights(publisher)
+        batches.append(await rollouts.next_batch())
+        assert (rollouts.state.book.open_attempts > 0) is held
+        first.kill()
+        first.start()
+        await asyncio.to_thread(first.wait_ready)
+
+        evaluation = await rollouts.evaluate(questions(6), group_size=4)
+        batches.append(await rollouts.next_batch())
+        await until(lambda: name(first) in rollouts.state.control.engines, 120)
+        batches.append(await rollouts.next_batch())
+
+        assert versions(evaluation) == {evaluation.version} == {1}
+        assert versions(batches[-1]) <= {0, 1}
+        assert not rollouts.state.book.ledger.total
+    delivered = [rollout for batch in (*batches, evaluation) for rollout in batch.rollouts]
+    assert all(rollout.versions_exact for rollout in delivered)
+    check_greedy(delivered, models, tmp_path)
+    losses = [r for r in caplog.records if r.getMessage().startswith(f"engine {name(first)} is o")]
+    assert len(losses) == 1, "one line says so"
+
+
+class LoadedAlready:
+    """What a trainer publishes that has loaded the weights itself."""
+
+    async def prepare(self, version: int) -> None:
+        """There is nothing to prepare."""
+
+    async def publish(self, version: int, engines: Sequence[Engine]) -> dict[str, Exception | None]:
+        """Every engine has them."""
+        return {engine.name: None for engine in engines}
+
+
+async def load_behind_its_back(server: CpuServer, model: Path, version: int) -> None:
+    engine = SGLangEngine(server.url, admin_key=ADMIN_KEY)
+    await engine.open()
+    await engine.pause("retract")
+    await engine.flush()
+    await engine.update_from_disk(model, version)
+    await engine.resume()
+    await engine.close()
+
+
+@pytest.mark.timeout(400)
+async def test_weights_that_somebody_else_loads_are_never_taken_for_those_of_before(
+    clean_pair: Pair,
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recorder = Recorder()
+    opened = scheduler(clean_pair, recorder, over_provision=2.0, pace="asynchronous")
+    async with opened as rollouts:
+        batches = [await rollouts.next_batch()]
+        for server in clean_pair:
+            await until(lambda: rollouts.state.book.open_attempts >= 8)
+            await load_behind_its_back(server, models[1], 1)
+        await until(lambda: not rollouts.state.control.engines)
+        assert not rollouts.state.book.open_attempts
+        # One of them is lost before the trainer says what it has done.
+        rollouts._feed(EngineLost(engine=name(clean_pair[0]), cause="given up by the test"))
+        report = await rollouts.update_weights(LoadedAlready(), version=1)
+        assert report.version == 1
+        batches += [await rollouts.next_batch() for _ in range(3)]
+        for batch in batches:
+            assert all(rollout.staleness(batch.version) >= 0 for rollout in batch.rollouts)
+        assert {1} <= versions(batches[-1]) <= {0, 1}
+    delivered = [rollout for batch in batches for rollout in batch.rollouts]
+    exact = [rollout for rollout in delivered if rollout.versions_exact]
+    assert len(exact) >= len(delivered) - 2, "a chunk of each server may be of either version"
+    check_greedy(exact, models, tmp_path)
+    said = [r.getMessage() for r in caplog.records if "on standby" in r.getMessage()]
+    assert len(said) == 2
+    assert all("version 1 where the fleet has 0" in line for line in said)

@@ -1,0 +1,91 @@
+"""What a resumed run asks for, of requests of which every token was known."""
+
+from __future__ import annotations
+
+from aprilsched import MemoryStore, SchedulerConfig
+from aprilsched.core import events as ev
+from aprilsched.types import SamplingParams, VersionSpan
+from tests.support.driver import Driver
+
+CONFIG = SchedulerConfig(
+    batch_groups=1,
+    group_size=1,
+    over_provision=1.0,
+    pace="asynchronous",
+    sampling=SamplingParams(max_new_tokens=5),
+)
+
+
+def test_a_request_of_which_only_the_end_is_not_known_is_asked_for_its_last_token():
+    driver = Driver(CONFIG, store=MemoryStore())
+    driver.feed(ev.BatchRequested())
+    driver.progress(driver.attempts()[0], 5, first=10)
+    driver.save()
+    driver.restart()
+    (send,) = driver.sends.values()
+    assert send.input_ids.tolist()[-4:] == [10, 11, 12, 13]
+    assert send.sampling.max_new_tokens == 1
+    driver.request_batch()
+    driver.progress(driver.attempts()[0], 1, first=14)
+    driver.finish(driver.attempts()[0], 0)
+    ((rollout,),) = (group.rollouts for group in driver.batches[0].groups)
+    assert rollout.token_ids.tolist() == [10, 11, 12, 13, 14]
+    counters = driver.core.state.book.counters
+    assert (counters.tokens_generated, counters.tokens_discarded) == (6, 1)
+
+
+def test_an_episode_that_asks_for_less_than_was_known_is_given_no_more():
+    driver = Driver(CONFIG, episodes=True, store=MemoryStore())
+    driver.feed(ev.BatchRequested())
+    started = driver.episodes_started[0]
+    context = started.prompt.input_ids.copy()
+    asks = ev.TurnRequested(rollout_id=started.rollout_id, input_ids=context)
+    driver.feed(asks)
+    driver.progress(driver.attempts()[0], 4, first=10)
+    driver.save()
+    driver.restart()
+    less = SamplingParams(max_new_tokens=2)
+    driver.feed(
+        ev.TurnRequested(rollout_id=asks.rollout_id, input_ids=asks.input_ids, sampling=less)
+    )
+    (send,) = driver.sends.values()
+    assert send.input_ids.tolist()[-1] == 10
+    assert send.sampling.max_new_tokens == 1
+    driver.finish(driver.attempts()[0], 1)
+    assert len(driver.resolved[-1].token_ids) == 2
+    counters = driver.core.state.book.counters
+    assert (counters.tokens_generated, counters.tokens_discarded) == (5, 3)
+
+
+def test_tokens_that_came_after_a_refit_are_not_of_a_known_version_once_their_process_is_gone():
+    driver = Driver(CONFIG, store=MemoryStore())
+    driver.feed(ev.BatchRequested())
+    (key,) = driver.attempts()
+    driver.update()
+    assert key in driver.sends
+    # Sampled before the pause or after the refit: only the spans at the end would tell.
+    driver.progress(key, 2, first=10)
+    driver.save()
+    driver.restart()
+    driver.request_batch()
+    driver.finish(driver.attempts()[0], 3)
+    ((rollout,),) = (group.rollouts for group in driver.batches[0].groups)
+    assert not rollout.versions_exact
+
+
+def test_they_are_once_the_engine_has_told():
+    driver = Driver(CONFIG, store=MemoryStore())
+    driver.feed(ev.BatchRequested())
+    (key,) = driver.attempts()
+    driver.update()
+    driver.progress(key, 2, first=10)
+    driver.save()
+    spans = (VersionSpan(version=0, start=0, end=1), VersionSpan(version=1, start=1, end=2))
+    driver.interrupt(key, spans=spans)
+    driver.save()
+    driver.restart()
+    driver.request_batch()
+    driver.finish(driver.attempts()[0], 3)
+    ((rollout,),) = (group.rollouts for group in driver.batches[0].groups)
+    assert rollout.versions_exact
+    assert rollout.versions.tolist() == [0, 1, 1, 1, 1]

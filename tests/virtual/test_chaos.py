@@ -1,0 +1,43 @@
+"""The chaos campaign (experiments/chaos), in short and at length."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from experiments.chaos.mix import Mix
+from experiments.chaos.trial import run
+
+SEEDS_AT_ONCE = 10
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> Iterator[None]:
+    """Each seed ends with a collection of garbage, which need not look at everything there is."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        *range(0, 20, SEEDS_AT_ONCE),
+        *(pytest.param(n, marks=pytest.mark.long) for n in range(20, 1000, SEEDS_AT_ONCE)),
+    ],
+)
+# What the caller's code leaves behind (a coroutine that is never awaited) is its own.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_nothing_is_lost_wrong_or_hangs_under_chaos(first: int):
+    found: list[str] = []
+    for seed in range(first, first + SEEDS_AT_ONCE):
+        mix = Mix.of(seed, only=None, without=(), repeatable=True)
+        outcome = run(mix)
+        if outcome.complaints:
+            found.append(f"seed {seed}: {outcome.complaints}")
+            found += outcome.history[-30:]
+    assert not found, "\n".join(found)

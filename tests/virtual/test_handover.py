@@ -1,0 +1,386 @@
+"""From a decided batch to the trainer: nothing is lost, doubled or acknowledged that was not taken,
+however the trainer waits and however slow the store is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from aprilsched import (
+    Batch,
+    LongTailWorkload,
+    MemoryStore,
+    RolloutScheduler,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+    SqliteStore,
+)
+from aprilsched.core.commands import Command, Offer, WithdrawOffer
+from aprilsched.core.events import Event, UpdateRequested
+from aprilsched.core.invariants import check as check_invariants
+from aprilsched.core.saving.saved import Cut
+from aprilsched.engines.sim import run_virtual
+from aprilsched.errors import StoreError
+from aprilsched.store import Store
+
+
+def scheduler(
+    store: Store | None = None,
+    *,
+    fleet: SimFleet | None = None,
+    listeners: tuple[object, ...] = (),
+    **changes: object,
+) -> RolloutScheduler:
+    values: dict[str, object] = {"batch_groups": 2, "group_size": 2, "over_provision": 1.5}
+    return RolloutScheduler(
+        fleet or SimFleet(1),
+        LongTailWorkload(median=20, cap=100, group_size=2, vocab_size=1000, seed=1),
+        config=SchedulerConfig(**{**values, **changes}),  # type: ignore[arg-type]
+        store=store,
+        listeners=listeners,  # type: ignore[arg-type]
+    )
+
+
+class GatedStore(MemoryStore):
+    """Its durable writes wait, in their thread, until they are let through."""
+
+    inline = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Semaphore(0)
+        self.begun = 0
+        self.second = threading.Event()
+
+    def save(self, cut: Cut, *, durable: bool) -> None:
+        if durable:
+            self.begun += 1
+            if self.begun == 2:
+                self.second.set()
+            self.gate.acquire()
+        super().save(cut, durable=durable)
+
+
+class Cancelling:
+    """Cancels a task in the moment in which a batch is offered."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[Batch] | None = None
+
+    def on_event(self, event: Event, now: float) -> None:
+        pass
+
+    def on_command(self, command: Command, now: float) -> None:
+        if isinstance(command, Offer) and self.task is not None:
+            self.task.cancel()
+            self.task = None
+
+
+async def polled(rollouts: RolloutScheduler) -> Batch | None:
+    try:
+        return await asyncio.wait_for(rollouts.next_batch(), 0.01)
+    except TimeoutError:
+        return None
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+def test_a_store_that_is_slower_than_the_trainers_patience_costs_nothing(pace: str):
+    store = GatedStore()
+
+    async def main() -> None:
+        async with scheduler(store, fleet=SimFleet(1, time_scale=0.001), pace=pace) as rollouts:
+            state = rollouts.state
+            try:
+                for index in range(4):
+                    while store.begun == 2 * index:
+                        assert await polled(rollouts) is None
+                    launched = state.book.counters.launched
+                    for _ in range(5):
+                        assert await polled(rollouts) is None
+                    # It is decided and written once, and nothing runs ahead of it.
+                    assert store.begun == 2 * index + 1
+                    assert state.book.counters.batches == index
+                    assert state.book.counters.launched - launched <= 2 * 3 * 2
+                    store.gate.release()
+                    batch = None
+                    while batch is None:
+                        batch = await polled(rollouts)
+                    assert (batch.index, batch.version) == (index, index)
+                    assert list(state.unacknowledged) == [index]
+                    store.gate.release()  # for the update
+                    await rollouts.update_weights(SimPublisher())
+                    assert not state.unacknowledged
+                    check_invariants(state)
+            finally:
+                for _ in range(100):
+                    store.gate.release()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_batch_whose_wait_is_cancelled_as_it_is_offered_is_not_taken(saved: bool):
+    cancelling = Cancelling()
+
+    async def main() -> None:
+        async with scheduler(MemoryStore() if saved else None, listeners=(cancelling,)) as rollouts:
+            cancelling.task = asyncio.create_task(rollouts.next_batch())
+            with pytest.raises(asyncio.CancelledError):
+                await cancelling.task
+            state = rollouts.state
+            assert state.book.counters.batches == 0
+            assert state.offer is not None
+            offered = [group.group_id for group in state.offer.batch.groups]
+            assert [g.group_id for g in (await rollouts.next_batch()).groups] == offered
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("rule", ["mask", "evict", "finish"])
+def test_an_update_withdraws_what_was_not_taken_and_staleness_is_bounded(rule: str):
+    cancelling = Cancelling()
+
+    async def main() -> None:
+        async with scheduler(
+            MemoryStore(), listeners=(cancelling,), max_staleness=0, staleness_rule=rule
+        ) as rollouts:
+            cancelling.task = asyncio.create_task(rollouts.next_batch())
+            with pytest.raises(asyncio.CancelledError):
+                await cancelling.task
+            for _ in range(3):
+                await rollouts.update_weights(SimPublisher())
+                assert not rollouts.state.unacknowledged
+            check_invariants(rollouts.state)
+            batch = await rollouts.next_batch()
+            assert (batch.index, batch.version) == (0, 3)
+            for rollout in batch.rollouts:
+                stale = (rollout.versions >= 0) & (rollout.versions < 3)
+                assert not rollout.loss_mask[stale].any()
+            if rule == "evict":
+                assert rollouts.state.book.ledger.total
+
+    run_virtual(main())
+
+
+def test_an_update_in_the_moment_between_offer_and_take_makes_the_batch_anew():
+    updates: list[asyncio.Handle] = []
+
+    def update() -> None:
+        rollouts._session.refits.publisher = SimPublisher()
+        rollouts._session.feed(UpdateRequested(version=1))
+
+    class Updating(Cancelling):
+        def on_command(self, command: Command, now: float) -> None:
+            # It comes before the next step of the trainer, which is woken by this offer.
+            if isinstance(command, Offer) and not updates:
+                updates.append(asyncio.get_running_loop().call_soon(update))
+
+    rollouts = scheduler(MemoryStore(), listeners=(Updating(),))
+
+    async def main() -> None:
+        async with rollouts:
+            batch = await rollouts.next_batch()
+            assert (batch.index, batch.version) == (0, 1)
+            assert list(rollouts.state.unacknowledged) == [0]
+
+    run_virtual(main())
+
+
+def test_a_batch_that_was_withdrawn_is_not_delivered_again_after_a_restart():
+    store = MemoryStore()
+    cancelling = Cancelling()
+
+    async def life(cancels: bool) -> tuple[list[int], list[bool]]:
+        listeners = (cancelling,) if cancels else ()
+        async with scheduler(store, listeners=listeners) as rollouts:
+            if not cancels:
+                if not rollouts.state.control.engines:
+                    await rollouts.update_weights(SimPublisher(), version=rollouts.version)
+                batches = [await rollouts.next_batch() for _ in range(3)]
+                return [b.index for b in batches], [b.redelivered for b in batches]
+            cancelling.task = asyncio.create_task(rollouts.next_batch())
+            with pytest.raises(asyncio.CancelledError):
+                await cancelling.task
+            await rollouts.update_weights(SimPublisher())
+            saved = store.open()
+            assert saved is not None
+            assert not saved.batches
+            return [], []
+
+    run_virtual(life(True))
+    assert run_virtual(life(False)) == ([0, 1, 2], [False] * 3)
+
+
+def test_a_batch_that_nobody_took_before_the_end_is_there_after_it():
+    store = MemoryStore()
+    cancelling = Cancelling()
+
+    async def first() -> list[int]:
+        async with scheduler(store, listeners=(cancelling,)) as rollouts:
+            cancelling.task = asyncio.create_task(rollouts.next_batch())
+            with pytest.raises(asyncio.CancelledError):
+                await cancelling.task
+            assert rollouts.state.offer is not None
+            return [group.group_id for group in rollouts.state.offer.batch.groups]
+
+    async def second() -> tuple[list[int], list[int]]:
+        async with scheduler(store) as rollouts:
+            # Polled, as the first one was.
+            batch = await polled(rollouts) or await rollouts.next_batch()
+            after = await rollouts.next_batch()
+            check_invariants(rollouts.state)
+            return [batch.index, after.index], [group.group_id for group in batch.groups]
+
+    offered = run_virtual(first())
+    assert run_virtual(second()) == ([0, 1], offered)
+
+
+def test_listeners_see_an_offer_come_and_go():
+    seen: list[tuple[str, int]] = []
+
+    class Listening(Cancelling):
+        def on_command(self, command: Command, now: float) -> None:
+            super().on_command(command, now)
+            if isinstance(command, Offer):
+                seen.append(("offer", command.offered.index))
+            elif isinstance(command, WithdrawOffer):
+                seen.append(("withdraw", command.index))
+            elif type(command).__name__ == "Deliver":
+                seen.append(("deliver", command.batch.index))  # type: ignore[attr-defined]
+
+    listening = Listening()
+
+    async def main() -> None:
+        async with scheduler(listeners=(listening,)) as rollouts:
+            listening.task = asyncio.create_task(rollouts.next_batch())
+            with pytest.raises(asyncio.CancelledError):
+                await listening.task
+            await rollouts.update_weights(SimPublisher())
+            await rollouts.next_batch()
+
+    run_virtual(main())
+    assert seen == [("offer", 0), ("withdraw", 0), ("offer", 0), ("deliver", 0)]
+
+
+# --- acknowledged when it is safe -------------------------------------------------------------
+
+
+def test_an_update_returns_when_the_store_has_it():
+    store = GatedStore()
+
+    async def main() -> None:
+        async with scheduler(store, fleet=SimFleet(1, time_scale=0.001)) as rollouts:
+            try:
+                store.gate.release()
+                await rollouts.next_batch()
+                update = asyncio.create_task(rollouts.update_weights(SimPublisher()))
+                await asyncio.to_thread(store.second.wait)
+                assert rollouts.version == 1
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                assert not update.done()
+                store.gate.release()
+                await update
+                saved = store.open()
+                assert saved is not None
+                assert (saved.run.version, saved.batches) == (1, ())
+            finally:
+                for _ in range(100):
+                    store.gate.release()
+
+    asyncio.run(main())
+
+
+def test_an_update_does_not_wait_for_ever_for_a_store_that_hangs(caplog: pytest.LogCaptureFixture):
+    class Hanging(MemoryStore):
+        inline = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.go_on = threading.Event()
+
+        def save(self, cut: Cut, *, durable: bool) -> None:
+            if durable and cut.run.version:
+                self.go_on.wait()
+
+    store = Hanging()
+
+    async def main() -> None:
+        async with scheduler(store) as rollouts:
+            await rollouts.next_batch()
+            assert (await rollouts.update_weights(SimPublisher())).version == 1
+            store.go_on.set()
+
+    with caplog.at_level(logging.WARNING, logger="aprilsched"):
+        run_virtual(main())
+    assert sum("has not taken the last update" in r.message for r in caplog.records) == 1
+
+
+def test_a_store_that_fails_does_not_hold_an_update_up(caplog: pytest.LogCaptureFixture):
+    class Failing(MemoryStore):
+        def save(self, cut: Cut, *, durable: bool) -> None:
+            if cut.run.version:
+                raise StoreError("no room")
+            super().save(cut, durable=durable)
+
+    async def main() -> None:
+        async with scheduler(Failing()) as rollouts:
+            for version in (1, 2):
+                await rollouts.next_batch()
+                assert (await rollouts.update_weights(SimPublisher())).version == version
+
+    with caplog.at_level(logging.ERROR, logger="aprilsched"):
+        run_virtual(main())
+    assert sum("is not saved" in record.message for record in caplog.records) == 1
+
+
+def test_a_checkpoint_that_fails_acknowledges_nothing(tmp_path: Path):
+    path = tmp_path / "store"
+
+    async def first() -> None:
+        async with scheduler(SqliteStore(path, inline=True)) as rollouts:
+            batch = await rollouts.next_batch()
+            with pytest.raises(StoreError, match="is no folder"):
+                await rollouts.checkpoint(tmp_path / "none" / "checkpoint")
+            assert list(rollouts.state.unacknowledged) == [batch.index]
+
+    async def second() -> None:
+        async with scheduler(SqliteStore(path, inline=True)) as rollouts:
+            batch = await rollouts.next_batch()
+            assert (batch.index, batch.redelivered) == (0, True)
+            await rollouts.checkpoint(tmp_path / "checkpoint")
+            assert not rollouts.state.unacknowledged
+
+    run_virtual(first())
+    run_virtual(second())
+
+
+def test_a_checkpoint_holds_what_is_offered_as_not_taken(tmp_path: Path):
+    cancelling = Cancelling()
+
+    async def first(store: Store | None) -> list[int]:
+        async with scheduler(store, listeners=(cancelling,)) as rollouts:
+            await rollouts.next_batch()
+            cancelling.task = asyncio.create_task(rollouts.next_batch())
+            with pytest.raises(asyncio.CancelledError):
+                await cancelling.task
+            await rollouts.checkpoint(tmp_path / "checkpoint")
+            assert rollouts.state.offer is not None
+            return [group.group_id for group in rollouts.state.offer.batch.groups]
+
+    async def second() -> tuple[int, bool, list[int]]:
+        rollouts = scheduler()
+        rollouts.restore(tmp_path / "checkpoint")
+        async with rollouts:
+            batch = await rollouts.next_batch()
+            check_invariants(rollouts.state)
+            return batch.index, batch.redelivered, [group.group_id for group in batch.groups]
+
+    for store in (None, MemoryStore()):
+        offered = run_virtual(first(store))
+        assert run_virtual(second()) == (1, False, offered)

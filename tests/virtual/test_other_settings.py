@@ -1,0 +1,214 @@
+"""A run goes on under other settings than those it was begun with, from whenever it was killed.
+
+Pairs of settings, all of them in the long variant: the first life is killed before its first
+batch, within a batch and in the trainer's pause (a store is what the cuts up to then have made of
+it), and the second one goes on with what is there. It must deliver, lose nothing and deliver
+nothing twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations
+from typing import Any
+
+import pytest
+
+from aprilsched import (
+    Batch,
+    Group,
+    LongTailWorkload,
+    MemoryStore,
+    Prompt,
+    Rollout,
+    RolloutScheduler,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+)
+from aprilsched.core.invariants import check as check_invariants
+from aprilsched.engines.sim import run_virtual
+from aprilsched.errors import ConfigError
+
+
+async def reward(rollout: Rollout, prompt: Prompt) -> float:
+    await asyncio.sleep(1.5)
+    return 1.0
+
+
+async def group_reward(group: Group) -> list[float]:
+    await asyncio.sleep(1.5)
+    return [2.0] * len(group.rollouts)
+
+
+async def accept(group: Group) -> bool:
+    await asyncio.sleep(0.7)
+    return len(group.rollouts[0].token_ids) % 3 > 0
+
+
+FINISH = {"max_staleness": 1, "staleness_rule": "finish"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rounds": {"refill": "rounds", "store_batches": 3.0},
+    "pool": {"refill": "pool"},
+    "auto": {"over_provision": "auto"},
+    "auto in place": {"over_provision": "auto", "straggler": "in_place"},
+    "kv": {"over_provision": "kv"},
+    "waiting": {"over_provision": 1.0},
+    "in place": {"straggler": "in_place", "over_provision": 2.0},
+    "abort apart": {"straggler": "abort", "kv_after_refit": "apart"},
+    "rounds abort": {"refill": "rounds", "store_batches": 3.0, "straggler": "abort"},
+    "run": {"straggler": "run"},
+    "choose": {"straggler": "choose", "kv_after_refit": "apart"},
+    "asynchronous": {"pace": "asynchronous"},
+    "asynchronous auto": {"pace": "asynchronous", "over_provision": "auto"},
+    "asynchronous pool": {"pace": "asynchronous", "refill": "pool", **FINISH},
+    "finish": FINISH,
+    "evict": {"max_staleness": 1, "staleness_rule": "evict"},
+    "mask": {"max_staleness": 0},
+    "large batch": {"batch_groups": 11},
+    "small batch": {"batch_groups": 1},
+    "samples": {"stop": "samples", "batch_samples": 30},
+    "asynchronous tokens": {"stop": "tokens", "batch_tokens": 3000, "pace": "asynchronous"},
+    "rounds tokens": {"stop": "tokens", "batch_tokens": 2000, "refill": "rounds"},
+    "auto samples": {"stop": "samples", "batch_samples": 30, "over_provision": "auto"},
+    "pairs": {"group_size": 2},
+    "groups of six": {"group_size": 6, "over_provision": "auto"},
+    "ramp": {"start_up": "ramp", "start_up_batches": 3},
+    "start with waiting": {"start_up": "wait", "start_up_batches": 3},
+    "reward": {"reward": reward},
+    "reward of rounds": {"reward": reward, "refill": "rounds"},
+    "reward of groups": {"reward": group_reward, "reward_scope": "group"},
+    "accept": {"accept": accept},
+    "accept rewarded": {"accept": accept, "reward": reward},
+}
+_USER = ("reward", "reward_scope", "accept")
+MOMENTS = ("before the first batch", "within a batch", "in the trainer's pause")
+
+
+def scheduler(name: str, store: MemoryStore, **more: Any) -> RolloutScheduler:
+    settings = SETTINGS[name] | more
+    user = {key: settings.pop(key) for key in _USER if key in settings}
+    values: dict[str, Any] = {"batch_groups": 4, "group_size": 4, "save_interval_s": 0.05}
+    config = SchedulerConfig(**{**values, **settings})
+    prompts = LongTailWorkload(
+        median=60, cap=400, group_size=config.group_size, vocab_size=1000, seed=5
+    )
+    return RolloutScheduler(SimFleet(1), prompts, config=config, store=store, **user)
+
+
+@dataclass(frozen=True)
+class Killed:
+    store: MemoryStore
+    acknowledged: frozenset[int]
+    """Rollouts that will not be given again."""
+
+
+@cache
+def killed(name: str) -> dict[str, Killed]:
+    """What the first life leaves at each of the moments."""
+    left: dict[str, Killed] = {}
+
+    async def live() -> None:
+        store = MemoryStore()
+        gone: list[Batch] = []
+
+        def kill(moment: str) -> None:
+            ids = frozenset(r.rollout_id for batch in gone for r in batch.rollouts)
+            left[moment] = Killed(copy.deepcopy(store), ids)
+
+        async with scheduler(name, store) as rollouts:
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.31, kill, MOMENTS[0])
+            for _ in range(2):
+                batch = await asyncio.wait_for(rollouts.next_batch(), 600)
+                if len(gone) == 1:
+                    await asyncio.sleep(0.4)
+                    kill(MOMENTS[2])
+                await rollouts.update_weights(SimPublisher())
+                gone.append(batch)
+            loop.call_later(0.2, kill, MOMENTS[1])
+            await asyncio.wait_for(rollouts.next_batch(), 600)
+
+    run_virtual(live())
+    return left
+
+
+async def goes_on(name: str, begun: Killed) -> None:
+    store = copy.deepcopy(begun.store)
+    seen = set(begun.acknowledged)
+    async with scheduler(name, store) as rollouts:
+        await rollouts.update_weights(SimPublisher(), version=rollouts.version + 1)
+        for _ in range(4):
+            batch = await asyncio.wait_for(rollouts.next_batch(), 600)
+            check_invariants(rollouts.state)
+            ids = {rollout.rollout_id for rollout in batch.rollouts}
+            assert ids
+            assert not ids & seen, "delivered twice"
+            seen |= ids
+            if "reward" in SETTINGS[name] and not batch.redelivered:
+                assert all(rollout.reward is not None for rollout in batch.rollouts)
+            await rollouts.update_weights(SimPublisher())
+        check_invariants(rollouts.state)
+
+
+def pairs() -> Iterator[tuple[str, str]]:
+    """Each to one of the others; and those that leave most behind to what has no use for it."""
+    names = list(SETTINGS)
+    for place, name in enumerate(names):
+        yield name, names[(7 * place + 3) % len(names)]
+    for name in ("rounds", "auto", "kv", "reward", "reward of groups", "accept", "large batch"):
+        yield name, "plain"
+    for name in ("pool", "in place", "auto in place", "asynchronous", "ramp", "run"):
+        yield "rounds", name
+
+
+SOME = list(dict.fromkeys(pairs()))
+OTHERS = [pair for pair in permutations(SETTINGS, 2) if pair not in SOME]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [*SOME, *(pytest.param(*pair, marks=pytest.mark.long) for pair in OTHERS)]
+)
+def test_a_run_goes_on_under_other_settings(first: str, second: str) -> None:
+    for moment, begun in killed(first).items():
+        try:
+            run_virtual(goes_on(second, begun))
+        except TimeoutError:
+            raise AssertionError(f"killed {moment}, it delivers nothing more") from None
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_one_request_at_a_time_fills_batches(name: str) -> None:
+    """What `max_in_flight` holds back is sent when something ends, so no batch is too large."""
+
+    async def live() -> None:
+        async with scheduler(name, MemoryStore(), max_in_flight=1) as rollouts:
+            for _ in range(3):
+                batch = await asyncio.wait_for(rollouts.next_batch(), 6000)
+                assert list(batch.rollouts)
+                await rollouts.update_weights(SimPublisher())
+            check_invariants(rollouts.state)
+
+    run_virtual(live())
+
+
+def test_an_episode_cannot_be_left_out() -> None:
+    async def episode(turn: Any, prompt: Prompt) -> None:
+        await turn.generate(prompt.input_ids)
+
+    async def live() -> None:
+        store = copy.deepcopy(killed("plain")[MOMENTS[1]].store)
+        config = SchedulerConfig(batch_groups=4, group_size=4)
+        prompts = LongTailWorkload(median=60, cap=400, group_size=4, vocab_size=1000, seed=5)
+        with pytest.raises(ConfigError, match="episode function"):
+            async with RolloutScheduler(
+                SimFleet(1), prompts, config=config, store=store, episode=episode
+            ):
+                pass
+
+    run_virtual(live())

@@ -1,0 +1,135 @@
+"""Two schedulers on one engine: refused within a process, said where only traces are seen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet, SimFleet
+from aprilsched.coordinator.sharing import Claim
+from aprilsched.engines.base import Engine, Fleet
+from aprilsched.engines.sim import run_virtual
+from aprilsched.engines.sim.http import SimServer
+from aprilsched.errors import ConfigError
+from tests.sglang.helpers import greedy, until
+from tests.support.sim_http import CONFIG, INTERVAL
+
+
+def scheduler(fleet: Fleet, run_id: str) -> RolloutScheduler:
+    return RolloutScheduler(
+        fleet,
+        LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, vocab_size=512, seed=3),
+        config=SchedulerConfig(batch_groups=4, group_size=4, over_provision=2.0),
+        run_id=run_id,
+    )
+
+
+def test_a_second_scheduler_on_a_fleet_is_refused_and_does_the_first_no_harm():
+    async def main() -> None:
+        fleet = SimFleet(2)
+        async with scheduler(fleet, "first") as first:
+            await first.next_batch()
+            with pytest.raises(ConfigError, match="in use by the open scheduler of run first"):
+                async with scheduler(fleet, "second"):
+                    pass
+            await first.next_batch()
+        async with scheduler(fleet, "third") as third:
+            await third.next_batch()
+
+    run_virtual(main())
+
+
+def test_a_second_fleet_object_for_the_same_server_is_refused():
+    async def main() -> None:
+        async with SimServer(CONFIG) as server:
+            async with scheduler(SGLangFleet([server.url]), "first") as first:
+                with pytest.raises(ConfigError, match="in use by the open scheduler of run first"):
+                    async with scheduler(SGLangFleet([server.url]), "second"):
+                        pass
+                await first.next_batch()
+            async with scheduler(SGLangFleet([server.url]), "third") as third:
+                await third.next_batch()
+
+    run_virtual(main())
+
+
+def test_a_scheduler_that_could_not_be_opened_holds_no_engine():
+    async def main() -> None:
+        fleet = SimFleet(1)
+        opening = asyncio.create_task(scheduler(fleet, "first").__aenter__())
+        await asyncio.sleep(0)
+        opening.cancel()
+        await asyncio.wait([opening])
+        async with scheduler(fleet, "second") as second:
+            await second.next_batch()
+
+    run_virtual(main())
+
+
+def test_a_scheduler_whose_loop_was_closed_under_it_holds_no_engine():
+    engines = SimFleet(1).engines
+    left, other = Claim("left"), Claim("other")
+
+    async def take(claim: Claim) -> None:
+        claim.take(engines)
+
+    run_virtual(take(left))
+    run_virtual(take(other))
+    left.give_back()
+    with pytest.raises(ConfigError, match="run other"):
+        asyncio.run(_both(other, Claim("third"), engines))
+
+
+async def _both(first: Claim, second: Claim, engines: Sequence[Engine]) -> None:
+    first.take(engines)
+    second.take(engines)
+
+
+def test_requests_of_somebody_else_are_said(caplog: pytest.LogCaptureFixture):
+    async def main() -> None:
+        async with SimServer(CONFIG) as server:
+            fleet = SGLangFleet([server.url], stream_interval=INTERVAL)
+            other = server.engine.generate(greedy(100_000, request_id="x" * 20))
+            reading = asyncio.create_task(anext(other))
+            await until(lambda: server.engine.batcher.running > 0)
+            async with scheduler(fleet, "run") as rollouts:
+                await rollouts.next_batch()
+            reading.cancel()
+            await asyncio.wait([reading])
+            await other.aclose()
+
+    run_virtual(main())
+    said = [m for m in caplog.messages if "of somebody else" in m]
+    assert len(said) == 1
+    assert "has requests of somebody else (1 of them)" in said[0]
+
+
+def test_a_quiet_engine_is_not_spoken_of(caplog: pytest.LogCaptureFixture):
+    async def main() -> None:
+        async with (
+            SimServer(CONFIG) as server,
+            scheduler(SGLangFleet([server.url]), "run") as rollouts,
+        ):
+            await rollouts.next_batch()
+
+    run_virtual(main())
+    assert not caplog.messages
+
+
+def test_aborts_that_nobody_here_asked_for_are_said_once(caplog: pytest.LogCaptureFixture):
+    async def main() -> None:
+        async with (
+            SimServer(CONFIG) as server,
+            scheduler(SGLangFleet([server.url]), "run") as rollouts,
+        ):
+            waiting = asyncio.create_task(rollouts.next_batch())
+            await until(lambda: server.engine.batcher.running > 8)
+            served = server._served
+            assert served is not None
+            await served.abort_all()
+            await waiting
+
+    run_virtual(main())
+    assert len([m for m in caplog.messages if "had not called back" in m]) == 1

@@ -1,0 +1,584 @@
+"""Code of the user's that raises what means something else to asyncio, or does not end.
+
+Whatever it raises becomes an entry of the ledger with its cause, an error of the call, or the end
+of the run with one sentence. It never ends a task of the scheduler's in silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched import (
+    LongTailWorkload,
+    Prompt,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+    Turn,
+)
+from aprilsched.coordinator.tasks import Tasks
+from aprilsched.core.ledger import Reason
+from aprilsched.engines.base import Engine
+from aprilsched.engines.sim import run_virtual
+from aprilsched.errors import (
+    CallbackError,
+    ConfigError,
+    InvariantViolation,
+    RefitError,
+    RunGivenUp,
+    SchedulerClosed,
+)
+from aprilsched.planning import Planner
+from aprilsched.store import MemoryStore
+
+SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
+ONE = np.array([1], dtype=np.int32)
+LONG_S = 10_000
+"""On the virtual clock: what has not come by then never comes."""
+
+STRANGE = [
+    asyncio.CancelledError,
+    StopIteration,
+    StopAsyncIteration,
+    GeneratorExit,
+    SystemExit,
+]
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {
+        "batch_groups": 2,
+        "group_size": 2,
+        "over_provision": 1.0,
+        "max_failed_groups": 4,
+    }
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def workload(count: int | None = None) -> LongTailWorkload:
+    return LongTailWorkload(median=40, sigma=0.5, cap=200, group_size=2, count=count)
+
+
+def raising(error: type[BaseException]) -> Callable[..., Any]:
+    """A coroutine function that raises `error`; Python makes a RuntimeError of StopIteration."""
+
+    async def callback(*_: Any) -> Any:
+        raise error("of the user's")
+
+    return callback
+
+
+async def first_batch(**arguments: Any) -> RolloutScheduler:
+    """Wait for a batch that cannot come; the scheduler, closed."""
+    settings = arguments.pop("config", config())
+    scheduler = RolloutScheduler(SimFleet(1), workload(), config=settings, **arguments)
+    async with scheduler as rollouts:
+        with pytest.raises(RunGivenUp, match=r"of the user's|StopIteration"):
+            async with asyncio.timeout(LONG_S):
+                await rollouts.next_batch()
+    return scheduler
+
+
+@pytest.mark.parametrize("error", STRANGE)
+@pytest.mark.parametrize("scope", ["rollout", "group"])
+def test_a_reward_that_raises_anything_costs_its_group(error: type[BaseException], scope: Any):
+    scheduler = run_virtual(first_batch(reward=raising(error), reward_scope=scope))
+    assert scheduler.state.book.ledger.rollouts == {Reason.REWARD_FAILED: 8}
+    assert "the reward function raised" in scheduler.state.book.ledger.entries[0].cause
+
+
+@pytest.mark.parametrize("error", STRANGE)
+def test_an_accept_function_that_raises_anything_costs_its_group(error: type[BaseException]):
+    scheduler = run_virtual(first_batch(accept=raising(error)))
+    assert scheduler.state.book.ledger.rollouts == {Reason.REWARD_FAILED: 8}
+
+
+@pytest.mark.parametrize("error", STRANGE)
+def test_an_episode_that_raises_anything_costs_its_group(error: type[BaseException]):
+    fail = raising(error)
+
+    async def episode(turn: Turn, prompt: Prompt) -> float:
+        await turn.generate(prompt.input_ids, SHORT)
+        return await fail()
+
+    scheduler = run_virtual(first_batch(episode=episode))
+    dropped = scheduler.state.book.ledger.rollouts
+    assert dropped == {Reason.EPISODE_FAILED: 4, Reason.SIBLING_FAILED: 4}
+
+
+async def test_plain_functions_in_threads_may_raise_anything():
+    def no_match(rollout: Any, prompt: Any) -> float:
+        return next(reward for reward in list[float]())
+
+    def ends_the_process(rollout: Any, prompt: Any) -> float:
+        raise SystemExit(3)
+
+    def cancelled(rollout: Any, prompt: Any) -> float:
+        raise asyncio.CancelledError
+
+    for reward, said in (
+        (no_match, "StopIteration"),
+        (ends_the_process, "SystemExit"),
+        (cancelled, "CancelledError"),
+    ):
+        async with RolloutScheduler(
+            SimFleet(1, time_scale=0.001), workload(), reward=reward, config=config()
+        ) as rollouts:
+            with pytest.raises(RunGivenUp, match=f"the reward function raised {said}"):
+                await rollouts.next_batch()
+
+
+@pytest.mark.parametrize("error", STRANGE)
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_source_of_prompts_that_raises_anything_ends_the_run(
+    error: type[BaseException], plain: bool
+):
+    class Source:
+        def __init__(self) -> None:
+            self.left = 3
+
+        def __iter__(self) -> Source:
+            return self
+
+        def __next__(self) -> Prompt:
+            self.left -= 1
+            if self.left < 0:
+                raise error("of the user's")
+            return Prompt(input_ids=ONE, sampling=SHORT)
+
+    class AsyncSource(Source):
+        __iter__ = None  # type: ignore[assignment]
+
+        def __aiter__(self) -> AsyncSource:
+            return self
+
+        async def __anext__(self) -> Prompt:
+            return self.__next__()
+
+    ends = StopIteration if plain else StopAsyncIteration
+
+    async def main() -> None:
+        source = Source() if plain else AsyncSource()
+        async with RolloutScheduler(SimFleet(1), source, config=config()) as rollouts:
+            async with asyncio.timeout(LONG_S):
+                await rollouts.next_batch()
+                if error is ends:
+                    assert len((await rollouts.next_batch()).groups) == 1
+                    return
+                with pytest.raises((CallbackError, RuntimeError), match=r"."):
+                    await rollouts.next_batch()
+            with pytest.raises((CallbackError, RuntimeError, StopAsyncIteration)):
+                await rollouts.next_batch()
+
+    if plain and error is StopAsyncIteration:
+        pytest.skip("an ordinary exception there")
+    run_virtual(main())
+
+
+def test_a_source_that_waits_for_more_does_not_hold_closing_up():
+    class Pushed:
+        """Gives some prompts and then waits for more, as a queue does."""
+
+        def __init__(self, count: int) -> None:
+            self.left, self.waits, self.cancelled = count, False, False
+
+        def __aiter__(self) -> Pushed:
+            return self
+
+        async def __anext__(self) -> Prompt:
+            if not self.left:
+                self.waits = True
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.cancelled = True
+            self.left -= 1
+            return Prompt(input_ids=ONE, sampling=SHORT)
+
+    async def main(count: int) -> None:
+        source = Pushed(count)
+        rollouts = RolloutScheduler(
+            SimFleet(1), source, config=config(pace="asynchronous", over_provision=1.5)
+        )
+        async with asyncio.timeout(LONG_S), rollouts:
+            await asyncio.sleep(100)
+        assert source.cancelled == source.waits
+
+    for count in range(1, 12):
+        run_virtual(main(count))
+
+
+class Publisher(SimPublisher):
+    """Raises `error` from the method that is named."""
+
+    def __init__(self, method: str, error: BaseException) -> None:
+        super().__init__()
+        self.method, self.error = method, error
+
+    def _at(self, method: str) -> None:
+        if self.method == method:
+            raise self.error
+
+    async def prepare(self, version: int) -> None:
+        self._at("prepare")
+
+    def holds(self, version: int) -> bool:
+        self._at("holds")
+        return False
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        self._at("publish")
+        return await super().publish(version, engines)
+
+
+@pytest.mark.parametrize("error", STRANGE)
+@pytest.mark.parametrize("method", ["prepare", "holds", "publish"])
+def test_a_publisher_that_raises_anything_fails_its_update(error: type[BaseException], method: str):
+    async def main() -> None:
+        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+            async with asyncio.timeout(LONG_S):
+                await rollouts.next_batch()
+                with pytest.raises(Exception, match=r".") as caught:
+                    await rollouts.update_weights(Publisher(method, error("of the user's")))
+                assert isinstance(
+                    caught.value, CallbackError | RefitError | RuntimeError | StopAsyncIteration
+                )
+                assert rollouts.version == 0
+                await rollouts.update_weights(SimPublisher())
+                assert rollouts.version == 1
+                assert (await rollouts.next_batch()).version == 1
+
+    run_virtual(main())
+
+
+def test_a_publisher_that_returns_nothing_is_told_what_to_return():
+    class Silent(SimPublisher):
+        async def publish(self, version: int, engines: Sequence[Engine]) -> Any:
+            await super().publish(version, engines)
+
+    async def main() -> None:
+        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+            await rollouts.next_batch()
+            with pytest.raises(RefitError, match="return a mapping from each engine's name"):
+                await rollouts.update_weights(Silent())
+            await rollouts.update_weights(SimPublisher())
+            await rollouts.next_batch()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("error", STRANGE)
+def test_a_listener_that_raises_anything_is_detached(error: type[BaseException]):
+    class Listener:
+        calls = 0
+
+        def on_event(self, event: Any, now: float) -> None:
+            self.calls += 1
+            raise error("of the user's")
+
+        def on_command(self, command: Any, now: float) -> None:
+            self.calls += 1
+
+    async def main() -> None:
+        listener = Listener()
+        async with RolloutScheduler(
+            SimFleet(1), workload(), config=config(), listeners=[listener]
+        ) as rollouts:
+            async with asyncio.timeout(LONG_S):
+                await rollouts.next_batch()
+        assert listener.calls == 1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("error", [*STRANGE, None])
+def test_a_planner_that_raises_anything_keeps_the_schedule(error: type[BaseException] | None):
+    class Raising(Planner):
+        calls = 0
+
+        def plan(self, command: Any, rules: Any) -> Any:
+            self.calls += 1
+            if error is not None:
+                raise error("of the user's")
+
+    async def main() -> None:
+        planner = Raising()
+        planner.inline = True
+        async with RolloutScheduler(
+            SimFleet(1), workload(), config=config(over_provision="auto"), planner=planner
+        ) as rollouts:
+            async with asyncio.timeout(LONG_S):
+                for _ in range(6):
+                    await rollouts.next_batch()
+        assert planner.calls
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("reward", [{0: 1.0, 1: 2.0}, "12", {1.0, 2.0}])
+def test_a_group_reward_that_is_no_sequence_is_refused(reward: Any):
+    async def wrong(group: Any) -> Any:
+        return reward
+
+    async def main() -> None:
+        async with RolloutScheduler(
+            SimFleet(1), workload(), reward=wrong, reward_scope="group", config=config()
+        ) as rollouts:
+            with pytest.raises(RunGivenUp, match="return one reward for each rollout, in order"):
+                await rollouts.next_batch()
+
+    run_virtual(main())
+
+
+def test_an_array_is_a_group_reward():
+    async def scores(group: Any) -> Any:
+        return np.array([1.0, 2.0], dtype=np.float32)
+
+    async def main() -> None:
+        async with RolloutScheduler(
+            SimFleet(1), workload(), reward=scores, reward_scope="group", config=config()
+        ) as rollouts:
+            batch = await rollouts.next_batch()
+            assert [rollout.reward for rollout in batch.rollouts] == [1.0, 2.0] * 2
+
+    run_virtual(main())
+
+
+def test_ctrl_c_inside_user_code_releases_the_engines():
+    fleet = SimFleet(2)
+
+    async def episode(turn: Turn, prompt: Prompt) -> float:
+        await turn.generate(prompt.input_ids, SHORT)
+        raise KeyboardInterrupt
+
+    async def main() -> None:
+        async with RolloutScheduler(fleet, workload(), episode=episode, config=config()) as r:
+            await r.next_batch()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_virtual(main())
+    assert not any(engine.batcher.paused or engine.batcher.running for engine in fleet.engines)
+
+
+def test_user_code_that_ignores_its_cancellation_is_left_behind(
+    caplog: pytest.LogCaptureFixture,
+):
+    ends = False
+
+    async def stubborn(rollout: Any, prompt: Any) -> float:
+        while not ends:
+            try:
+                await asyncio.sleep(LONG_S)
+            except asyncio.CancelledError:
+                continue
+        return 1.0
+
+    async def main() -> None:
+        nonlocal ends
+        async with asyncio.timeout(LONG_S):
+            async with RolloutScheduler(
+                SimFleet(1), workload(), reward=stubborn, config=config()
+            ) as rollouts:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(rollouts.next_batch(), 50)
+        ends = True
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    run_virtual(main())
+    assert "the reward function ignores that it was cancelled" in caplog.text
+
+
+def test_whoever_cancels_the_schedulers_tasks_ends_the_run_with_a_word():
+    async def main() -> None:
+        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+            waiting = asyncio.create_task(rollouts.next_batch())
+            await asyncio.sleep(0.01)
+            for task in asyncio.all_tasks() - {asyncio.current_task(), waiting}:
+                if task.get_name() != "aprilsched":
+                    task.cancel()
+            with pytest.raises((InvariantViolation, CallbackError, SchedulerClosed)):
+                async with asyncio.timeout(LONG_S):
+                    await waiting
+
+    run_virtual(main())
+
+
+async def test_a_key_that_is_in_use_is_not_given_twice():
+    async with asyncio.TaskGroup() as group:
+        tasks = Tasks(group)
+        tasks.start("one", asyncio.sleep(0))
+        with pytest.raises(InvariantViolation, match="runs already"):
+            tasks.start("one", asyncio.sleep(0))
+
+
+# --- prompts ---------------------------------------------------------------------------------
+
+
+def bad_prompts() -> list[Any]:
+    return [
+        np.array([1, 2, 3]),
+        Prompt(input_ids=ONE, sampling=(SHORT, SHORT, SHORT)),
+        Prompt(input_ids=ONE, sampling={"max_tokens": 5}),  # type: ignore[arg-type]
+        Prompt(input_ids=ONE, sampling=SamplingParams(extra={"n": 4})),
+        Prompt(input_ids=ONE, sampling=SamplingParams(extra={"max_new_tokens": 4})),
+    ]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_bad_prompt_is_one_entry_of_the_ledger_and_the_run_goes_on(plain: bool):
+    good = Prompt(input_ids=ONE, sampling=SHORT)
+    source = [item for bad in bad_prompts() for item in (good, bad, good)]
+
+    async def slowly() -> AsyncIterator[Any]:
+        for item in source:
+            yield item
+
+    async def main() -> None:
+        async with RolloutScheduler(
+            SimFleet(1), source if plain else slowly(), config=config()
+        ) as rollouts:
+            assert sum([len(batch.groups) async for batch in rollouts]) == 10
+            ledger = rollouts.state.book.ledger
+            assert ledger.rollouts == {Reason.BAD_PROMPT: 5}
+            causes = [entry.cause for entry in ledger.entries]
+            for cause, said in zip(
+                causes,
+                ("wrap token ids", "3 sampling", "give SamplingParams", "group_size", "beside"),
+                strict=True,
+            ):
+                assert said in cause
+
+    run_virtual(main())
+
+
+def test_a_prompt_that_cannot_be_made_is_one_entry_where_the_source_goes_on():
+    def made(row: Any) -> Prompt:
+        sampling = SamplingParams(max_new_tokens=row, ignore_eos=True)
+        return Prompt(input_ids=ONE, sampling=sampling)
+
+    rows: list[Any] = [20, 20.5, 20, float("nan"), np.int64(20), np.int32(20)]
+
+    async def main() -> None:
+        async with RolloutScheduler(SimFleet(1), map(made, rows), config=config()) as rollouts:
+            assert sum([len(batch.groups) async for batch in rollouts]) == 4
+            assert rollouts.state.book.ledger.rollouts == {Reason.BAD_PROMPT: 2}
+        # A generator has ended with what it raised: the prompts behind it are lost, and it is said.
+        async with RolloutScheduler(
+            SimFleet(1), (made(row) for row in rows), config=config()
+        ) as rollouts:
+            with pytest.raises(ConfigError, match=r"max_new_tokens is 20\.5"):
+                async for _ in rollouts:
+                    pass
+
+    run_virtual(main())
+
+
+def test_a_resumed_run_passes_over_bad_prompts_too():
+    def source() -> list[Any]:
+        rows = [
+            Prompt(input_ids=np.array([i + 1], dtype=np.int32), key=i, sampling=SHORT)
+            for i in range(12)
+        ]
+        return [None if i % 3 == 1 else row for i, row in enumerate(rows)]
+
+    async def first(store: MemoryStore) -> list[Any]:
+        async with RolloutScheduler(
+            SimFleet(1), source(), config=config(), store=store
+        ) as rollouts:
+            batch = await rollouts.next_batch()
+            batch.acknowledge()
+            return [group.prompt.key for group in batch.groups]
+
+    async def second(store: MemoryStore) -> list[Any]:
+        async with RolloutScheduler(
+            SimFleet(1), source(), config=config(), store=store
+        ) as rollouts:
+            keys = [group.prompt.key async for batch in rollouts for group in batch.groups]
+            assert rollouts.state.book.ledger.rollouts == {Reason.BAD_PROMPT: 4}
+            return keys
+
+    store = MemoryStore()
+    keys = run_virtual(first(store)) + run_virtual(second(store))
+    assert sorted(keys) == [i for i in range(12) if i % 3 != 1]
+
+
+def test_a_trainer_that_pushes_a_batch_of_prompts_at_a_time_gets_its_batches():
+    async def main(**changes: Any) -> None:
+        queue: asyncio.Queue[Prompt] = asyncio.Queue()
+
+        async def pushed() -> AsyncIterator[Prompt]:
+            while True:
+                yield await queue.get()
+
+        async with RolloutScheduler(
+            SimFleet(2),
+            pushed(),
+            config=config(batch_groups=4, over_provision=1.5, **changes),
+        ) as rollouts:
+            for number in range(5):
+                for place in range(4):
+                    ids = np.array([4 * number + place + 1], dtype=np.int32)
+                    sampling = SamplingParams(max_new_tokens=20 + place, ignore_eos=True)
+                    queue.put_nowait(Prompt(input_ids=ids, sampling=sampling))
+                async with asyncio.timeout(LONG_S):
+                    batch = await rollouts.next_batch()
+                assert len(batch.groups) == 4
+                await rollouts.update_weights(SimPublisher())
+
+    for changes in (
+        {},
+        {"pace": "asynchronous"},
+        {"refill": "pool", "refill_groups": 2},
+        {"refill": "pool", "refill_groups": 2, "pace": "asynchronous"},
+        {"refill": "rounds"},
+        {"max_staleness": 1},
+        {"max_staleness": 1, "pace": "asynchronous"},
+        {"straggler": "abort", "max_in_flight": 8},
+    ):
+        run_virtual(main(**dict[str, Any](changes)))
+
+
+# --- evaluations -----------------------------------------------------------------------------
+
+
+def test_a_cancelled_evaluation_ends_and_no_update_waits_for_it():
+    async def main(straggler: str, delay: float) -> None:
+        long = SamplingParams(max_new_tokens=100_000, ignore_eos=True)
+        async with RolloutScheduler(
+            SimFleet(1, stream_interval=8), workload(), config=config(straggler=straggler)
+        ) as rollouts:
+            await rollouts.next_batch()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await rollouts.evaluate([Prompt(input_ids=ONE, sampling=long)] * 3)
+            async with asyncio.timeout(50):
+                await rollouts.update_weights(SimPublisher())
+                await rollouts.next_batch()
+            book = rollouts.state.book
+            assert not rollouts.state.evaluations
+            assert book.ledger.rollouts == {Reason.WITHDRAWN: 3}
+            assert book.counters.tokens_discarded == sum(book.ledger.tokens.values())
+
+    for straggler in ("retract", "abort", "run", "choose"):
+        for delay in (0.01, 0.5):
+            run_virtual(main(straggler, delay))
+
+
+def test_an_evaluation_of_empty_groups_is_refused():
+    async def main() -> None:
+        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+            for size in (0, -1):
+                with pytest.raises(ConfigError, match="group_size"):
+                    await rollouts.evaluate([Prompt(input_ids=ONE)], group_size=size)
+
+    run_virtual(main())
