@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from tenacity import wait_fixed
 
 from aprilsched.cli import main
 from aprilsched.engines.base import Chunk
-from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.engines.sglang import SGLangEngine, http
 from aprilsched.engines.sglang.failures import ConnectionDropped
 from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sim import run_virtual
@@ -362,7 +363,12 @@ def test_a_generation_whose_connection_was_reset_is_not_sent_twice():
     run_virtual(main())
 
 
-def test_a_call_whose_engine_is_closed_before_it_is_repeated_ends_with_an_error_of_ours():
+def test_a_call_whose_engine_is_closed_before_it_is_repeated_ends_with_an_error_of_ours(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    # The wait is drawn from [0, 0.1 s]: a short one was over before the engine was closed.
+    monkeypatch.setattr(http, "wait_random_exponential", lambda **_: wait_fixed(5.0))
+
     async def main() -> None:
         async with Setting({"kind": "reset", "routes": ["/abort_request"], "after": 2}) as setting:
             call = asyncio.create_task(failure(setting.engine.abort("0" * 32)))
