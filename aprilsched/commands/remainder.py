@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aprilsched.core.lengths.groups import group_lengths
+from aprilsched.core.records import group_lengths
 from aprilsched.core.state import SchedulerState
 from aprilsched.telemetry.summary import Remainder
 

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from aprilsched.core.commands import CancelWork, Command, Deliver
 from aprilsched.core.events import Event
-from aprilsched.core.lengths.groups import group_lengths, pooled
+from aprilsched.core.lengths.groups import pooled
 from aprilsched.core.lengths.identity import bias_without, expected_lengths
+from aprilsched.core.records import group_lengths
 from aprilsched.core.state import SchedulerState
 from aprilsched.telemetry.base import Chunks
 from aprilsched.telemetry.bias_figures import InFlightFigures, LawFigures

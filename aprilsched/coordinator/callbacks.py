@@ -11,16 +11,14 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
-from aprilsched.coordinator.episodes import Turn
 from aprilsched.errors import CallbackError
 from aprilsched.types import Group, Prompt, Rollout
 
 __all__ = [
     "Accept",
     "CallbackRunner",
-    "Episode",
     "GroupReward",
     "Overdue",
     "Reward",
@@ -45,12 +43,6 @@ _GRACE_S = 10.0
 """For cancelled code of the caller's to clean up after itself (leave a process group, say)."""
 _LEFT_BEHIND: set[asyncio.Task[Any]] = set()
 """Cancelled code that may still run: a task that nobody refers to could vanish in mid-air."""
-
-
-class Episode(Protocol):
-    """Drives one rollout of several turns; may return the rollout's reward."""
-
-    def __call__(self, turn: Turn, prompt: Prompt, /) -> Awaitable[float | None]: ...
 
 
 class CallbackRunner:

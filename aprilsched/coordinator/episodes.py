@@ -11,8 +11,9 @@ call it is dropped, and counted in the ledger. A rollout of which there is nothi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -24,11 +25,12 @@ from aprilsched.types import (
     FinishReason,
     Float32Array,
     Int32Array,
+    Prompt,
     SamplingParams,
     token_array,
 )
 
-__all__ = ["Turn", "TurnOutput"]
+__all__ = ["Episode", "Turn", "TurnOutput"]
 
 _ENDED = "the rollout of this turn has ended; nothing can be generated for it any more."
 
@@ -190,6 +192,12 @@ class Turn:
             raise EpisodeError(_ENDED)
         if self._answer is not None:
             raise EpisodeError("a turn is being generated already; await it first.")
+
+
+class Episode(Protocol):
+    """Drives one rollout of several turns; may return the rollout's reward."""
+
+    def __call__(self, turn: Turn, prompt: Prompt, /) -> Awaitable[float | None]: ...
 
 
 def _fail(future: asyncio.Future[TurnOutput] | None, why: str) -> None:

@@ -12,7 +12,8 @@ from typing import Literal, Self, cast
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.bias import BiasNow
-from aprilsched.coordinator.callbacks import Accept, Episode, GroupReward, Reward
+from aprilsched.coordinator.callbacks import Accept, GroupReward, Reward
+from aprilsched.coordinator.episodes import Episode
 from aprilsched.coordinator.prompts import PromptSource, checked
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session

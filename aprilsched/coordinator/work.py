@@ -16,13 +16,12 @@ from typing import Any, cast
 from aprilsched.coordinator.callbacks import (
     Accept,
     CallbackRunner,
-    Episode,
     GroupReward,
     Reward,
     called,
     raised,
 )
-from aprilsched.coordinator.episodes import Turn
+from aprilsched.coordinator.episodes import Episode, Turn
 from aprilsched.coordinator.prompts import PromptSource
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.core.commands import (

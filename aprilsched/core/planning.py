@@ -12,9 +12,10 @@ import numpy as np
 
 from aprilsched.core.commands import Plan
 from aprilsched.core.events import Planned
-from aprilsched.core.lengths.groups import GroupLengths, group_lengths
+from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.lengths.kaplan_meier import kaplan_meier
 from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.records import group_lengths
 from aprilsched.core.rounds import release_all
 from aprilsched.core.state import SchedulerState
 from aprilsched.core.target import retarget

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from aprilsched.core.ledger import Reason
-from aprilsched.core.lifecycle import Move, State, after
+from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.lifecycle import GENERATING, Move, State, after
 from aprilsched.core.tokens import TokenLog
 from aprilsched.types import FinishReason, Int32Array, Prompt, SamplingParams
 
-__all__ = ["GroupRecord", "Refusal", "Replay", "RequestRecord", "RolloutRecord"]
+__all__ = ["GroupRecord", "Refusal", "Replay", "RequestRecord", "RolloutRecord", "group_lengths"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,3 +181,15 @@ class GroupRecord:
     @property
     def tokens(self) -> int:
         return sum(len(member.log) for member in self.members)
+
+
+def group_lengths(record: GroupRecord) -> GroupLengths:
+    """The lengths of a group that is in flight."""
+    return GroupLengths(
+        launched=record.group_id,
+        # A response that ended with nothing has the length 1: a law of lengths begins there.
+        tokens=np.array(
+            [max(len(m.log), m.state not in GENERATING) for m in record.members], dtype=np.int64
+        ),
+        finished=np.array([m.state not in GENERATING for m in record.members], dtype=np.bool_),
+    )

@@ -10,14 +10,13 @@ from aprilsched.core.control import FleetControl, Mode
 from aprilsched.core.due import DueGroups
 from aprilsched.core.events import EvaluationRequested
 from aprilsched.core.expectation import Expectations
-from aprilsched.core.lengths.groups import group_lengths
 from aprilsched.core.loan import Sleep
 from aprilsched.core.outage import Outage
 from aprilsched.core.policies.resume import place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
 from aprilsched.core.policies.straggler import pause_mode
 from aprilsched.core.pulse import Pulses
-from aprilsched.core.records import GroupRecord
+from aprilsched.core.records import GroupRecord, group_lengths
 from aprilsched.core.refit import Update
 from aprilsched.core.rules import Rules
 from aprilsched.core.saving.journal import DeliveredBatch, Offered

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 
-from aprilsched.core.lengths.groups import group_lengths
 from aprilsched.core.policies.over_provision import PoolLoad
 from aprilsched.core.policies.refill import Refill, Wave
+from aprilsched.core.records import group_lengths
 from aprilsched.core.rules import Rules
 from aprilsched.core.state import SchedulerState
 

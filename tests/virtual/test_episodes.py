@@ -20,7 +20,7 @@ from aprilsched import (
     Turn,
     TurnOutput,
 )
-from aprilsched.coordinator.callbacks import Episode
+from aprilsched.coordinator.episodes import Episode
 from aprilsched.core.commands import Command
 from aprilsched.core.events import Event
 from aprilsched.core.invariants import check as check_invariants

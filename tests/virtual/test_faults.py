@@ -367,7 +367,10 @@ def test_a_call_whose_engine_is_closed_before_it_is_repeated_ends_with_an_error_
     monkeypatch: pytest.MonkeyPatch,
 ):
     # The wait is drawn from [0, 0.1 s]: a short one was over before the engine was closed.
-    monkeypatch.setattr(http, "wait_random_exponential", lambda **_: wait_fixed(5.0))
+    def fixed(**_: float) -> wait_fixed:
+        return wait_fixed(5.0)
+
+    monkeypatch.setattr(http, "wait_random_exponential", fixed)
 
     async def main() -> None:
         async with Setting({"kind": "reset", "routes": ["/abort_request"], "after": 2}) as setting:

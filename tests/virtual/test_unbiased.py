@@ -37,7 +37,8 @@ from aprilsched.analysis.transients import Transient, live_transient, realised_t
 from aprilsched.cli import main
 from aprilsched.core.commands import Send
 from aprilsched.core.events import Event
-from aprilsched.core.lengths.groups import GroupLengths, group_lengths, pooled
+from aprilsched.core.lengths.groups import GroupLengths, pooled
+from aprilsched.core.records import group_lengths
 from aprilsched.engines.sim import run_virtual
 
 CAP = 400

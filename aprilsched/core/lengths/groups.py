@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lifecycle import GENERATING
-from aprilsched.core.records import GroupRecord
-
-__all__ = ["GroupLengths", "group_lengths", "pooled"]
+__all__ = ["GroupLengths", "pooled"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,18 +41,6 @@ class GroupLengths:
     @property
     def complete(self) -> bool:
         return bool(self.finished.all())
-
-
-def group_lengths(record: GroupRecord) -> GroupLengths:
-    """Those of a group in the scheduler's book."""
-    return GroupLengths(
-        launched=record.group_id,
-        # A response that ended with nothing has the length 1: a law of lengths begins there.
-        tokens=np.array(
-            [max(len(m.log), m.state not in GENERATING) for m in record.members], dtype=np.int64
-        ),
-        finished=np.array([m.state not in GENERATING for m in record.members], dtype=np.bool_),
-    )
 
 
 def pooled(groups: Sequence[GroupLengths]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -20,11 +20,10 @@ import numpy as np
 from aprilsched.core.assembly import batch_of, group_of, rollout_of
 from aprilsched.core.commands import Launch, Score, ScoreGroup, StartEpisode
 from aprilsched.core.ledger import Entry, Reason
-from aprilsched.core.lengths.groups import group_lengths
 from aprilsched.core.lifecycle import GENERATING, State
 from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.records import GroupRecord, Replay, RequestRecord, RolloutRecord
+from aprilsched.core.records import GroupRecord, Replay, RequestRecord, RolloutRecord, group_lengths
 from aprilsched.core.rounds import release_all
 from aprilsched.core.saving.journal import DeliveredBatch
 from aprilsched.core.saving.replaying import leave_one

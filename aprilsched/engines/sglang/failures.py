@@ -9,7 +9,6 @@ import msgspec
 from yarl import URL
 
 from aprilsched.engines.sglang.sockets import ENDLESS
-from aprilsched.engines.sglang.wire import UNREADABLE, quoted
 from aprilsched.errors import (
     EngineError,
     EngineProtocolError,
@@ -17,7 +16,20 @@ from aprilsched.errors import (
     EngineUnreachable,
 )
 
-__all__ = ["Answer", "ConnectionDropped", "engine_error", "rejection"]
+__all__ = [
+    "UNREADABLE",
+    "Answer",
+    "ConnectionDropped",
+    "engine_error",
+    "quoted",
+    "rejection",
+]
+
+_MESSAGE_LIMIT = 300
+"""Characters of a server's own message that are kept in an error."""
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises; the last one for JSON that is nested by the thousand."""
 
 _MESSAGE_BYTES = 2**14
 """Of an error's body, in which its message is looked for."""
@@ -83,3 +95,9 @@ def _message(body: bytes) -> str:
         return str(found)
     except UNREADABLE:
         return body[:_MESSAGE_BYTES].decode("utf-8", "replace")
+
+
+def quoted(text: str) -> str:
+    """A server's own words as they may stand in an error: one line, printable, not too long."""
+    words = " ".join(text[: 4 * _MESSAGE_LIMIT].split())
+    return "".join(c if c.isprintable() else "?" for c in words[:_MESSAGE_LIMIT])

@@ -9,15 +9,9 @@ from typing import TypeVar
 import msgspec
 
 from aprilsched.engines.base import Capabilities
+from aprilsched.engines.sglang.failures import UNREADABLE
 from aprilsched.engines.sglang.http import Transport
-from aprilsched.engines.sglang.wire import (
-    UNREADABLE,
-    Labelled,
-    ModelInfo,
-    OpenApi,
-    ServerInfo,
-    ServerProcess,
-)
+from aprilsched.engines.sglang.wire import Labelled, ModelInfo, OpenApi, ServerInfo, ServerProcess
 from aprilsched.errors import EngineProtocolError, EngineRejected
 
 __all__ = ["ServerFacts", "decode", "probe", "release", "server_process", "weight_label"]

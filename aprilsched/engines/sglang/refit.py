@@ -18,10 +18,11 @@ from typing import Any
 
 from aprilsched.engines.refit import RefitGroup, TensorMeta
 from aprilsched.engines.sglang.control import ServerControl
+from aprilsched.engines.sglang.failures import quoted
 from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sglang.probe import decode, server_process
-from aprilsched.engines.sglang.wire import UpdateAnswer, quoted
+from aprilsched.engines.sglang.wire import UpdateAnswer
 from aprilsched.errors import EngineError, EngineRejected, EngineRestarted, TornWeights
 
 __all__ = ["ServerRefit"]

@@ -24,15 +24,14 @@ import numpy as np
 
 from aprilsched.engines.base import Chunk
 from aprilsched.engines.sglang.allowance import Allowance
+from aprilsched.engines.sglang.failures import UNREADABLE, quoted
 from aprilsched.engines.sglang.sse import EventSplitter
 from aprilsched.engines.sglang.wire import (
-    UNREADABLE,
     Finish,
     LabelSpan,
     MetaInfo,
     StreamEvent,
     Triple,
-    quoted,
     version_number,
 )
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected

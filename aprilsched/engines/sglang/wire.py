@@ -14,7 +14,6 @@ import msgspec
 from aprilsched.engines.base import GenerationRequest
 
 __all__ = [
-    "UNREADABLE",
     "ErrorBody",
     "Finish",
     "Labelled",
@@ -27,15 +26,8 @@ __all__ = [
     "Triple",
     "UpdateAnswer",
     "generate_body",
-    "quoted",
     "version_number",
 ]
-
-_MESSAGE_LIMIT = 300
-"""Characters of a server's own message that are kept in an error."""
-
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises; the last one for JSON that is nested by the thousand."""
 
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4028234663852886e38
@@ -184,12 +176,6 @@ def version_number(label: str | None) -> int:
     if not label or len(label) > _DIGITS or not (label.isascii() and label.isdigit()):
         return 0
     return number if (number := int(label)) <= _INT32_MAX else 0
-
-
-def quoted(text: str) -> str:
-    """A server's own words as they may stand in an error: one line, printable, not too long."""
-    words = " ".join(text[: 4 * _MESSAGE_LIMIT].split())
-    return "".join(c if c.isprintable() else "?" for c in words[:_MESSAGE_LIMIT])
 
 
 def generate_body(request: GenerationRequest, *, stream_interval: int | None) -> dict[str, Any]:

@@ -22,11 +22,11 @@ import aiohttp
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.sglang.calls import HungUp, despite_cancellation
 from aprilsched.engines.sglang.engine import SGLangEngine
-from aprilsched.engines.sglang.failures import engine_error
+from aprilsched.engines.sglang.failures import engine_error, quoted
 from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sglang.router.roster import ERROR_CODE, TARGET, Roster
-from aprilsched.engines.sglang.wire import generate_body, quoted
+from aprilsched.engines.sglang.wire import generate_body
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected, EngineUnreachable
 
 __all__ = ["RoutedEngine"]
