@@ -11,8 +11,14 @@ from aprilsched.core.policies.resume import ResumeOrder
 from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.policies.staleness import StalenessGate, StalenessRule
 from aprilsched.core.policies.stop import StopAt, StopUnit
-from aprilsched.core.policies.straggler import Prices, StragglerRule
-from aprilsched.core.rules import CachedKV, Pace, RewardScope, Rules, StartUp
+from aprilsched.core.policies.straggler import (
+    BEHAVIOURS,
+    CachedKV,
+    Prices,
+    StragglerRule,
+    rules_that,
+)
+from aprilsched.core.rules import Pace, RewardScope, Rules, StartUp
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
 
@@ -151,7 +157,7 @@ class SchedulerConfig:
             stop=StopAt(unit=self.stop, amount=self._amount()),
             straggler=self.straggler,
             prices=self.prices,
-            kv=self._kv(),
+            kv=self.cached_kv,
             pace=self.pace,
             staleness=StalenessGate(bound=self.max_staleness, rule=self.staleness_rule),
             sampling=self.sampling,
@@ -169,9 +175,11 @@ class SchedulerConfig:
             episodes=episodes,
         )
 
-    def _kv(self) -> CachedKV:
+    @property
+    def cached_kv(self) -> CachedKV:
+        """What becomes of the cached KV at a refit, with "auto" resolved."""
         if self.kv_after_refit == "auto":
-            return "keep" if self.straggler == "in_place" else "recompute"
+            return BEHAVIOURS[self.straggler].kv[0]
         return self.kv_after_refit
 
     def _refill(self) -> Refill:
@@ -229,21 +237,23 @@ class SchedulerConfig:
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
 
     def _check_combinations(self) -> None:
-        if self._kv() not in _KV[self.straggler]:
+        behaviour = BEHAVIOURS[self.straggler]
+        if self.cached_kv not in behaviour.kv:
             raise ConfigError(
                 f'kv_after_refit="{self.kv_after_refit}" is not possible with '
-                f'straggler="{self.straggler}"; choose one of {", ".join(_KV[self.straggler])}.'
+                f'straggler="{self.straggler}"; choose one of {", ".join(behaviour.kv)}.'
             )
         if self.stop == "tokens" and self.batch_tokens is None:
             raise ConfigError('stop="tokens" needs batch_tokens; set it to the tokens of a batch.')
         for unit in ("samples", "tokens"):
             if self.stop != unit and getattr(self, f"batch_{unit}") is not None:
                 raise ConfigError(f'batch_{unit} is set but stop is "{self.stop}"; set stop too.')
-        if self.refill == "rounds" and (self.pace, self.straggler) not in _ROUNDS:
+        defers = self.pace == "synchronous" and behaviour.deferrable
+        if self.refill == "rounds" and not defers:
+            able = " or ".join(f'"{name}"' for name in rules_that(lambda b: b.deferrable))
             raise ConfigError(
                 f'refill="rounds" parks what it does not choose, which pace="{self.pace}" with '
-                f'straggler="{self.straggler}" cannot; set pace="synchronous" and straggler='
-                '"retract" or "abort".'
+                f'straggler="{self.straggler}" cannot; set pace="synchronous" and straggler={able}.'
             )
         if self.refill == "rounds" and self.start_up != "at_once":
             raise ConfigError(
@@ -278,18 +288,6 @@ _LEAST: dict[str, float] = {
     "save_interval_s": 0.001,
     "control_timeout_s": 0.001,
     "refit_timeout_s": 0.001,
-}
-
-_ROUNDS = (("synchronous", "retract"), ("synchronous", "abort"))
-
-_KV: dict[StragglerRule, tuple[CachedKV, ...]] = {
-    # A retracted request finds its own older prefix in a cache that was not flushed.
-    "retract": ("recompute",),
-    # Nothing can be flushed while requests keep their KV.
-    "in_place": ("keep", "apart"),
-    "abort": ("recompute", "apart"),
-    "run": ("recompute", "apart"),
-    "choose": ("recompute", "apart"),
 }
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.events import EngineInfo, Opened
+from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.doctor.quick import check
 from aprilsched.engines.base import Engine
 from aprilsched.errors import ConfigError, TornWeights
@@ -66,18 +67,18 @@ async def _version(engine: Engine, resumed: bool) -> int | None:
 
 def _check_engine(engine: Engine, config: SchedulerConfig) -> None:
     """Raises ConfigError if the engine cannot keep what `config` promises."""
-    able = engine.capabilities
-    mixes = config.straggler in ("retract", "in_place")
-    if mixes and not able.version_spans and not config.allow_inexact_versions:
+    able, behaviour = engine.capabilities, BEHAVIOURS[config.straggler]
+    exact = able.version_spans or config.allow_inexact_versions
+    if behaviour.needs_spans and not exact:
         raise ConfigError(
             f"{engine.name} ({able.server}) cannot tell which version sampled a token, so "
             f'straggler="{config.straggler}" would mix versions unseen; use straggler="abort", '
             "or set allow_inexact_versions."
         )
-    if config.straggler == "retract" and not able.flush_while_paused:
+    if behaviour.needs_flush_while_paused(config.cached_kv) and not able.flush_while_paused:
         raise ConfigError(
             f"{engine.name} ({able.server}) cannot flush its cache between pause and continue, "
-            'so straggler="retract" would go on with stale keys; use straggler="abort".'
+            f'so straggler="{config.straggler}" would go on with stale keys; use straggler="abort".'
         )
 
 

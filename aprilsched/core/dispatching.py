@@ -18,16 +18,19 @@ server is restarted in less."""
 
 
 def interrupt(state: SchedulerState) -> None:
-    """Under "abort", stragglers are called back when no training rollout should run.
+    """Call stragglers back when no training rollout should run, where the rule does that.
 
     Before any pause: a request aborted after a retract comes back without the tokens that had
     not been streamed yet (hazard 1).
     """
     book = state.book
     # Memory cannot be released under requests that the engine does not hold in a pause.
-    lent = state.sleep is not None and not state.sleep.inside and state.rules.straggler != "run"
-    called_back = state.rules.straggler == "abort" or lent
-    if not called_back or book.called_back == book.open_attempts:
+    lent = state.sleep is not None and not state.sleep.inside
+    rule = state.rules.behaviour.called_back
+    if (
+        not (rule == "always" or (rule == "for sleep" and lent))
+        or book.called_back == book.open_attempts
+    ):
         return
     if state.evaluations or training_runs(state):
         return
@@ -116,6 +119,6 @@ def _goal(state: SchedulerState) -> Goal:
         return Goal(kind="refit", away=sleep.away_in_refit if sleep else frozenset())
     if sleep is not None and not sleep.waking:
         return Goal(kind="pause", away=sleep.away) if sleep.quiet else RUN
-    if state.rules.straggler in ("abort", "run") or state.evaluations or training_runs(state):
+    if not state.rules.behaviour.waits_inside or state.evaluations or training_runs(state):
         return RUN
     return Goal(kind="pause")

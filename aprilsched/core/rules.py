@@ -10,16 +10,21 @@ from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.resume import ResumeOrder
 from aprilsched.core.policies.staleness import StalenessGate
 from aprilsched.core.policies.stop import StopAt
-from aprilsched.core.policies.straggler import Prices, StragglerRule
+from aprilsched.core.policies.straggler import (
+    BEHAVIOURS,
+    Behaviour,
+    CachedKV,
+    Prices,
+    StragglerRule,
+)
 from aprilsched.types import SamplingParams
 
-__all__ = ["CachedKV", "Pace", "RewardScope", "Rules", "StartUp"]
+__all__ = ["Pace", "RewardScope", "Rules", "StartUp"]
 
 LONG_WAIT = 8
 """Versions that a parked group may wait."""
 
 Pace: TypeAlias = Literal["synchronous", "asynchronous"]
-CachedKV: TypeAlias = Literal["recompute", "keep", "apart"]
 StartUp: TypeAlias = Literal["at_once", "ramp", "wait"]
 RewardScope: TypeAlias = Literal["none", "rollout", "group"]
 
@@ -74,6 +79,11 @@ class Rules:
     episodes: bool
     """A coroutine of the user's drives each rollout."""
 
+    @property
+    def behaviour(self) -> Behaviour:
+        """How stragglers are treated."""
+        return BEHAVIOURS[self.straggler]
+
     def starting_up(self, batches: int) -> bool:
         """Is a run that has delivered so many batches still beginning?"""
         return self.start_up != "at_once" and batches < self.start_up_batches
@@ -82,6 +92,6 @@ class Rules:
     def parks(self) -> bool:
         """May rounds be chosen? They call back what they do not run, so nothing may be meant to
         stay in the engines, and they let it wait, so the bound on staleness must be wide."""
-        able = self.pace == "synchronous" and self.straggler in ("retract", "abort")
+        able = self.pace == "synchronous" and self.behaviour.deferrable
         able = able and self.start_up == "at_once"
         return able and (self.staleness.bound is None or self.staleness.bound >= LONG_WAIT)

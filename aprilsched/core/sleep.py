@@ -29,9 +29,8 @@ def on_sleep_requested(state: SchedulerState, event: SleepRequested) -> None:
     if state.sleep is not None or state.update is not None:
         raise InvariantViolation("sleep was asked for during a sleep or an update")
     holds = all(control.holds_stragglers for control in state.control.engines.values())
-    state.sleep = Sleep(
-        tags=frozenset(event.tags), inside=state.rules.straggler == "retract" and holds
-    )
+    inside = state.rules.behaviour.waits_asleep and holds
+    state.sleep = Sleep(tags=frozenset(event.tags), inside=inside)
 
 
 def on_wake_requested(state: SchedulerState, _: WakeRequested) -> None:

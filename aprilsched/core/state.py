@@ -14,7 +14,6 @@ from aprilsched.core.loan import Sleep
 from aprilsched.core.outage import Outage
 from aprilsched.core.policies.resume import place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
-from aprilsched.core.policies.straggler import pause_mode
 from aprilsched.core.pulse import Pulses
 from aprilsched.core.records import GroupRecord, group_lengths
 from aprilsched.core.refit import Update
@@ -35,7 +34,7 @@ class SchedulerState:
         self.book = Book(lambda r: place_of(r, rules.resume, self.expectations.remaining))
         self.tracker = PolicyVersionTracker()
         self.control = FleetControl(
-            pause_mode=pause_mode(rules.straggler, keeps=rules.kv != "recompute"),
+            pause_mode=rules.behaviour.pause_mode(rules.kv),
             flushes=rules.kv == "recompute",
         )
         self.schedule = (

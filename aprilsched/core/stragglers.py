@@ -13,7 +13,7 @@ import numpy as np
 from aprilsched.core.batches import training_runs
 from aprilsched.core.dropping import abort
 from aprilsched.core.policies.rounds import Rounds
-from aprilsched.core.policies.straggler import Straggler, keeps_kv, run_out_tokens
+from aprilsched.core.policies.straggler import Situation, Straggler
 from aprilsched.core.records import RequestRecord
 from aprilsched.core.rounds import park_all
 from aprilsched.core.state import SchedulerState
@@ -26,7 +26,7 @@ def settle_stragglers(state: SchedulerState) -> None:
     if state.running_out or state.calling_back:
         _prune(state)
     parks = isinstance(state.schedule.refill, Rounds)
-    if not (parks or state.rules.straggler == "choose" or state.rules.rebalance):
+    if not (parks or state.rules.behaviour.decide or state.rules.rebalance):
         return
     if training_runs(state):
         state.settled = False
@@ -43,8 +43,7 @@ def settle_stragglers(state: SchedulerState) -> None:
         for request in stragglers:
             _call_back(state, request)
         return
-    if state.rules.straggler == "choose":
-        _choose(state, stragglers)
+    _decide(state, stragglers)
     if state.rules.rebalance:
         _rebalance(state, stragglers)
 
@@ -66,29 +65,30 @@ def _prune(state: SchedulerState) -> None:
             state.calling_back.remove(request_id)
 
 
-def _choose(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
-    prices = state.rules.prices
-    views = [_view(state, request) for request in stragglers]
-    tokens = run_out_tokens(views, prices, usual=state.usual_running)
-    if tokens:
-        for request in stragglers:
-            state.running_out[request.request_id] = len(request.rollout.log) + tokens
-    if state.rules.kv != "apart":
+def _decide(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
+    rules = state.rules
+    if rules.behaviour.decide is None:
         return
-    for request, view in zip(stragglers, views, strict=True):
-        remaining = state.expectations.remaining(request)
-        if not keeps_kv(context=view.context, remaining=remaining, prices=prices):
+    decisions = rules.behaviour.decide(
+        [_view(state, request) for request in stragglers],
+        Situation(prices=rules.prices, usual=state.usual_running, kv=rules.kv),
+    )
+    for request, decision in zip(stragglers, decisions, strict=True):
+        if decision.call_back:
             _call_back(state, request)
+        elif decision.run_on:
+            state.running_out[request.request_id] = len(request.rollout.log) + decision.run_on
 
 
 def _view(state: SchedulerState, request: RequestRecord) -> Straggler:
     rollout = request.rollout
     group = rollout.group
-    ends_within = state.expectations.ends_within
+    expected = state.expectations
     return Straggler(
         context=len(rollout.prompt_ids) + len(rollout.log),
         group_tokens=group.tokens if group.unfinished == 1 else 0,
-        ends_within=lambda tokens: ends_within(request, tokens),
+        ends_within=lambda tokens: expected.ends_within(request, tokens),
+        remaining=lambda: expected.remaining(request),
     )
 
 

@@ -94,7 +94,7 @@ def advance(state: SchedulerState) -> None:
         _settle(state, update)
     elif not update.quiet:
         # An evaluation is of one version, so it ends first; so do stragglers that run on.
-        inside = update.beside or state.rules.straggler in ("retract", "in_place", "choose")
+        inside = update.beside or state.rules.behaviour.waits_inside
         update.quiet = not state.evaluations and (inside or not state.book.open_attempts)
 
 

@@ -123,6 +123,8 @@ RULES: dict[str, Rule] = {
     ),
     "aprilsched.doctor": Rule(
         ours=(
+            # Which settings need what an engine cannot do.
+            "aprilsched.core.policies.straggler",
             "aprilsched.doctor",
             "aprilsched.engines",
             "aprilsched.errors",
@@ -193,6 +195,8 @@ RULES: dict[str, Rule] = {
             "aprilsched.core.commands",
             "aprilsched.core.events",
             "aprilsched.core.lengths",
+            # What a setting is called and means, for the report's sentences.
+            "aprilsched.core.policies",
             "aprilsched.errors",
             "aprilsched.telemetry",
             "aprilsched.timing",

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, cast, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aprilsched.config import SchedulerConfig
+from aprilsched.coordinator.opening import check_engines
 from aprilsched.core import events as ev
 from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, PoolLoad
 from aprilsched.core.policies.placement import Places
 from aprilsched.core.policies.refill import ConstantPool, PoolView
 from aprilsched.core.policies.resume import ResumeOrder, place_of
 from aprilsched.core.policies.stop import StopAt, StopUnit
-from aprilsched.core.policies.straggler import Prices, Straggler, keeps_kv, run_out_tokens
+from aprilsched.core.policies.straggler import (
+    BEHAVIOURS,
+    Behaviour,
+    CachedKV,
+    Prices,
+    Situation,
+    Straggler,
+    StragglerRule,
+    keeps_kv,
+    run_out_tokens,
+)
 from aprilsched.core.records import RequestRecord
+from aprilsched.engines.base import Capabilities, Engine
+from aprilsched.errors import ConfigError
 from tests.support.driver import Driver, prompts
 
 # --- refill --------------------------------------------------------------------------------------
@@ -319,6 +334,7 @@ def stragglers(
             context=context,
             group_tokens=8 * context if last else 0,
             ends_within=lambda tokens: 1 - math.exp(-tokens / mean_rest),
+            remaining=lambda: mean_rest,
         )
         for _ in range(count)
     ]
@@ -382,6 +398,81 @@ def test_kv_is_kept_while_that_is_cheaper_than_a_prefill(
 ) -> None:
     prices = Prices(prefill_tokens_per_s=60_000.0, stale_key_seconds=price)
     assert keeps_kv(context=context, remaining=remaining, prices=prices) is kept
+
+
+def test_every_rule_has_its_behaviour() -> None:
+    assert tuple(BEHAVIOURS) == get_args(StragglerRule)
+
+
+@pytest.mark.parametrize("behaviour", BEHAVIOURS.values(), ids=BEHAVIOURS)
+def test_a_behaviour_does_not_contradict_itself(behaviour: Behaviour) -> None:
+    assert behaviour.kv
+    if behaviour.waits_asleep:
+        assert behaviour.waits_inside
+    if behaviour.decide or "keep" in behaviour.kv:
+        assert behaviour.waits_inside, "only what waits in a pause is decided about or keeps its KV"
+    if behaviour.called_back == "always":
+        assert not behaviour.waits_inside
+
+
+@pytest.mark.parametrize("kv", ["recompute", "apart"])
+def test_what_is_cheaper_is_chosen_for_each_straggler(kv: Literal["recompute", "apart"]) -> None:
+    decide = BEHAVIOURS["choose"].decide
+    assert decide is not None
+    # A stale key costs a tenth of a second, and a prefill of 2,000 tokens a second.
+    prices = Prices(prefill_tokens_per_s=2e3, stale_key_seconds=0.1)
+    near_its_end, far_from_it = stragglers(1, mean_rest=5) + stragglers(1, mean_rest=500)
+    decisions = decide([near_its_end, far_from_it], Situation(prices=prices, usual=100.0, kv=kv))
+    assert decisions[0].run_on > 0
+    assert not decisions[0].call_back
+    assert decisions[1].call_back is (kv == "apart")
+
+
+class OldServer:
+    """Cannot tell which version sampled a token, nor flush around requests that wait."""
+
+    name = "old"
+    capabilities = Capabilities(version_spans=False, flush_while_paused=False, server="an old one")
+
+    async def resume(self) -> None:
+        pass
+
+    async def version(self) -> int:
+        return 0
+
+
+REFUSED = {
+    ("retract", "recompute"): (True, True),
+    ("in_place", "keep"): (True, False),
+    ("in_place", "apart"): (True, False),
+    ("abort", "recompute"): (False, False),
+    ("abort", "apart"): (False, False),
+    ("run", "recompute"): (False, False),
+    ("run", "apart"): (False, False),
+    ("choose", "recompute"): (True, True),
+    ("choose", "apart"): (True, False),
+}
+"""Whether an old server is refused, and whether it still is where inexact versions are allowed."""
+
+
+@pytest.mark.parametrize("allows", [False, True])
+@pytest.mark.parametrize(("rule", "kv"), REFUSED)
+def test_an_engine_that_cannot_keep_the_rules_promise_is_refused(
+    rule: StragglerRule, kv: CachedKV, allows: bool
+) -> None:
+    config = SchedulerConfig(straggler=rule, kv_after_refit=kv, allow_inexact_versions=allows)
+    server = cast("Engine", OldServer())
+    if REFUSED[rule, kv][allows]:
+        with pytest.raises(
+            ConfigError, match=f'straggler="{rule}" would .*; use straggler="abort"'
+        ):
+            asyncio.run(check_engines([server], config))
+    else:
+        assert asyncio.run(check_engines([server], config)).engines[0].version == 0
+
+
+def test_every_way_to_run_is_tried_on_an_old_server() -> None:
+    assert set(REFUSED) == {(name, kv) for name, rule in BEHAVIOURS.items() for kv in rule.kv}
 
 
 # --- stop ----------------------------------------------------------------------------------------

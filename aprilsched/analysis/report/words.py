@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.telemetry.figures import RunSummary
 
 __all__ = ["amount", "percent", "ran", "seconds", "signed_percent"]
@@ -108,19 +109,8 @@ def _policy(scheduler: Mapping[str, Any]) -> str:
 def _stragglers(scheduler: Mapping[str, Any]) -> str:
     if scheduler.get("over_provision") == 1 and scheduler.get("refill") == "wave":
         return ""  # none is left unfinished
-    return _STRAGGLER.get(str(scheduler.get("straggler")), "")
-
-
-_STRAGGLER = {
-    "retract": "Unfinished responses are carried over: they pause while new weights come in, their "
-    "context is read again, and they go on.",
-    "in_place": "Unfinished responses are carried over and keep their KV: new weights come in "
-    "under them.",
-    "abort": "Unfinished responses are called back when a batch is full, and go on from what they "
-    "have in the next one.",
-    "run": "Unfinished responses run on under the weights they began with.",
-    "choose": "What happens to unfinished responses is chosen for each by its price.",
-}
+    told = {str(name): behaviour.told for name, behaviour in BEHAVIOURS.items()}
+    return told.get(str(scheduler.get("straggler")), "")
 
 
 def _pace(config: Mapping[str, Any], scheduler: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from aprilsched.core.policies.straggler import rules_that
 from aprilsched.doctor.client import INTERVAL
 from aprilsched.doctor.findings import Check, Notes, Verdict, failed, left_out, passed, warned
 
@@ -84,6 +85,8 @@ def same(notes: Notes) -> Verdict:
     return warned("two greedy responses differ")
 
 
+_MIXING = " or ".join(f'"{name}"' for name in rules_that(lambda rule: rule.needs_spans))
+
 CHECKS: Sequence[Check] = (
     Check(
         name="stream form (hazard 10)",
@@ -108,8 +111,8 @@ CHECKS: Sequence[Check] = (
         judge=spans,
         meaning="Without spans, nobody knows which policy sampled a straggler's tokens.",
         action=(
-            'refuses straggler="retract" and "in_place" without them; use "abort" there, or set '
-            "allow_inexact_versions"
+            f'refuses straggler={_MIXING} without them; use "abort" '
+            "there, or set allow_inexact_versions"
         ),
     ),
     Check(
