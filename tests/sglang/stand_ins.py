@@ -1,7 +1,7 @@
 """What SGLang wants and a machine without a GPU cannot give: two modules, and pinned memory.
 
-Call :func:`install` before sglang or transformers' models are imported, and :func:`unpin` before
-a server with LoRA boots, in every process.
+Call :func:`install` before sglang or transformers' models are imported, :func:`fork` before a
+server boots, and :func:`unpin` before one with LoRA does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["install", "unpin"]
+__all__ = ["fork", "install", "unpin"]
 
 _VLLM_OPERATORS = ("rms_norm", "fused_add_rms_norm", "rotary_embedding", "awq_dequantize")
 
@@ -52,3 +52,18 @@ def unpin() -> None:
     for name in ("tensor", "empty", "zeros", "ones"):
         setattr(torch, name, plain(getattr(torch, name)))
     torch.Tensor.pin_memory = unpinned
+
+
+def fork() -> None:
+    """Let SGLang's processes begin as copies of its first one, and not by importing it again.
+
+    That is two thirds of what a boot costs. SGLang asks for new interpreters because CUDA wants
+    them; without a GPU there is nothing that a copy could not use.
+    """
+    import multiprocessing
+
+    def keep(method: str | None, force: bool = False) -> None:
+        """SGLang's own choice comes later."""
+
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = keep
