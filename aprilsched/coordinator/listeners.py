@@ -15,13 +15,20 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from aprilsched.coordinator.callbacks import called_now
 from aprilsched.core.commands import Command
 from aprilsched.core.events import Event, Progress
+from aprilsched.core.facts import Fact, TokensReceived
 from aprilsched.errors import InvariantViolation
-from aprilsched.telemetry.base import BulkListener, Listener
+from aprilsched.telemetry.base import (
+    AnyListener,
+    BulkFactListener,
+    BulkListener,
+    FactListener,
+    Listener,
+)
 
 __all__ = ["Listeners"]
 
@@ -37,27 +44,64 @@ _HELD_S = 0.25
 _HELD_CHUNKS = 256
 
 
-_Calls: TypeAlias = tuple[tuple[Listener, Callable[[Any, float], None]], ...]
+_Calls: TypeAlias = tuple[tuple[AnyListener, Callable[[Any, float], None]], ...]
 
 
 class Listeners:
     """Passes events and commands on, in order."""
 
-    def __init__(self, listeners: Sequence[Listener]) -> None:
-        self._on_event: _Calls = tuple((each, each.on_event) for each in listeners)
-        self._on_command: _Calls = tuple((each, each.on_command) for each in listeners)
+    def __init__(self, listeners: Sequence[AnyListener]) -> None:
+        watching = [each for each in listeners if isinstance(each, Listener)]
+        self._on_event: _Calls = tuple((each, each.on_event) for each in watching)
+        self._on_command: _Calls = tuple((each, each.on_command) for each in watching)
         self._on_chunk: _Calls = tuple(
-            (each, each.on_event) for each in listeners if not isinstance(each, BulkListener)
+            (each, each.on_event) for each in watching if not isinstance(each, BulkListener)
         )
         self._on_chunks: _Calls = tuple(
             (each, each.on_progress) for each in listeners if isinstance(each, BulkListener)
         )
+        self._on_facts: _Calls = tuple(
+            (each, each.on_facts) for each in listeners if isinstance(each, FactListener)
+        )
+        self._on_fact_chunk: _Calls = tuple(
+            (each, each.on_facts)
+            for each in listeners
+            if isinstance(each, FactListener) and not isinstance(each, BulkFactListener)
+        )
+        self._on_tokens: _Calls = tuple(
+            (each, each.on_tokens) for each in listeners if isinstance(each, BulkFactListener)
+        )
+        self._held_tokens: list[tuple[TokensReceived, float]] = []
+        self._release_tokens_at = -math.inf
         self._held: list[tuple[Progress, float]] = []
         self._release_at = -math.inf
         self._began: float | None = None
         self._seconds: dict[int, float] = {}
         """In long calls, by the listener's id."""
         self._named: set[int] = set()
+
+    def facts(self, facts: Sequence[Fact], now: float) -> None:
+        """These have come true, in this order."""
+        first = facts[0]
+        if first.__class__ is TokensReceived and len(facts) == 1:
+            if self._on_fact_chunk:
+                self._tell(self._on_fact_chunk, facts, now)
+            if self._on_tokens:
+                self._held_tokens.append((cast("TokensReceived", first), now))
+                if now >= self._release_tokens_at or len(self._held_tokens) >= _HELD_CHUNKS:
+                    self.release_tokens()
+            return
+        if self._held_tokens:
+            self.release_tokens()
+        self._tell(self._on_facts, facts, now)
+
+    def release_tokens(self) -> None:
+        """Show the chunks of tokens that are held."""
+        if self._held_tokens:
+            held, self._held_tokens = self._held_tokens, []
+            now = held[-1][1]
+            self._release_tokens_at = now + _HELD_S
+            self._tell(self._on_tokens, held, now)
 
     def event(self, event: Event, now: float) -> None:
         """`event` was handled."""
@@ -81,6 +125,7 @@ class Listeners:
 
     def release(self) -> None:
         """Show what is held."""
+        self.release_tokens()
         if self._held:
             held, self._held = self._held, []
             now = held[-1][1]
@@ -103,11 +148,14 @@ class Listeners:
                 self._count(listener, after - before, now - self._began)
             before = after
 
-    def _detach(self, listener: Listener, error: Exception) -> None:
+    def _detach(self, listener: AnyListener, error: Exception) -> None:
         self._on_event = _without(self._on_event, listener)
         self._on_command = _without(self._on_command, listener)
         self._on_chunk = _without(self._on_chunk, listener)
         self._on_chunks = _without(self._on_chunks, listener)
+        self._on_facts = _without(self._on_facts, listener)
+        self._on_fact_chunk = _without(self._on_fact_chunk, listener)
+        self._on_tokens = _without(self._on_tokens, listener)
         log.error(
             "the listener %s raised and is told nothing more, the run goes on: %r",
             _name(listener),
@@ -115,7 +163,7 @@ class Listeners:
             exc_info=error,
         )
 
-    def _count(self, listener: Listener, seconds: float, elapsed: float) -> None:
+    def _count(self, listener: AnyListener, seconds: float, elapsed: float) -> None:
         total = self._seconds[id(listener)] = self._seconds.get(id(listener), 0.0) + seconds
         # Of the run's own clock: on a virtual one nothing is held up.
         much = total >= _TOO_LONG_S and total > _TOO_MUCH * elapsed
@@ -129,10 +177,10 @@ class Listeners:
             )
 
 
-def _without(calls: _Calls, listener: Listener) -> _Calls:
+def _without(calls: _Calls, listener: AnyListener) -> _Calls:
     return tuple(each for each in calls if each[0] is not listener)
 
 
-def _name(listener: Listener) -> str:
+def _name(listener: AnyListener) -> str:
     kind = type(listener)
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -14,7 +14,7 @@ from aprilsched.coordinator.listeners import Listeners
 from aprilsched.core.commands import Command
 from aprilsched.core.events import Event, Tick
 from aprilsched.core.scheduler import Scheduler
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import AnyListener
 
 __all__ = ["EventLoop", "Perform"]
 
@@ -26,7 +26,7 @@ class EventLoop:
     """Feeds the core, tells the listeners, carries commands out; `clock` says the time."""
 
     def __init__(
-        self, core: Scheduler, listeners: Sequence[Listener], *, clock: Callable[[], float]
+        self, core: Scheduler, listeners: Sequence[AnyListener], *, clock: Callable[[], float]
     ) -> None:
         self.core = core
         self._clock = clock
@@ -66,6 +66,8 @@ class EventLoop:
             self._listeners.release()
         else:
             self._listeners.event(event, now)
+        if self.core.facts:
+            self._listeners.facts(self.core.facts, now)
         for command in commands:
             self._listeners.command(command, now)
             self.performers[type(command)](command)

@@ -25,7 +25,7 @@ from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, InvariantViolation, PromptsExhausted
 from aprilsched.planning import Planner
 from aprilsched.store.base import Store
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Batch, Prompt
 from aprilsched.weights.base import WeightPublisher
 
@@ -72,7 +72,7 @@ class RolloutScheduler:
         episode: Episode | None = None,
         config: SchedulerConfig | None = None,
         planner: Planner | None = None,
-        listeners: Sequence[Listener] = (),
+        listeners: Sequence[AnyListener] = (),
         run_id: str | None = None,
         store: Store | None = None,
     ) -> None:

@@ -40,7 +40,7 @@ from aprilsched.engines.base import Engine, Fleet
 from aprilsched.errors import RunGivenUp, SchedulerClosed
 from aprilsched.planning import Planner
 from aprilsched.store.base import Store
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import AnyListener
 
 __all__ = ["Session", "forked"]
 
@@ -58,7 +58,7 @@ class Session:
         rules: Rules,
         work: Work,
         planner: Planner,
-        listeners: Sequence[Listener],
+        listeners: Sequence[AnyListener],
         run_id: str,
         store: Store | None,
     ) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from aprilsched.core.facts import GroupLaunched, RestoredLengths
+from aprilsched.core.lifecycle import GENERATING
 from aprilsched.core.records import GroupRecord, RolloutRecord
 from aprilsched.types import Batch, Group, Rollout
 
-__all__ = ["batch_of", "group_of", "rollout_of"]
+__all__ = ["batch_of", "group_of", "launched", "rollout_of"]
 
 
 def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> Rollout:
@@ -58,4 +60,27 @@ def batch_of(
         version=version,
         groups=tuple(group_of(record, oldest_unmasked=oldest_unmasked) for record in records),
         redelivered=redelivered,
+    )
+
+
+def launched(record: GroupRecord, *, restored: bool = False, tokens: bool = False) -> GroupLaunched:
+    """That the group is in flight, with its prompt's `tokens` if a listener asks for them."""
+    lengths = None
+    if restored:
+        members = record.members
+        lengths = RestoredLengths(
+            # A response that ended with nothing has the length 1, as in the estimates.
+            tokens=tuple(max(len(m.log), m.state not in GENERATING) for m in members),
+            sampled=tuple(m.log.sampled_tokens for m in members),
+            finished=tuple(m.state not in GENERATING for m in members),
+        )
+    prompt = record.prompt
+    return GroupLaunched(
+        group_id=record.group_id,
+        rollout_ids=tuple([member.rollout_id for member in record.members]),
+        prompt_tokens=len(prompt.input_ids),
+        evaluation_id=record.evaluation_id,
+        restored=lengths,
+        key=prompt.key if tokens else None,
+        input_ids=prompt.input_ids.tolist() if tokens else None,
     )

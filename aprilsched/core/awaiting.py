@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from aprilsched.core.commands import AwaitFleet, GiveUpFleet, WantUpdate
 from aprilsched.core.dropping import drop
+from aprilsched.core.facts import FleetAwaited, FleetGivenUp, UpdateWanted
 from aprilsched.core.ledger import Reason
 from aprilsched.core.outage import Outage
 from aprilsched.core.state import SchedulerState
@@ -78,9 +79,11 @@ def _await(state: SchedulerState, outage: Outage) -> None:
     lost, left = tuple(state.lost.items()), outage.since + state.rules.fleet_wait_s - now
     if left <= 0:
         outage.given_up = True
+        state.tell(FleetGivenUp(lost=lost, waited_s=now - outage.since))
         state.commands.append(GiveUpFleet(lost=lost, waited_s=now - outage.since))
     elif outage.said_at is None or now - outage.said_at >= _SAY_AGAIN_S:
         outage.said_at = now
+        state.tell(FleetAwaited(lost=lost, waited_s=now - outage.since, left_s=left))
         state.commands.append(AwaitFleet(lost=lost, waited_s=now - outage.since, left_s=left))
 
 
@@ -98,6 +101,14 @@ def _want_update(state: SchedulerState) -> None:
                 drop(state, group, Reason.ABANDONED, cause)
     if batch:
         state.wanted = False
+    state.tell(
+        UpdateWanted(
+            engines=engines,
+            version=state.tracker.trainer,
+            batch=batch,
+            evaluations=abandoned,
+        )
+    )
     state.commands.append(
         WantUpdate(
             engines=engines,

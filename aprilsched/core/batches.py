@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from aprilsched.core import facts
 from aprilsched.core.assembly import batch_of
 from aprilsched.core.commands import (
     Deliver,
@@ -49,6 +50,7 @@ __all__ = [
 
 
 def on_batch_requested(state: SchedulerState, _: BatchRequested) -> None:
+    state.tell(facts.BatchRequested())
     state.wanted = True
     if not state.asynchronous:
         state.wave_due = True
@@ -56,6 +58,7 @@ def on_batch_requested(state: SchedulerState, _: BatchRequested) -> None:
 
 
 def on_batch_withdrawn(state: SchedulerState, _: BatchWithdrawn) -> None:
+    state.tell(facts.BatchRequestWithdrawn())
     state.wanted = False
 
 
@@ -65,6 +68,9 @@ def on_batches_acknowledged(state: SchedulerState, event: BatchesAcknowledged) -
 
 def acknowledge(state: SchedulerState, batches: Iterable[int]) -> None:
     """Forget what would be delivered again; a batch that is acknowledged already is ignored."""
+    batches = tuple(index for index in batches if index in state.unacknowledged)
+    if batches:
+        state.tell(facts.BatchesAcknowledged(batches=batches))
     for index in batches:
         batch = state.unacknowledged.pop(index, None)
         if batch is None:
@@ -108,6 +114,7 @@ def offer(state: SchedulerState) -> None:
         return
     if state.redelivery:
         state.offer = Offered(batch=state.redelivery[0])
+        _tell_offer(state, state.offer.batch)
         state.commands.append(Offer(offered=state.offer.batch))
         return
     if not (state.rules.stop.enough(state.book.ready) or _drained(state)):
@@ -130,6 +137,7 @@ def offer(state: SchedulerState) -> None:
         return
     if count == 0:
         state.wanted = False
+        state.tell(facts.PromptsEnded())
         state.commands.append(EndOfPrompts())
     else:
         _offer_batch(state, accepted[:count])
@@ -164,6 +172,7 @@ def _offer_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
     state.expectations.renew()
     retarget(state)
     state.wave_due = state.wave_due or state.asynchronous
+    _tell_offer(state, batch)
     state.commands.append(Offer(offered=batch))
 
 
@@ -183,6 +192,7 @@ def withdraw_offer(state: SchedulerState) -> None:
         state.book.journal.withdraw(offered.record)
         state.target_groups = offered.target_groups
         state.book.peak_tokens = max(state.book.peak_tokens, offered.peak_tokens)
+    state.tell(facts.OfferWithdrawn(batch=offered.batch.index))
     state.commands.append(WithdrawOffer(index=offered.batch.index))
 
 
@@ -195,6 +205,7 @@ def on_batch_taken(state: SchedulerState, event: BatchTaken) -> None:
     batch = offered.batch
     if offered.record is None:
         state.redelivery.popleft()
+        _tell_delivery(state, batch, again=True)
         state.commands.append(Redeliver(batch=batch))
         return
     for group in offered.groups:
@@ -204,7 +215,23 @@ def on_batch_taken(state: SchedulerState, event: BatchTaken) -> None:
     state.book.counters.batches += 1
     state.book.counters.tokens_masked += masked_tokens(batch)
     state.batches_since_update += 1
+    _tell_delivery(state, batch, again=False)
     state.commands.append(Deliver(batch=batch))
+
+
+def _tell_offer(state: SchedulerState, batch: Batch) -> None:
+    state.tell(facts.BatchOffered(batch=batch.index, version=batch.version))
+
+
+def _tell_delivery(state: SchedulerState, batch: Batch, *, again: bool) -> None:
+    state.tell(
+        facts.BatchDelivered(
+            batch=batch.index,
+            version=batch.version,
+            rollouts=facts.delivered_rollouts(batch, tokens=state.tells_tokens),
+            again=again,
+        )
+    )
 
 
 def masked_tokens(batch: Batch) -> int:
@@ -224,6 +251,13 @@ def _deliver_evaluation(state: SchedulerState, evaluation_id: int) -> None:
     batch = batch_of(groups, index=evaluation_id, version=state.tracker.trainer)
     for group in groups:
         state.book.deliver(group)
+    state.tell(
+        facts.EvaluationDelivered(
+            evaluation_id=evaluation_id,
+            version=batch.version,
+            rollouts=facts.delivered_rollouts(batch, tokens=state.tells_tokens),
+        )
+    )
     state.commands.append(DeliverEvaluation(evaluation_id=evaluation_id, batch=batch))
 
 

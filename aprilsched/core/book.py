@@ -285,8 +285,9 @@ class Book:
 
     def drop(
         self, group: GroupRecord, reason: Reason, cause: str, *, culprit: int | None, now: float
-    ) -> None:
-        """The group goes to the ledger; with a culprit, the others are its siblings."""
+    ) -> list[Entry]:
+        """The group goes to the ledger, with these entries; with a culprit, the others are its
+        siblings."""
         group.dropped = reason
         entries: list[Entry] = []
         for member in group.members:
@@ -307,6 +308,7 @@ class Book:
             self.ledger.add(entries[-1])
         self.journal.drop(group, entries)
         self._remove(group)
+        return entries
 
     def _remove(self, group: GroupRecord) -> None:
         del self.groups[group.group_id]

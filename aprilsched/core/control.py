@@ -23,6 +23,7 @@ from typing import Literal, TypeAlias
 
 from aprilsched.core.commands import Command, Continue, Flush, Pause, Release, Wake
 from aprilsched.core.events import EngineInfo
+from aprilsched.core.facts import EngineModeChanged, Fact
 
 __all__ = [
     "CUDA_GRAPH",
@@ -114,7 +115,10 @@ class EngineControl:
 class FleetControl:
     """The engines in use and those on standby. Lost ones are not here."""
 
-    def __init__(self, *, pause_mode: PauseKind, flushes: bool) -> None:
+    def __init__(
+        self, *, pause_mode: PauseKind, flushes: bool, tell: Callable[[Fact], None]
+    ) -> None:
+        self._tell = tell
         self._pause_mode: PauseKind = pause_mode
         self._flushes_cache = flushes
         self.engines: dict[str, EngineControl] = {}
@@ -139,6 +143,21 @@ class FleetControl:
         (self.standby if standby else self.engines)[engine.name] = control
         self.touch(engine.name)
         return control
+
+    def enter(
+        self, control: EngineControl, mode: Mode, *, pause: str = "", tags: tuple[str, ...] = ()
+    ) -> None:
+        """The engine is in another mode from now on."""
+        self._tell(
+            EngineModeChanged(
+                engine=control.name,
+                start=control.mode.value,
+                finish=mode.value,
+                pause=pause,
+                tags=tags,
+            )
+        )
+        control.mode = mode
 
     def touch(self, engine: str) -> None:
         """Its record has changed: the next :meth:`reconcile` looks at it."""
@@ -189,12 +208,12 @@ class FleetControl:
             rests = goal.kind == "pause" and not goal.away and control.mode is Mode.RUNNING
             if rests and idle(control.name):
                 return None
-            return _next_call(control, goal, self._pause(goal), flush=flush)
+            return self._next_call(control, goal, self._pause(goal), flush=flush)
         # Of an engine on standby nothing is wanted but that it can be refitted.
         if goal.kind != "refit" and not control.catching_up:
             return None
         refit = goal if goal.kind == "refit" else Goal(kind="refit")
-        return _next_call(control, refit, "retract", flush=flush)
+        return self._next_call(control, refit, "retract", flush=flush)
 
     def refittable(self, control: EngineControl) -> bool:
         """Paused, its cache as the refit wants it, its weights' memory there."""
@@ -209,7 +228,7 @@ class FleetControl:
         control = self.of(engine)
         if control is None or control.mode is not doing:
             return None
-        control.mode = done
+        self.enter(control, done)
         self.touch(engine)
         return control
 
@@ -220,32 +239,33 @@ class FleetControl:
     def _flushes(self, control: EngineControl) -> bool:
         return self._flushes_cache and control.paused_by == "retract" and not control.flushed
 
-
-def _next_call(
-    control: EngineControl, goal: Goal, pause: PauseKind, *, flush: bool
-) -> Command | None:
-    name = control.name
-    if control.mode is Mode.RUNNING and goal.kind != "run":
-        control.mode = Mode.PAUSING
-        control.flushed = False
-        control.paused_by = pause
-        return Pause(engine=name, mode=pause)
-    if control.mode is not Mode.PAUSED:
+    def _next_call(
+        self, control: EngineControl, goal: Goal, pause: PauseKind, *, flush: bool
+    ) -> Command | None:
+        name = control.name
+        if control.mode is Mode.RUNNING and goal.kind != "run":
+            self.enter(control, Mode.PAUSING, pause=pause)
+            control.flushed = False
+            control.paused_by = pause
+            return Pause(engine=name, mode=pause)
+        if control.mode is not Mode.PAUSED:
+            return None
+        back = control.released - goal.away
+        if back:
+            tags = tuple(sorted(back))
+            self.enter(control, Mode.WAKING, tags=tags)
+            return Wake(engine=name, tags=tags)
+        if goal.kind == "run" or (goal.away and control.paused_by != "retract"):
+            # An engine that was still pausing in place when its memory was asked for goes on first:
+            # memory is released only under a retract.
+            self.enter(control, Mode.CONTINUING)
+            return Continue(engine=name)
+        if flush and (goal.kind == "refit" or goal.away):
+            self.enter(control, Mode.FLUSHING)
+            return Flush(engine=name)
+        missing = goal.away - control.released
+        if missing and goal.kind == "pause":
+            tags = tuple(sorted(missing))
+            self.enter(control, Mode.RELEASING, tags=tags)
+            return Release(engine=name, tags=tags)
         return None
-    back = control.released - goal.away
-    if back:
-        control.mode = Mode.WAKING
-        return Wake(engine=name, tags=tuple(sorted(back)))
-    if goal.kind == "run" or (goal.away and control.paused_by != "retract"):
-        # An engine that was still pausing in place when its memory was asked for goes on first:
-        # memory is released only under a retract.
-        control.mode = Mode.CONTINUING
-        return Continue(engine=name)
-    if flush and (goal.kind == "refit" or goal.away):
-        control.mode = Mode.FLUSHING
-        return Flush(engine=name)
-    missing = goal.away - control.released
-    if missing and goal.kind == "pause":
-        control.mode = Mode.RELEASING
-        return Release(engine=name, tags=tuple(sorted(missing)))
-    return None

@@ -6,6 +6,7 @@ from aprilsched.core.batches import training_runs
 from aprilsched.core.commands import Send, Verify
 from aprilsched.core.control import RUN, EngineControl, Goal, Mode
 from aprilsched.core.dropping import abort
+from aprilsched.core.facts import AttemptSent
 from aprilsched.core.policies.placement import Places
 from aprilsched.core.records import RequestRecord
 from aprilsched.core.state import SchedulerState
@@ -55,7 +56,7 @@ def dispatch(state: SchedulerState) -> None:
     engines = state.control.engines
     for control in engines.values():
         if control.mode is Mode.RUNNING and _may_have_restarted(state, control):
-            control.mode = Mode.VERIFYING
+            state.control.enter(control, Mode.VERIFYING)
             state.commands.append(Verify(engine=control.name))
     loads = {name: book.open[name] for name in engines if state.control.runs(name)}
     if len(loads) < len(engines):
@@ -92,6 +93,21 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     request.sent = state.sends
     rollout = request.rollout
     context = rollout.context()
+    sampling = request.sampling.after(request.generated)
+    state.tell(
+        AttemptSent(
+            engine=engine,
+            request_id=request.request_id,
+            attempt=request.attempt,
+            rollout_id=rollout.rollout_id,
+            group_id=rollout.group.group_id,
+            tokens=len(context),
+            max_new_tokens=sampling.max_new_tokens,
+            adapter=state.adapter,
+            cache_version=version if state.rules.kv == "apart" else None,
+            input_ids=context.tolist() if state.tells_tokens else None,
+        )
+    )
     state.pulses.sent(engine, len(context), alone=state.book.open[engine] == 1)
     state.commands.append(
         Send(
@@ -101,7 +117,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
             rollout_id=rollout.rollout_id,
             group_id=rollout.group.group_id,
             input_ids=context,
-            sampling=request.sampling.after(request.generated),
+            sampling=sampling,
             adapter=state.adapter,
             cache_version=version if state.rules.kv == "apart" else None,
         )

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from aprilsched.core.commands import Abort, CancelWork, GiveUp
+from aprilsched.core.facts import (
+    AttemptCalledBack,
+    DroppedRollout,
+    GroupDropped,
+    GroupsFailed,
+    PromptRefused,
+)
 from aprilsched.core.ledger import Reason
 from aprilsched.core.records import GroupRecord, RequestRecord
 from aprilsched.core.state import SchedulerState
@@ -18,6 +25,7 @@ def abort(state: SchedulerState, request: RequestRecord) -> None:
     """Call an open attempt back, once."""
     if not request.aborting:
         state.book.call_back(request)
+        state.tell(AttemptCalledBack(request_id=request.request_id))
         state.commands.append(
             Abort(engine=request.engine, request_id=request.request_id, attempt=request.attempt)
         )
@@ -37,7 +45,21 @@ def drop(
             abort(state, member.request)
     if group.evaluation_id is None and not group.complete:
         state.note_lengths(group)
-    state.book.drop(group, reason, cause, culprit=culprit, now=state.now)
+    entries = state.book.drop(group, reason, cause, culprit=culprit, now=state.now)
+    state.tell(
+        GroupDropped(
+            group_id=group.group_id,
+            reason=reason.value,
+            cause=cause,
+            rollouts=tuple(
+                DroppedRollout(
+                    rollout_id=entry.rollout_id, reason=entry.reason.value, tokens=entry.tokens
+                )
+                for entry in entries
+            ),
+            culprit=culprit,
+        )
+    )
     state.commands.append(
         CancelWork(
             group_id=group.group_id,
@@ -54,6 +76,7 @@ def drop(
 def refuse(state: SchedulerState, cause: str) -> None:
     """A prompt of the source cannot be used. A source of none but such prompts ends the run."""
     entry = state.book.refuse(Reason.BAD_PROMPT, cause, now=state.now)
+    state.tell(PromptRefused(rollout_id=entry.rollout_id, group_id=entry.group_id, cause=cause))
     state.commands.append(
         CancelWork(
             group_id=entry.group_id,
@@ -69,4 +92,5 @@ def _count_failure(state: SchedulerState, cause: str) -> None:
     """A reward that always raises would eat every prompt while the trainer waits for ever."""
     state.failed_in_a_row += 1
     if state.failed_in_a_row == state.rules.max_failed_groups:
+        state.tell(GroupsFailed(groups=state.failed_in_a_row, cause=cause))
         state.commands.append(GiveUp(groups=state.failed_in_a_row, cause=cause))

@@ -15,6 +15,14 @@ from aprilsched.core.events import (
     Opened,
     Paused,
 )
+from aprilsched.core.facts import (
+    AttemptEnded,
+    ControlCallFailed,
+    EngineAdmitted,
+    RunOpened,
+)
+from aprilsched.core.facts import EngineJoined as JoinedFact
+from aprilsched.core.facts import EngineLost as LostFact
 from aprilsched.core.ledger import Reason
 from aprilsched.core.lifecycle import Move, State
 from aprilsched.core.records import RequestRecord
@@ -42,6 +50,9 @@ def on_opened(state: SchedulerState, event: Opened) -> None:
         _start(state, event.engines[0].version or 0)
     elif event.adopt and state.adapter is None:
         _adopt(state, {engine.version for engine in event.engines})
+    state.tell(
+        RunOpened(engines=event.engines, version=state.tracker.trainer, resumed=state.resumed)
+    )
     for engine in event.engines:
         current = engine.version == state.tracker.trainer and state.adapter is None
         state.control.join(engine, standby=not current, now=state.now)
@@ -76,6 +87,7 @@ def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:
     current = engine.version == state.tracker.trainer and state.adapter is None
     standby = not current or bool(refitting)
     state.control.join(engine, standby=True, now=state.now)
+    state.tell(JoinedFact(info=engine))
     state.pulses.join(engine.name, engine.max_running, state.now)
     note_join(state, engine.name)
     if not standby:
@@ -92,6 +104,7 @@ def promote(state: SchedulerState, engine: str) -> None:
     state.control.engines[engine] = control
     state.control.touch(engine)
     state.tracker.join(engine, state.tracker.trainer)
+    state.tell(EngineAdmitted(engine=engine, version=state.tracker.trainer))
     state.commands.append(AdmitEngine(engine=engine, version=state.tracker.trainer))
 
 
@@ -123,6 +136,8 @@ def on_continued(state: SchedulerState, event: Continued) -> None:
 
 def on_control_failed(state: SchedulerState, event: ControlFailed) -> None:
     control = state.control.of(event.engine)
+    if control is not None:
+        state.tell(ControlCallFailed(engine=event.engine, call=event.call, cause=event.cause))
     before = f"{control.doubt}; then " if control is not None and control.doubt else ""
     lose(state, event.engine, f"{before}{event.call} failed: {event.cause}")
 
@@ -136,17 +151,19 @@ def lose(state: SchedulerState, engine: str, cause: str) -> None:
     control = state.control
     if control.of(engine) is None:
         return
+    last = not (control.engines.keys() | control.standby.keys()) - {engine}
+    state.tell(LostFact(engine=engine, cause=cause, last=last))
     broken = _leave(state, engine, cause)
     del control.standby[engine]
     state.adapters.pop(engine, None)
     note_loss(state, engine, cause)
-    last = not control.engines and not control.standby
     state.commands.append(LoseEngine(engine=engine, cause=cause, standby=False, last=last))
     _count_breaks(state, broken, f"{engine} was lost: {cause}")
 
 
 def demote(state: SchedulerState, engine: str, cause: str) -> None:
     """Put an engine in use on standby: it answers, but has not the fleet's weights."""
+    state.tell(LostFact(engine=engine, cause=cause, standby=True))
     _leave(state, engine, cause)
     state.commands.append(LoseEngine(engine=engine, cause=cause, standby=True, last=False))
 
@@ -161,6 +178,7 @@ def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord
     requests = list(state.book.open_requests(engine))
     for request in requests:
         state.book.close_attempt(request, None)
+        state.tell(AttemptEnded(request_id=request.request_id, outcome="engine_lost"))
         request.shun(engine)
         take_back(state, request)
     if state.update is not None:

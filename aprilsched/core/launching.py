@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from aprilsched.core.assembly import launched
 from aprilsched.core.batches import full
 from aprilsched.core.commands import FetchPrompts, Launch, StartEpisode
 from aprilsched.core.dropping import drop, refuse
 from aprilsched.core.events import EvaluationRequested, EvaluationWithdrawn, PromptsArrived
+from aprilsched.core.facts import (
+    EpisodeStarted,
+    PromptsReceived,
+    PromptsRequested,
+)
+from aprilsched.core.facts import EvaluationRequested as RequestedFact
+from aprilsched.core.facts import EvaluationWithdrawn as WithdrawnFact
 from aprilsched.core.ledger import Reason
 from aprilsched.core.policies.refill import PoolView
 from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.records import GroupRecord
 from aprilsched.core.state import SchedulerState
 from aprilsched.core.target import refill_now, resize, retarget
-from aprilsched.types import Prompt, SamplingParams
+from aprilsched.types import Prompt, RefusedPrompt, SamplingParams
 
 __all__ = [
     "begin_again",
@@ -25,10 +36,18 @@ __all__ = [
 
 
 def on_evaluation_requested(state: SchedulerState, event: EvaluationRequested) -> None:
+    state.tell(
+        RequestedFact(
+            evaluation_id=event.evaluation_id,
+            prompts=len(event.prompts),
+            group_size=event.group_size,
+        )
+    )
     state.waiting_evaluations.append(event)
 
 
 def on_evaluation_withdrawn(state: SchedulerState, event: EvaluationWithdrawn) -> None:
+    state.tell(WithdrawnFact(evaluation_id=event.evaluation_id))
     state.waiting_evaluations = [
         waiting
         for waiting in state.waiting_evaluations
@@ -67,6 +86,14 @@ def begin_again(state: SchedulerState, group: GroupRecord) -> None:
 
 
 def on_prompts_arrived(state: SchedulerState, event: PromptsArrived) -> None:
+    state.tell(
+        PromptsReceived(
+            prompts=len(event.prompts),
+            last=event.last,
+            partial=event.partial,
+            asked=_asked(event.prompts) if state.tells_tokens else None,
+        )
+    )
     state.fetching = state.dry = event.partial
     state.stock.extend(event.prompts)
     state.exhausted = state.exhausted or event.last
@@ -81,6 +108,7 @@ def launch(state: SchedulerState) -> None:
     if missing > 0 and not state.exhausted:
         if not state.fetching:
             state.fetching = True
+            state.tell(PromptsRequested(count=missing))
             state.commands.append(FetchPrompts(count=missing))
         # A wave should reach the engines together. Where the source has no more for now, what is
         # there must not stand still for it: the wave stays due, and is completed later. Nor may bad
@@ -168,6 +196,9 @@ def _launch_group(
         parked=evaluation_id is None and isinstance(state.schedule.refill, Rounds),
     )
     state.expectations.note_limit(max(m.sampling.max_new_tokens for m in group.members))
+    state.tell(launched(group, tokens=state.tells_tokens))
+    if episodes:
+        state.facts.extend(EpisodeStarted(rollout_id=m.rollout_id) for m in group.members)
     state.commands.append(
         Launch(
             group_id=group.group_id,
@@ -187,6 +218,14 @@ def _launch_group(
             for member in group.members
         )
     return group
+
+
+def _asked(prompts: Iterable[Prompt | RefusedPrompt]) -> list[dict[str, Any]]:
+    return [
+        {"key": prompt.key, "input_ids": prompt.input_ids.tolist()}
+        for prompt in prompts
+        if isinstance(prompt, Prompt)
+    ]
 
 
 def _samplings(prompt: Prompt, default: SamplingParams, size: int) -> tuple[SamplingParams, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from aprilsched.core.commands import Plan
 from aprilsched.core.events import Planned
+from aprilsched.core.facts import ScheduleChanged
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.lengths.kaplan_meier import kaplan_meier
 from aprilsched.core.policies.rounds import Rounds
@@ -77,6 +78,7 @@ def on_planned(state: SchedulerState, event: Planned) -> None:
     if not isinstance(event.schedule.refill, Rounds):
         release_all(state)
     state.schedule = event.schedule
+    state.tell(ScheduleChanged(schedule=event.schedule.why))
     retarget(state)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from aprilsched.core.dropping import drop
 from aprilsched.core.engines import lose
 from aprilsched.core.events import Failed, Finished, Interrupted, Progress
+from aprilsched.core.facts import AttemptEnded, Outcome, TokensReceived
 from aprilsched.core.ledger import Reason
 from aprilsched.core.lifecycle import State
 from aprilsched.core.records import Refusal, RequestRecord
@@ -16,6 +17,7 @@ from aprilsched.core.retries import count_failure
 from aprilsched.core.state import SchedulerState
 from aprilsched.core.turns import end_turn, take_back
 from aprilsched.core.verifying import disown, foreign_label, foreign_span
+from aprilsched.types import VersionSpan
 
 __all__ = ["on_failed", "on_finished", "on_interrupted", "on_progress"]
 
@@ -29,8 +31,20 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
     state.pulses.beat(request.engine, tokens)
     counters.tokens_generated += tokens
     counters.tokens_reprefilled += request.prefill_due
-    request.prefill_due = 0
     dropped = request.rollout.group.dropped
+    # Appended without a call: it is the most frequent of all facts.
+    if state.tells_tokens:
+        state.facts.append(_with_tokens(request, event))
+    else:
+        state.facts.append(
+            TokensReceived(
+                request_id=event.request_id,
+                tokens=tokens,
+                recomputed=request.prefill_due,
+                dropped=dropped,
+            )
+        )
+    request.prefill_due = 0
     if dropped is not None:
         counters.tokens_discarded += tokens
         state.book.ledger.late_tokens(dropped, tokens)
@@ -48,6 +62,38 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
         _strike(state, refusal.engine, why, sent=refusal.sent)
     if foreign is not None:
         disown(state, request, foreign)
+
+
+def _with_tokens(request: RequestRecord, event: Progress) -> TokensReceived:
+    return TokensReceived(
+        request_id=event.request_id,
+        tokens=len(event.token_ids),
+        recomputed=request.prefill_due,
+        dropped=request.rollout.group.dropped,
+        token_ids=event.token_ids.tolist(),
+        logprobs=event.logprobs.tolist(),
+    )
+
+
+def _tell_end(
+    state: SchedulerState,
+    request: RequestRecord,
+    outcome: Outcome,
+    *,
+    cause: str = "",
+    retried: bool = False,
+    spans: tuple[VersionSpan, ...] | None = None,
+) -> None:
+    rows = None if spans is None else tuple([(s.version, s.start, s.end) for s in spans])
+    state.tell(
+        AttemptEnded(
+            request_id=request.request_id,
+            outcome=outcome,
+            cause=cause,
+            retried=retried,
+            spans=rows,
+        )
+    )
 
 
 def _book_as_said(state: SchedulerState, request: RequestRecord, label: int) -> None:
@@ -72,6 +118,7 @@ def on_finished(state: SchedulerState, event: Finished) -> None:
     state.pulses.beat(request.engine, 0)
     state.note_work(request.engine)
     state.book.close_attempt(request, event.spans)
+    _tell_end(state, request, "finished", spans=event.spans)
     state.due.note(request.rollout.group, state.tracker.trainer)
     foreign = foreign_span(state, request, event.spans)
     if foreign is not None:
@@ -90,6 +137,7 @@ def on_interrupted(state: SchedulerState, event: Interrupted) -> None:
             request.failures, request.avoid = 0, frozenset()
         state.note_work(request.engine)
         state.book.close_attempt(request, event.spans)
+        _tell_end(state, request, "interrupted", spans=event.spans)
         state.due.note(request.rollout.group, state.tracker.trainer)
         foreign = foreign_span(state, request, event.spans)
         take_back(state, request)
@@ -112,6 +160,8 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
         exhausted = ""  # the request is not sent again, so nothing of it can be exhausted
     else:
         exhausted = count_failure(request, state.rules, event)
+    retried = rollout.group.dropped is None and not exhausted
+    _tell_end(state, request, "failed", cause=event.cause, retried=retried)
     if rollout.group.dropped is None and exhausted:
         drop(state, rollout.group, Reason.FAILED, exhausted, culprit=rollout.rollout_id)
     else:

@@ -33,6 +33,7 @@ from aprilsched.core import (
     watching,
 )
 from aprilsched.core.commands import Command
+from aprilsched.core.facts import Fact
 from aprilsched.core.invariants import check
 from aprilsched.core.rules import Rules
 from aprilsched.core.saving.restoring import restore
@@ -117,12 +118,17 @@ class Scheduler:
         """
         state = self.state
         state.now = now
-        state.commands = []
+        state.commands, state.facts = [], []
         HANDLERS[type(event)](state, event)
         if _decides(state, event):
             for decide in DECISIONS:
                 decide(state)
         return state.commands
+
+    @property
+    def facts(self) -> list[Fact]:
+        """What the last event has made true, in order; for listeners."""
+        return self.state.facts
 
     def restore(self, saved: Saved) -> None:
         """Go on where the saved scheduler was; before the first event.

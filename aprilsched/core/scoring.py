@@ -6,6 +6,13 @@ from aprilsched.core.assembly import group_of, rollout_of
 from aprilsched.core.commands import Judge, Score, ScoreGroup
 from aprilsched.core.dropping import drop
 from aprilsched.core.events import GroupRewarded, Judged, Rewarded, RewardFailed
+from aprilsched.core.facts import (
+    GroupAccepted,
+    RewardRequested,
+    RolloutFinished,
+    RolloutScored,
+    VerdictRequested,
+)
 from aprilsched.core.ledger import Reason
 from aprilsched.core.lifecycle import Move, State
 from aprilsched.core.records import GroupRecord, RolloutRecord
@@ -18,14 +25,17 @@ def finish(state: SchedulerState, rollout: RolloutRecord, reward: float | None) 
     """A rollout is generated to its end; `reward` is what its episode says, if it says one."""
     group = rollout.group
     state.book.finish(rollout)
+    state.tell(RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
     if group.complete and group.evaluation_id is None:
         state.note_lengths(group)
     scope = state.rules.reward_scope
     if scope == "none" or reward is not None:
         _score(state, rollout, reward)
     elif scope == "rollout":
+        state.tell(RewardRequested(group_id=group.group_id, rollout_id=rollout.rollout_id))
         state.commands.append(Score(rollout=rollout_of(rollout), prompt=group.prompt))
     if scope == "group" and group.complete and group.unscored:
+        state.tell(RewardRequested(group_id=group.group_id))
         state.commands.append(ScoreGroup(group=group_of(group)))
 
 
@@ -64,6 +74,9 @@ def _score(state: SchedulerState, rollout: RolloutRecord, reward: float | None) 
     rollout.reward = reward
     rollout.move(Move.SCORE)
     state.book.journal.finish(rollout)
+    state.tell(
+        RolloutScored(rollout_id=rollout.rollout_id, group_id=rollout.group.group_id, reward=reward)
+    )
     rollout.group.unscored -= 1
     if not rollout.group.unscored:
         settle(state, rollout.group)
@@ -73,6 +86,7 @@ def settle(state: SchedulerState, group: GroupRecord) -> None:
     """The whole group is scored: it is judged, or accepted."""
     # An evaluation reports every answer, so accept has no say in it.
     if state.rules.accepts and group.evaluation_id is None:
+        state.tell(VerdictRequested(group_id=group.group_id))
         state.commands.append(Judge(group=group_of(group)))
     else:
         _accept(state, group)
@@ -80,5 +94,6 @@ def settle(state: SchedulerState, group: GroupRecord) -> None:
 
 def _accept(state: SchedulerState, group: GroupRecord) -> None:
     group.accepted = True
+    state.tell(GroupAccepted(group_id=group.group_id))
     state.book.journal.change_group(group)
     state.failed_in_a_row = 0

@@ -12,6 +12,9 @@ from aprilsched.core.commands import FinishSleep
 from aprilsched.core.control import WEIGHTS, Mode
 from aprilsched.core.engines import demote
 from aprilsched.core.events import Released, SleepRequested, WakeRequested, Woken
+from aprilsched.core.facts import SleepBegun, SleepEnded
+from aprilsched.core.facts import SleepRequested as SleepFact
+from aprilsched.core.facts import WakeRequested as WakeFact
 from aprilsched.core.loan import Sleep
 from aprilsched.core.state import SchedulerState
 from aprilsched.errors import InvariantViolation
@@ -28,6 +31,7 @@ __all__ = [
 def on_sleep_requested(state: SchedulerState, event: SleepRequested) -> None:
     if state.sleep is not None or state.update is not None:
         raise InvariantViolation("sleep was asked for during a sleep or an update")
+    state.tell(SleepFact(tags=event.tags))
     holds = all(control.holds_stragglers for control in state.control.engines.values())
     inside = state.rules.behaviour.waits_asleep and holds
     state.sleep = Sleep(tags=frozenset(event.tags), inside=inside)
@@ -36,6 +40,7 @@ def on_sleep_requested(state: SchedulerState, event: SleepRequested) -> None:
 def on_wake_requested(state: SchedulerState, _: WakeRequested) -> None:
     if state.sleep is None:
         raise InvariantViolation("the engines were woken without a sleep")
+    state.tell(WakeFact())
     state.sleep.waking = True
 
 
@@ -66,7 +71,9 @@ def advance(state: SchedulerState) -> None:
             demote(state, control.name, "its weights were released and not brought back")
         if not any(control.released for control in engines):
             state.sleep = None
+            state.tell(SleepEnded())
             state.commands.append(FinishSleep(asleep=False))
     elif sleep.quiet and not sleep.asleep and all(sleep.tags <= c.released for c in engines):
         sleep.asleep = True
+        state.tell(SleepBegun())
         state.commands.append(FinishSleep(asleep=True))

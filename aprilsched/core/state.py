@@ -10,6 +10,7 @@ from aprilsched.core.control import FleetControl, Mode
 from aprilsched.core.due import DueGroups
 from aprilsched.core.events import EvaluationRequested
 from aprilsched.core.expectation import Expectations
+from aprilsched.core.facts import Fact
 from aprilsched.core.loan import Sleep
 from aprilsched.core.outage import Outage
 from aprilsched.core.policies.resume import place_of
@@ -36,6 +37,7 @@ class SchedulerState:
         self.control = FleetControl(
             pause_mode=rules.behaviour.pause_mode(rules.kv),
             flushes=rules.kv == "recompute",
+            tell=self.tell,
         )
         self.schedule = (
             first_schedule(parks=rules.parks)
@@ -63,6 +65,10 @@ class SchedulerState:
         """Batches that had been delivered when it was last asked whether a plan is due."""
         self.now = 0.0
         self.commands: list[Command] = []
+        self.facts: list[Fact] = []
+        """What the event in work has made true so far."""
+        self.tells_tokens = False
+        """Facts have the tokens themselves, and not only their number: a listener asks for them."""
         self.wanted = False
         """The trainer waits for a batch."""
         self.offer: Offered | None = None
@@ -109,6 +115,10 @@ class SchedulerState:
         """Groups of the evaluations under way, in the order of their prompts."""
         self.waiting_evaluations: list[EvaluationRequested] = []
         """Evaluations that were asked for during an update and begin after it."""
+
+    def tell(self, fact: Fact) -> None:
+        """Something has come true in the event in work."""
+        self.facts.append(fact)
 
     def note_lengths(self, group: GroupRecord) -> None:
         """The group has ended, complete or dropped: its lengths are evidence for others'."""

@@ -16,6 +16,7 @@ from aprilsched.core.events import (
     TurnRequested,
     TurnWithdrawn,
 )
+from aprilsched.core.facts import TurnBegun, TurnEnded
 from aprilsched.core.ledger import Reason
 from aprilsched.core.lifecycle import GENERATING, Move, State
 from aprilsched.core.records import RequestRecord, RolloutRecord
@@ -76,7 +77,9 @@ def on_turn_requested(state: SchedulerState, event: TurnRequested) -> None:
         return
     _drop_undecided(state, rollout)
     known = ask_again(state, rollout, event.input_ids)
+    before = len(rollout.log)
     if isinstance(known, AnsweredTurn):
+        _tell_begun(state, rollout, before)
         rollout.turns += 1
         _answer(state, rollout, known.turn)
         return
@@ -88,6 +91,18 @@ def on_turn_requested(state: SchedulerState, event: TurnRequested) -> None:
         event.input_ids,
         sampling,
         output_start=None if known is None else known.begin,
+    )
+    _tell_begun(state, rollout, before)
+
+
+def _tell_begun(state: SchedulerState, rollout: RolloutRecord, before: int) -> None:
+    """An episode asks for a turn; its response had `before` tokens until then."""
+    state.tell(
+        TurnBegun(
+            rollout_id=rollout.rollout_id,
+            prompt_tokens=len(rollout.prompt_ids),
+            environment=max(0, len(rollout.log) - before),
+        )
     )
 
 
@@ -192,6 +207,14 @@ def _resolve(
 ) -> None:
     ids, logprobs, versions = rollout.log.tail(begin)
     size = end - begin
+    state.tell(
+        TurnEnded(
+            rollout_id=rollout.rollout_id,
+            tokens=size,
+            finish_reason=reason,
+            withdrawn=withdrawn,
+        )
+    )
     state.commands.append(
         ResolveTurn(
             rollout_id=rollout.rollout_id,

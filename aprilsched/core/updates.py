@@ -17,6 +17,14 @@ from aprilsched.core.control import EngineControl, Mode
 from aprilsched.core.dropping import drop
 from aprilsched.core.engines import demote, promote
 from aprilsched.core.events import Refitted, UpdateRequested, UpdateWithdrawn
+from aprilsched.core.facts import (
+    AdapterRetired,
+    EngineRefitted,
+    RefitBegun,
+    UpdateBegun,
+    UpdateFinished,
+)
+from aprilsched.core.facts import UpdateWithdrawn as WithdrawnFact
 from aprilsched.core.ledger import Reason
 from aprilsched.core.refit import Update
 from aprilsched.core.state import SchedulerState
@@ -41,6 +49,7 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
             f"update to version {event.version} at version {state.tracker.trainer}, "
             f"with {state.update} under way"
         )
+    state.tell(UpdateBegun(version=event.version, adapter=event.beside))
     withdraw_offer(state)
     for control in state.control.standby.values():
         # It was about to catch up with a version that is soon the last but one.
@@ -58,6 +67,8 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
 def on_update_withdrawn(state: SchedulerState, event: UpdateWithdrawn) -> None:
     """The trainer gave it up. Once weights are being loaded it is too late for that."""
     update = state.update
+    if update is not None and update.version == event.version:
+        state.tell(WithdrawnFact(version=event.version))
     if update is not None and update.version == event.version and not update.refitting:
         cause = "the call was cancelled before any weights were loaded"
         _finish(state, update, cause=cause)
@@ -67,8 +78,16 @@ def on_refitted(state: SchedulerState, event: Refitted) -> None:
     control, update = state.control.of(event.engine), state.update
     if control is None or control.catching_up != event.catch_up:
         return  # what an engine answers that was lost and is back counts for nothing
+    state.tell(
+        EngineRefitted(
+            engine=event.engine,
+            version=event.version,
+            cause=event.cause,
+            catch_up=event.catch_up,
+        )
+    )
     if control.mode is Mode.REFITTING:
-        control.mode = Mode.PAUSED
+        state.control.enter(control, Mode.PAUSED)
         state.control.touch(control.name)
     if event.catch_up:
         _note_torn(control, event, state.tracker.trainer)
@@ -115,11 +134,13 @@ def refit(state: SchedulerState) -> None:
             _finish(state, update, cause="no engine is there that could take it")
         return
     for control in wanted:
-        control.mode = control.mode if update.beside else Mode.REFITTING
+        if not update.beside:
+            state.control.enter(control, Mode.REFITTING)
         # It was put on standby before it was asked, and that is no answer.
         update.answers.pop(control.name, None)
     update.refitting = frozenset(control.name for control in wanted)
     names = tuple(control.name for control in wanted)
+    state.tell(RefitBegun(version=update.version, engines=names, adapter=update.beside))
     state.commands.append(Refit(version=update.version, engines=names, beside=update.beside))
 
 
@@ -131,7 +152,7 @@ def catch_up(state: SchedulerState) -> None:
         if not control.catching_up and control.tried < state.tracker.trainer:
             _begin_catch_up(state, control)
         elif control.catching_up and state.control.refittable(control):
-            control.mode = Mode.REFITTING
+            state.control.enter(control, Mode.REFITTING)
             _refit_alone(state, control)
 
 
@@ -151,6 +172,14 @@ def _has_base(state: SchedulerState, control: EngineControl) -> bool:
 
 
 def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
+    state.tell(
+        RefitBegun(
+            version=state.tracker.trainer,
+            engines=(control.name,),
+            adapter=state.adapter is not None,
+            catch_up=True,
+        )
+    )
     state.commands.append(
         Refit(
             version=state.tracker.trainer,
@@ -233,6 +262,7 @@ def retire(state: SchedulerState) -> None:
             used = {request.adapter for request in state.book.open_requests(engine)}
             for version in sorted(loaded - used - {state.adapter}):
                 loaded.remove(version)
+                state.tell(AdapterRetired(engine=engine, version=version))
                 state.commands.append(Retire(engine=engine, version=version))
 
 
@@ -244,6 +274,7 @@ def _finish(
     failed: tuple[tuple[str, str], ...] = (),
 ) -> None:
     state.update = None
+    state.tell(UpdateFinished(version=update.version, failed=failed, cause=cause))
     state.commands.append(FinishUpdate(version=update.version, failed=failed, cause=cause))
 
 

@@ -11,6 +11,7 @@ from aprilsched.core.commands import ReportSlow
 from aprilsched.core.control import Mode
 from aprilsched.core.engines import lose
 from aprilsched.core.events import Tick
+from aprilsched.core.facts import EngineSlow
 from aprilsched.core.pulse import PREFILL_TOKENS_PER_S, SLOW_WINDOWS, Pulse, Window
 from aprilsched.core.state import SchedulerState
 
@@ -64,6 +65,7 @@ def _judge(state: SchedulerState, engine: str, pulse: Pulse, window: Window) -> 
         pulse.learn(window)
         if not pulse.told:
             pulse.told = True
+            state.tell(EngineSlow(engine=engine, cause=cause))
             state.commands.append(ReportSlow(engine=engine, cause=cause))
         return
     pulse.slow += 1

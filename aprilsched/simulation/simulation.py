@@ -22,7 +22,7 @@ from aprilsched.simulation.agenda import Agenda
 from aprilsched.simulation.costs import Costs
 from aprilsched.simulation.engine import ModelledEngine
 from aprilsched.simulation.trainer import ModelledTrainer
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Group, Prompt
 
 __all__ = ["NEVER", "Simulation"]
@@ -60,7 +60,7 @@ class Simulation:
         update_every: int = 1,
         accept: Callable[[Group], bool] | None = None,
         planner: Planner | None = None,
-        listeners: Sequence[Listener] = (),
+        listeners: Sequence[AnyListener] = (),
     ) -> None:
         self.agenda = Agenda()
         self._costs = costs or Costs()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from aprilsched.core.commands import DiscardTokens
+from aprilsched.core.facts import TokensDiscarded
 from aprilsched.core.ledger import Reason
 from aprilsched.core.records import Replay, RolloutRecord
 from aprilsched.core.state import SchedulerState
@@ -92,6 +93,14 @@ def _cut(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reaso
     state.book.journal.change(rollout)
     state.book.counters.tokens_discarded += sampled
     state.book.ledger.late_tokens(reason, sampled)
+    state.tell(
+        TokensDiscarded(
+            rollout_id=rollout.rollout_id,
+            sampled=sampled,
+            environment=environment,
+            reason=reason.value,
+        )
+    )
     state.commands.append(
         DiscardTokens(
             rollout_id=rollout.rollout_id,

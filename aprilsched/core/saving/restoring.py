@@ -17,8 +17,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from aprilsched.core.assembly import batch_of, group_of, rollout_of
+from aprilsched.core.assembly import batch_of, group_of, launched, rollout_of
 from aprilsched.core.commands import Launch, Score, ScoreGroup, StartEpisode
+from aprilsched.core.facts import EpisodeStarted, GroupAccepted, RewardRequested
 from aprilsched.core.ledger import Entry, Reason
 from aprilsched.core.lifecycle import GENERATING, State
 from aprilsched.core.policies.rounds import Rounds
@@ -101,13 +102,17 @@ def restore(state: SchedulerState, saved: Saved) -> None:
 def call_again(state: SchedulerState) -> None:
     """Ask for rewards, verdicts and episodes that the former process had asked for."""
     for group in state.book.training_groups():
+        state.tell(launched(group, restored=True, tokens=state.tells_tokens))
         state.commands.append(_launched_again(group))
         for member in group.members:
             _call_again(state, group, member)
+        if group.complete and group.accepted:
+            state.tell(GroupAccepted(group_id=group.group_id))
         if not group.complete or group.accepted:
             continue
         if group.unscored:
             if state.rules.reward_scope == "group":
+                state.tell(RewardRequested(group_id=group.group_id))
                 state.commands.append(ScoreGroup(group=group_of(group)))
         else:
             settle(state, group)
@@ -124,6 +129,7 @@ def _launched_again(group: GroupRecord) -> Launch:
 
 def _call_again(state: SchedulerState, group: GroupRecord, member: RolloutRecord) -> None:
     if member.state is State.THINKING:
+        state.tell(EpisodeStarted(rollout_id=member.rollout_id))
         state.commands.append(
             StartEpisode(
                 rollout_id=member.rollout_id,
@@ -136,6 +142,7 @@ def _call_again(state: SchedulerState, group: GroupRecord, member: RolloutRecord
         request = member.request
         leave_one(state, member, request.output_start, request.sampling.max_new_tokens)
     elif member.state is State.SCORING and state.rules.reward_scope == "rollout":
+        state.tell(RewardRequested(group_id=group.group_id, rollout_id=member.rollout_id))
         state.commands.append(Score(rollout=rollout_of(member), prompt=group.prompt))
 
 
