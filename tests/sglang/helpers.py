@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import aiohttp
 import numpy as np
 
 from aprilsched.engines.base import Chunk, Engine, GenerationRequest
+from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "WAIT_SECONDS",
     "Stream",
     "greedy",
+    "opened",
     "reset",
     "running",
     "settled",
@@ -97,6 +99,17 @@ class Stream:
         async with aclosing(self.engine.generate(self.request)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 self.chunks.append(chunk)
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncGenerator[SGLangEngine]:
+    """An open engine on a server without keys."""
+    engine = SGLangEngine(url, stream_interval=64)
+    await engine.open()
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 async def whole(engine: Engine, request: GenerationRequest) -> Stream:

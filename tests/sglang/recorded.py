@@ -38,6 +38,7 @@ __all__ = [
     "Recorder",
     "Run",
     "check_greedy",
+    "crossing",
     "long_tail",
     "record",
     "scores",
@@ -199,6 +200,13 @@ async def _lose_one(rollouts: RolloutScheduler) -> None:
 
     await until(lambda: halfway() != "")
     rollouts._feed(EngineLost(engine=halfway(), cause="given up by the test"))
+
+
+def crossing(run: Run) -> list[Rollout]:
+    """Rollouts of several versions; the parity of one of a single version proves little."""
+    found = [r for r in run.rollouts if len(set(r.versions.tolist())) > 1]
+    assert found
+    return found
 
 
 def check_greedy(delivered: Sequence[Rollout], models: Sequence[Path], folder: Path) -> int:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ import pytest
 
 from aprilsched import DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.core.policies.straggler import StragglerRule
-from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.types import Rollout
-from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.helpers import SOON, greedy, reset, settled, until, whole
-from tests.sglang.recorded import BATCHES, TOLERANCE, Run, long_tail, record, scores
+from tests.sglang.helpers import SOON, opened, reset, settled, until
+from tests.sglang.recorded import BATCHES, TOLERANCE, Run, crossing, long_tail, record, scores
 from tests.sglang.server import CpuServer
 
 
@@ -125,13 +122,6 @@ def test_nothing_is_lost_and_nothing_is_delivered_twice(runs: Callable[[str], Ru
     assert run.counters.launched == len(times) + len(run.in_flight)
 
 
-def _crossing(run: Run) -> list[Rollout]:
-    """Rollouts of several versions; the parity of one of a single version proves little."""
-    found = [r for r in run.rollouts if len(set(r.versions.tolist())) > 1]
-    assert found
-    return found
-
-
 def _differences(
     rollouts: list[Rollout], models: tuple[Path, Path], folder: Path
 ) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -158,7 +148,7 @@ def test_each_logprob_is_the_score_under_the_weights_of_its_own_version(
     models: tuple[Path, Path],
     tmp_path: Path,
 ):
-    rollouts = _crossing(runs(rule))
+    rollouts = crossing(runs(rule))
     for own, other in _differences(rollouts, models, tmp_path):
         assert own.max() < TOLERANCE
         assert np.median(other) > 0.5, "the two checkpoints are too alike to prove anything"
@@ -168,7 +158,7 @@ def test_in_place_agrees_before_the_first_update_and_not_after_it(
     runs: Callable[[str], Run], models: tuple[Path, Path], tmp_path: Path
 ):
     """Keys of one version under weights of another: the recorded logprob is the only truth."""
-    rollouts = _crossing(runs("in_place"))
+    rollouts = crossing(runs("in_place"))
     for rollout, (own, other) in zip(
         rollouts, _differences(rollouts, models, tmp_path), strict=True
     ):
@@ -176,62 +166,6 @@ def test_in_place_agrees_before_the_first_update_and_not_after_it(
         assert own[:first].max() < TOLERANCE
         stale = np.minimum(own[first:], other[first:])
         assert stale.max() > 0.1
-
-
-@asynccontextmanager
-async def opened(url: str) -> AsyncGenerator[SGLangEngine]:
-    engine = SGLangEngine(url, stream_interval=64)
-    await engine.open()
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-async def _equal_to_uninterrupted(url: str, rollouts: list[Rollout]) -> None:
-    async with opened(url) as engine:
-        references = await asyncio.gather(
-            *(whole(engine, greedy(len(r), prompt=r.prompt_ids)) for r in rollouts)
-        )
-    for rollout, reference in zip(rollouts, references, strict=True):
-        assert rollout.token_ids.tolist() == reference.ids
-
-
-@pytest.mark.parametrize("rule", ["retract", "in_place", "abort"])
-async def test_greedy_tokens_of_interrupted_rollouts_equal_the_uninterrupted(
-    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule
-):
-    """Unchanged weights come in under new versions."""
-    run = await record(
-        [server.url for server in clean_pair],
-        [models[0]],
-        rule,
-        admin_key=ADMIN_KEY,
-        prompts=long_tail(18, longest=500, temperature=0.0),
-        batches=99,
-    )
-    await _equal_to_uninterrupted(clean_pair[0].url, _crossing(run))
-
-
-@pytest.mark.parametrize("rule", ["retract", "in_place", "abort"])
-async def test_a_continuation_on_the_other_server_gives_the_same_greedy_tokens(
-    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule
-):
-    """One server is given up in mid-batch; what it had begun goes on on the other."""
-    run = await record(
-        [server.url for server in clean_pair],
-        [models[0]],
-        rule,
-        admin_key=ADMIN_KEY,
-        prompts=long_tail(18, longest=500, temperature=0.0),
-        batches=99,
-        lose_one=True,
-    )
-    moved = [r for r in run.rollouts if len({s.engine for s in r.segments}) == 2]
-    assert moved, "no rollout went on on the other server"
-    await _equal_to_uninterrupted(clean_pair[0].url, moved)
-    for server in clean_pair:
-        await settled(server.url)
 
 
 @pytest.mark.parametrize("rule", ["retract", "in_place", "abort", "run"])

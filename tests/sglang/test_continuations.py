@@ -1,0 +1,61 @@
+"""Greedy responses that were interrupted, or went on elsewhere, equal those that never were."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.types import Rollout
+from tests.sglang.conftest import ADMIN_KEY
+from tests.sglang.helpers import greedy, opened, settled, whole
+from tests.sglang.recorded import crossing, long_tail, record
+from tests.sglang.server import CpuServer
+
+
+async def _equal_to_uninterrupted(url: str, rollouts: list[Rollout]) -> None:
+    async with opened(url) as engine:
+        references = await asyncio.gather(
+            *(whole(engine, greedy(len(r), prompt=r.prompt_ids)) for r in rollouts)
+        )
+    for rollout, reference in zip(rollouts, references, strict=True):
+        assert rollout.token_ids.tolist() == reference.ids
+
+
+@pytest.mark.parametrize("rule", ["retract", "in_place", "abort"])
+async def test_greedy_tokens_of_interrupted_rollouts_equal_the_uninterrupted(
+    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule
+):
+    """Unchanged weights come in under new versions."""
+    run = await record(
+        [server.url for server in clean_pair],
+        [models[0]],
+        rule,
+        admin_key=ADMIN_KEY,
+        prompts=long_tail(18, longest=500, temperature=0.0),
+        batches=99,
+    )
+    await _equal_to_uninterrupted(clean_pair[0].url, crossing(run))
+
+
+@pytest.mark.parametrize("rule", ["retract", "in_place", "abort"])
+async def test_a_continuation_on_the_other_server_gives_the_same_greedy_tokens(
+    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule
+):
+    """One server is given up in mid-batch; what it had begun goes on on the other."""
+    run = await record(
+        [server.url for server in clean_pair],
+        [models[0]],
+        rule,
+        admin_key=ADMIN_KEY,
+        prompts=long_tail(18, longest=500, temperature=0.0),
+        batches=99,
+        lose_one=True,
+    )
+    moved = [r for r in run.rollouts if len({s.engine for s in r.segments}) == 2]
+    assert moved, "no rollout went on on the other server"
+    await _equal_to_uninterrupted(clean_pair[0].url, moved)
+    for server in clean_pair:
+        await settled(server.url)
