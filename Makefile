@@ -24,9 +24,11 @@ DEMO = aprilsched simulate --policy sync,april,pool,auto
 
 VENV := .venv
 BIN := $(VENV)/bin
-DEMO_STAMP := $(VENV)/.stamp-demo
-TEST_STAMP := $(VENV)/.stamp-test
+# What of torch the tests get. `make test-fast TORCH=` leaves it out, and skips what needs it.
 TORCH := $(shell grep '^torch==' constraints.txt)
+DEMO_STAMP := $(VENV)/.stamp-demo
+# One of its own without torch, so that no other target takes that environment for a whole one.
+TEST_STAMP := $(VENV)/.stamp-test$(if $(TORCH),,-without-torch)
 SGLANG := $(shell grep '^sglang==' requirements/sglang-cpu.txt)
 INSTALL := -m pip --disable-pip-version-check --no-input install -q
 
@@ -102,15 +104,15 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo \
 	"aprilsched needs Python 3.11 or later; name one: make PYTHON=python3.11." >&2; exit 1; }
 	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
-	@rm -f $(DEMO_STAMP) $(TEST_STAMP)
+	@rm -f $(VENV)/.stamp-*
 	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[plots,report]'
 	@touch $@
 
 # torch goes first and alone: the version is then settled, and with it the build.
 $(TEST_STAMP): $(DEMO_STAMP)
-	@rm -f $(DEMO_STAMP) $(TEST_STAMP)
-	$(BIN)/python $(INSTALL) -c constraints.txt $(TORCH_PIP_ARGS) $(TORCH)
-	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[dev,torch,plots]'
+	@rm -f $(VENV)/.stamp-*
+	$(if $(TORCH),$(BIN)/python $(INSTALL) -c constraints.txt $(TORCH_PIP_ARGS) $(TORCH))
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[$(if $(TORCH),dev-torch,dev)]'
 	@touch $(DEMO_STAMP) $(TEST_STAMP)
 
 .venv-sglang/.stamp: requirements/sglang-cpu.txt constraints.txt

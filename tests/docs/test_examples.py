@@ -81,6 +81,8 @@ def compiled(block: str, page: str) -> Any:
 def test_the_programs_of_a_page_run(
     page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_folder: Path
 ):
+    if any(".to_torch(" in block for block in blocks(page)):
+        pytest.importorskip("torch")
     monkeypatch.setattr(aprilsched, "SGLangFleet", embedded)
     trainer = Trainer()
     names: dict[str, Any] = {

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from torch import Tensor
 

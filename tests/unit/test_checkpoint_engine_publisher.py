@@ -12,6 +12,9 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from torch import Tensor
 

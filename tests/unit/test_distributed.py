@@ -10,6 +10,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from torch import Tensor
 

@@ -161,6 +161,7 @@ async def test_the_served_engine_listens_on_loopback_unless_it_is_told():
 @needs_proc
 def test_the_trainer_s_group_listens_where_its_engines_reach_it_and_nowhere_else():
     """Its rendezvous and gloo both; gloo would choose by the machine's name, if it were let."""
+    pytest.importorskip("torch")
     addresses = {
         LOOPBACK: address_towards(["127.0.0.1:30000", "localhost:30001", "sim"]),
         "another": address_towards(["198.51.100.1:30000"]),  # no such host; nothing is sent

@@ -11,6 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from torch import Tensor
 

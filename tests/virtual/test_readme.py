@@ -34,6 +34,7 @@ def embedded(urls: Sequence[str]) -> SimFleet:
 
 
 def test_the_program_in_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    pytest.importorskip("torch")
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert len([line for line in program.splitlines() if line.strip()]) <= 20
     monkeypatch.setattr(aprilsched, "SGLangFleet", embedded)
