@@ -77,11 +77,12 @@ class Attempts:
         elif key in self._open and self._tasks is not None:
             self._tasks.start(("abort", key), self._call_back(self._open[key]))
 
-    def abandon(self, engine: str) -> None:
-        """The engine is lost: leave its streams; each tells the engine to abort as it goes."""
+    def abandon(self, engine: str) -> list[TaskKey]:
+        """The engine is lost: leave its streams; each tells the engine to abort as it goes. The
+        keys of the tasks in which they do."""
         for key in [key for key, send in self._outbox.items() if send.engine == engine]:
             del self._outbox[key]
-        self._cancel(engine)
+        return self._cancel(engine)
 
     async def leave(self, engine: str) -> None:
         """Leave its streams as :meth:`abandon` does, and wait until it has been told."""

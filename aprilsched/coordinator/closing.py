@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.controls import EngineControls
+from aprilsched.coordinator.handback import HEAD_START_S, HandBack, abort_again
 from aprilsched.coordinator.watchdog import watched
 from aprilsched.core.control import Mode
 from aprilsched.core.state import SchedulerState
@@ -24,26 +25,22 @@ __all__ = ["release"]
 
 log = logging.getLogger("aprilsched")
 
-_HEAD_START_S = 1.0
-"""For the aborts, before the continue: what is aborted in a pause is not recomputed after it."""
 _CONTINUE_S = 10.0
 """For the continue. A server on a busy machine answers within one or two seconds."""
 _LOST_S = 1.0
 """The same, for an engine that was given up before."""
-_AGAIN_S = 1.0
-_AGAIN_EACH_S = 0.02
-"""For the aborts after the continue: a bound, and so much more for each of them. A real server
-takes 1.5 to 3 ms for one."""
 _SAY_AFTER_S = 2.0
 
 
 async def release(
     attempts: Attempts,
     controls: EngineControls,
+    hand_back: HandBack,
     engines: Mapping[str, Engine],
     state: SchedulerState,
 ) -> None:
-    """Leave what is open on every engine and let it go on, all engines at the same time.
+    """Leave what is open on every engine and let it go on, all engines at the same time, those
+    included that have left the fleet and have not been handed back.
 
     A cancellation does not cut this short; it is raised at the end.
 
@@ -53,8 +50,17 @@ async def release(
     """
     attempts.stop_sending()
     running = {
-        asyncio.ensure_future(_release(attempts, controls, engine, state))
-        for engine in engines.values()
+        asyncio.ensure_future(
+            _release(
+                attempts,
+                controls,
+                hand_back,
+                engine,
+                state,
+                left=engines.get(engine.name) is not engine,
+            )
+        )
+        for engine in {**engines, **hand_back.owed}.values()
     }
     tasks = list(running)
     cancelled: asyncio.CancelledError | None = None
@@ -77,16 +83,25 @@ async def release(
 
 
 async def _release(
-    attempts: Attempts, controls: EngineControls, engine: Engine, state: SchedulerState
+    attempts: Attempts,
+    controls: EngineControls,
+    hand_back: HandBack,
+    engine: Engine,
+    state: SchedulerState,
+    *,
+    left: bool,
 ) -> None:
     control = state.control.of(engine.name)
+    # One that has left the fleet is as well as any.
+    lost = control is None and not left
     requests = attempts.open_ids(engine.name)
     leaving = asyncio.ensure_future(attempts.leave(engine.name))
     try:
         if control is None or control.mode is not Mode.RUNNING:
-            await asyncio.wait([leaving], timeout=_HEAD_START_S)
-            if await _continue(controls, engine, lost=control is None) and requests:
-                await _abort_again(engine, requests)
+            await asyncio.wait([leaving], timeout=HEAD_START_S)
+            await hand_back.quiet(engine.name)
+            if await _continue(controls, engine, lost=lost) and requests:
+                await abort_again(engine, requests)
         await asyncio.wait([leaving])
     finally:
         leaving.cancel()
@@ -96,7 +111,8 @@ async def _continue(controls: EngineControls, engine: Engine, *, lost: bool) -> 
     """Wake the engine if memory of it is released, and let it go on."""
     bound = _LOST_S if lost else _CONTINUE_S
     try:
-        await controls.wake_up(engine)
+        if await controls.wake_up(engine):
+            bound = _CONTINUE_S
         with watched(engine.name, "the last continue", every_s=_SAY_AFTER_S):
             async with asyncio.timeout(bound):
                 await engine.resume()
@@ -108,16 +124,3 @@ async def _continue(controls: EngineControls, engine: Engine, *, lost: bool) -> 
         log.log(level, "the engine may be left paused, since it could not be continued: %s", why)
         return False
     return True
-
-
-async def _abort_again(engine: Engine, requests: Sequence[str]) -> None:
-    """SGLang loses an abort of a request that a pause holds before its scheduler has heard of it
-    (hazard 4). After the continue it counts; for what is gone already it does nothing."""
-    try:
-        async with asyncio.timeout(_AGAIN_S + _AGAIN_EACH_S * len(requests)):
-            answers = await asyncio.gather(*map(engine.abort, requests), return_exceptions=True)
-    except TimeoutError:
-        log.debug("%s did not answer all aborts after the continue", engine.name)
-    else:
-        failed = [answer for answer in answers if isinstance(answer, BaseException)]
-        log.debug("%s: %d aborts after the continue failed", engine.name, len(failed))

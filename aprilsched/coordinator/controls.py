@@ -1,20 +1,21 @@
 """Control calls of engines: pause, flush, release, wake, continue; each with a bound on its time.
 
 A call that fails or stalls is reported with the engine's name; the core then does without the
-engine, so nothing waits for ever and no pause is left without its continue. The calls of a lost
-engine are given up with it: what they answer later must not be taken for its next incarnation's.
+engine, so nothing waits for ever. The calls of a lost engine are given up with it, but not a
+release or a wake: what those have done must be known, since SGLang dies of waking what was not
+released. Nothing is asked of the engine again before they have ended
+(:mod:`aprilsched.coordinator.handback`), so no answer is taken for its next incarnation's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeAlias
 
 from aprilsched.coordinator.tasks import TaskKey, Tasks
 from aprilsched.coordinator.watchdog import watched
-from aprilsched.core.commands import Continue, Flush, LoseEngine, Pause, Release, Verify, Wake
+from aprilsched.core.commands import Continue, FinishSleep, Flush, Pause, Release, Verify, Wake
 from aprilsched.core.events import (
     Continued,
     ControlCall,
@@ -28,11 +29,9 @@ from aprilsched.core.events import (
 )
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import SleepingEngine
-from aprilsched.errors import EngineError, EngineUnreachable, TornWeights
+from aprilsched.errors import EngineError, TornWeights
 
 __all__ = ["EngineControls"]
-
-log = logging.getLogger("aprilsched")
 
 Work: TypeAlias = Callable[[], Awaitable[Event]]
 """A control call, and the event that answers it."""
@@ -53,22 +52,44 @@ class EngineControls:
         self._timeout_s = timeout_s
         self._tasks: Tasks | None = None
         self._calls = 0
-        self._lent: dict[str, frozenset[str]] = {}
-        """Memory of each engine that is released, as far as its answers tell."""
         self._lending: dict[str, TaskKey] = {}
         """The last release or wake of each engine."""
+        self.memory_is_back = asyncio.Event()
+        """Set while the trainer has no engine's memory."""
+        self.memory_is_back.set()
 
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks
 
     def stop(self) -> None:
-        """Give up all calls but releases and wakes: what those have done must be known, since
-        SGLang dies of waking what was not released."""
+        """Give up all calls but releases and wakes."""
         if self._tasks is not None:
             self._tasks.cancel_kind(("control",), but=self._lending.values())
 
-    async def wake_up(self, engine: Engine) -> None:
-        """Take back all memory that is released, if there is any.
+    def give_up(self, engine: str) -> None:
+        """The same, of a lost engine."""
+        if self._tasks is not None:
+            self._tasks.cancel_kind(("control", engine), but=self._lending.values())
+
+    async def ended(self, engine: str) -> None:
+        """Wait until no call of the engine is under way, however it ends."""
+        if self._tasks is not None:
+            await self._tasks.ended(self._tasks.of_kind(("control", engine)))
+
+    async def released(self, engine: Engine) -> frozenset[str]:
+        """The tags whose memory the engine has released.
+
+        Raises:
+            EngineError: if it cannot be asked.
+            TimeoutError: if it does not answer.
+        """
+        if not isinstance(engine, SleepingEngine):
+            return frozenset()
+        async with asyncio.timeout(self._timeout_s):
+            return await engine.released()
+
+    async def wake_up(self, engine: Engine) -> bool:
+        """Take back all memory that is released; was there any?
 
         Raises:
             EngineError: if the engine does not give it back.
@@ -77,10 +98,28 @@ class EngineControls:
         lending = self._lending.get(engine.name)
         if lending is not None and self._tasks is not None:
             await self._tasks.ended([lending])
-        tags = self._lent.get(engine.name)
+        tags = await self.released(engine)
         if tags:
+            await self._to_its_end(_sleeping(engine).wake(sorted(tags)))
+        return bool(tags)
+
+    async def _to_its_end(self, wake: Coroutine[Any, Any, None]) -> None:
+        """Whoever gives this up does not end the call: what it has done must be known."""
+
+        async def bounded() -> None:
             async with asyncio.timeout(self._timeout_s):
-                await _sleeping(engine).wake(sorted(tags))
+                await wake
+
+        task, cancelled = asyncio.ensure_future(bounded()), False
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled and not task.cancelled():
+            task.exception()  # nobody is there to be told
+            raise asyncio.CancelledError
+        task.result()
 
     # --- commands ------------------------------------------------------------------------------
 
@@ -99,21 +138,20 @@ class EngineControls:
 
     def release(self, command: Release) -> None:
         name, tags = command.engine, command.tags
-
-        async def work() -> None:
-            await _sleeping(self._engines[name]).release(tags)
-            self._lent[name] = self._lent.get(name, frozenset()).union(tags)
-
-        self._lending[name] = self._begin(name, "release", work, Released(engine=name, tags=tags))
+        engine, done = self._engines[name], Released(engine=name, tags=tags)
+        self.memory_is_back.clear()
+        self._lending[name] = self._begin(
+            name, "release", lambda: _sleeping(engine).release(tags), done
+        )
 
     def wake(self, command: Wake) -> None:
         name, tags = command.engine, command.tags
+        engine, done = self._engines[name], Woken(engine=name, tags=tags)
+        self._lending[name] = self._begin(name, "wake", lambda: _sleeping(engine).wake(tags), done)
 
-        async def work() -> None:
-            await _sleeping(self._engines[name]).wake(tags)
-            self._lent[name] = self._lent.get(name, frozenset()).difference(tags)
-
-        self._lending[name] = self._begin(name, "wake", work, Woken(engine=name, tags=tags))
+    def finish_sleep(self, command: FinishSleep) -> None:
+        if not command.asleep:
+            self.memory_is_back.set()
 
     def verify(self, command: Verify) -> None:
         timeout_s = min(_VERIFY_S, self._timeout_s)
@@ -124,14 +162,6 @@ class EngineControls:
             timeout_s=timeout_s,
         )
         self._start(command.engine, work)
-
-    def give_up(self, command: LoseEngine) -> None:
-        """A lost engine may hang in a pause: let it go on, if it still listens."""
-        if command.standby or self._tasks is None:
-            return
-        self._lent.pop(command.engine, None)
-        self._tasks.cancel_kind(("control", command.engine))
-        self._start(command.engine, self._let_go(self._engines[command.engine]))
 
     # --- work ----------------------------------------------------------------------------------
 
@@ -161,15 +191,6 @@ class EngineControls:
             self._feed(ControlFailed(engine=engine, call=call, cause=cause))
         else:
             self._feed(done)
-
-    async def _let_go(self, engine: Engine) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await engine.resume()
-        except EngineUnreachable as error:
-            log.debug("%s is not there to be told to continue: %s", engine.name, error)
-        except (EngineError, TimeoutError) as error:
-            log.warning("%s is lost and could not be told to continue: %s", engine.name, error)
 
 
 async def _verified(engine: Engine) -> Event:

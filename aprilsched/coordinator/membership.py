@@ -1,7 +1,8 @@
 """Engines that join and leave while the scheduler is open, where the fleet tells of them.
 
 Who joins has shown that it generates before the core hears of it; who leaves is lost, its rollouts
-go on elsewhere with their tokens, and nobody waits for it to come back.
+go on elsewhere with their tokens, and nobody waits for it to come back. It is handed back running,
+and closed. Who joins again before that waits for it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 
 from aprilsched.config import SchedulerConfig
+from aprilsched.coordinator.handback import HandBack
 from aprilsched.coordinator.opening import examine
 from aprilsched.coordinator.readmission import Readmission
 from aprilsched.coordinator.tasks import Tasks
@@ -35,12 +37,14 @@ class Membership:
         feed: Callable[[Event], None],
         config: SchedulerConfig,
         readmission: Readmission,
+        hand_back: HandBack,
     ) -> None:
         self._fleet = fleet
         self._engines = engines
         self._feed = feed
         self._config = config
         self._readmission = readmission
+        self._hand_back = hand_back
 
     def start(self, tasks: Tasks) -> None:
         if isinstance(self._fleet, WatchesMembership):
@@ -57,10 +61,16 @@ class Membership:
     def _leave(self, name: str) -> None:
         self._feed(EngineLost(engine=name, cause="it left the fleet"))
         self._readmission.forget(name)
-        self._engines.pop(name, None)
+        engine = self._engines.pop(name, None)
+        if engine is not None:
+            # The core may have lost it before, and it may have been left paused then.
+            self._hand_back.begin(engine)
 
     async def _join(self, engine: Engine) -> None:
         self._engines[engine.name] = engine
+        if self._hand_back.under_way(engine.name):
+            self._readmission.expect(engine.name)
+            return
         try:
             # One that holds its token back must not keep the fleet's other changes waiting.
             async with asyncio.timeout(self._config.control_timeout_s):

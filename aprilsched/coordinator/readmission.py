@@ -16,8 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from aprilsched.config import SchedulerConfig
+from aprilsched.coordinator.handback import HandBack
 from aprilsched.coordinator.opening import examine
-from aprilsched.coordinator.tasks import Tasks
+from aprilsched.coordinator.tasks import TaskKey, Tasks
 from aprilsched.core.commands import LoseEngine
 from aprilsched.core.events import EngineInfo, EngineJoined, Event
 from aprilsched.engines.base import Engine
@@ -44,6 +45,7 @@ class Readmission:
         engines: Mapping[str, Engine],
         feed: Callable[[Event], None],
         config: SchedulerConfig,
+        hand_back: HandBack,
     ) -> None:
         self._engines = engines
         self._feed = feed
@@ -52,6 +54,9 @@ class Readmission:
         """In a row, each soon after the engine had come back."""
         self._back_at: dict[str, float] = {}
         self._tasks: Tasks | None = None
+        self._hand_back = hand_back
+        self._watching: dict[str, TaskKey] = {}
+        self._begun = 0
 
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks
@@ -63,14 +68,16 @@ class Readmission:
 
     def expect(self, engine: str, *, last: bool = False) -> None:
         """It does not work now, but is expected to."""
-        key = ("readmission", engine)
-        if self._tasks is not None and not self._tasks.running(key):
+        if self._tasks is not None and engine not in self._watching:
+            self._begun += 1
+            key = self._watching[engine] = ("readmission", engine, self._begun)
             self._tasks.start(key, self._watch(engine, self._first_wait(engine, last=last)))
 
     def forget(self, engine: str) -> None:
         """It left the fleet and is not expected back."""
-        if self._tasks is not None:
-            self._tasks.cancel([("readmission", engine)])
+        key = self._watching.pop(engine, None)
+        if self._tasks is not None and key is not None:
+            self._tasks.cancel([key])
 
     def _first_wait(self, engine: str, *, last: bool) -> float:
         back_at, now = self._back_at.get(engine), asyncio.get_running_loop().time()
@@ -84,6 +91,7 @@ class Readmission:
         longest = max(_LAST_S, wait)
         while True:
             await asyncio.sleep(wait)
+            await self._hand_back.ended(name)
             try:
                 info = await self._try(name)
             except (AprilschedError, TimeoutError) as error:
@@ -91,6 +99,7 @@ class Readmission:
                 wait = min(longest, 2 * wait)
             else:
                 self._back_at[name] = asyncio.get_running_loop().time()
+                del self._watching[name]
                 self._feed(EngineJoined(info=info))
                 return
 
@@ -101,4 +110,6 @@ class Readmission:
             # Anew: behind the same address may be another process with other capabilities.
             await engine.close()
             await engine.open()
+        await self._hand_back.let_go_on(engine)
+        async with asyncio.timeout(self._config.control_timeout_s):
             return await examine(engine, self._config)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aprilsched.coordinator.callbacks import Overdue, called, raised
-from aprilsched.coordinator.tasks import Tasks
+from aprilsched.coordinator.tasks import TaskKey, Tasks
 from aprilsched.coordinator.watchdog import watched
 from aprilsched.core.commands import Refit, Retire
 from aprilsched.core.events import ControlFailed, Event, Refitted
@@ -68,6 +68,8 @@ class Refits:
         self._refit_timeout_s = refit_timeout_s
         self._tasks: Tasks | None = None
         self._calls = 0
+        self._under_way: dict[TaskKey, Sequence[Engine]] = {}
+        """The engines of each refit that goes on."""
 
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks
@@ -77,10 +79,19 @@ class Refits:
     def refit(self, command: Refit) -> None:
         publisher = self._fleets if command.catch_up else self.publisher
         # Catching up ends with its engine; a refit of the whole fleet goes on for the others.
-        key = ("control", command.engines[0]) if command.catch_up else ("control",)
+        kind = ("control", command.engines[0]) if command.catch_up else ("control",)
         # Taken now: one that leaves the fleet meanwhile is not among the engines any more.
         engines = [self._engines[name] for name in command.engines]
-        self._start(key, self._refit(command, publisher, engines))
+        key = self._start(kind, self._refit(command, publisher, engines))
+        if self._tasks is not None:
+            self._under_way = {k: e for k, e in self._under_way.items() if self._tasks.running(k)}
+            self._under_way[key] = engines
+
+    async def ended(self, engine: Engine) -> None:
+        """Wait until no weights are brought into the engine any more."""
+        if self._tasks is not None:
+            refits = self._under_way.items()
+            await self._tasks.ended([key for key, engines in refits if engine in engines])
 
     def keep_publisher(self) -> None:
         """The version that it moved is the fleet's now."""
@@ -93,10 +104,12 @@ class Refits:
 
     # --- work ----------------------------------------------------------------------------------
 
-    def _start(self, key: tuple[str, ...], work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, kind: tuple[str, ...], work: Coroutine[Any, Any, None]) -> TaskKey:
         self._calls += 1
+        key = (*kind, "refit", self._calls)
         if self._tasks is not None:
-            self._tasks.start((*key, "refit", self._calls), work)
+            self._tasks.start(key, work)
+        return key
 
     async def _refit(
         self, command: Refit, publisher: WeightPublisher | None, engines: Sequence[Engine]

@@ -18,6 +18,7 @@ from aprilsched.coordinator.bias import LiveBias
 from aprilsched.coordinator.closing import release
 from aprilsched.coordinator.controls import EngineControls
 from aprilsched.coordinator.durability import Durability
+from aprilsched.coordinator.handback import HandBack
 from aprilsched.coordinator.heartbeat import Heartbeat
 from aprilsched.coordinator.loop import EventLoop
 from aprilsched.coordinator.membership import Membership
@@ -98,13 +99,23 @@ class Session:
             call_timeout_s=config.control_timeout_s,
             refit_timeout_s=config.refit_timeout_s,
         )
-        self._readmission = Readmission(engines=self.engines, feed=self.feed, config=config)
+        self._hand_back = HandBack(
+            attempts=self.attempts,
+            controls=self._controls,
+            refits=self.refits,
+            engines=self.engines,
+            timeout_s=config.control_timeout_s,
+        )
+        self._readmission = Readmission(
+            engines=self.engines, feed=self.feed, config=config, hand_back=self._hand_back
+        )
         self._membership = Membership(
             fleet=fleet,
             engines=self.engines,
             feed=self.feed,
             config=config,
             readmission=self._readmission,
+            hand_back=self._hand_back,
         )
         self._heartbeat = Heartbeat(self.feed)
         self._planning = Planning(planner=planner, rules=rules, feed=self.feed)
@@ -208,6 +219,7 @@ class Session:
             self.attempts,
             self._controls,
             self.refits,
+            self._hand_back,
             self._readmission,
             self._membership,
             self._heartbeat,
@@ -227,6 +239,7 @@ class Session:
                 # A pause that is on its way must not arrive after the continue, nor may an
                 # engine be opened anew while it is closed.
                 self._controls.stop()
+                self._hand_back.stop()
                 tasks.cancel_kind(("readmission",))
                 tasks.cancel(["membership", "heartbeat"])
                 await asyncio.sleep(0)
@@ -262,7 +275,7 @@ class Session:
                 self._claim.give_back()
 
     async def _release(self) -> None:
-        await release(self.attempts, self._controls, self.engines, self.state)
+        await release(self.attempts, self._controls, self._hand_back, self.engines, self.state)
 
     # --- commands ------------------------------------------------------------------------------
 
@@ -299,7 +312,7 @@ class Session:
                 do.GiveUpFleet: outages.give_up,
                 do.WantUpdate: outages.want_update,
                 do.FinishUpdate: self._finish_update,
-                do.FinishSleep: waits.finish_sleep,
+                do.FinishSleep: self._finish_sleep,
                 do.Offer: self.durability.offer,
                 do.WithdrawOffer: waits.withdraw,
                 do.Deliver: lambda _: None,
@@ -312,12 +325,18 @@ class Session:
     def _lose_engine(self, command: do.LoseEngine) -> None:
         how = "on standby until a refit reaches it" if command.standby else "out of use"
         log.error("engine %s is %s: %s", command.engine, how, command.cause)
-        self.attempts.abandon(command.engine)
-        self._controls.give_up(command)
+        if command.standby:
+            self.attempts.abandon(command.engine)
+        else:
+            self._hand_back.begin(self.engines[command.engine])
         self._readmission.lost(command)
 
     def _admit_engine(self, command: do.AdmitEngine) -> None:
         log.warning("engine %s takes part again, at version %d", command.engine, command.version)
+
+    def _finish_sleep(self, command: do.FinishSleep) -> None:
+        self._controls.finish_sleep(command)
+        self.waits.finish_sleep(command)
 
     def _finish_update(self, command: do.FinishUpdate) -> None:
         if not command.cause:

@@ -64,22 +64,24 @@ class Tasks:
                 self._cancelled.add(task)
                 task.cancel()
 
-    def cancel_kind(self, kind: tuple[str, ...], *, but: Iterable[TaskKey] = ()) -> None:
+    def cancel_kind(self, kind: tuple[Any, ...], *, but: Iterable[TaskKey] = ()) -> None:
         """Cancel every task whose key is a tuple that begins with `kind`, `but` a few."""
-        length, spared = len(kind), set(but)
-        self.cancel(
-            [
-                key
-                for key in self._tasks
-                if isinstance(key, tuple) and key[:length] == kind and key not in spared
-            ]
-        )
+        spared = set(but)
+        self.cancel([key for key in self.of_kind(kind) if key not in spared])
 
-    async def ended(self, keys: Iterable[TaskKey]) -> None:
-        """Wait until none of these runs any more, however it ends."""
+    def of_kind(self, *kinds: tuple[Any, ...]) -> list[TaskKey]:
+        """The keys of the tasks that run, where they are tuples that begin with one of `kinds`."""
+        return [
+            key
+            for key in self._tasks
+            if isinstance(key, tuple) and any(key[: len(kind)] == kind for kind in kinds)
+        ]
+
+    async def ended(self, keys: Iterable[TaskKey], *, within: float | None = None) -> None:
+        """Wait until none of these runs any more, however it ends; no longer than `within`."""
         tasks = [self._tasks[key] for key in keys if key in self._tasks]
         if tasks:
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks, timeout=within)
 
     def cancel_all(self) -> None:
         """The group ends."""

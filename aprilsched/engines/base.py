@@ -206,8 +206,8 @@ class WatchesMembership(Protocol):
         """Every change from now on, as it happens; one reader at a time.
 
         ``Fleet.engines`` is already as after the change. An engine that left stays open until
-        the next change is asked for, so that its reader can give up its streams first. Trouble
-        with one engine, or with what lists them, changes nothing and ends nothing: it is
-        logged, and looked at again.
+        the reader of the change closes it, or the fleet is closed: the reader gives up its streams
+        and lets it go on first. Trouble with one engine, or with what lists them, changes nothing
+        and ends nothing: it is logged, and looked at again.
         """
         ...

@@ -102,7 +102,6 @@ class SGLangFleet:
             change = self._members.take()
             if change is not None:
                 yield change
-            await self._members.close_departed()
 
     def _engine(self, url: str) -> SGLangEngine:
         return SGLangEngine(

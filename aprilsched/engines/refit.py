@@ -151,3 +151,7 @@ class SleepingEngine(Protocol):
         ``Capabilities.keeps_released_weights``; elsewhere they need a refit first.
         """
         ...
+
+    async def released(self) -> frozenset[str]:
+        """The tags whose memory is released now; none of a server that was started again."""
+        ...

@@ -409,6 +409,8 @@ class _Life:
             inside = engine.batcher
             if inside.paused is not None:
                 self.complain(f"{engine.name} is left paused ({inside.paused})")
+            if lent := await engine.released():
+                self.complain(f"{engine.name} is left without its {sorted(lent)}")
             if inside.running or inside.waiting:
                 self.complain(
                     f"{engine.name} has {inside.running} running and {inside.waiting} waiting "
@@ -818,7 +820,7 @@ class _Life:
                     fleet.slow_down(
                         engine, draw.choice([0.0, 0.05, 0.5]), draw.choice([5.0, 120.0])
                     )
-                case "membership" if self.scheduler.state.sleep is None:
+                case "membership":
                     await fleet.change(draw, most=4)
                 case _:
                     pass

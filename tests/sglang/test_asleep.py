@@ -13,7 +13,8 @@ import pytest
 from aprilsched import Batch, DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.engines.sglang import SGLangEngine
-from tests.sglang.helpers import settled
+from tests.sglang.conftest import ADMIN_KEY
+from tests.sglang.helpers import greedy, settled, until, whole
 from tests.sglang.recorded import Recorder, check_greedy, long_tail
 from tests.sglang.server import CpuServer
 
@@ -57,3 +58,31 @@ async def test_stragglers_sleep_through_a_training_step_and_end_on_the_new_weigh
     await engine.open()
     assert await engine.is_paused() is False
     await engine.close()
+
+
+async def test_a_server_that_leaves_asleep_is_handed_back_when_the_trainer_wakes_the_others(
+    clean_pair: tuple[CpuServer, CpuServer],
+):
+    leaving = clean_pair[0].url
+    fleet = SGLangFleet(
+        [server.url for server in clean_pair], stream_interval=16, admin_key=ADMIN_KEY
+    )
+    settings = SchedulerConfig(batch_groups=4, group_size=4, over_provision=2.0)
+    scheduler = RolloutScheduler(fleet, long_tail(60, longest=400), config=settings)
+    observer = SGLangEngine(leaving)
+    await observer.open()
+    async with scheduler as rollouts:
+        await rollouts.next_batch()
+        async with rollouts.asleep(tags=["kv_cache"]):
+            await fleet.remove(leaving)
+            await until(lambda: len(rollouts.state.control.engines) == 1)
+            assert await observer.is_paused()
+
+        async def goes_on() -> bool:
+            return await observer.is_paused() is False
+
+        await until(goes_on)
+        assert len(await whole(observer, greedy(20))) == 20
+        await settled(leaving)
+        await rollouts.next_batch()
+    await observer.close()

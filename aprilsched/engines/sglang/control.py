@@ -126,6 +126,11 @@ class ServerControl:
             raise self._conflict(f"{awake[0]} was not released; wake only what was.")
         await self._lend("resume_memory_occupation", tags, self._released.difference(tags))
 
+    async def released(self) -> frozenset[str]:
+        """What is released now; nothing if the server was started again since."""
+        await self._forget_what_is_over()
+        return self._released
+
     async def _lend(self, path: str, tags: Sequence[str], then: frozenset[str]) -> None:
         before, self._released = self._released, then
         try:

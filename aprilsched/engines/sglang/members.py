@@ -1,7 +1,7 @@
 """The engines of a fleet, opened together or not at all, and who joined and left since.
 
 - Whoever joins is open and of the fleet's model before anybody hears of it.
-- Whoever left is closed only after its reader has heard of that and asked for more.
+- Whoever left stays open for the reader of the change, who closes it when it has been handed back.
 - The names are unique at any time, and the fleet is never empty.
 """
 
@@ -101,11 +101,6 @@ class Members:
         change = FleetChange(left=tuple(self._left), joined=tuple(self._joined.values()))
         self._left, self._joined = [], {}
         return change
-
-    async def close_departed(self) -> None:
-        """Close those whose leaving has been dealt with."""
-        gone, self._departed = self._departed, []
-        await asyncio.gather(*(engine.close() for engine in gone))
 
     def _check_new(self, engine: SGLangEngine) -> None:
         if engine.name in self._engines:

@@ -333,6 +333,11 @@ class SimEngine:
             self._pump()
             self._refuse(self._memory.wake(tags), 400)
 
+    async def released(self) -> frozenset[str]:
+        """The tags whose memory is released now."""
+        self._pacer.now()
+        return self._memory.released
+
     def _refuse(self, why: str | None, status: int) -> None:
         if why is not None:
             raise EngineRejected(self._name, why, status=status)

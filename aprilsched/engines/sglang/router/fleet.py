@@ -115,7 +115,6 @@ class SGLangRouterFleet:
             change = self._members.take()
             if change is not None:
                 yield change
-            await self._members.close_departed()
 
     async def _look(self) -> None:
         try:

@@ -1,0 +1,311 @@
+"""An engine that leaves the fleet is handed back running, with its memory, whenever it leaves.
+
+The real scheduler and the real adapters against served embedded engines: real sockets, virtual
+clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.core.control import Mode
+from aprilsched.core.events import EngineLost
+from aprilsched.engines.base import Engine
+from aprilsched.engines.refit import RefitFromDisk
+from aprilsched.engines.sim import run_virtual
+from aprilsched.engines.sim.http import SimServer
+from aprilsched.errors import EngineRejected, SchedulerClosed
+from tests.sglang.helpers import until
+from tests.support.sim_http import CONFIG, INTERVAL, two_weights
+
+TAGS = ("kv_cache", "weights")
+
+
+def config(**changes: Any) -> SchedulerConfig:
+    values: dict[str, Any] = {"batch_groups": 4, "group_size": 2, "over_provision": 2.0}
+    return SchedulerConfig(**{**values, **changes})
+
+
+class Setting:
+    """A scheduler on two servers; the first of them leaves."""
+
+    def __init__(
+        self, rollouts: RolloutScheduler, fleet: SGLangFleet, servers: Sequence[SimServer]
+    ) -> None:
+        self.rollouts = rollouts
+        self.fleet = fleet
+        self.servers = servers
+        self.engine = servers[0].engine
+        self.name = fleet.engines[0].name
+
+    def released(self) -> frozenset[str]:
+        return self.engine._memory.released
+
+    async def leaves(self) -> None:
+        before = self.rollouts.state.control.of(self.name)
+        assert before is not None
+        await self.fleet.remove(self.servers[0].url)
+        await until(lambda: self.rollouts.state.control.of(self.name) is None)
+
+    async def comes_back(self) -> None:
+        await self.fleet.add(self.servers[0].url)
+
+    def is_as_it_was(self) -> bool:
+        inside = self.engine.batcher
+        idle = inside.running + inside.waiting == 0
+        return inside.paused is None and not self.released() and idle
+
+    async def is_handed_back(self) -> None:
+        await until(self.is_as_it_was, 30.0)
+
+
+@asynccontextmanager
+async def setting(**changes: Any) -> AsyncGenerator[Setting]:
+    prompts = LongTailWorkload(median=80, sigma=0.5, cap=400, group_size=2, vocab_size=512, seed=3)
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(SimServer(CONFIG)) for _ in range(2)]
+        fleet = SGLangFleet([server.url for server in servers], stream_interval=INTERVAL)
+        rollouts = await stack.enter_async_context(
+            RolloutScheduler(fleet, prompts, config=config(**changes))
+        )
+        await rollouts.next_batch()
+        yield Setting(rollouts, fleet, servers)
+
+
+def run(main: Coroutine[Any, Any, None], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was said in the log besides that an engine left or came back."""
+    with caplog.at_level(logging.WARNING, "aprilsched"):
+        run_virtual(main)
+    expected = ("it left the fleet", "takes part again", "has not answered the refit")
+    own = [r.getMessage() for r in caplog.records if r.name.startswith("aprilsched")]
+    return [said for said in own if not any(words in said for words in expected)]
+
+
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
+def test_one_that_leaves_asleep_keeps_its_memory_lent_until_the_sleep_ends(
+    straggler: str, caplog: pytest.LogCaptureFixture
+):
+    async def main() -> None:
+        async with setting(straggler=straggler, pace="asynchronous") as there:
+            async with there.rollouts.asleep(tags=TAGS):
+                await there.leaves()
+                await asyncio.sleep(100)
+                assert there.released() == frozenset(TAGS), "the trainer has the memory"
+                assert there.engine.batcher.paused == "retract"
+            await there.is_handed_back()
+            await there.rollouts.next_batch()
+
+    assert run(main(), caplog) == []
+
+
+def test_one_that_leaves_asleep_is_handed_back_where_the_scheduler_closes_in_the_sleep(
+    caplog: pytest.LogCaptureFixture,
+):
+    async def main() -> None:
+        async with setting() as there:
+            await there.rollouts.asleep(tags=TAGS).__aenter__()
+            await there.leaves()
+            await asyncio.sleep(100)
+            await there.rollouts.close()
+            assert there.is_as_it_was()
+
+    assert run(main(), caplog) == []
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_one_that_leaves_asleep_and_joins_again_is_used_again_after_the_sleep(
+    closes: bool, caplog: pytest.LogCaptureFixture
+):
+    async def main() -> None:
+        async with setting(pace="asynchronous") as there:
+            asleep = there.rollouts.asleep(tags=TAGS)
+            await asleep.__aenter__()
+            for _ in range(2):
+                await there.fleet.remove(there.servers[0].url)
+                await there.comes_back()
+                await asyncio.sleep(100)
+                assert there.released() == frozenset(TAGS), "the trainer has the memory"
+            if closes:
+                await there.rollouts.close()
+                assert there.is_as_it_was()
+                with pytest.raises(SchedulerClosed):
+                    await asleep.__aexit__(None, None, None)
+                return
+            await asleep.__aexit__(None, None, None)
+            await until(lambda: there.name in there.rollouts.state.control.engines, 30.0)
+            await there.rollouts.next_batch()
+
+    assert run(main(), caplog) == []
+
+
+def test_one_that_is_lost_asleep_comes_back_after_the_sleep():
+    async def main() -> None:
+        async with setting(pace="asynchronous") as there:
+            async with there.rollouts.asleep(tags=TAGS):
+                there.rollouts._session.feed(EngineLost(engine=there.name, cause="who knows"))
+                await asyncio.sleep(1000)
+                assert there.released() == frozenset(TAGS), "the trainer has the memory"
+            await until(lambda: there.name in there.rollouts.state.control.engines, 120.0)
+
+    run_virtual(main())
+
+
+def test_one_that_is_restarted_asleep_and_leaves_is_not_woken(caplog: pytest.LogCaptureFixture):
+    """A real server dies of waking what it has not released."""
+
+    async def main() -> None:
+        async with setting() as there:
+            async with there.rollouts.asleep(tags=TAGS):
+                await there.leaves()
+                await there.servers[0].crash()
+                await there.servers[0].restart(keeps_weights=True)
+            await there.is_handed_back()
+
+    assert run(main(), caplog) == []
+
+
+@pytest.mark.parametrize("mode", [Mode.PAUSING, Mode.FLUSHING, Mode.RELEASING, Mode.WAKING])
+def test_one_that_leaves_on_its_way_into_or_out_of_sleep(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The call is carried out after the engine has left."""
+    call = {"pausing": "pause", "flushing": "flush", "releasing": "release", "waking": "wake"}[mode]
+
+    async def main() -> None:
+        async with setting() as there:
+            proceed = asyncio.Event()
+            original = getattr(there.engine, call)
+
+            async def delayed(*arguments: Any) -> None:
+                await proceed.wait()
+                await original(*arguments)
+
+            monkeypatch.setattr(there.engine, call, delayed)
+
+            async def sleep() -> None:
+                async with there.rollouts.asleep(tags=TAGS):
+                    await asyncio.sleep(10)
+
+            sleeping = asyncio.create_task(sleep())
+            control = there.rollouts.state.control.engines[there.name]
+            await until(lambda: control.mode is mode)
+            await asyncio.sleep(1)
+            await there.leaves()
+            await asyncio.sleep(1)
+            proceed.set()
+            await sleeping
+            await there.is_handed_back()
+
+    assert run(main(), caplog) == []
+
+
+def test_one_that_leaves_paused_goes_on_without_its_requests(caplog: pytest.LogCaptureFixture):
+    async def main() -> None:
+        async with setting(straggler="retract", pace="synchronous") as there:
+            await until(lambda: there.engine.batcher.paused is not None)
+            await there.leaves()
+            await there.is_handed_back()
+
+    assert run(main(), caplog) == []
+
+
+def test_one_that_leaves_while_it_is_asked_for_its_version(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    async def main() -> None:
+        async with setting(straggler="abort", pace="synchronous") as there:
+            control = there.rollouts.state.control.engines[there.name]
+            engine = there.fleet.engines[0]
+
+            async def hang() -> int:
+                await asyncio.Event().wait()
+                return 0
+
+            monkeypatch.setattr(engine, "verify", hang)
+            await asyncio.sleep(60)
+            waiting = asyncio.create_task(there.rollouts.next_batch())
+            await until(lambda: control.mode is Mode.VERIFYING)
+            await there.leaves()
+            await waiting
+            await there.is_handed_back()
+
+    assert run(main(), caplog) == []
+
+
+class SlowPublisher:
+    """Takes its time before each engine, whose connection it needs until then."""
+
+    def __init__(self, path: Any) -> None:
+        self._path = path
+        self.begun = asyncio.Event()
+        self.done: list[str] = []
+
+    async def prepare(self, version: int) -> None: ...
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        self.begun.set()
+        await asyncio.sleep(20)
+        for engine in engines:
+            assert isinstance(engine, RefitFromDisk)
+            await engine.update_from_disk(self._path, version)
+            self.done.append(engine.name)
+        return {engine.name: None for engine in engines}
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_one_that_leaves_in_a_refit_goes_on_after_it(
+    asleep: bool, tmp_path: Any, caplog: pytest.LogCaptureFixture
+):
+    """Its connection is there for the publisher, and it stays paused while it has half a model."""
+
+    async def update(there: Setting) -> None:
+        publisher = SlowPublisher(two_weights(tmp_path)[1])
+        updating = asyncio.create_task(there.rollouts.update_weights(publisher))
+        await publisher.begun.wait()
+        await there.leaves()
+        await asyncio.sleep(10)
+        assert there.engine.batcher.paused == "retract"
+        report = await updating
+        assert report.version == 1
+        assert there.name in publisher.done
+        await asyncio.sleep(100)
+        assert there.released() == (frozenset({"kv_cache"}) if asleep else frozenset())
+
+    async def main() -> None:
+        async with setting() as there:
+            if asleep:
+                async with there.rollouts.asleep(tags=TAGS):
+                    await update(there)
+            else:
+                await update(there)
+            await there.is_handed_back()
+            await there.rollouts.next_batch()
+
+    assert run(main(), caplog) == []
+
+
+def test_one_that_cannot_be_handed_back_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    async def main() -> None:
+        async with setting() as there:
+
+            async def refuse(_: object) -> None:
+                raise EngineRejected("it", "has no memory left.", status=400)
+
+            async with there.rollouts.asleep(tags=TAGS):
+                await there.leaves()
+                monkeypatch.setattr(there.engine, "wake", refuse)
+            await asyncio.sleep(100)
+
+    (line,) = run(main(), caplog)
+    assert "may be left paused" in line
