@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.controls import EngineControls
@@ -135,7 +136,8 @@ class HandBack:
                 await abort_again(engine, requests)
         await tasks.ended(aborts)
         if self._engines.get(engine.name) is not engine:
-            await engine.close()
+            with suppress(EngineError):
+                await engine.close()
         del self._owed[id(engine)]
 
 

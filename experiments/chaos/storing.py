@@ -46,6 +46,8 @@ class ChaosStore:
         self._complain = complain
         self._note = note
         self._held: set[int] = set()
+        self.withdrawn: set[int] = set()
+        """Batches that were offered and withdrawn, which the store forgets untaken."""
         self.dead = False
         """The process is gone: nothing that it writes from now on arrives."""
         self.replaced = False
@@ -79,6 +81,10 @@ class ChaosStore:
             gone = set(cut.acknowledged) & (self._held | now)
             self._held = (self._held | now) - set(cut.acknowledged)
         gone = (gone | set(cut.acknowledged)) - set(self._given())
+        withdrawn = gone & self.withdrawn
+        # Another batch may have the number next.
+        self.withdrawn -= withdrawn
+        gone -= withdrawn
         if gone:
             self._complain(
                 f"batches {sorted(gone)} were deleted from the store and the trainer was never "

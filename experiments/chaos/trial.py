@@ -915,6 +915,8 @@ class _Moments:
             case do.Refit():
                 for engine in command.engines:
                     self._strike(engine, 0.05)
+            case do.WithdrawOffer() if self._life.store is not None:
+                self._life.store.withdrawn.add(command.index)
             case do.FinishUpdate() | do.Deliver():
                 self._evaluate(0.15)
             case _:
