@@ -12,7 +12,7 @@ from aprilsched.coordinator import (
     Turn,
     TurnOutput,
 )
-from aprilsched.engines.fleet import SGLangFleet
+from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.engines.sglang.router import SGLangRouterFleet
 from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.errors import AprilschedError

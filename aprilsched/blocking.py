@@ -34,7 +34,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import Accept, BiasNow, Episode, GroupReward, RefitReport, Reward
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.coordinator.session import forked
-from aprilsched.core.state import SchedulerState
+from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import PromptsExhausted, SchedulerClosed
 from aprilsched.planning import Planner

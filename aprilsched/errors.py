@@ -23,7 +23,7 @@
     └── InvariantViolation     a bug in aprilsched: state that must not be, was
 
 A failed rollout, reward or prompt is no exception: it is an entry of the ledger
-(:mod:`aprilsched.core.ledger`) with its cause.
+(:mod:`aprilsched.core.state.ledger`) with its cause.
 """
 
 __all__ = [

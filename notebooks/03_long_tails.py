@@ -26,10 +26,10 @@ import numpy as np
 from aprilsched.analysis import plots
 from aprilsched.analysis.lengths_known import known_lengths, law_band, law_of
 from aprilsched.analysis.run import read_run
-from aprilsched.commands.config_file import read_settings
-from aprilsched.commands.setup import prepare
-from aprilsched.commands.simulated import SimulatedRun
 from aprilsched.core.lengths.groups import pooled
+from aprilsched.runs.config_file import read_settings
+from aprilsched.runs.setup import prepare
+from aprilsched.runs.simulated import SimulatedRun
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.workload import LongTailWorkload
 

@@ -20,8 +20,7 @@
 # %%
 # %matplotlib inline
 from aprilsched.analysis import plots
-from aprilsched.commands.simulate import SimulateCommand
-from aprilsched.commands.trials import simulated
+from aprilsched.cli.simulate import SimulateCommand, simulated
 
 RATIOS = (1.25, 1.5, 2, 3)
 waves = "|".join(str(ratio) for ratio in RATIOS)

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from aprilsched.analysis import plots
 from aprilsched.analysis.run import read_run
-from aprilsched.commands.simulate import SimulateCommand
-from aprilsched.commands.trials import simulated
+from aprilsched.cli.simulate import SimulateCommand, simulated
 
 april = read_run(Path("data/april"))
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from aprilsched.analysis import plots
-from aprilsched.commands.replay import ReplayCommand, what_if
+from aprilsched.cli.replay import ReplayCommand, what_if
 
 DATA = Path("data")
 RATIOS = "april:over_provision=1.125|1.25|1.5,april"

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from aprilsched.calibration.model_file import load_model
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.batch_figures import Bound
 from aprilsched.telemetry.summary import Summary
-from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model_file import load_model
 from aprilsched.workload import LongTailWorkload
 
 __all__ = ["Basis", "basis_of"]

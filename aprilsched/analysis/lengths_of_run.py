@@ -22,8 +22,8 @@ from aprilsched.analysis.launches import Launches, Member, RecordedBatch
 from aprilsched.analysis.lines import read_lines
 from aprilsched.analysis.rebuild import summary_of_run
 from aprilsched.analysis.run import readable
-from aprilsched.core.lengths.draws import hashed_uniforms
 from aprilsched.core.lengths.kaplan_meier import kaplan_meier
+from aprilsched.core.lengths.observed import hashed_uniforms
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import EVENTS

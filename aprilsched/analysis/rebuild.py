@@ -13,8 +13,8 @@ from aprilsched.analysis.basis import basis_of
 from aprilsched.analysis.incarnations import whole_lines
 from aprilsched.analysis.lines import PROGRESS, Line
 from aprilsched.analysis.typed_lines import chunk, typed
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.books import Books
 from aprilsched.telemetry.figures import RunSummary

@@ -15,11 +15,11 @@ from typing import Any, TypeAlias, get_args
 import msgspec
 import numpy as np
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
 from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
 from aprilsched.types import (
     NO_VERSION,
     Batch,

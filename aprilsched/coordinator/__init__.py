@@ -1,10 +1,10 @@
 """The asyncio shell around the core: it turns I/O into events and carries commands out."""
 
 from aprilsched.coordinator.bias import BiasNow
-from aprilsched.coordinator.callbacks import Accept, GroupReward, Reward
 from aprilsched.coordinator.episodes import Episode, Turn, TurnOutput
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.rollouts import RolloutScheduler
+from aprilsched.driver.callbacks import Accept, GroupReward, Reward
 
 __all__ = [
     "Accept",

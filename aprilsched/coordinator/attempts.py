@@ -1,10 +1,4 @@
-"""Attempts at requests: paced sending, streaming, calling back.
-
-Invariants: an attempt ends in exactly one event (Finished, Interrupted or Failed) unless it was
-cancelled; nothing is sent to an engine that is not running (a request sent during a pause is held
-silently and cannot be aborted, hazard 4); an abort is repeated until its stream has ended, since
-one that overtakes its own request is lost.
-"""
+"""Attempts at requests: sending at a bounded rate, streaming, and calling back."""
 
 from __future__ import annotations
 
@@ -14,15 +8,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 
-from aprilsched.coordinator.chunks import ending, progress
+from asyncio_throttle.throttler import Throttler
+
 from aprilsched.coordinator.tasks import TaskKey, Tasks
-from aprilsched.coordinator.throttle import LoopThrottler
-from aprilsched.core.commands import Abort, Send
-from aprilsched.core.events import Event, Failed, Interrupted
+from aprilsched.core.messages.commands import Abort, Send
+from aprilsched.core.messages.events import Event, Failed, Interrupted
+from aprilsched.driver.chunks import ending, progress
 from aprilsched.engines.base import Engine, GenerationRequest
 from aprilsched.errors import EngineError, EngineRejected, EngineUnreachable
 
-__all__ = ["Attempts"]
+__all__ = ["Attempts", "LoopThrottler"]
 
 log = logging.getLogger("aprilsched")
 
@@ -211,3 +206,19 @@ class Attempts:
     def _name(self, send: Send) -> str:
         # One length for all: SGLang aborts every request whose id starts with the given one.
         return f"{self._run_id}-{send.request_id:010d}-{send.attempt:04d}"
+
+
+class LoopThrottler(Throttler):
+    """At most `rate_limit` entries per second of the running loop's clock."""
+
+    def flush(self) -> None:
+        horizon = asyncio.get_running_loop().time() - self.period
+        while self._task_logs and self._task_logs[0] <= horizon:
+            self._task_logs.popleft()
+
+    async def acquire(self) -> None:
+        self.flush()
+        while len(self._task_logs) >= self.rate_limit:
+            await asyncio.sleep(self.retry_interval)
+            self.flush()
+        self._task_logs.append(asyncio.get_running_loop().time())

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.commands import CancelWork, Command, Deliver
-from aprilsched.core.events import Event
 from aprilsched.core.lengths.groups import pooled
 from aprilsched.core.lengths.identity import bias_without, expected_lengths
-from aprilsched.core.records import group_lengths
-from aprilsched.core.state import SchedulerState
+from aprilsched.core.messages.commands import CancelWork, Command, Deliver
+from aprilsched.core.messages.events import Event
+from aprilsched.core.state.records import group_lengths
+from aprilsched.core.state.state import SchedulerState
 from aprilsched.telemetry.base import Chunks
 from aprilsched.telemetry.bias_figures import InFlightFigures, LawFigures
 from aprilsched.telemetry.censoring import warning_now
@@ -86,8 +86,8 @@ class LiveBias:
 
     def now(self) -> BiasNow:
         """The figures so far."""
-        book, observed = self._state.book, self._state.expectations.observed
-        open_groups = [group_lengths(group) for group in book.training_groups()]
+        in_flight, observed = self._state.in_flight, self._state.expectations.observed
+        open_groups = [group_lengths(group) for group in in_flight.training_groups()]
         incomplete = [group for group in open_groups if not group.complete]
         law = observed.law(incomplete)
         tokens, finished = pooled(open_groups)
@@ -105,9 +105,11 @@ class LiveBias:
             length_bias=bias,
             transient=transient,
             in_flight=None if law is None else in_flight_figures(law, tokens, finished),
-            dropped_tokens={str(reason): n for reason, n in sorted(book.ledger.tokens.items())},
+            dropped_tokens={
+                str(reason): n for reason, n in sorted(in_flight.ledger.tokens.items())
+            },
             warning=self._warning(),
         )
 
     def _warning(self) -> str | None:
-        return warning_now(self._state.book.ledger, self._delivered, self._tokens)
+        return warning_now(self._state.in_flight.ledger, self._delivered, self._tokens)

@@ -16,8 +16,8 @@ from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.controls import EngineControls
 from aprilsched.coordinator.handback import HEAD_START_S, HandBack, abort_again
 from aprilsched.coordinator.watchdog import watched
-from aprilsched.core.control import Mode
-from aprilsched.core.state import SchedulerState
+from aprilsched.core.state.engine_control import Mode
+from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineError, EngineUnreachable
 
@@ -91,7 +91,7 @@ async def _release(
     *,
     left: bool,
 ) -> None:
-    control = state.control.of(engine.name)
+    control = state.fleet.control.of(engine.name)
     # One that has left the fleet is as well as any.
     lost = control is None and not left
     requests = attempts.open_ids(engine.name)

@@ -15,8 +15,16 @@ from typing import Any, TypeAlias
 
 from aprilsched.coordinator.tasks import TaskKey, Tasks
 from aprilsched.coordinator.watchdog import watched
-from aprilsched.core.commands import Continue, FinishSleep, Flush, Pause, Release, Verify, Wake
-from aprilsched.core.events import (
+from aprilsched.core.messages.commands import (
+    Continue,
+    FinishSleep,
+    Flush,
+    Pause,
+    Release,
+    Verify,
+    Wake,
+)
+from aprilsched.core.messages.events import (
     Continued,
     ControlCall,
     ControlFailed,

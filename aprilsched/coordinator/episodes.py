@@ -17,8 +17,8 @@ from typing import Protocol
 
 import numpy as np
 
-from aprilsched.core.commands import ResolveTurn
-from aprilsched.core.events import TurnKept, TurnRequested, TurnWithdrawn
+from aprilsched.core.messages.commands import ResolveTurn
+from aprilsched.core.messages.events import TurnKept, TurnRequested, TurnWithdrawn
 from aprilsched.errors import EpisodeError
 from aprilsched.sampling import check_sampling
 from aprilsched.types import (

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.events import EngineInfo, Opened
+from aprilsched.core.messages.events import EngineInfo, Opened
 from aprilsched.core.policies.straggler import BEHAVIOURS
-from aprilsched.doctor.quick import check
 from aprilsched.engines.base import Engine
+from aprilsched.engines.selfcheck import check
 from aprilsched.errors import ConfigError, TornWeights
 
 __all__ = ["check_engines", "examine"]

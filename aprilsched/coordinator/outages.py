@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 
 from aprilsched.coordinator.waits import Waits
-from aprilsched.core.commands import AwaitFleet, GiveUpFleet, ReportSlow, WantUpdate
+from aprilsched.core.messages.commands import AwaitFleet, GiveUpFleet, ReportSlow, WantUpdate
 from aprilsched.errors import FleetLost, RefitError
 
 __all__ = ["Outages", "wants_update"]
@@ -16,7 +16,7 @@ log = logging.getLogger("aprilsched")
 
 
 class Outages:
-    """Carries the commands of :mod:`aprilsched.core.awaiting` out."""
+    """Carries the commands of :mod:`aprilsched.core.steps.outage` out."""
 
     def __init__(self, waits: Waits) -> None:
         self._waits = waits

@@ -13,11 +13,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aprilsched.coordinator.callbacks import Overdue, called, raised
 from aprilsched.coordinator.tasks import TaskKey, Tasks
 from aprilsched.coordinator.watchdog import watched
-from aprilsched.core.commands import Refit, Retire
-from aprilsched.core.events import ControlFailed, Event, Refitted
+from aprilsched.core.messages.commands import Refit, Retire
+from aprilsched.core.messages.events import ControlFailed, Event, Refitted
+from aprilsched.driver.callbacks import Overdue, called, raised
 from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineError, TornWeights
 from aprilsched.weights.base import AdapterPublisher, WeightPublisher

@@ -12,15 +12,15 @@ from typing import Literal, Self, cast
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.bias import BiasNow
-from aprilsched.coordinator.callbacks import Accept, GroupReward, Reward
 from aprilsched.coordinator.episodes import Episode
 from aprilsched.coordinator.prompts import PromptSource, checked
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
 from aprilsched.coordinator.updates import Updates
 from aprilsched.coordinator.work import Work
-from aprilsched.core import events as ev
-from aprilsched.core.state import SchedulerState
+from aprilsched.core.messages import events as ev
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.driver.callbacks import Accept, GroupReward, Reward
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, InvariantViolation, PromptsExhausted
 from aprilsched.planning import Planner
@@ -149,7 +149,7 @@ class RolloutScheduler:
     @property
     def version(self) -> int:
         """The trainer's policy version, which every engine in use has."""
-        return self.state.tracker.trainer
+        return self.state.weights.versions.trainer
 
     def __aiter__(self) -> Self:
         return self

@@ -19,24 +19,23 @@ from aprilsched.coordinator.closing import release
 from aprilsched.coordinator.controls import EngineControls
 from aprilsched.coordinator.durability import Durability
 from aprilsched.coordinator.handback import HandBack
-from aprilsched.coordinator.heartbeat import Heartbeat
-from aprilsched.coordinator.loop import EventLoop
-from aprilsched.coordinator.membership import Membership
+from aprilsched.coordinator.membership import Membership, Readmission
 from aprilsched.coordinator.opening import check_engines
 from aprilsched.coordinator.outages import Outages
-from aprilsched.coordinator.planning import Planning
-from aprilsched.coordinator.readmission import Readmission
 from aprilsched.coordinator.refits import Refits
+from aprilsched.coordinator.replanning import Planning
 from aprilsched.coordinator.sharing import Claim, say_who_is_there
 from aprilsched.coordinator.step_times import StepTimes
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.waits import Waits
+from aprilsched.coordinator.watchdog import Heartbeat
 from aprilsched.coordinator.work import Work
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.core.rules import Rules
 from aprilsched.core.scheduler import Scheduler
-from aprilsched.core.state import SchedulerState
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.driver.loop import EventLoop
 from aprilsched.engines.base import Engine, Fleet
 from aprilsched.errors import RunGivenUp, SchedulerClosed
 from aprilsched.planning import Planner
@@ -86,7 +85,7 @@ class Session:
             run_id=run_id,
             engines=self.engines,
             feed=self.feed,
-            may_send=self.state.control.runs,
+            may_send=self.state.fleet.control.runs,
             rate=config.dispatch_rate,
         )
         self._controls = EngineControls(
@@ -95,7 +94,7 @@ class Session:
         self.refits = Refits(
             engines=self.engines,
             feed=self.feed,
-            fleet_version=lambda: self.state.tracker.trainer,
+            fleet_version=lambda: self.state.weights.versions.trainer,
             call_timeout_s=config.control_timeout_s,
             refit_timeout_s=config.refit_timeout_s,
         )
@@ -345,7 +344,7 @@ class Session:
             log.error(
                 "version %d is not in use, the fleet goes on under %d: %s",
                 command.version,
-                self.state.tracker.trainer,
+                self.state.weights.versions.trainer,
                 command.cause,
             )
         self.durability.finish_update(command)

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from aprilsched.calibration.online import Observation, OnlineFit
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.planning import Planner
+from aprilsched.timing.online import Observation, OnlineFit
 
 __all__ = ["WINDOW", "StepTimes"]
 

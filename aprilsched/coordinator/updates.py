@@ -11,13 +11,13 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
-from aprilsched.coordinator.callbacks import called, called_now
 from aprilsched.coordinator.outages import wants_update
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
-from aprilsched.core.awaiting import stranded
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.steps.outage import stranded
+from aprilsched.driver.callbacks import called, called_now
 from aprilsched.engines.refit import SleepingEngine
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.weights.base import AdapterPublisher, RepublishingPublisher, WeightPublisher
@@ -41,7 +41,7 @@ class Updates:
         """Raises RefitError if no engine in use has whole weights, so nothing could come."""
         state = self._session.state
         if stranded(state):
-            raise wants_update(state.control.standby, state.tracker.trainer)
+            raise wants_update(state.fleet.control.standby, state.weights.versions.trainer)
 
     # --- updates -------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ class Updates:
         started = asyncio.get_running_loop().time()
         async with self._lock:
             await self._previous_update()
-            new = session.state.tracker.trainer + 1 if version is None else version
+            new = session.state.weights.versions.trainer + 1 if version is None else version
             self._check(publisher, new)
             await called(_PUBLISHER, publisher.prepare, new)
             session.check_open()
@@ -68,14 +68,14 @@ class Updates:
 
     def _check(self, publisher: WeightPublisher, new: int) -> None:
         state = self._session.state
-        again = new == state.tracker.trainer and not state.control.engines
-        if new <= state.tracker.trainer and not again:
+        again = new == state.weights.versions.trainer and not state.fleet.control.engines
+        if new <= state.weights.versions.trainer and not again:
             raise ConfigError(
-                f"version {new} is not newer than {state.tracker.trainer}, which is in use; give "
+                f"version {new} is not newer than {state.weights.versions.trainer}, which is in use; give "
                 "a larger number."
             )
         beside = isinstance(publisher, AdapterPublisher)
-        if state.adapter is not None and not beside:
+        if state.weights.adapter is not None and not beside:
             raise ConfigError(
                 "adapters are in use, and what is in flight would end on another model; go on "
                 "publishing adapters, or open a new scheduler."
@@ -111,8 +111,8 @@ class Updates:
 
     def _error(self, result: do.FinishUpdate) -> RefitError:
         state = self._session.state
-        if state.control.engines:
-            outcome = f"so generation goes on under {state.tracker.trainer}"
+        if state.fleet.control.engines:
+            outcome = f"so generation goes on under {state.weights.versions.trainer}"
         else:
             outcome = "and none has whole weights of another; call update_weights() again"
         return RefitError(f"version {result.version} reached no engine, {outcome}: {result.cause}")

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from aprilsched.core.commands import DeliverEvaluation, FinishSleep, FinishUpdate
+from aprilsched.core.messages.commands import DeliverEvaluation, FinishSleep, FinishUpdate
 from aprilsched.types import Batch
 
 __all__ = ["Waits"]

@@ -1,13 +1,16 @@
-"""Says which engine and which call stall, again and again for as long as they do."""
+"""Tells the core each second that time passes, and logs the calls that stall."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-__all__ = ["watched"]
+from aprilsched.coordinator.tasks import Tasks
+from aprilsched.core.messages.events import Event, Tick
+
+__all__ = ["Heartbeat", "watched"]
 
 log = logging.getLogger("aprilsched")
 
@@ -30,3 +33,21 @@ def watched(who: str, what: str, *, every_s: float = SLOW_CALL_S) -> Generator[N
         yield
     finally:
         timer.cancel()
+
+
+_INTERVAL_S = 1.0
+
+
+class Heartbeat:
+    """Beats from the start of a session to its end."""
+
+    def __init__(self, feed: Callable[[Event], None]) -> None:
+        self._feed = feed
+
+    def start(self, tasks: Tasks) -> None:
+        tasks.start("heartbeat", self._beat())
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            self._feed(Tick())

@@ -13,18 +13,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Set
 from typing import Any, cast
 
-from aprilsched.coordinator.callbacks import (
-    Accept,
-    CallbackRunner,
-    GroupReward,
-    Reward,
-    called,
-    raised,
-)
 from aprilsched.coordinator.episodes import Episode, Turn
 from aprilsched.coordinator.prompts import PromptSource
 from aprilsched.coordinator.tasks import Tasks
-from aprilsched.core.commands import (
+from aprilsched.core.messages.commands import (
     CancelWork,
     FetchPrompts,
     Judge,
@@ -33,7 +25,7 @@ from aprilsched.core.commands import (
     ScoreGroup,
     StartEpisode,
 )
-from aprilsched.core.events import (
+from aprilsched.core.messages.events import (
     EpisodeFailed,
     EpisodeFinished,
     Event,
@@ -42,6 +34,14 @@ from aprilsched.core.events import (
     PromptsArrived,
     Rewarded,
     RewardFailed,
+)
+from aprilsched.driver.callbacks import (
+    Accept,
+    CallbackRunner,
+    GroupReward,
+    Reward,
+    called,
+    raised,
 )
 from aprilsched.types import Prompt, RefusedPrompt
 

@@ -5,10 +5,10 @@ What does not hold is put into words only then: the words cost more than the loo
 
 from __future__ import annotations
 
-from aprilsched.core.control import Mode
-from aprilsched.core.lifecycle import GENERATING, TERMINAL, State
-from aprilsched.core.records import GroupRecord, RequestRecord, RolloutRecord
-from aprilsched.core.state import SchedulerState
+from aprilsched.core.state.engine_control import Mode
+from aprilsched.core.state.lifecycle import GENERATING, TERMINAL, State
+from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
+from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import InvariantViolation
 
 __all__ = ["check"]
@@ -19,10 +19,10 @@ _OPEN = frozenset({State.RUNNING, State.HELD, State.RETURNING})
 def check(state: SchedulerState) -> None:
     """Raises InvariantViolation naming what does not hold."""
     _conservation(state)
-    for group in state.book.groups.values():
+    for group in state.in_flight.groups.values():
         _group(state, group)
     _counts(state)
-    for rollout in state.book.rollouts.values():
+    for rollout in state.in_flight.rollouts.values():
         _rollout(state, rollout)
     _queue(state)
     _batches(state)
@@ -31,12 +31,12 @@ def check(state: SchedulerState) -> None:
 
 
 def _conservation(state: SchedulerState) -> None:
-    book = state.book
-    known = book.counters.delivered + book.ledger.total + len(book.rollouts)
-    if book.counters.launched != known:
+    in_flight = state.in_flight
+    known = in_flight.counters.delivered + in_flight.ledger.total + len(in_flight.rollouts)
+    if in_flight.counters.launched != known:
         raise InvariantViolation(
-            f"{book.counters.launched} rollouts launched, but {book.counters.delivered} delivered, "
-            f"{book.ledger.total} in the ledger and {len(book.rollouts)} in flight"
+            f"{in_flight.counters.launched} rollouts launched, but {in_flight.counters.delivered} delivered, "
+            f"{in_flight.ledger.total} in the ledger and {len(in_flight.rollouts)} in flight"
         )
 
 
@@ -48,7 +48,7 @@ def _group(state: SchedulerState, group: GroupRecord) -> None:
     unscored = sum(member.state is not State.DONE for member in group.members)
     if group.unscored != unscored:
         raise InvariantViolation(f"{name} counts {group.unscored} unscored")
-    listed = group in state.book.ready
+    listed = group in state.in_flight.ready
     if listed != (group.complete and group.evaluation_id is None and not group.offered):
         raise InvariantViolation(f"{name} is {'' if listed else 'not '}among the ready")
     torn = [m for m in group.members if m.state in TERMINAL]
@@ -57,35 +57,39 @@ def _group(state: SchedulerState, group: GroupRecord) -> None:
 
 
 def _counts(state: SchedulerState) -> None:
-    book = state.book
-    groups = list(book.training_groups())
+    in_flight = state.in_flight
+    groups = list(in_flight.training_groups())
     generating = sum(group.unfinished for group in groups)
-    called_back = sum(request.aborting for request in book.open_requests())
+    called_back = sum(request.aborting for request in in_flight.open_requests())
     for what, counted, there in (
-        ("training groups", book.training, len(groups)),
-        ("generating rollouts", book.generating, generating),
-        ("ready rollouts", book.ready.samples, sum(len(g.members) for g in book.ready)),
-        ("ready tokens", book.ready.tokens, sum(g.tokens for g in book.ready)),
-        ("attempts called back", book.called_back, called_back),
-        ("tokens with engines", book.held_tokens, sum(map(_context, book.open_requests()))),
+        ("training groups", in_flight.training, len(groups)),
+        ("generating rollouts", in_flight.generating, generating),
+        ("ready rollouts", in_flight.ready.samples, sum(len(g.members) for g in in_flight.ready)),
+        ("ready tokens", in_flight.ready.tokens, sum(g.tokens for g in in_flight.ready)),
+        ("attempts called back", in_flight.called_back, called_back),
+        (
+            "tokens with engines",
+            in_flight.held_tokens,
+            sum(map(_context, in_flight.open_requests())),
+        ),
     ):
         if counted != there:
             raise InvariantViolation(f"{what} are booked as {counted} and are {there}")
 
 
 def _batches(state: SchedulerState) -> None:
-    waiting = [batch.index for batch in state.redelivery]
-    unknown = [index for index in waiting if index not in state.unacknowledged]
+    waiting = [batch.index for batch in state.delivery.redelivery]
+    unknown = [index for index in waiting if index not in state.delivery.unacknowledged]
     if unknown:
         raise InvariantViolation(f"batches {unknown} wait to be delivered again and are not kept")
-    offered = [group for group in state.book.groups.values() if group.offered]
-    if set(offered) != set(() if state.offer is None else state.offer.groups):
+    offered = [group for group in state.in_flight.groups.values() if group.offered]
+    if set(offered) != set(() if state.delivery.offer is None else state.delivery.offer.groups):
         raise InvariantViolation(
             f"{len(offered)} groups in flight are marked as offered, and {state.offered_groups} are"
         )
-    if state.offer is not None and state.update is not None:
+    if state.delivery.offer is not None and state.weights.update is not None:
         raise InvariantViolation("a batch is offered while a version is on its way")
-    for batch in state.unacknowledged.values():
+    for batch in state.delivery.unacknowledged.values():
         if not all(group.members for group in batch.groups):
             raise InvariantViolation(
                 f"batch {batch.index} is not acknowledged and its groups are empty"
@@ -97,7 +101,7 @@ def _context(request: RequestRecord) -> int:
 
 
 def _queue(state: SchedulerState) -> None:
-    queue = state.book.queue
+    queue = state.in_flight.queue
     places = list(queue.places())
     if len(places) != len(queue):
         raise InvariantViolation(f"{len(queue)} requests wait in {len(places)} places")
@@ -122,7 +126,7 @@ def _rollout(state: SchedulerState, rollout: RolloutRecord) -> None:
     elif request is not None:
         if request.open:
             raise InvariantViolation(f"{name} is {rollout.state} with an open attempt")
-        queued = request.request_id in state.book.queue
+        queued = request.request_id in state.in_flight.queue
         waits = rollout.state is State.QUEUED and rollout.due
         if queued != waits:
             raise InvariantViolation(f"{name}: the queue is wrong about it")
@@ -130,32 +134,32 @@ def _rollout(state: SchedulerState, rollout: RolloutRecord) -> None:
 
 def _attempts(state: SchedulerState) -> None:
     counted: dict[str, int] = {}
-    for request in state.book.open_requests():
+    for request in state.in_flight.open_requests():
         counted[request.engine] = counted.get(request.engine, 0) + 1
-        if request.engine not in state.control.engines:
+        if request.engine not in state.fleet.control.engines:
             raise InvariantViolation(
                 f"request {request.request_id} is open on {request.engine}, which is lost"
             )
-    booked = {engine: count for engine, count in state.book.open.items() if count}
+    booked = {engine: count for engine, count in state.in_flight.open.items() if count}
     if booked != counted:
         raise InvariantViolation(f"open attempts are booked as {booked} and are {counted}")
 
 
 def _engines(state: SchedulerState) -> None:
-    if state.tracker.engines.keys() != state.control.engines.keys():
+    if state.weights.versions.engines.keys() != state.fleet.control.engines.keys():
         raise InvariantViolation(
             "the tracker and the fleet control disagree about which engines there are"
         )
-    for control in state.control.engines.values():
-        version = state.tracker.engines[control.name]
-        if version != state.tracker.trainer:
+    for control in state.fleet.control.engines.values():
+        version = state.weights.versions.engines[control.name]
+        if version != state.weights.versions.trainer:
             raise InvariantViolation(
-                f"{control.name} is in use with version {version}, not {state.tracker.trainer}"
+                f"{control.name} is in use with version {version}, not {state.weights.versions.trainer}"
             )
-        if control.mode is Mode.REFITTING and state.update is None:
+        if control.mode is Mode.REFITTING and state.weights.update is None:
             raise InvariantViolation(f"{control.name} is refitting without an update")
         if control.mode is Mode.RUNNING and control.released:
             raise InvariantViolation(f"{control.name} runs without its {set(control.released)}")
-    both = state.control.engines.keys() & state.control.standby.keys()
+    both = state.fleet.control.engines.keys() & state.fleet.control.standby.keys()
     if both:
         raise InvariantViolation(f"{both} are in use and on standby")

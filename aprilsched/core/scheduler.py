@@ -14,48 +14,48 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from aprilsched.core import (
-    awaiting,
-    batches,
-    dispatching,
+from aprilsched.core.invariants import check
+from aprilsched.core.messages import events
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.facts import Fact
+from aprilsched.core.rules import Rules
+from aprilsched.core.state.saved import Saved
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.steps import (
+    batch,
+    buckets,
+    dispatch,
     engines,
-    events,
-    launching,
-    planning,
+    health,
+    launch,
+    outage,
+    refit,
+    replan,
     requests,
-    rounds,
     scoring,
     sleep,
     stragglers,
     turns,
-    updates,
-    verifying,
-    watching,
+    verify,
 )
-from aprilsched.core.commands import Command
-from aprilsched.core.facts import Fact
-from aprilsched.core.invariants import check
-from aprilsched.core.rules import Rules
-from aprilsched.core.saving.restoring import restore
-from aprilsched.core.saving.saved import Saved
-from aprilsched.core.state import SchedulerState
+from aprilsched.core.steps.resume import restore
 
 __all__ = ["DECISIONS", "HANDLERS", "Scheduler"]
 
 HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.Opened: engines.on_opened,
-    events.BatchRequested: batches.on_batch_requested,
-    events.BatchWithdrawn: batches.on_batch_withdrawn,
-    events.BatchTaken: batches.on_batch_taken,
-    events.BatchesAcknowledged: batches.on_batches_acknowledged,
-    events.EvaluationRequested: launching.on_evaluation_requested,
-    events.EvaluationWithdrawn: launching.on_evaluation_withdrawn,
-    events.UpdateRequested: updates.on_update_requested,
-    events.UpdateWithdrawn: updates.on_update_withdrawn,
+    events.BatchRequested: batch.on_batch_requested,
+    events.BatchWithdrawn: batch.on_batch_withdrawn,
+    events.BatchTaken: batch.on_batch_taken,
+    events.BatchesAcknowledged: batch.on_batches_acknowledged,
+    events.EvaluationRequested: launch.on_evaluation_requested,
+    events.EvaluationWithdrawn: launch.on_evaluation_withdrawn,
+    events.UpdateRequested: refit.on_update_requested,
+    events.UpdateWithdrawn: refit.on_update_withdrawn,
     events.SleepRequested: sleep.on_sleep_requested,
     events.WakeRequested: sleep.on_wake_requested,
-    events.Planned: planning.on_planned,
-    events.PromptsArrived: launching.on_prompts_arrived,
+    events.Planned: replan.on_planned,
+    events.PromptsArrived: launch.on_prompts_arrived,
     events.Progress: requests.on_progress,
     events.Finished: requests.on_finished,
     events.Interrupted: requests.on_interrupted,
@@ -71,36 +71,36 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.Judged: scoring.on_judged,
     events.Paused: engines.on_paused,
     events.Flushed: engines.on_flushed,
-    events.Refitted: updates.on_refitted,
-    events.Verified: verifying.on_verified,
+    events.Refitted: refit.on_refitted,
+    events.Verified: verify.on_verified,
     events.Released: sleep.on_released,
     events.Woken: sleep.on_woken,
     events.Continued: engines.on_continued,
     events.ControlFailed: engines.on_control_failed,
     events.EngineJoined: engines.on_engine_joined,
     events.EngineLost: engines.on_engine_lost,
-    events.Tick: watching.on_tick,
+    events.Tick: health.on_tick,
 }
 
 DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # An evaluation that ends lets an update begin; an update that ends lets a batch go.
-    batches.deliver_evaluations,
-    updates.advance,
+    batch.deliver_evaluations,
+    refit.advance,
     # After the update has taken its step: an evaluation is begun before an update or after it.
-    launching.begin_evaluations,
+    launch.begin_evaluations,
     sleep.advance,
-    batches.offer,
-    planning.plan,
-    launching.launch,
-    rounds.begin_round,
+    batch.offer,
+    replan.plan,
+    launch.launch,
+    buckets.begin_round,
     stragglers.settle_stragglers,
-    dispatching.interrupt,
-    updates.catch_up,
-    awaiting.attend,
-    dispatching.steer,
-    updates.refit,
-    updates.retire,
-    dispatching.dispatch,
+    dispatch.interrupt,
+    refit.catch_up,
+    outage.attend,
+    dispatch.steer,
+    refit.refit,
+    refit.retire,
+    dispatch.dispatch,
 )
 
 
@@ -147,6 +147,8 @@ def _decides(state: SchedulerState, event: events.Event) -> bool:
     if isinstance(event, events.Progress):
         # New tokens change no other decision, but by a label that costs an engine its place; a run
         # has sixteen such events for each rollout.
-        return bool(state.running_out or state.commands)
+        return bool(state.stragglers.run_on or state.commands)
     # Nor does time, but by an engine that it shows to be lost, and while there is none.
-    return not isinstance(event, events.Tick) or bool(state.commands) or state.outage is not None
+    return (
+        not isinstance(event, events.Tick) or bool(state.commands) or state.fleet.outage is not None
+    )

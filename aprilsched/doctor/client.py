@@ -11,13 +11,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from aprilsched.engines.http.allowance import Allowance
+from aprilsched.engines.http.client import Transport
+from aprilsched.engines.http.failures import Answer
+from aprilsched.engines.http.sockets import inflow_of
+from aprilsched.engines.http.sse import EventSplitter
 from aprilsched.engines.sglang import SGLangLimits
-from aprilsched.engines.sglang.allowance import Allowance
-from aprilsched.engines.sglang.failures import Answer
-from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.probe import ServerFacts
-from aprilsched.engines.sglang.sockets import inflow_of
-from aprilsched.engines.sglang.sse import EventSplitter
 from aprilsched.errors import EngineError
 
 __all__ = ["CALL_SECONDS", "INTERVAL", "Client", "Generation", "until"]

@@ -11,10 +11,10 @@ from aprilsched.doctor import scenarios
 from aprilsched.doctor.checks import CHECKS
 from aprilsched.doctor.client import Client
 from aprilsched.doctor.findings import Finding, Notes
+from aprilsched.engines.http.address import ServerAddress
+from aprilsched.engines.http.client import Transport
 from aprilsched.engines.sglang import SGLangEngine, SGLangLimits
-from aprilsched.engines.sglang.address import ServerAddress
 from aprilsched.engines.sglang.calls import despite_cancellation
-from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.probe import release
 from aprilsched.errors import EngineError
 

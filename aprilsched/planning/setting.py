@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.core.policies.stop import StopAt
-from aprilsched.timing import StepTimeModel
+from aprilsched.timing.model import StepTimeModel
 
 __all__ = ["Outcome", "Setting"]
 

@@ -21,15 +21,15 @@ import heapq
 import math
 from collections import deque
 
-from aprilsched.core.policies.over_provision import PoolLoad
-from aprilsched.core.policies.refill import PoolView
-from aprilsched.core.policies.rounds import Rounds
-from aprilsched.core.policies.schedule import Schedule
-from aprilsched.planning.group import CompleteGroups, TrialGroup
-from aprilsched.planning.setting import Outcome, Setting
-from aprilsched.planning.store import Store
+import numpy as np
 
-__all__ = ["try_out"]
+from aprilsched.core.policies.over_provision import PoolLoad
+from aprilsched.core.policies.refill import PoolView, Refill
+from aprilsched.core.policies.rounds import LogLaw, Rounds, rest_of_groups, window
+from aprilsched.core.policies.schedule import Schedule
+from aprilsched.planning.setting import Outcome, Setting
+
+__all__ = ["CompleteGroups", "Store", "TrialGroup", "try_out"]
 
 _RESERVE_SHARE = 0.098
 """Share of the tokens still to come for which admission leaves room: the floor of SGLang's
@@ -257,3 +257,108 @@ class _Running:
         self.end = end
         self.member = member
         self.group = group
+
+
+class TrialGroup:
+    """`have` counts tokens at the last stop, or the whole length of a finished member."""
+
+    __slots__ = ("_sampled", "finished", "first_run", "have", "lengths", "opened", "unfinished")
+
+    def __init__(self, lengths: list[int], opened: int) -> None:
+        self.lengths = lengths
+        self.have = [0] * len(lengths)
+        self.finished = [False] * len(lengths)
+        self.unfinished = len(lengths)
+        self.opened = opened
+        """The batch in which it was opened."""
+        self.first_run: int | None = None
+        self._sampled: dict[int, int] = {}
+        """Tokens by the batch in which they were sampled."""
+
+    @property
+    def members(self) -> list[int]:
+        return self.lengths
+
+    @property
+    def tokens(self) -> int:
+        """Once it is complete."""
+        return sum(self.lengths)
+
+    def note(self, member: int, tokens: int, batch: int) -> None:
+        """The member has so many tokens at the stop of `batch`."""
+        new = tokens - self.have[member]
+        self._sampled[batch] = self._sampled.get(batch, 0) + new
+        self.have[member] = tokens
+
+    def finish(self, member: int, batch: int) -> None:
+        """The member has ended in `batch`."""
+        self.note(member, self.lengths[member], batch)
+        self.finished[member] = True
+        self.unfinished -= 1
+
+    def older_than(self, batch: int, versions: int) -> int:
+        """Its tokens that are more than so many versions old when `batch` is delivered."""
+        return sum(n for sampled, n in self._sampled.items() if batch - sampled > versions)
+
+
+class CompleteGroups:
+    """Those that wait for their batch, in the order of their completion."""
+
+    def __init__(self) -> None:
+        self.groups: list[TrialGroup] = []
+        self.samples = 0
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def add(self, group: TrialGroup) -> None:
+        self.groups.append(group)
+        self.samples += len(group.lengths)
+        self.tokens += group.tokens
+
+    def take(self, count: int) -> list[TrialGroup]:
+        """The first ones leave."""
+        taken, self.groups = self.groups[:count], self.groups[count:]
+        for group in taken:
+            self.samples -= len(group.lengths)
+            self.tokens -= group.tokens
+        return taken
+
+
+class Store:
+    """Groups that are open, in the order in which they were opened."""
+
+    def __init__(self, refill: Refill, setting: Setting) -> None:
+        if not isinstance(refill, Rounds):
+            raise TypeError(f"{refill} parks nothing")
+        self.groups: list[TrialGroup] = []
+        self._refill = refill
+        logs = np.log(setting.lengths)
+        self._law = LogLaw.estimated(
+            mean=float(logs.mean()),
+            deviation=float(logs.std()),
+            shared=setting.shared,
+            cap=float(setting.lengths.max()),
+        )
+
+    def choose(self, count: int, batch: int) -> list[tuple[TrialGroup, int]]:
+        """The members that run in this batch: those of chosen groups, and probes of others."""
+        groups, refill = self.groups, self._refill
+        tokens = np.array([group.have for group in groups], dtype=np.int64)
+        finished = np.array([group.finished for group in groups], dtype=np.bool_)
+        age = np.array([batch - group.opened for group in groups], dtype=np.int64)
+        rest = rest_of_groups(tokens, finished, self._law)
+        chosen = set(window(rest, age, max(1, count)).tolist())
+        runs: list[tuple[TrialGroup, int]] = []
+        for place, group in enumerate(groups):
+            first = group.first_run
+            if place in chosen or (first is not None and batch - first >= refill.oldest):
+                members = [m for m, done in enumerate(group.finished) if not done]
+            else:
+                probes = refill.probed(len(group.lengths))
+                members = list(range(probes)) if first is None else []
+            if members and first is None:
+                group.first_run = batch
+            runs += [(group, member) for member in members]
+        return runs

@@ -5,8 +5,7 @@ engines is done here on a heap with :class:`~aprilsched.engines.sim.batcher.Batc
 hundred times faster than on a virtual event loop.
 """
 
-from aprilsched.simulation.collecting import rare_collections
-from aprilsched.simulation.costs import Costs
-from aprilsched.simulation.simulation import Simulation
+from aprilsched.simulation.simulation import Simulation, rare_collections
+from aprilsched.simulation.trainer import Costs
 
 __all__ = ["Costs", "Simulation", "rare_collections"]

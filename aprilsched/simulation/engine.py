@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from aprilsched.coordinator.chunks import ending, progress
-from aprilsched.core.commands import Abort, Flush, Pause, Send
-from aprilsched.core.events import Continued as ContinuedEvent
-from aprilsched.core.events import (
+from aprilsched.core.messages.commands import Abort, Flush, Pause, Send
+from aprilsched.core.messages.events import Continued as ContinuedEvent
+from aprilsched.core.messages.events import (
     ControlFailed,
     Event,
     Flushed,
@@ -21,6 +20,7 @@ from aprilsched.core.events import (
     Refitted,
     Verified,
 )
+from aprilsched.driver.chunks import ending, progress
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.batcher import Batcher
 from aprilsched.engines.sim.config import SimConfig

@@ -6,26 +6,27 @@ its commands out is another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.coordinator.loop import EventLoop
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.core.scheduler import Scheduler
-from aprilsched.core.state import SchedulerState
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.driver.loop import EventLoop
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.errors import AprilschedError, FleetLost, RunGivenUp
 from aprilsched.planning import Planner
 from aprilsched.simulation.agenda import Agenda
-from aprilsched.simulation.costs import Costs
 from aprilsched.simulation.engine import ModelledEngine
-from aprilsched.simulation.trainer import ModelledTrainer
+from aprilsched.simulation.trainer import Costs, ModelledTrainer
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Group, Prompt
 
-__all__ = ["NEVER", "Simulation"]
+__all__ = ["NEVER", "Simulation", "rare_collections"]
 
 NEVER = 1 << 30
 """A stream interval: chunks come only when a response ends or is paused, which changes no
@@ -179,3 +180,22 @@ class Simulation:
 
     def _give_up(self, command: do.GiveUp) -> None:
         self._failure = RunGivenUp(f"{command.groups} groups in a row failed: {command.cause}")
+
+
+_THRESHOLDS = (50_000, 20, 20)
+
+
+@contextmanager
+def rare_collections() -> Generator[None]:
+    """Within, what is there already is never looked at, and what comes seldom.
+
+    For a process that does nothing else: the setting is the whole interpreter's.
+    """
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(*_THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

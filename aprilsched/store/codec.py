@@ -17,7 +17,7 @@ from aprilsched.core.policies.over_provision import FixedRatio, KvTarget
 from aprilsched.core.policies.refill import ConstantPool, Wave
 from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.saving.saved import SavedGroup, SavedMember
+from aprilsched.core.state.saved import SavedGroup, SavedMember
 from aprilsched.errors import ConfigError
 from aprilsched.store.values import packed, unpacked
 from aprilsched.types import Prompt, SamplingParams

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from aprilsched.core.ledger import Entry
 from aprilsched.core.lengths.groups import GroupLengths
-from aprilsched.core.saving.saved import (
+from aprilsched.core.state.ledger import Entry
+from aprilsched.core.state.saved import (
     Cut,
     GroupState,
     RolloutState,
@@ -14,7 +14,7 @@ from aprilsched.core.saving.saved import (
     SavedBatch,
     SavedGroup,
 )
-from aprilsched.store.assembling import Slice, assemble, slices_of
+from aprilsched.store.base import Slice, assemble, slices_of
 
 __all__ = ["KEPT_ENTRIES", "KEPT_LENGTHS", "MemoryStore"]
 

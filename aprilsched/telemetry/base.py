@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event, Progress
-from aprilsched.core.facts import Fact, TokensReceived
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event, Progress
+from aprilsched.core.messages.facts import Fact, TokensReceived
 
 __all__ = [
     "AnyListener",
@@ -33,7 +33,7 @@ TokenChunks: TypeAlias = Sequence[tuple[TokensReceived, float]]
 
 @runtime_checkable
 class FactListener(Protocol):
-    """Sees the facts of a run (:mod:`aprilsched.core.facts`). It is called between decisions, so it
+    """Sees the facts of a run (:mod:`aprilsched.core.messages.facts`). It is called between decisions, so it
     must return at once. One that raises is told no more."""
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:

@@ -5,8 +5,8 @@ Invariant: only what is needed for the batch in work is kept, however long a run
 
 from __future__ import annotations
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.telemetry.batch_figures import Bound, Measured, measure
 from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.types import Batch

@@ -16,10 +16,10 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.ledger import Ledger
 from aprilsched.core.lengths.groups import GroupLengths, pooled
 from aprilsched.core.lengths.identity import batches_until, bias_without, expected_lengths
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
+from aprilsched.core.state.ledger import Ledger
 from aprilsched.telemetry.batch_figures import Measured
 from aprilsched.telemetry.bias_figures import TransientFigures
 from aprilsched.telemetry.censoring import Drops, censoring

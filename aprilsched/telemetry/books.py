@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
-from aprilsched.core.counters import Counters
-from aprilsched.core.ledger import Entry, Ledger, Reason
 from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
 from aprilsched.telemetry.ages import ages_of
 from aprilsched.telemetry.base import Chunks
 from aprilsched.telemetry.dispatching import DispatchingListener

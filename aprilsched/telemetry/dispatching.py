@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event, Progress
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event, Progress
 from aprilsched.telemetry.base import Chunks
 
 __all__ = ["DispatchingListener"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
 from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 
 __all__ = ["Endings"]
 

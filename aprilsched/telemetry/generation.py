@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 
 __all__ = ["Generation"]
 

@@ -11,10 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from aprilsched.core.commands import Command
-from aprilsched.core.counters import Counters
-from aprilsched.core.events import Event
-from aprilsched.core.ledger import Ledger
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
+from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry.base import BulkListener, Chunks
 from aprilsched.telemetry.batch_figures import Measured
 from aprilsched.telemetry.batch_meter import BatchMeter

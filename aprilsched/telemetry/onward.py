@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
 from aprilsched.telemetry.base import Listener
 
 __all__ = ["Onward"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aprilsched.core import commands as do
+from aprilsched.core.messages import commands as do
 
 __all__ = ["OpenAttempt", "OpenAttempts"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Self
 
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
 from aprilsched.telemetry.base import Chunks, Listener
 from aprilsched.telemetry.queued_calls import QueuedCalls
 

@@ -31,10 +31,10 @@ from opentelemetry.trace import (
 )
 from opentelemetry.util.types import AttributeValue
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
 from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.types import Batch, Rollout
 

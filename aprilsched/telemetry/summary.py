@@ -14,11 +14,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
-from aprilsched.core.counters import Counters
-from aprilsched.core.ledger import Ledger
 from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.batch_figures import Bound, Measured
 from aprilsched.telemetry.batch_meter import BatchMeter

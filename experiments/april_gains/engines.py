@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
 __all__ = ["engine_of_two_gpus"]
 

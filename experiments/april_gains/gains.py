@@ -10,7 +10,7 @@ from typing import Any
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.presets import april, auto, sync
-from aprilsched.timing import StepTimeModel
+from aprilsched.timing.model import StepTimeModel
 from aprilsched.workload import LongTailWorkload
 from experiments.april_gains.engines import engine_of_two_gpus
 from experiments.frontier.measured import Figures, Run, run

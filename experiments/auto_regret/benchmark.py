@@ -19,7 +19,7 @@ from typing import Any
 from cell import BATCH_GROUPS, Drift, Figures, prompts_of, simulate
 
 from aprilsched.config import RefillRule, SchedulerConfig
-from aprilsched.planning.candidates import RATIOS
+from aprilsched.planning.planner import RATIOS
 from aprilsched.workload import LongTailWorkload
 
 BATCHES = 60

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.planning import Planner
 from aprilsched.simulation import Simulation, rare_collections
 from aprilsched.telemetry.batch_figures import measure
-from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import Prompt
 from aprilsched.workload import LongTailWorkload
 
@@ -114,7 +114,7 @@ def simulate(
         efficiency=(after - before) / seconds,
         delivered_efficiency=sum(bound for bound, _, _ in kept) / seconds,
         off_policy=sum(old for _, old, _ in kept) / sum(tokens for _, _, tokens in kept),
-        chosen=simulation.state.schedule.why,
+        chosen=simulation.state.plan.schedule.why,
     )
 
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from aprilsched.analysis.equivalence import Equivalence, StatisticName, equivalence
 from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure, save
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.commands import Command, Deliver
-from aprilsched.core.events import Event
+from aprilsched.core.messages.commands import Command, Deliver
+from aprilsched.core.messages.events import Event
 from aprilsched.presets import april, auto, pool
 from aprilsched.simulation import Simulation
 from aprilsched.workload import LongTailWorkload

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from aprilsched import Group, Prompt, Rollout, SamplingParams, SimPublisher, Turn, TurnOutput
-from aprilsched.core.commands import Plan
+from aprilsched.core.messages.commands import Plan
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.rules import Rules
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim.publisher import SimAdapterPublisher
 from aprilsched.errors import AprilschedError
 from aprilsched.planning import Planner
-from aprilsched.planning.candidates import candidates
+from aprilsched.planning.planner import candidates
 from experiments.chaos.mix import Mix
 
 __all__ = [

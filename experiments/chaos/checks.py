@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from aprilsched import Batch, Rollout, SamplingParams
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
 from aprilsched.core.invariants import check as check_invariants
-from aprilsched.core.state import SchedulerState
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import InvariantViolation
 from aprilsched.types import NO_VERSION
 from experiments.chaos.callers import prompt_of
@@ -228,20 +228,20 @@ class Checks:
         self._tokens(state)
         records = self.records
         there = {key for batch in records.batches.values() for key in batch.keys}
-        there |= {g.prompt.key for g in state.book.groups.values() if g.evaluation_id is None}
+        there |= {g.prompt.key for g in state.in_flight.groups.values() if g.evaluation_id is None}
         for batch in kept:
             there |= {group.prompt.key for group in batch.groups}
-        for delivered in state.unacknowledged.values():
+        for delivered in state.delivery.unacknowledged.values():
             there |= {group.prompt.key for group in delivered.groups}
-        there |= {records.launched.get(entry.group_id) for entry in state.book.ledger.entries}
+        there |= {records.launched.get(entry.group_id) for entry in state.in_flight.ledger.entries}
         lost = [(gid, key) for gid, key in records.launched.items() if key not in there]
         if lost:
             self._complain(f"launched groups that are nowhere: {lost[:10]}")
 
     def _tokens(self, state: SchedulerState) -> None:
-        counters = state.book.counters
+        counters = state.in_flight.counters
         held = 0
-        for rollout in state.book.rollouts.values():
+        for rollout in state.in_flight.rollouts.values():
             start = 0
             for end, version, _ in rollout.log.runs:
                 held += end - start if version != NO_VERSION else 0

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.types import Batch
 
 __all__ = ["History"]

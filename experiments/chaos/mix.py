@@ -13,7 +13,7 @@ from typing import Any
 
 from aprilsched import SchedulerConfig
 from aprilsched.engines.sim import SimConfig
-from aprilsched.timing import H200_QWEN3_4B
+from aprilsched.timing.model import H200_QWEN3_4B
 from experiments.chaos.truth import TruthModel
 
 __all__ = ["KINDS", "Mix"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 
-from aprilsched.core.saving.saved import Cut, Saved
+from aprilsched.core.state.saved import Cut, Saved
 from aprilsched.errors import StoreError
 from aprilsched.store.base import Store
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched import Batch, MemoryStore, Prompt, RolloutScheduler, SamplingParams, SqliteStore
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import (
     AprilschedError,
@@ -351,7 +351,7 @@ class _Life:
             self._make()
             await self._call("open", self.scheduler.__aenter__())
         # What a process launched and never saved was never launched.
-        launched, groups = trial.records.launched, self.scheduler.state.book.groups
+        launched, groups = trial.records.launched, self.scheduler.state.in_flight.groups
         trial.records.launched = {gid: key for gid, key in launched.items() if gid in groups}
         if not self.scheduler.state.resumed and self.number:
             self.note("nothing had been saved: the run begins anew")
@@ -427,7 +427,7 @@ class _Life:
         for name in ("rollouts", "tokens", "inexact", "content_checked", "evaluations"):
             trial.figures[name] += getattr(self.checks, name)
         trial.figures["lives"] += 1
-        trial.figures["launched"] += state.book.counters.launched
+        trial.figures["launched"] += state.in_flight.counters.launched
         await trial.fleet.close()
         for engine in trial.fleet.all:
             if engine.batcher.paused is not None and engine not in trial.fleet.engines:
@@ -617,7 +617,7 @@ class _Life:
         for tries in range(80):
             version = self.scheduler.version
             new: int | None = None
-            if whole and draw.random() < 0.5 and not self.scheduler.state.control.engines:
+            if whole and draw.random() < 0.5 and not self.scheduler.state.fleet.control.engines:
                 new = version
             elif draw.random() < 0.1:
                 new = version + draw.randrange(1, 4)
@@ -842,14 +842,14 @@ class _Life:
     def in_flight(self) -> str:
         """For a person who wonders why nothing goes on."""
         state = self.scheduler.state
-        book = state.book
+        in_flight = state.in_flight
         lines = [
-            f"wanted {state.wanted}, update {state.update}, sleep {state.sleep}, fetching "
-            f"{state.fetching}, exhausted {state.exhausted}, stock {len(state.stock)}, ready "
-            f"{len(list(book.ready))} groups, in flight {len(book.rollouts)} rollouts, queue "
-            f"{len(book.queue)}, source dry {self.source.dry}",
-            f"engines in use {list(state.control.engines)}, standby {list(state.control.standby)}, "
-            f"lost {state.lost}",
+            f"wanted {state.delivery.batch_requested}, update {state.weights.update}, sleep {state.sleep}, fetching "
+            f"{state.prompts.fetching}, exhausted {state.prompts.exhausted}, stock {len(state.prompts.stock)}, ready "
+            f"{len(list(in_flight.ready))} groups, in flight {len(in_flight.rollouts)} rollouts, queue "
+            f"{len(in_flight.queue)}, source dry {self.source.dry}",
+            f"engines in use {list(state.fleet.control.engines)}, standby {list(state.fleet.control.standby)}, "
+            f"lost {state.fleet.lost}",
         ]
         for engine in self.trial.fleet.all:
             inside = engine.batcher
@@ -861,7 +861,7 @@ class _Life:
         lines += [
             f"rollout {r.rollout_id} of group {r.group.group_id}: {r.state}, {len(r.log)} tokens, "
             f"due {r.due}, evaluation {r.group.evaluation_id}, request {r.request}"[:300]
-            for r in itertools.islice(book.rollouts.values(), 20)
+            for r in itertools.islice(in_flight.rollouts.values(), 20)
         ]
         for task in asyncio.all_tasks():
             if task is not asyncio.current_task():
@@ -872,18 +872,18 @@ class _Life:
     def _check_dry(self) -> None:
         """Nothing that could be done without more prompts is left undone."""
         state = self.scheduler.state
-        waits = len(state.book.queue) or any(state.book.open_requests())
+        waits = len(state.in_flight.queue) or any(state.in_flight.open_requests())
         groups = self.mix.settings["stop"] == "groups"
-        enough = len(list(state.book.ready)) >= self.mix.settings["batch_groups"]
-        if not state.control.engines:
+        enough = len(list(state.in_flight.ready)) >= self.mix.settings["batch_groups"]
+        if not state.fleet.control.engines:
             return  # they were lost a moment ago
-        if state.stock or waits or (groups and enough and not state.update):
+        if state.prompts.stock or waits or (groups and enough and not state.weights.update):
             self.complain(f"the source is dry, and what could be done is not: {self.in_flight()}")
 
     def _check_exhausted(self) -> None:
         state = self.scheduler.state
-        left = [r for r in state.book.rollouts.values() if r.group.evaluation_id is None]
-        if left or state.stock or state.redelivery:
+        left = [r for r in state.in_flight.rollouts.values() if r.group.evaluation_id is None]
+        if left or state.prompts.stock or state.delivery.redelivery:
             self.complain(f"PromptsExhausted with {len(left)} rollouts in flight")
 
 

@@ -37,7 +37,7 @@ async def held(url: str, *, in_flight: int, trace: bool) -> dict[str, Any]:
         async def settled(events: int) -> tuple[int, int]:
             await post(url, {"limit": events})
             wanted = events * EVENT_TOKENS * in_flight
-            while running.state.book.counters.tokens_generated < wanted:  # noqa: ASYNC110
+            while running.state.in_flight.counters.tokens_generated < wanted:  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
             await asyncio.sleep(0.5)
             return (_traced(), _logs()) if trace else (_resident(), 0)

@@ -29,9 +29,9 @@ from aprilsched import (
     SGLangFleet,
     SqliteStore,
 )
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
-from aprilsched.core.saving.saved import Cut, Stage
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.state.saved import Cut, Stage
 
 GROUP_SIZE = 2
 VOCABULARY = 128
@@ -143,12 +143,12 @@ async def main(url: str, folder: Path, groups: int, log: Log) -> None:
             log.say("got", batch=batch.index, again=batch.redelivered)
             write(folder, batch)
             batch.acknowledge()
-        counters = rollouts.state.book.counters
+        counters = rollouts.state.in_flight.counters
         log.say(
             "end",
             launched=counters.launched,
             delivered=counters.delivered,
-            dropped=rollouts.state.book.ledger.total,
+            dropped=rollouts.state.in_flight.ledger.total,
             generated=counters.tokens_generated,
         )
 

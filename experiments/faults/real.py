@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet  # noqa: E402
-from aprilsched.core import commands as do  # noqa: E402
-from aprilsched.core import events as ev  # noqa: E402
-from aprilsched.engines.sglang.address import ServerAddress  # noqa: E402
+from aprilsched.core.messages import commands as do  # noqa: E402
+from aprilsched.core.messages import events as ev  # noqa: E402
+from aprilsched.engines.http.address import ServerAddress  # noqa: E402
 from tests.sglang.proxy import CuttingProxy  # noqa: E402
 from tests.sglang.recorded import long_tail  # noqa: E402
 from tests.sglang.server import CpuServer, write_model  # noqa: E402
@@ -115,7 +115,7 @@ async def run(servers: list[CpuServer], kind: str, seed: int) -> dict[str, Any]:
         # Whoever was lost comes back even when there is nothing left to do.
         names = [ServerAddress.parse(proxy.url).name for proxy in proxies]
         deadline = time.monotonic() + 60
-        control = rollouts.state.control
+        control = rollouts.state.fleet.control
         while time.monotonic() < deadline and len(control.engines) < len(names):  # noqa: ASYNC110
             await asyncio.sleep(0.2)
         return _figures(rollouts, batches, watch, kind=kind, seed=seed, wall=wall)
@@ -126,20 +126,21 @@ def _figures(
 ) -> dict[str, Any]:
     delivered = [rollout for batch in batches for rollout in batch.rollouts]
     ids = {rollout.rollout_id for rollout in delivered}
-    book = rollouts.state.book
-    dropped = {entry.rollout_id for entry in book.ledger.entries}
+    in_flight = rollouts.state.in_flight
+    dropped = {entry.rollout_id for entry in in_flight.ledger.entries}
     return {
         **about,
         "straggler": rollouts.config.straggler,
         "pace": rollouts.config.pace,
-        "launched": book.counters.launched,
+        "launched": in_flight.counters.launched,
         "delivered": len(delivered),
         "dropped": len(dropped),
-        "lost": len(watch.sent - ids - dropped - book.rollouts.keys()),
+        "lost": len(watch.sent - ids - dropped - in_flight.rollouts.keys()),
         "doubled": len(delivered) - len(ids),
-        "tokens_generated": book.counters.tokens_generated,
-        "tokens_regenerated": book.counters.tokens_generated - book.counters.tokens_delivered,
-        "tokens_reprefilled": book.counters.tokens_reprefilled,
+        "tokens_generated": in_flight.counters.tokens_generated,
+        "tokens_regenerated": in_flight.counters.tokens_generated
+        - in_flight.counters.tokens_delivered,
+        "tokens_reprefilled": in_flight.counters.tokens_reprefilled,
         "engines_lost": len(watch.away) + len(watch.lost),
         "engines_back": len(watch.away),
         "seconds_away": watch.away,

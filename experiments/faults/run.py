@@ -16,14 +16,11 @@ from typing import Any
 import numpy as np
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
-from aprilsched.commands.remainder import remainder
 from aprilsched.engines.base import Engine
+from aprilsched.engines.http.limits import SGLangLimits
 from aprilsched.engines.refit import RefitFromDisk
-from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sim import run_virtual
 from aprilsched.engines.sim.config import SimConfig
-from aprilsched.engines.sim.http import SimServer
-from aprilsched.engines.sim.http.faults import FaultScript, faults_of
 from aprilsched.engines.sim.model import ToyModel
 from aprilsched.errors import (
     ConfigError,
@@ -33,8 +30,11 @@ from aprilsched.errors import (
     RefitError,
     RunGivenUp,
 )
+from aprilsched.runs.remainder import remainder
 from aprilsched.telemetry.summary import Summary
-from aprilsched.timing import H200_QWEN3_4B
+from aprilsched.testing import SimServer
+from aprilsched.testing.faults import FaultScript, faults_of
+from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.types import Batch
 from experiments.faults.scripts import random_script
 from experiments.faults.truth import CONTENT, is_right
@@ -278,12 +278,12 @@ class _Run:
             self.figures.ending, self.figures.error = type(error).__name__, str(error)
         state = scheduler.state
         causes = Counter(
-            cause_of(e.cause) for e in state.book.ledger.entries if e.reason == "failed"
+            cause_of(e.cause) for e in state.in_flight.ledger.entries if e.reason == "failed"
         )
         self.figures.dropped_for = dict(causes)
         result = self.summary.result(remainder(state), clock="virtual")
         self.figures.rollouts, self.figures.tokens = asdict(result.rollouts), asdict(result.tokens)
-        self.figures.retries = state.book.counters.retries
+        self.figures.retries = state.in_flight.counters.retries
         self.figures.batches = result.batches
 
     async def _train(self, rollouts: RolloutScheduler) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
 from aprilsched.core.invariants import check
-from aprilsched.core.state import SchedulerState
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.state.state import SchedulerState
 
 __all__ = ["Watch"]
 
@@ -67,7 +67,7 @@ class Watch:
         """Seconds since each request that is with an engine now was heard of."""
         if self.state is None:
             return []
-        return [now - self._heard[r.request_id] for r in self.state.book.open_requests()]
+        return [now - self._heard[r.request_id] for r in self.state.in_flight.open_requests()]
 
     def next_token(self, after: float, engine: str | None = None) -> float | None:
         """Seconds to the next token of an engine, or of any."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.refill import ConstantPool
 from aprilsched.core.policies.rounds import Rounds
@@ -17,7 +17,7 @@ from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.planning.planner import choose, trials
 from aprilsched.planning.setting import Setting
-from aprilsched.timing import H200_QWEN3_4B
+from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.types import Prompt
 from aprilsched.workload import LongTailWorkload
 from experiments.formulas.row import Row

@@ -9,7 +9,7 @@ from statistics import NormalDist, fmean
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.policies.straggler import StragglerRule
-from aprilsched.timing import H200_QWEN3_4B
+from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload
 from experiments.formulas.row import Row
 from experiments.frontier.measured import MAX_RUNNING, Figures, Run, mean, run

@@ -22,10 +22,9 @@ from aprilsched.core.policies.refill import Refill, Wave
 from aprilsched.core.policies.rounds import LogLaw, Rounds, rest_of_groups, window
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.planning import trial
-from aprilsched.planning.group import TrialGroup
 from aprilsched.planning.setting import Setting
-from aprilsched.planning.store import Store
-from aprilsched.timing import H200_QWEN3_4B
+from aprilsched.planning.trial import Store, TrialGroup
+from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload
 from experiments.frontier.results import write_section
 

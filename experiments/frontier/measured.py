@@ -17,8 +17,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.simulation import Simulation
@@ -27,7 +27,7 @@ from aprilsched.simulation.simulation import NEVER
 from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.summary import Summary
-from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import Prompt
 
 __all__ = ["MAX_RUNNING", "Figures", "Mark", "Run", "mean", "run"]
@@ -190,14 +190,14 @@ def run(
     )
     meter.engines = simulation.engines.values()
     # Engines cannot tell a rollout that was called back and sent anew from a new one.
-    counts = simulation.state.book.counters
+    counts = simulation.state.in_flight.counters
     meter.again = lambda: counts.tokens_reprefilled
     simulation.run()
     return Run(
         batches=summary.batches,
         marks=meter.marks,
         engines=engines,
-        schedule=simulation.state.schedule.why,
+        schedule=simulation.state.plan.schedule.why,
     )
 
 

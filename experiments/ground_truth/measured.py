@@ -13,8 +13,8 @@ from itertools import pairwise
 import numpy as np
 from schedules import Row, cached_waves, pool, refilled_waves, wait_for_all, waves
 
-from aprilsched.calibration import LogLine
-from aprilsched.timing import StepTimeModel
+from aprilsched.timing import LogLine
+from aprilsched.timing.model import StepTimeModel
 
 __all__ = ["SCHEDULES", "STRETCHES", "Schedule", "Stretch", "within"]
 

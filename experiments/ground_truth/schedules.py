@@ -13,7 +13,7 @@ import numpy as np
 
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.sim import Batcher, SimConfig
-from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import SamplingParams
 from aprilsched.workload import LongTailWorkload
 

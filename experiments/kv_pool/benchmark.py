@@ -16,8 +16,8 @@ from typing import Any
 from unittest.mock import patch
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.rules import Rules
 from aprilsched.engines.sim.config import SimConfig
@@ -27,7 +27,7 @@ from aprilsched.planning.trial import try_out
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import Simulation, rare_collections
 from aprilsched.simulation.simulation import NEVER
-from aprilsched.timing import H200_QWEN3_4B
+from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload
 
 POOLS = (50_000, 100_000, 200_000, 10_000_000)
@@ -116,7 +116,7 @@ def measure(policy: str, pool: int, seed: int) -> dict[str, Any]:
         "tokens_per_s_from_the_first_batch": after / (ended - first),
         "off_policy": sum(old for old, _ in kept) / sum(tokens for _, tokens in kept),
         "preemptions": preempted,
-        "schedule": simulation.state.schedule.why,
+        "schedule": simulation.state.plan.schedule.why,
     }
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
-from aprilsched.commands.listening import summary_of
-from aprilsched.commands.settings import RunSettings, SchedulerFlags, SimSettings
-from aprilsched.commands.setup import prepare
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
 from aprilsched.engines.sim import SimConfig
+from aprilsched.runs.listening import summary_of
+from aprilsched.runs.settings import RunSettings, SchedulerFlags, SimSettings
+from aprilsched.runs.setup import prepare
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.live.model import LiveModel

@@ -45,14 +45,14 @@ _SETTLE_S = 0.5
 async def settled(running: RolloutScheduler, url: str, tokens: int, events: int) -> None:
     """Every stream has given so many events, which are `tokens` in all, and stands still."""
     await post(url, {"limit": events})
-    while running.state.book.counters.tokens_generated < tokens:  # noqa: ASYNC110
+    while running.state.in_flight.counters.tokens_generated < tokens:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     await asyncio.sleep(_SETTLE_S)
 
 
 def in_logs(running: RolloutScheduler) -> int:
     """Bytes of the arrays in which ids and logprobs are held, spare room included."""
-    logs = [rollout.log for rollout in running.state.book.rollouts.values()]
+    logs = [rollout.log for rollout in running.state.in_flight.rollouts.values()]
     return sum(log._ids.nbytes + log._logprobs.nbytes for log in logs)
 
 

@@ -72,7 +72,7 @@ def cpu() -> Iterator[Set]:
 def served() -> Iterator[Set]:
     """The embedded engine behind HTTP, in a process of its own."""
     command = [
-        sys.executable, "-m", "aprilsched.cli", "serve-sim", "--port", "0",
+        sys.executable, "-m", "aprilsched.cli.main", "serve-sim", "--port", "0",
         "--sim.refit-seconds", str(REFIT_SECONDS),
     ]  # fmt: skip
     with (
@@ -152,7 +152,7 @@ async def measure(fleet: Fleet, publisher: WeightPublisher, updates: int) -> lis
     async with generating(fleet, timeline) as rollouts:
         for number in range(WARM_UP + updates):
             await _in_mid_answer(rollouts)
-            in_flight = rollouts.state.book.open_attempts
+            in_flight = rollouts.state.in_flight.open_attempts
             began = loop.time()
             await rollouts.update_weights(timed)
             total = loop.time() - began
@@ -167,9 +167,9 @@ async def measure(fleet: Fleet, publisher: WeightPublisher, updates: int) -> lis
 
 async def _in_mid_answer(rollouts: RolloutScheduler) -> None:
     """Wait until requests decode again after the last update."""
-    counters, book = rollouts.state.book.counters, rollouts.state.book
+    counters, in_flight = rollouts.state.in_flight.counters, rollouts.state.in_flight
     wanted = counters.tokens_generated + BETWEEN_TOKENS
-    while counters.tokens_generated < wanted or book.open_attempts < IN_FLIGHT:  # noqa: ASYNC110
+    while counters.tokens_generated < wanted or in_flight.open_attempts < IN_FLIGHT:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.weights.base import WeightPublisher

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.commands import Command
-from aprilsched.core.events import BatchRequested, Event, Progress
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import BatchRequested, Event, Progress
 from aprilsched.presets import april, pool
 from aprilsched.simulation import Simulation, rare_collections
 from aprilsched.telemetry.batch_figures import off_policy_token_share
 from aprilsched.telemetry.summary import Summary
-from aprilsched.timing import H200_QWEN3_4B
+from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload
 
 
@@ -113,7 +113,7 @@ def measure(run: Run) -> dict[str, Any]:
     with rare_collections():
         simulation.run()
     cpu = time.process_time() - began
-    delivered = simulation.state.book.counters.delivered
+    delivered = simulation.state.in_flight.counters.delivered
     kept = summary.batches[run.burn_in : run.batches]
     (began, before), (ended, after) = work.marks[run.burn_in], work.marks[run.batches]
     return {

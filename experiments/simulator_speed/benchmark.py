@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
 from aprilsched.presets import april, pool, sync
 from aprilsched.simulation import Simulation, rare_collections
 from aprilsched.telemetry.base import Listener
@@ -101,7 +101,7 @@ def measure(policy: str, *, engines: int, batches: int, repeats: int) -> dict[st
         with rare_collections():
             run.run()
         seconds = time.process_time() - began
-        delivered = run.state.book.counters.delivered
+        delivered = run.state.in_flight.counters.delivered
         rates.append(60 * delivered / seconds)
     events = Events()
     simulation(policy, prompts, engines=engines, batches=batches, events=events).run()

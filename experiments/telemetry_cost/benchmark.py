@@ -34,8 +34,8 @@ from processes import machine, measured
 from replayed import Recorder, replayed
 
 from aprilsched import SGLangFleet
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
 from aprilsched.telemetry.base import BulkListener, Chunks, Listener
 from aprilsched.telemetry.sampling import Sampler
 

@@ -12,10 +12,9 @@ from typing import TypeAlias
 
 from rich.console import Console
 
-from aprilsched.core.commands import Command
-from aprilsched.core.counters import Counters
-from aprilsched.core.events import Event
-from aprilsched.core.ledger import Ledger
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
+from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.live.display import LiveView

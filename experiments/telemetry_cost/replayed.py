@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 from pieces import EVERYTHING, PIECES, together, with_needs
 
-from aprilsched.coordinator.listeners import Listeners
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event, Progress
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event, Progress
+from aprilsched.driver.listeners import Listeners
 
 __all__ = ["Recorder", "replayed"]
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from aprilsched.analysis import plots
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.usage import usage_of
-from aprilsched.commands.settings import SimSettings
-from aprilsched.commands.simulate import SimulateCommand
-from aprilsched.commands.simulate import main as simulate
-from aprilsched.commands.trials import simulated
+from aprilsched.cli.simulate import SimulateCommand, simulated
+from aprilsched.cli.simulate import main as simulate
+from aprilsched.runs.settings import SimSettings
 from aprilsched.simulation.simulation import NEVER
 
 HERE = Path(__file__).resolve().parent

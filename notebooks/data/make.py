@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from aprilsched.commands.simulate import main
+from aprilsched.cli.simulate import main
 
 HERE = Path(__file__).resolve().parent
 RUNS = ("sync", "april")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aprilsched.cli import main
+from aprilsched.cli.main import main
 from tests.support.chain import check_chain
 
 

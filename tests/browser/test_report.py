@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from aprilsched.analysis.report.page import write_report
-from aprilsched.cli import main
+from aprilsched.cli.main import main
 from experiments.report_opening.long_log import write_long_run
 from tests.support.browser import DESKTOP, PHONE, ColorScheme, OpenPage, opened
 

@@ -19,8 +19,8 @@ import pytest
 
 import aprilsched
 from aprilsched import DiskPublisher, SimFleet
-from aprilsched.cli import main
-from aprilsched.core import commands, events
+from aprilsched.cli.main import main
+from aprilsched.core.messages import commands, events
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)

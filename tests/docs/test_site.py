@@ -28,10 +28,10 @@ from aprildocs.tables import (
 )
 
 import aprilsched
-from aprilsched.commands import COMMANDS
+from aprilsched.cli.main import COMMANDS
 from aprilsched.config import SchedulerConfig
-from aprilsched.core import commands, events
-from aprilsched.core.lifecycle import MOVES, Move, State
+from aprilsched.core.messages import commands, events
+from aprilsched.core.state.lifecycle import MOVES, Move, State
 from aprilsched.telemetry.metrics.table import METRICS
 from aprilsched.telemetry.sampling.lines import FIELDS as SAMPLED
 from aprilsched.telemetry.usage.parts import PARTS

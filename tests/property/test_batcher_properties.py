@@ -10,7 +10,7 @@ from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.sim.batcher import Batcher
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.model import ContextState, ToyModel, weights_key_of_version
-from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from tests.support.sim_batcher import Driver, explained, request
 
 VOCAB = 97

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from aprilsched.config import RefillRule, SchedulerConfig
-from aprilsched.core import events as ev
+from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
 from aprilsched.core.policies.resume import ResumeOrder
@@ -144,19 +144,19 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule()
     def request_batch(self) -> None:
-        if not self.driver.state.wanted:
+        if not self.driver.state.delivery.batch_requested:
             self.driver.feed(ev.BatchRequested())
 
     @rule()
     def withdraw(self) -> None:
         self.driver.feed(ev.BatchWithdrawn())
 
-    @precondition(lambda self: self.driver.state.offer is not None)
+    @precondition(lambda self: self.driver.state.delivery.offer is not None)
     @rule()
     def take(self) -> None:
         self.driver.take()
 
-    @precondition(lambda self: not self.driver.state.evaluations)
+    @precondition(lambda self: not self.driver.state.evaluations.running)
     @rule(count=st.integers(1, 3))
     def evaluate(self, count: int) -> None:
         if self.driver.state.sleep is None:
@@ -167,17 +167,17 @@ class Interleavings(RuleBasedStateMachine):
                 )
             )
 
-    @precondition(lambda self: self.driver.state.evaluations)
+    @precondition(lambda self: self.driver.state.evaluations.running)
     @rule()
     def withdraw_evaluation(self) -> None:
-        number = next(iter(self.driver.state.evaluations))
+        number = next(iter(self.driver.state.evaluations.running))
         self.driver.feed(ev.EvaluationWithdrawn(evaluation_id=number))
 
     @rule(republishable=st.booleans())
     def update(self, republishable: bool) -> None:
         sleep = self.driver.state.sleep
-        if self.driver.state.update is None and (sleep is None or sleep.asleep):
-            version = self.driver.state.tracker.trainer + 1
+        if self.driver.state.weights.update is None and (sleep is None or sleep.asleep):
+            version = self.driver.state.weights.versions.trainer + 1
             self.driver.feed(
                 ev.UpdateRequested(
                     version=version,
@@ -189,14 +189,14 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule()
     def withdraw_update(self) -> None:
-        update = self.driver.state.update
+        update = self.driver.state.weights.update
         if update is not None:
             self.driver.feed(ev.UpdateWithdrawn(version=update.version))
 
     @rule(tags=st.sampled_from([("kv_cache",), ("weights",), ("kv_cache", "weights")]))
     def sleep(self, tags: tuple[str, ...]) -> None:
         state = self.driver.state
-        if state.sleep is None and state.update is None and not self.adapters:
+        if state.sleep is None and state.weights.update is None and not self.adapters:
             self.driver.feed(ev.SleepRequested(tags=tags))
 
     @rule()
@@ -272,7 +272,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 99), count=st.integers(0, 4), told=st.booleans())
     def finish(self, choice: int, count: int, told: bool) -> None:
         key = self._pick(choice)
-        version = self.driver.state.base
+        version = self.driver.state.weights.base
         spans = (VersionSpan(version=version, start=0, end=count),) if told else None
         self.driver.finish(key, count, spans=spans)
 
@@ -286,7 +286,7 @@ class Interleavings(RuleBasedStateMachine):
     def other_weights(self, choice: int, count: int, off: int, ends: bool) -> None:
         """The engine was restarted, or somebody else has loaded weights, and its tokens show it."""
         driver, key = self.driver, self._pick(choice)
-        version = driver.state.base + off
+        version = driver.state.weights.base + off
         if ends:
             spans = (VersionSpan(version=max(0, version), start=0, end=count),)
             driver.finish(key, count, spans=spans)
@@ -315,7 +315,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(outcome=st.sampled_from(["good", "old", "torn", "all old", "all torn"]))
     def refit_answered(self, outcome: str) -> None:
         torn = "torn" in outcome and not self.driver.refits[0].beside
-        has = None if torn else self.driver.state.tracker.trainer
+        has = None if torn else self.driver.state.weights.versions.trainer
         engines = self.driver.refits[0].engines
         failing = {"good": (), "old": engines[:1], "torn": engines[:1]}.get(outcome, engines)
         self.driver.answer_refit(**dict.fromkeys(failing, (has, "broken")))
@@ -323,13 +323,13 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.verifications)
     @rule(behind=st.sampled_from([0, 0, 0, 1, -1, None]))
     def verified(self, behind: int | None) -> None:
-        self.driver.verify(None if behind is None else self.driver.state.base - behind)
+        self.driver.verify(None if behind is None else self.driver.state.weights.base - behind)
 
-    @precondition(lambda self: any(self.driver.state.control.all()))
+    @precondition(lambda self: any(self.driver.state.fleet.control.all()))
     @rule(choice=st.integers(0, 99))
     def lose(self, choice: int) -> None:
         """In use or on standby, the last one too."""
-        engines = [control.name for control in self.driver.state.control.all()]
+        engines = [control.name for control in self.driver.state.fleet.control.all()]
         self.driver.feed(ev.EngineLost(engine=engines[choice % len(engines)], cause="gone"))
 
     @rule(seconds=st.sampled_from([1, 5, 25]), speaking=st.sets(st.sampled_from("abc")))
@@ -345,7 +345,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.gone)
     @rule(behind=st.sampled_from([0, 1, None]))
     def come_back(self, behind: int | None) -> None:
-        version = None if behind is None else self.driver.state.tracker.trainer - behind
+        version = None if behind is None else self.driver.state.weights.versions.trainer - behind
         self.driver.come_back(self.driver.gone[0], version)
 
     # --- callbacks -----------------------------------------------------------------------------
@@ -383,25 +383,29 @@ class Interleavings(RuleBasedStateMachine):
             driver.feed(ev.WakeRequested())
         self._mend()
         driver.takes = True
-        if driver.state.offer is not None:
+        if driver.state.delivery.offer is not None:
             driver.take()
         for _ in range(1_000):
-            if driver.ended and not driver.state.evaluations:
+            if driver.ended and not driver.state.evaluations.running:
                 break
             self._serve_one()
-        assert driver.state.control.engines, "no engine is in use after the mending"
+        assert driver.state.fleet.control.engines, "no engine is in use after the mending"
         assert driver.ended, "the run does not come to its end: something waits for ever"
-        assert not driver.state.evaluations
+        assert not driver.state.evaluations.running
         self._check_conservation()
 
     def _mend(self) -> None:
         """Engines come back and a trainer does what it is told, until one of them is in use."""
         driver = self.driver
         for _ in range(200):
-            control = driver.state.control
+            control = driver.state.fleet.control
             if driver.controls or driver.refits or driver.aborts or driver.verifications:
                 driver.settle()
-            elif driver.state.update is None and driver.state.sleep is None and control.engines:
+            elif (
+                driver.state.weights.update is None
+                and driver.state.sleep is None
+                and control.engines
+            ):
                 return
             elif (
                 driver.sends
@@ -422,32 +426,43 @@ class Interleavings(RuleBasedStateMachine):
         self.time_passes(65, set())
         assert driver.fleets_given_up, "nobody was told that the fleet is lost"
         # As it was when the run began: an adapter finds the model that it belongs to.
-        version = driver.state.base if self.adapters else driver.state.tracker.trainer
+        version = (
+            driver.state.weights.base if self.adapters else driver.state.weights.versions.trainer
+        )
         driver.come_back(driver.gone[0], version)
 
     def _update_as_told(self) -> None:
         """None is in use. Who waits for tokens is told so, and whatever else waits goes on."""
         driver = self.driver
-        if driver.state.update is None and driver.state.sleep is None and not driver.state.wanted:
+        if (
+            driver.state.weights.update is None
+            and driver.state.sleep is None
+            and not driver.state.delivery.batch_requested
+        ):
             driver.feed(ev.BatchRequested())
         told = len(driver.updates_wanted)
         self.time_passes(12, set())
         state = driver.state
-        if state.control.engines or state.update is not None or state.sleep is not None:
+        if (
+            state.fleet.control.engines
+            or state.weights.update is not None
+            or state.sleep is not None
+        ):
             return
         if driver.controls or driver.refits:
             return
-        assert len(driver.updates_wanted) > told or not state.wanted, (
-            f"it waits for ever: {state.control.standby}, {driver.verifications}"
+        assert len(driver.updates_wanted) > told or not state.delivery.batch_requested, (
+            f"it waits for ever: {state.fleet.control.standby}, {driver.verifications}"
         )
-        if state.adapter is not None and not any(
-            control.base == state.base and not control.torn for control in state.control.all()
+        if state.weights.adapter is not None and not any(
+            control.base == state.weights.base and not control.torn
+            for control in state.fleet.control.all()
         ):
             # No adapter brings it back: it has lost the model that they belong to.
-            for control in list(state.control.all()):
+            for control in list(state.fleet.control.all()):
                 driver.feed(ev.EngineLost(engine=control.name, cause="restarted"))
         else:
-            driver.update(beside=state.adapter is not None)
+            driver.update(beside=state.weights.adapter is not None)
 
     def _serve_one(self) -> None:
         driver = self.driver
@@ -473,25 +488,25 @@ class Interleavings(RuleBasedStateMachine):
         elif driver.verdicts:
             group = driver.verdicts.pop(0).group
             driver.feed(ev.Judged(group_id=group.group_id, accepted=True))
-        elif not driver.state.wanted:
+        elif not driver.state.delivery.batch_requested:
             driver.feed(ev.BatchRequested())
         else:
             driver.feed(ev.PromptsArrived(prompts=(), last=True))
 
     def _check_conservation(self) -> None:
-        book = self.driver.state.book
+        in_flight = self.driver.state.in_flight
         # What was only offered before a restart is delivered when it is taken after it.
         taken = {b.index: b for b in (*self.driver.redelivered, *self.driver.batches)}
         batches = [*taken.values(), *self.driver.evaluations.values()]
         delivered = [r.rollout_id for b in batches for r in b.rollouts]
-        dropped = [entry.rollout_id for entry in book.ledger.entries]
+        dropped = [entry.rollout_id for entry in in_flight.ledger.entries]
         assert len(set(delivered)) == len(delivered), "delivered twice"
         assert not set(delivered) & set(dropped)
-        assert book.counters.launched == len(delivered) + len(dropped)
-        assert not book.rollouts
-        counters = book.counters
+        assert in_flight.counters.launched == len(delivered) + len(dropped)
+        assert not in_flight.rollouts
+        counters = in_flight.counters
         if not self.saves:
-            dropped_tokens = sum(book.ledger.tokens.values())
+            dropped_tokens = sum(in_flight.ledger.tokens.values())
             assert counters.tokens_discarded == dropped_tokens
             assert counters.tokens_generated == counters.tokens_delivered + dropped_tokens
         for batch in self.driver.batches:
@@ -511,11 +526,11 @@ class Interleavings(RuleBasedStateMachine):
     @invariant()
     def usage_agrees(self) -> None:
         """What listeners make of the events is what the core knows, and all time has a cause."""
-        driver, book = self.driver, self.driver.state.book
+        driver, in_flight = self.driver, self.driver.state.in_flight
         driver.usage.advance(driver.now)
         for name, engine in driver.usage.engines.items():
             if engine.state != "lost":
-                assert engine.in_flight == book.open[name]
+                assert engine.in_flight == in_flight.open[name]
             assert min(engine.seconds.values()) >= -1e-9
         walls = [engine.wall for engine in driver.usage.engines.values()]
         assert walls == pytest.approx([driver.now - OPENED_AT] * len(walls))
@@ -528,8 +543,8 @@ class Interleavings(RuleBasedStateMachine):
             contexts[request.engine.name] += request.context
         assert contexts == {n: e.context_tokens for n, e in driver.usage.engines.items()}
         offered = driver.state.offered_groups
-        assert awaited._generated == len(book.ready) + offered
-        assert awaited._ready == sum(bool(group.accepted) for group in book.ready) + offered
+        assert awaited._generated == len(in_flight.ready) + offered
+        assert awaited._ready == sum(bool(group.accepted) for group in in_flight.ready) + offered
 
     @invariant()
     def count(self) -> None:

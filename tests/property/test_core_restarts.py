@@ -16,13 +16,13 @@ from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from aprilsched.core import events as ev
-from aprilsched.core.batches import handed_over
-from aprilsched.core.ledger import Reason
-from aprilsched.core.lifecycle import GENERATING
-from aprilsched.core.records import RolloutRecord
-from aprilsched.core.saving.cut import take_everything
-from aprilsched.core.state import SchedulerState
+from aprilsched.core.messages import events as ev
+from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.lifecycle import GENERATING
+from aprilsched.core.state.records import RolloutRecord
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.steps.batch import handed_over
+from aprilsched.core.steps.snapshot import take_everything
 from aprilsched.store import MemoryStore
 from aprilsched.types import Batch
 from tests.property.conftest import RecordSteps
@@ -53,8 +53,8 @@ def told(rollout: RolloutRecord) -> tuple[Any, ...]:
 
 def picture(state: SchedulerState) -> dict[str, Any]:
     """The scheduler, without what only its process has."""
-    book = state.book
-    offer = () if state.offer is None else (state.offer.batch.index,)
+    in_flight = state.in_flight
+    offer = () if state.delivery.offer is None else (state.delivery.offer.batch.index,)
     return {
         "groups": {
             group.group_id: (
@@ -64,18 +64,18 @@ def picture(state: SchedulerState) -> dict[str, Any]:
                 group.first_run,
                 [told(member) for member in group.members],
             )
-            for group in book.training_groups()
+            for group in in_flight.training_groups()
             if not group.offered
         },
-        "ready": [group.group_id for group in book.ready],
+        "ready": [group.group_id for group in in_flight.ready],
         # What is offered counts as taken: nobody knows after a restart.
         "counters": replace(take_everything(state).run.counters),
-        "dropped": (+book.ledger.rollouts, +book.ledger.tokens),
-        "entries": list(book.ledger.entries),
-        "cursor": state.cursor,
-        "versions": (state.tracker.trainer, state.base, state.adapter),
-        "unacknowledged": sorted({*state.unacknowledged, *offer}),
-        "target": state.target_groups,
+        "dropped": (+in_flight.ledger.rollouts, +in_flight.ledger.tokens),
+        "entries": list(in_flight.ledger.entries),
+        "cursor": state.prompts.cursor,
+        "versions": (state.weights.versions.trainer, state.weights.base, state.weights.adapter),
+        "unacknowledged": sorted({*state.delivery.unacknowledged, *offer}),
+        "target": state.plan.target_groups,
         "lengths": [
             (g.launched, g.tokens.tolist(), g.finished.tolist())
             for g in state.expectations.observed.cohort()
@@ -107,14 +107,14 @@ class Restarts(Interleavings):
     saves = True
 
     def _unsaved(self) -> bool:
-        journal = self.driver.state.book.journal
+        journal = self.driver.state.in_flight.journal
         return bool(len(journal.arrived) or journal.changed or journal.launched)
 
     @rule()
     def save(self) -> None:
         self.driver.save()
 
-    @precondition(lambda self: self.driver.state.unacknowledged)
+    @precondition(lambda self: self.driver.state.delivery.unacknowledged)
     @rule(choice=st.integers(0, 99))
     def acknowledge(self, choice: int) -> None:
         batches = handed_over(self.driver.state)
@@ -133,21 +133,23 @@ class Restarts(Interleavings):
         elif self._unsaved():
             event("something unsaved was lost")
         before = picture(driver.state)
-        stood = not driver.state.control.engines
+        stood = not driver.state.fleet.control.engines
         evaluating = take_everything(driver.state).run.evaluating
         whole = MemoryStore()
         whole.save(take_everything(driver.state), durable=True)
-        waiting = {b.index: b for b in driver.batches if b.index in driver.state.unacknowledged}
-        for again in driver.state.redelivery:
+        waiting = {
+            b.index: b for b in driver.batches if b.index in driver.state.delivery.unacknowledged
+        }
+        for again in driver.state.delivery.redelivery:
             waiting[again.index] = again
-        if driver.state.offer is not None:
-            waiting[driver.state.offer.batch.index] = driver.state.offer.batch
-        version = driver.state.tracker.trainer
+        if driver.state.delivery.offer is not None:
+            waiting[driver.state.delivery.offer.batch.index] = driver.state.delivery.offer.batch
+        version = driver.state.weights.versions.trainer
         driver.restart([None if b is None else max(0, version - b) for b in behind])
         self.driver.core.check_invariants()
         if not saved:
             return
-        if driver.state.tracker.trainer == version:
+        if driver.state.weights.versions.trainer == version:
             after = picture(driver.state)
             after = self._without_evaluations(after, evaluating)
             by_tokens = driver.rules.stop.unit == "tokens"
@@ -160,10 +162,10 @@ class Restarts(Interleavings):
                 before = {part: was for part, was in before.items() if part not in LAUNCHING}
             for part, was in before.items():
                 assert after[part] == was, part
-        for again in driver.state.redelivery:
+        for again in driver.state.delivery.redelivery:
             assert again.redelivered
             assert content(again) == content(waiting[again.index])
-        assert {b.index for b in driver.state.redelivery} == set(waiting)
+        assert {b.index for b in driver.state.delivery.redelivery} == set(waiting)
 
     @staticmethod
     def _without_evaluations(

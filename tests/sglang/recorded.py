@@ -20,11 +20,11 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
-from aprilsched.core.commands import Command, Send
-from aprilsched.core.counters import Counters
-from aprilsched.core.events import EngineLost, Event, Finished, Interrupted, Progress
 from aprilsched.core.invariants import check
+from aprilsched.core.messages.commands import Command, Send
+from aprilsched.core.messages.events import EngineLost, Event, Finished, Interrupted, Progress
 from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.core.state.ledger import Counters
 from aprilsched.errors import PromptsExhausted
 from aprilsched.types import Int32Array, VersionSpan
 from tests.sglang.helpers import until
@@ -175,13 +175,13 @@ async def record(
                 break
             checkpoint = checkpoints[(rollouts.version + 1) % len(checkpoints)]
             await rollouts.update_weights(DiskPublisher(checkpoint))
-        book = rollouts.state.book
+        in_flight = rollouts.state.in_flight
         return Run(
             batches=taken,
             recorder=recorder,
-            counters=book.counters,
-            in_flight=set(book.rollouts),
-            dropped={entry.rollout_id for entry in book.ledger.entries},
+            counters=in_flight.counters,
+            in_flight=set(in_flight.rollouts),
+            dropped={entry.rollout_id for entry in in_flight.ledger.entries},
         )
 
 
@@ -192,7 +192,7 @@ async def _lose_one(rollouts: RolloutScheduler) -> None:
         return next(
             (
                 request.engine
-                for request in rollouts.state.book.open_requests()
+                for request in rollouts.state.in_flight.open_requests()
                 if request.generated >= 20 and request.remaining >= 100
             ),
             "",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from aprilsched import Batch, LoraPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
-from aprilsched.core.commands import Pause
+from aprilsched.core.messages.commands import Pause
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.engine import SimEngine
@@ -147,7 +147,7 @@ async def test_rollouts_are_of_the_adapters_they_were_sent_under(
             newest[0] = version
             await rollouts.update_weights(publisher)
         batches.append(await rollouts.next_batch())
-        loaded = rollouts.state.adapters[next(iter(rollouts.state.control.engines))]
+        loaded = rollouts.state.weights.adapters[next(iter(rollouts.state.fleet.control.engines))]
         assert len(loaded) < 4, "older adapters are unloaded"
     assert not any(isinstance(command, Pause) for command in recorder.commands)
     assert not caplog.records

@@ -40,15 +40,15 @@ async def test_stragglers_sleep_through_a_training_step_and_end_on_the_new_weigh
         for step in range(STEPS):
             batches.append(await rollouts.next_batch())
             async with rollouts.asleep():
-                released = {c.released for c in rollouts.state.control.engines.values()}
+                released = {c.released for c in rollouts.state.fleet.control.engines.values()}
                 assert released == {frozenset({"kv_cache", "weights"})}
                 if straggler == "retract":
-                    held = rollouts.state.book.open_attempts
-                    assert held == len(list(rollouts.state.book.open_requests()))
+                    held = rollouts.state.in_flight.open_attempts
+                    assert held == len(list(rollouts.state.in_flight.open_requests()))
                 await rollouts.update_weights(DiskPublisher(models[(step + 1) % 2]))
-        book = rollouts.state.book
+        in_flight = rollouts.state.in_flight
         delivered = [rollout for batch in batches for rollout in batch.rollouts]
-        assert book.counters.launched == len(delivered) + len(book.rollouts)
+        assert in_flight.counters.launched == len(delivered) + len(in_flight.rollouts)
     for rollout in delivered:
         assert rollout.versions.tolist() == recorder.reported(rollout)
     crossing = check_greedy(delivered, models, tmp_path)
@@ -75,7 +75,7 @@ async def test_a_server_that_leaves_asleep_is_handed_back_when_the_trainer_wakes
         await rollouts.next_batch()
         async with rollouts.asleep(tags=["kv_cache"]):
             await fleet.remove(leaving)
-            await until(lambda: len(rollouts.state.control.engines) == 1)
+            await until(lambda: len(rollouts.state.fleet.control.engines) == 1)
             assert await observer.is_paused()
 
         async def goes_on() -> bool:

@@ -126,7 +126,7 @@ async def _started(arguments: str) -> tuple[int | None, str, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "aprilsched.cli",
+        "aprilsched.cli.main",
         "run",
         *arguments.split(),
         env={**os.environ, "KEY": ADMIN_KEY},

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet
-from aprilsched.core.commands import LoseEngine
-from aprilsched.engines.sglang.address import ServerAddress
+from aprilsched.core.messages.commands import LoseEngine
+from aprilsched.engines.http.address import ServerAddress
 from aprilsched.errors import PromptsExhausted
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import until
@@ -47,7 +47,7 @@ def halfway(rollouts: RolloutScheduler, engine: str) -> Callable[[], bool]:
     """Several requests are in the middle of their responses on the engine."""
 
     def look() -> bool:
-        requests = rollouts.state.book.open_requests(engine)
+        requests = rollouts.state.in_flight.open_requests(engine)
         return sum(r.generated >= 16 and r.remaining >= 100 for r in requests) >= 2
 
     return look
@@ -71,7 +71,7 @@ def check_whole(rollouts: RolloutScheduler, batches: list[Batch], model: Path, a
     """Each rollout is there once, to its last token, with its model's own logprobs."""
     delivered = [rollout for batch in batches for rollout in batch.rollouts]
     assert len({rollout.rollout_id for rollout in delivered}) == len(delivered)
-    counters, ledger = rollouts.state.book.counters, rollouts.state.book.ledger
+    counters, ledger = rollouts.state.in_flight.counters, rollouts.state.in_flight.ledger
     assert ledger.total == 0, [entry.cause for entry in ledger.entries]
     assert counters.launched == counters.delivered == len(delivered)
     check_greedy(delivered, [model, model], at)
@@ -94,10 +94,12 @@ async def test_what_a_hanging_server_had_is_finished_by_the_other_until_it_is_ba
             (loss,) = losses(recorder)
             assert loss.engine == name(hangs)
             assert loss.cause.startswith("no token for ")
-            assert set(rollouts.state.tracker.engines) == {name(stays)}
+            assert set(rollouts.state.weights.versions.engines) == {name(stays)}
         finally:
             hangs.thaw()
-        await until(lambda: set(rollouts.state.tracker.engines) == {name(stays), name(hangs)})
+        await until(
+            lambda: set(rollouts.state.weights.versions.engines) == {name(stays), name(hangs)}
+        )
         batches += await rest(rollouts)
         check_whole(rollouts, batches, models[0], tmp_path)
         moved = [r for b in batches for r in b.rollouts if len(r.segments) > 1]
@@ -121,5 +123,5 @@ async def test_the_only_server_is_killed_and_started_again_and_the_run_goes_on(
         await asyncio.to_thread(only.wait_ready)
         batches = await rest(rollouts)
         check_whole(rollouts, batches, models[0], tmp_path)
-        assert rollouts.state.book.counters.tokens_reprefilled > 0
+        assert rollouts.state.in_flight.counters.tokens_reprefilled > 0
     assert "no engine is left since" in caplog.text

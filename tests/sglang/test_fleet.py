@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from aprilsched.engines.fleet import SGLangFleet
 from aprilsched.engines.refit import RefitFromDisk
 from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.errors import (
     ConfigError,
     EngineError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sglang.series import SERIES
+from aprilsched.engines.sglang.loads import SERIES
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import greedy, whole
 from tests.sglang.loads_contract import check_loads

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from aprilsched import DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
-from aprilsched.core.commands import Command, Pause
+from aprilsched.core.messages.commands import Command, Pause
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import RefitError
@@ -81,7 +81,7 @@ async def test_the_server_goes_on_under_the_old_version_and_the_next_update_work
             recorder.task = asyncio.create_task(rollouts.update_weights(DiskPublisher(models[1])))
             with pytest.raises(asyncio.CancelledError):
                 await recorder.task
-            await until(lambda: rollouts.state.update is None)
+            await until(lambda: rollouts.state.weights.update is None)
             recorder.task = None
             cause = "the call was cancelled before any weights were loaded"
         else:
@@ -94,7 +94,7 @@ async def test_the_server_goes_on_under_the_old_version_and_the_next_update_work
             batch = await rollouts.next_batch()
             assert {int(v) for r in batch.rollouts for v in r.versions} == {0}
         await rollouts.update_weights(DiskPublisher(models[1]))
-        assert rollouts.state.tracker.engines.popitem()[1] == 1
+        assert rollouts.state.weights.versions.engines.popitem()[1] == 1
     engine = SGLangEngine(clean_server.url)
     await engine.open()
     assert await engine.is_paused() is False

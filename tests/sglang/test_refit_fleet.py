@@ -18,8 +18,8 @@ import pytest
 from torch import Tensor
 
 from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet
-from aprilsched.core.commands import Command, Continue, Pause
-from aprilsched.core.events import Event
+from aprilsched.core.messages.commands import Command, Continue, Pause
+from aprilsched.core.messages.events import Event
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.types import Rollout
 from aprilsched.weights.distributed import DistributedPublisher
@@ -86,11 +86,11 @@ def check(
     """Conservation, versions as the servers report them; gives all that was delivered."""
     delivered = [rollout for batch in batches for rollout in batch.rollouts]
     ids = {rollout.rollout_id for rollout in delivered}
-    book = rollouts.state.book
+    in_flight = rollouts.state.in_flight
     assert len(ids) == len(delivered)
-    assert not ids & set(book.rollouts)
-    assert book.ledger.total == 0
-    assert book.counters.launched == len(ids) + len(book.rollouts)
+    assert not ids & set(in_flight.rollouts)
+    assert in_flight.ledger.total == 0
+    assert in_flight.counters.launched == len(ids) + len(in_flight.rollouts)
     return delivered
 
 
@@ -114,7 +114,7 @@ async def test_ten_distributed_refits_with_stragglers_in_the_pause(
             batches.append(await rollouts.next_batch())
             # On a busy machine all responses may have ended, with the next batches ready: then
             # nothing is launched until one of those is taken.
-            while rollouts.state.book.open_attempts < 8:
+            while rollouts.state.in_flight.open_attempts < 8:
                 batches.append(await rollouts.next_batch())
             trainer.version = rollouts.version + 1
             report = await rollouts.update_weights(refit)
@@ -187,9 +187,9 @@ def _amid(killer: Killer, trainer: Trainer) -> None:
 
 def decoding(rollouts: RolloutScheduler, engine: str) -> bool:
     """Is something in the middle of its response there?"""
-    return rollouts.state.control.runs(engine) and any(
+    return rollouts.state.fleet.control.runs(engine) and any(
         request.engine == engine and request.generated >= 16 and request.remaining >= 100
-        for request in rollouts.state.book.open_requests()
+        for request in rollouts.state.in_flight.open_requests()
     )
 
 
@@ -261,8 +261,8 @@ async def die(
     await rollouts.update_weights(refit)
     trainer.amid = None
     batches.append(await step(rollouts, trainer, refit))
-    assert set(rollouts.state.control.engines) != {killer.name}
-    assert killer.name not in rollouts.state.tracker.engines
+    assert set(rollouts.state.fleet.control.engines) != {killer.name}
+    assert killer.name not in rollouts.state.weights.versions.engines
 
 
 async def rejoin(
@@ -275,10 +275,10 @@ async def rejoin(
     """The server is started again while the run goes on, and takes part at the next version."""
     killer.victim.start()
     await asyncio.to_thread(killer.victim.wait_ready)
-    while killer.name not in rollouts.state.tracker.engines:
+    while killer.name not in rollouts.state.weights.versions.engines:
         batches.append(await step(rollouts, trainer, refit))
         await asyncio.sleep(1.0)
-    assert rollouts.state.tracker.engines[killer.name] == rollouts.version
+    assert rollouts.state.weights.versions.engines[killer.name] == rollouts.version
     batches.append(await step(rollouts, trainer, refit))
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from aprilsched import Batch, DiskPublisher, Prompt, RolloutScheduler, SchedulerConfig, SGLangFleet
-from aprilsched.core.events import EngineLost
+from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.base import Engine
+from aprilsched.engines.http.address import ServerAddress
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sglang.address import ServerAddress
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import until
 from tests.sglang.recorded import Recorder, check_greedy, long_tail
@@ -72,19 +72,19 @@ async def test_a_server_restarted_in_the_trainers_pause_samples_nothing_under_it
         )
         await rollouts.update_weights(publisher)
         batches.append(await rollouts.next_batch())
-        assert (rollouts.state.book.open_attempts > 0) is held
+        assert (rollouts.state.in_flight.open_attempts > 0) is held
         first.kill()
         first.start()
         await asyncio.to_thread(first.wait_ready)
 
         evaluation = await rollouts.evaluate(questions(6), group_size=4)
         batches.append(await rollouts.next_batch())
-        await until(lambda: name(first) in rollouts.state.control.engines, 120)
+        await until(lambda: name(first) in rollouts.state.fleet.control.engines, 120)
         batches.append(await rollouts.next_batch())
 
         assert versions(evaluation) == {evaluation.version} == {1}
         assert versions(batches[-1]) <= {0, 1}
-        assert not rollouts.state.book.ledger.total
+        assert not rollouts.state.in_flight.ledger.total
     delivered = [rollout for batch in (*batches, evaluation) for rollout in batch.rollouts]
     assert all(rollout.versions_exact for rollout in delivered)
     check_greedy(delivered, models, tmp_path)
@@ -125,10 +125,10 @@ async def test_weights_that_somebody_else_loads_are_never_taken_for_those_of_bef
     async with opened as rollouts:
         batches = [await rollouts.next_batch()]
         for server in clean_pair:
-            await until(lambda: rollouts.state.book.open_attempts >= 8)
+            await until(lambda: rollouts.state.in_flight.open_attempts >= 8)
             await load_behind_its_back(server, models[1], 1)
-        await until(lambda: not rollouts.state.control.engines)
-        assert not rollouts.state.book.open_attempts
+        await until(lambda: not rollouts.state.fleet.control.engines)
+        assert not rollouts.state.in_flight.open_attempts
         # One of them is lost before the trainer says what it has done.
         rollouts._feed(EngineLost(engine=name(clean_pair[0]), cause="given up by the test"))
         report = await rollouts.update_weights(LoadedAlready(), version=1)

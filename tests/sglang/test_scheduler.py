@@ -187,7 +187,7 @@ async def test_a_cancelled_trainer_leaves_the_server_running_and_idle(
                 await rollouts.update_weights(DiskPublisher(models[0]))
 
     task = asyncio.create_task(train())
-    await until(lambda: scheduler.state.update is not None)
+    await until(lambda: scheduler.state.weights.update is not None)
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

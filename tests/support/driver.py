@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.core.rules import RewardScope
-from aprilsched.core.saving.cut import take_changes
 from aprilsched.core.scheduler import Scheduler
-from aprilsched.core.state import SchedulerState
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.steps.snapshot import take_changes
 from aprilsched.store import Store
 from aprilsched.telemetry.usage.usage import Usage
 from aprilsched.types import Batch, Int32Array, Prompt, RefusedPrompt, SamplingParams, VersionSpan
@@ -123,7 +123,7 @@ class Driver:
         )
         self.rules = rules
         self.core = Scheduler(rules)
-        self.state.book.journal.active = self.journal or self.store is not None
+        self.state.in_flight.journal.active = self.journal or self.store is not None
         infos = tuple(self.info(name) for name in self.engines)
         self.feed(ev.Opened(engines=infos))
 
@@ -152,7 +152,7 @@ class Driver:
             self.save()
         for command in commands:
             self._note(command)
-        if self.takes and self.state.offer is not None:
+        if self.takes and self.state.delivery.offer is not None:
             commands = [*commands, *self.take()]
         while self.auto_prompts and self.fetches:
             self.give_prompts()
@@ -162,14 +162,14 @@ class Driver:
 
     def take(self) -> list[do.Command]:
         """The trainer takes what is offered."""
-        assert self.state.offer is not None
-        return self.feed(ev.BatchTaken(index=self.state.offer.batch.index))
+        assert self.state.delivery.offer is not None
+        return self.feed(ev.BatchTaken(index=self.state.delivery.offer.batch.index))
 
     def _note(self, command: do.Command) -> None:
         match command:
             case do.Send():
                 key = (command.request_id, command.attempt)
-                assert self.core.state.control.runs(command.engine)
+                assert self.core.state.fleet.control.runs(command.engine)
                 self.sends[key] = command
                 self.sent.append(command)
             case do.Abort():
@@ -272,7 +272,7 @@ class Driver:
         self.ended = False
         self.evaluations = dict(self.kept_evaluations)
         self.core = Scheduler(self.rules)
-        self.state.book.journal.active = True
+        self.state.in_flight.journal.active = True
         self.given = 0
         if saved is not None:
             self.core.restore(saved)
@@ -317,7 +317,7 @@ class Driver:
     def verify(self, version: int | None = -1) -> None:
         """The engine that was asked first says that it has `version`, the right one unless told."""
         command = self.verifications.pop(0)
-        said = self.state.base if version == -1 else version
+        said = self.state.weights.base if version == -1 else version
         self.feed(ev.Verified(engine=command.engine, version=said))
 
     def progress(self, key: Key, count: int, *, first: int = 100, label: int | None = None) -> None:
@@ -404,7 +404,7 @@ class Driver:
         self.settle()
 
     def update(self, *, beside: bool = False, republishable: bool = False) -> None:
-        version = self.state.tracker.trainer + 1
+        version = self.state.weights.versions.trainer + 1
         self.feed(ev.UpdateRequested(version=version, beside=beside, republishable=republishable))
         self.settle()
 

@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 
 from aprilsched.engines.sim.config import SimConfig
-from aprilsched.engines.sim.http import SimServer
+from aprilsched.testing import SimServer
 from tests.sglang.helpers import PROMPT
 
 __all__ = ["CONFIG", "INTERVAL", "SCALE", "Raw", "asked", "served", "two_weights"]

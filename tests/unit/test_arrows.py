@@ -93,7 +93,7 @@ RULES: dict[str, Rule] = {
         ours=("aprilsched.checks", "aprilsched.errors", "aprilsched.types"), others=NUMPY
     ),
     "aprilsched.tensors": Rule(ours=("aprilsched.errors", "aprilsched.types"), others=NUMPY),
-    "aprilsched.timing": Rule(others=NUMPY, pure=True),
+    "aprilsched.timing.model": Rule(others=NUMPY, pure=True),
     "aprilsched.workload": Rule(ours=("aprilsched.errors", "aprilsched.types"), others=NUMPY),
     "aprilsched.core": Rule(
         ours=("aprilsched.core", "aprilsched.errors", "aprilsched.types"),
@@ -115,7 +115,7 @@ RULES: dict[str, Rule] = {
         ours=(
             "aprilsched.engines",
             "aprilsched.errors",
-            "aprilsched.timing",
+            "aprilsched.timing.model",
             "aprilsched.types",
             "aprilsched.weights.base",
             "aprilsched.workload",
@@ -132,7 +132,7 @@ RULES: dict[str, Rule] = {
         )
     ),
     # What readmission asks of any engine.
-    "aprilsched.doctor.quick": Rule(
+    "aprilsched.engines.selfcheck": Rule(
         ours=("aprilsched.engines.base", "aprilsched.errors", "aprilsched.types"), others=NUMPY
     ),
     "aprilsched.weights": Rule(
@@ -146,10 +146,10 @@ RULES: dict[str, Rule] = {
     ),
     "aprilsched.store": Rule(
         ours=(
-            "aprilsched.core.ledger",
+            "aprilsched.core.state.ledger",
             "aprilsched.core.lengths.groups",
             "aprilsched.core.policies",
-            "aprilsched.core.saving.saved",
+            "aprilsched.core.state.saved",
             "aprilsched.errors",
             "aprilsched.store",
             "aprilsched.types",
@@ -157,11 +157,11 @@ RULES: dict[str, Rule] = {
     ),
     "aprilsched.telemetry": Rule(
         ours=(
-            "aprilsched.core.commands",
-            "aprilsched.core.counters",
-            "aprilsched.core.events",
-            "aprilsched.core.facts",
-            "aprilsched.core.ledger",
+            "aprilsched.core.messages.commands",
+            "aprilsched.core.state.ledger",
+            "aprilsched.core.messages.events",
+            "aprilsched.core.messages.facts",
+            "aprilsched.core.state.ledger",
             "aprilsched.core.policies.schedule",
             "aprilsched.core.lengths",
             # What an engine says of itself, as data; no engine is known here.
@@ -192,33 +192,33 @@ RULES: dict[str, Rule] = {
     "aprilsched.analysis": Rule(
         ours=(
             "aprilsched.analysis",
-            "aprilsched.calibration",
-            "aprilsched.core.commands",
-            "aprilsched.core.events",
-            "aprilsched.core.facts",
-            "aprilsched.core.ledger",
+            "aprilsched.timing",
+            "aprilsched.core.messages.commands",
+            "aprilsched.core.messages.events",
+            "aprilsched.core.messages.facts",
+            "aprilsched.core.state.ledger",
             "aprilsched.core.lengths",
             # What a setting is called and means, for the report's sentences.
             "aprilsched.core.policies",
             "aprilsched.errors",
             "aprilsched.telemetry",
-            "aprilsched.timing",
+            "aprilsched.timing.model",
             "aprilsched.types",
             "aprilsched.workload",
         ),
         others=DEPENDENCIES | PLOTS,
     ),
-    "aprilsched.calibration": Rule(
-        ours=("aprilsched.calibration", "aprilsched.errors", "aprilsched.timing"), others=NUMPY
+    "aprilsched.timing": Rule(
+        ours=("aprilsched.timing", "aprilsched.errors", "aprilsched.timing.model"), others=NUMPY
     ),
     # The engine protocol, but no particular engine: that is what lets a test bring its own.
     "aprilsched.coordinator": Rule(
         ours=(
-            "aprilsched.calibration",
+            "aprilsched.timing",
             "aprilsched.config",
             "aprilsched.coordinator",
             "aprilsched.core",
-            "aprilsched.doctor.quick",
+            "aprilsched.engines.selfcheck",
             "aprilsched.engines.base",
             "aprilsched.engines.load",
             "aprilsched.engines.refit",
@@ -233,7 +233,7 @@ RULES: dict[str, Rule] = {
     ),
     # Pure arithmetic for one command of the core; both shells carry it out.
     "aprilsched.planning": Rule(
-        ours=("aprilsched.core", "aprilsched.planning", "aprilsched.timing"),
+        ours=("aprilsched.core", "aprilsched.planning", "aprilsched.timing.model"),
         others=NUMPY,
         pure=True,
     ),
@@ -241,8 +241,8 @@ RULES: dict[str, Rule] = {
     "aprilsched.simulation": Rule(
         ours=(
             "aprilsched.config",
-            "aprilsched.coordinator.chunks",
-            "aprilsched.coordinator.loop",
+            "aprilsched.driver.chunks",
+            "aprilsched.driver.loop",
             "aprilsched.core",
             "aprilsched.engines.base",
             "aprilsched.engines.sim",
@@ -250,15 +250,15 @@ RULES: dict[str, Rule] = {
             "aprilsched.planning",
             "aprilsched.simulation",
             "aprilsched.telemetry",
-            "aprilsched.timing",
+            "aprilsched.timing.model",
             "aprilsched.types",
         )
     ),
     # The outermost ring puts the parts together and is imported by none of them.
     "aprilsched": EVERYTHING,
     "aprilsched.blocking": EVERYTHING,
-    "aprilsched.cli": EVERYTHING,
-    "aprilsched.commands": EVERYTHING,
+    "aprilsched.cli.main": EVERYTHING,
+    "aprilsched.cli.main": EVERYTHING,
     "aprilsched.integrations": EVERYTHING,
 }
 
@@ -399,7 +399,7 @@ def test_the_arrows_hold(module: str, path: Path):
         ("aprilsched.tensors", "try:\n import torch\nexcept ImportError: pass", "must wait"),
         ("aprilsched.tensors", "if 1:\n pass\nelse:\n import torch", "must wait"),
         ("aprilsched.engines.sim.x", "from aprilsched.core import scheduler", "against"),
-        ("aprilsched.engines.base", "import aprilsched.coordinator.loop", "against"),
+        ("aprilsched.engines.base", "import aprilsched.driver.loop", "against"),
         ("aprilsched.weights.x", "from aprilsched.engines.sglang import SGLangEngine", "against"),
         ("aprilsched.telemetry.x", "from aprilsched.core.scheduler import Scheduler", "against"),
         ("aprilsched.analysis.x", "from aprilsched.engines.base import Engine", "against"),

@@ -108,7 +108,7 @@ def test_a_wait_that_is_interrupted_loses_no_batch(store: bool):
             if batch is not None:
                 got.append(batch.index)
         alarm.stop()
-        delivered = rollouts.state.book.counters.batches
+        delivered = rollouts.state.in_flight.counters.batches
     assert got == list(range(60))
     assert delivered == 60
     assert interrupts
@@ -127,7 +127,7 @@ def test_what_came_during_an_interrupt_is_offered_and_not_acknowledged():
                 for batch in rollouts:
                     batch.acknowledge()
         rollouts.update_weights(SimPublisher())
-        first = rollouts.state.book.counters.batches
+        first = rollouts.state.in_flight.counters.batches
         batch = rollouts.next_batch()
         assert (batch.index, batch.version) == (first, rollouts.version)
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.calibration import (
+from aprilsched.cli.main import main
+from aprilsched.errors import ConfigError
+from aprilsched.timing import (
     LogLine,
     fit,
     load_model,
@@ -18,10 +20,8 @@ from aprilsched.calibration import (
     save_model,
     windows_of,
 )
-from aprilsched.calibration.least_squares import nonnegative, robust
-from aprilsched.cli import main
-from aprilsched.errors import ConfigError
-from aprilsched.timing import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
+from aprilsched.timing.least_squares import nonnegative, robust
+from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
 
 LOG = """\
 [2025-11-02 19:50:38] server_args=ServerArgs(model_path='m', decode_log_interval=40)
@@ -149,7 +149,7 @@ def test_what_is_no_log_is_refused(tmp_path: Path, text: str, message: str) -> N
 
 
 def test_too_many_lines_are_refused(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aprilsched.calibration.logs.MAX_LINES", 2)
+    monkeypatch.setattr("aprilsched.timing.server_log.MAX_LINES", 2)
     with pytest.raises(ConfigError, match="more than 2"):
         read_log(log)
 

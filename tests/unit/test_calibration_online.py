@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from aprilsched.calibration import Observation, OnlineFit
 from aprilsched.errors import ConfigError
-from aprilsched.timing import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
+from aprilsched.timing import Observation, OnlineFit
+from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
 
 PRIOR = H200_QWEN3_4B
 OTHER = replace(PRIOR, t0=6e-3, t1=2.2e-5, t2=3e-8, prefill_pass=30e-3, prefill_rate=35_000.0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, config
 
@@ -77,7 +77,7 @@ def test_an_adapter_that_fails_everywhere_changes_nothing():
     driver.feed(ev.UpdateRequested(version=1, beside=True))
     driver.answer_refit(a=(0, "no such file"), b=(0, "no such file"))
     assert "no such file" in driver.updates[0].cause
-    assert (driver.state.adapter, driver.state.tracker.trainer) == (None, 0)
+    assert (driver.state.weights.adapter, driver.state.weights.versions.trainer) == (None, 0)
     assert not driver.lost
 
 
@@ -88,7 +88,7 @@ def test_a_restarted_engine_gets_the_adapter_in_use():
     driver.come_back("b", version=0)
     assert driver.refits == [do.Refit(version=1, engines=("b",), beside=True, catch_up=True)]
     driver.settle()
-    assert driver.state.tracker.engines == {"a": 1, "b": 1}
+    assert driver.state.weights.versions.engines == {"a": 1, "b": 1}
 
 
 def test_a_lost_engine_takes_its_adapters_with_it():
@@ -100,7 +100,7 @@ def test_a_lost_engine_takes_its_adapters_with_it():
     driver.update(beside=True)
     driver.settle()
     assert {retired.engine for retired in driver.retired} <= {"a"}
-    assert set(driver.state.adapters) == {"a"}
+    assert set(driver.state.weights.adapters) == {"a"}
 
 
 def test_one_with_another_base_model_does_not():
@@ -111,4 +111,4 @@ def test_one_with_another_base_model_does_not():
     driver.come_back("b", version=0)
     assert not driver.refits
     driver.update(beside=True)
-    assert driver.state.tracker.engines == {"a": 3}
+    assert driver.state.weights.versions.engines == {"a": 3}

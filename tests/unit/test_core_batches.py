@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core import events as ev
+from aprilsched.core.messages import events as ev
 from aprilsched.types import RefusedPrompt
 from tests.support.driver import Driver, prompts
 
@@ -36,7 +36,7 @@ def test_a_batch_is_delivered_when_enough_groups_are_complete_and_groups_are_who
     (batch,) = driver.batches
     assert [group.group_id for group in batch.groups] == ids[:4]
     assert all(len(group.rollouts) == 2 for group in batch.groups)
-    assert driver.state.book.counters.delivered == 8
+    assert driver.state.in_flight.counters.delivered == 8
 
 
 def test_the_second_wave_counts_the_carried_groups():
@@ -47,7 +47,7 @@ def test_the_second_wave_counts_the_carried_groups():
     driver.settle()
     driver.request_batch()
     # Four stragglers are carried, so a wave of eight starts four.
-    assert driver.state.book.counters.launched == (8 + 4) * 2
+    assert driver.state.in_flight.counters.launched == (8 + 4) * 2
 
 
 def test_surplus_groups_open_the_next_batch():
@@ -62,7 +62,7 @@ def test_surplus_groups_open_the_next_batch():
         if driver.attempts(group_id):
             driver.finish(driver.attempts(group_id)[0])
     assert [g.group_id for g in driver.batches[0].groups] == ids[:4]
-    assert driver.state.book.ready[0].group_id == ids[4]
+    assert driver.state.in_flight.ready[0].group_id == ids[4]
     driver.request_batch()
     for group_id in [g for g in driver.group_ids() if g != ids[4]][:3]:
         driver.finish_group(group_id)
@@ -73,11 +73,11 @@ def test_a_pool_is_refilled_by_whole_groups_together():
     driver = Driver(config(refill="pool", over_provision=1.0, refill_groups=2))
     driver.request_batch()
     ids = driver.group_ids()
-    assert driver.state.book.counters.launched == 8
+    assert driver.state.in_flight.counters.launched == 8
     driver.finish_group(ids[0])
-    assert driver.state.book.counters.launched == 8
+    assert driver.state.in_flight.counters.launched == 8
     driver.finish_group(ids[1])
-    assert driver.state.book.counters.launched == 12
+    assert driver.state.in_flight.counters.launched == 12
 
 
 def test_a_rejected_group_is_replaced_without_a_full_wave():
@@ -91,7 +91,7 @@ def test_a_rejected_group_is_replaced_without_a_full_wave():
     driver.settle()
     assert not driver.batches
     assert len(driver.group_ids()) == 1
-    assert driver.state.book.ledger.rollouts == {"rejected": 2}
+    assert driver.state.in_flight.ledger.rollouts == {"rejected": 2}
     driver.verdicts.clear()
     driver.finish_group(driver.group_ids()[0])
     driver.feed(ev.Judged(group_id=driver.verdicts[0].group.group_id, accepted=True))
@@ -145,8 +145,8 @@ def test_a_failed_reward_goes_to_the_ledger_with_its_cause():
     first = driver.group_ids()[0]
     driver.finish_group(first)
     driver.feed(ev.RewardFailed(group_id=first, cause="division by zero"))
-    assert driver.state.book.ledger.rollouts == {"reward_failed": 2}
-    assert driver.state.book.ledger.entries[0].cause == "division by zero"
+    assert driver.state.in_flight.ledger.rollouts == {"reward_failed": 2}
+    assert driver.state.in_flight.ledger.entries[0].cause == "division by zero"
 
 
 def test_the_end_of_the_prompts_delivers_a_smaller_last_batch_and_then_ends():
@@ -168,7 +168,7 @@ def test_asynchronous_pace_holds_a_bounded_number_of_ready_batches():
             break
         driver.finish(driver.attempts()[0])
     assert not driver.sends
-    assert 8 <= len(driver.state.book.ready) <= 8 + 8
+    assert 8 <= len(driver.state.in_flight.ready) <= 8 + 8
     for _ in range(2):
         driver.feed(ev.BatchRequested())
     assert driver.sends
@@ -184,7 +184,7 @@ def test_an_evaluation_runs_to_its_end_and_is_neither_filtered_nor_carried():
         driver.finish(driver.attempts()[0])
     assert len(driver.evaluations[9].groups) == 3
     driver.settle()
-    assert driver.state.tracker.trainer == 1
+    assert driver.state.weights.versions.trainer == 1
 
 
 @pytest.mark.parametrize("refill", ["wave", "pool", "rounds"])
@@ -225,9 +225,9 @@ def test_a_prompt_that_cannot_be_used_is_one_entry_and_is_replaced():
     assert [fetch.count for fetch in driver.fetches] == [4, 3]
     driver.feed(ev.PromptsArrived(prompts=prompts(3, start=2)))
     assert len(driver.group_ids()) == 4
-    (entry,) = driver.state.book.ledger.entries
+    (entry,) = driver.state.in_flight.ledger.entries
     assert (entry.reason, entry.cause, entry.tokens) == ("bad_prompt", "it has no tokens", 0)
-    assert driver.state.cursor == 5, "a resumed run passes over it"
+    assert driver.state.prompts.cursor == 5, "a resumed run passes over it"
     assert [work.reason for work in driver.cancelled] == ["bad_prompt"]
 
 
@@ -239,4 +239,4 @@ def test_a_source_of_bad_prompts_only_ends_the_run():
     assert [(give_up.groups, give_up.cause) for give_up in driver.given_up] == [
         (3, "it has no tokens")
     ]
-    assert driver.state.book.ledger.total == 3
+    assert driver.state.in_flight.ledger.total == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core import events as ev
+from aprilsched.core.messages import events as ev
 from aprilsched.types import NO_VERSION, Int32Array
 from tests.support.driver import Driver
 
@@ -51,10 +51,10 @@ def test_an_episode_that_raises_is_in_the_ledger():
     driver.feed(
         ev.EpisodeFailed(rollout_id=driver.episodes_started[0].rollout_id, cause="KeyError")
     )
-    assert driver.state.book.ledger.rollouts == {"episode_failed": 1}
+    assert driver.state.in_flight.ledger.rollouts == {"episode_failed": 1}
 
 
 def test_an_episode_that_generates_nothing_has_failed():
     driver = start()
     driver.feed(ev.EpisodeFinished(rollout_id=driver.episodes_started[0].rollout_id, reward=1.0))
-    assert driver.state.book.ledger.rollouts == {"episode_failed": 1}
+    assert driver.state.in_flight.ledger.rollouts == {"episode_failed": 1}

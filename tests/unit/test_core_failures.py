@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core import events as ev
-from aprilsched.core.ledger import Reason
+from aprilsched.core.messages import events as ev
+from aprilsched.core.state.ledger import Reason
 from tests.support.driver import Driver
 
 
@@ -32,7 +32,7 @@ def test_after_the_last_attempt_the_whole_group_is_in_the_ledger_and_replaced():
     group_id = driver.sends[key].group_id
     driver.fail(key)
     driver.fail((key[0], 2), cause="HTTP 500")
-    ledger = driver.state.book.ledger
+    ledger = driver.state.in_flight.ledger
     assert ledger.rollouts == {"failed": 1, "sibling_failed": 1}
     cause = "2 attempts in a row failed without a new token, the last: HTTP 500"
     assert {entry.cause for entry in ledger.entries} == {cause}
@@ -55,21 +55,21 @@ def test_a_failed_request_goes_to_an_engine_on_which_it_has_not_failed():
     assert {fail() for _ in range(3)} == {"a", "b", "c"}
     for _ in range(3):
         fail()
-    assert driver.state.book.ledger.total == 0
+    assert driver.state.in_flight.ledger.total == 0
     key = next(key for key in driver.sends if key[0] == request)
     driver.progress(key, 1)
-    assert driver.state.book.requests[request].avoid, "one that breaks off again is as bad"
+    assert driver.state.in_flight.requests[request].avoid, "one that breaks off again is as bad"
     driver.interrupt(key)
-    assert not driver.state.book.requests[request].avoid
+    assert not driver.state.in_flight.requests[request].avoid
 
 
 def test_a_request_that_the_only_engine_refuses_is_not_tried_again():
     driver = Driver(config(), engines=("a",))
     driver.request_batch()
     driver.fail(driver.attempts()[0], cause="too long", final=True)
-    assert driver.state.book.ledger.rollouts[Reason.FAILED] == 1
-    assert driver.state.book.ledger.entries[0].cause == "refused at attempt 1: too long"
-    assert driver.state.book.counters.retries == 0
+    assert driver.state.in_flight.ledger.rollouts[Reason.FAILED] == 1
+    assert driver.state.in_flight.ledger.entries[0].cause == "refused at attempt 1: too long"
+    assert driver.state.in_flight.counters.retries == 0
 
 
 def test_a_request_that_two_engines_refuse_is_not_tried_again():
@@ -77,10 +77,10 @@ def test_a_request_that_two_engines_refuse_is_not_tried_again():
     driver.request_batch()
     key = driver.attempts()[0]
     driver.fail(key, cause="too long", final=True)
-    assert driver.state.book.ledger.total == 0
+    assert driver.state.in_flight.ledger.total == 0
     driver.fail((key[0], 2), cause="too long", final=True)
-    assert driver.state.book.ledger.rollouts[Reason.FAILED] == 1
-    assert driver.state.book.ledger.entries[0].cause == "refused at attempt 2: too long"
+    assert driver.state.in_flight.ledger.rollouts[Reason.FAILED] == 1
+    assert driver.state.in_flight.ledger.entries[0].cause == "refused at attempt 2: too long"
     assert not driver.lost, "requests that nobody takes are no engine's fault"
 
 
@@ -101,7 +101,7 @@ def test_an_engine_that_refuses_what_others_take_is_lost():
     (lost,) = driver.lost
     assert lost.engine == "a"
     assert lost.cause == "it failed 3 times in a row: it refused what b takes: HTTP 401"
-    assert driver.state.book.ledger.total == 0
+    assert driver.state.in_flight.ledger.total == 0
 
 
 def test_an_attempt_that_brought_a_token_counts_apart_from_those_in_a_row_that_did_not():
@@ -116,10 +116,10 @@ def test_an_attempt_that_brought_a_token_counts_apart_from_those_in_a_row_that_d
         driver.fail(latest())
         driver.progress(latest(), 1)
         driver.fail(latest(), cause="the stream broke")
-        assert driver.state.book.ledger.total == 0
+        assert driver.state.in_flight.ledger.total == 0
     driver.progress(latest(), 1)
     driver.fail(latest(), cause="HTTP 502")
-    causes = {entry.cause for entry in driver.state.book.ledger.entries}
+    causes = {entry.cause for entry in driver.state.in_flight.ledger.entries}
     assert causes == {"4 attempts broke off, the last: HTTP 502"}
 
 
@@ -130,7 +130,7 @@ def test_a_request_that_never_reached_its_engine_has_not_failed():
     driver.feed(
         ev.Failed(request_id=key[0], attempt=key[1], cause="connection refused", unsent=True)
     )
-    assert driver.state.book.ledger.total == 0
+    assert driver.state.in_flight.ledger.total == 0
     assert (key[0], 2) in driver.sends
 
 
@@ -141,7 +141,7 @@ def test_a_request_that_ends_every_engine_it_meets_is_dropped_in_the_end():
     for _ in range(3):
         engine = next(s.engine for k, s in driver.sends.items() if k[0] == request)
         driver.feed(ev.EngineLost(engine=engine, cause="crashed"))
-    dropped = {entry.cause for entry in driver.state.book.ledger.entries}
+    dropped = {entry.cause for entry in driver.state.in_flight.ledger.entries}
     assert len(dropped) == 1
     assert dropped.pop().startswith("3 attempts broke off, the last: ")
     driver.settle()
@@ -154,9 +154,9 @@ def test_late_tokens_of_a_dropped_rollout_are_counted_as_discarded():
     key, sibling = driver.attempts(driver.group_ids()[0])
     driver.fail(key, final=True)
     driver.progress(sibling, 4)
-    assert driver.state.book.counters.tokens_discarded == 4
+    assert driver.state.in_flight.counters.tokens_discarded == 4
     driver.interrupt(sibling)
-    assert driver.state.book.open_attempts == len(driver.sends) == 4, "a new group replaces it"
+    assert driver.state.in_flight.open_attempts == len(driver.sends) == 4, "a new group replaces it"
 
 
 def test_an_engine_that_fails_again_and_again_is_lost_and_draws_no_more_requests():
@@ -184,10 +184,10 @@ def test_late_news_of_a_lost_engine_are_void():
     driver.request_batch()
     key = next(k for k, send in driver.sends.items() if send.engine == "a")
     driver.feed(ev.EngineLost(engine="a", cause="gone"))
-    before = driver.state.book.counters.tokens_generated
+    before = driver.state.in_flight.counters.tokens_generated
     driver.progress(key, 10)
     driver.feed(ev.Finished(request_id=key[0], attempt=key[1], reason="stop"))
-    assert driver.state.book.counters.tokens_generated == before
+    assert driver.state.in_flight.counters.tokens_generated == before
 
 
 def test_the_last_engine_lost_is_said_to_be_the_last():
@@ -240,9 +240,9 @@ def test_a_run_in_which_group_after_group_fails_is_given_up_and_launches_nothing
         driver.settle()
     assert [g.groups for g in driver.given_up] == [3]
     assert driver.given_up[0].cause == "refused at attempt 1: HTTP 400"
-    launched = driver.state.book.counters.launched
+    launched = driver.state.in_flight.counters.launched
     driver.fail(driver.attempts()[0], final=True)
-    assert driver.state.book.counters.launched == launched
+    assert driver.state.in_flight.counters.launched == launched
 
 
 def test_an_accepted_group_ends_a_row_of_failures():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
-from aprilsched.core.awaiting import stranded
-from aprilsched.core.ledger import Reason
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.state.ledger import Reason
+from aprilsched.core.steps.outage import stranded
 from tests.support.driver import Driver, config, names, prompts
 
 
@@ -21,7 +21,7 @@ def tick(driver: Driver, seconds: float) -> list[do.Command]:
 
 def lose_all(driver: Driver, cause: str = "burnt") -> list[do.Command]:
     commands: list[do.Command] = []
-    for engine in list(driver.state.control.engines):
+    for engine in list(driver.state.fleet.control.engines):
         commands += driver.feed(ev.EngineLost(engine=engine, cause=cause))
     return commands
 
@@ -57,7 +57,7 @@ def test_an_engine_that_is_back_in_time_goes_on_as_if_nothing_had_been():
     driver.come_back("b")
     assert {send.engine for send in driver.sends.values()} == {"b"}
     assert {len(send.input_ids) for send in driver.sends.values()} == {2 + 4}
-    assert driver.state.outage is None
+    assert driver.state.fleet.outage is None
     assert not tick(driver, 30)
     lose_all(driver)
     assert not any(isinstance(c, do.GiveUpFleet) for c in tick(driver, 500)), "a wait of its own"
@@ -72,7 +72,7 @@ def test_an_update_in_an_outage_waits_for_the_engine_that_comes_back():
     driver.come_back("a")
     driver.settle()
     assert [u.cause for u in driver.updates] == [""]
-    assert driver.state.tracker.engines == {"a": 1}
+    assert driver.state.weights.versions.engines == {"a": 1}
     assert len(driver.sends) == 8
 
 
@@ -83,7 +83,7 @@ def test_an_update_in_an_outage_reaches_an_engine_that_came_back_empty():
     driver.feed(ev.UpdateRequested(version=2))
     driver.come_back("a", version=0)
     driver.settle()
-    assert driver.state.tracker.engines == {"a": 2}
+    assert driver.state.weights.versions.engines == {"a": 2}
     assert driver.sends
 
 
@@ -103,7 +103,7 @@ def test_an_adapter_in_an_outage_waits_too():
     assert not driver.updates
     driver.come_back("a")
     driver.settle()
-    assert driver.state.adapters == {"a": {1}}
+    assert driver.state.weights.adapters == {"a": {1}}
 
 
 def test_sleep_in_an_outage_ends_and_the_next_engine_works():
@@ -127,7 +127,7 @@ def test_an_update_waits_for_the_only_engine_which_is_catching_up():
     assert len(driver.updates) == 1
     driver.settle()
     assert [update.cause for update in driver.updates] == ["", ""]
-    assert driver.state.tracker.engines == {"a": 2}
+    assert driver.state.weights.versions.engines == {"a": 2}
 
 
 # --- somebody is there, without the fleet's weights ----------------------------------------------
@@ -174,7 +174,7 @@ def test_nobody_is_told_to_update_while_an_engine_catches_up_by_itself():
     driver.come_back("a", version=0)
     assert "WantUpdate" not in names(tick(driver, 100))
     driver.settle()
-    assert driver.state.tracker.engines == {"a": 1}
+    assert driver.state.weights.versions.engines == {"a": 1}
     assert driver.sends
 
 
@@ -194,7 +194,7 @@ def test_an_evaluation_is_abandoned_where_only_an_update_leads_on():
     driver.come_back("a", version=0)
     commands = tick(driver, 12)
     assert do.WantUpdate(engines=("a",), version=1, batch=False, evaluations=(7,)) in commands
-    ledger = driver.state.book.ledger
+    ledger = driver.state.in_flight.ledger
     assert ledger.rollouts == {Reason.ABANDONED: 3}
     assert not driver.given_up
     driver.update()
@@ -210,8 +210,8 @@ def test_an_update_does_not_wait_for_ever_for_an_evaluation_without_engines():
     driver.come_back("a", version=0)
     tick(driver, 12)
     driver.settle()
-    assert driver.state.tracker.engines == {"a": 2}
-    assert driver.state.book.ledger.rollouts == {Reason.ABANDONED: 3}
+    assert driver.state.weights.versions.engines == {"a": 2}
+    assert driver.state.in_flight.ledger.rollouts == {Reason.ABANDONED: 3}
 
 
 def test_an_evaluation_goes_on_where_an_engine_comes_back_with_its_version():
@@ -226,4 +226,4 @@ def test_an_evaluation_goes_on_where_an_engine_comes_back_with_its_version():
         driver.finish(driver.attempts()[0])
     assert len(list(driver.evaluations[7].rollouts)) == 3
     driver.settle()
-    assert driver.state.tracker.engines == {"a": 1}
+    assert driver.state.weights.versions.engines == {"a": 1}

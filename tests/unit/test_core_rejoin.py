@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from tests.support.driver import Driver, config
 
 
 def refit(driver: Driver, **outcome: tuple[int | None, str]) -> None:
     """An update up to the engines' answers."""
-    driver.feed(ev.UpdateRequested(version=driver.state.tracker.trainer + 1))
+    driver.feed(ev.UpdateRequested(version=driver.state.weights.versions.trainer + 1))
     driver.settle_controls()
     driver.answer_refit(**outcome)
 
 
 def standby(driver: Driver) -> set[str]:
-    return set(driver.state.control.standby)
+    return set(driver.state.fleet.control.standby)
 
 
 def test_an_engine_that_kept_the_old_weights_stands_by_and_the_next_refit_brings_it_back():
@@ -26,16 +26,16 @@ def test_an_engine_that_kept_the_old_weights_stands_by_and_the_next_refit_brings
     driver.settle()
     assert {send.engine for send in driver.sends.values()} == {"a"}
     driver.update()
-    assert driver.state.tracker.engines == {"a": 2, "b": 2}
+    assert driver.state.weights.versions.engines == {"a": 2, "b": 2}
     assert driver.admitted == [do.AdmitEngine(engine="b", version=2)]
-    assert {c.mode for c in driver.state.control.engines.values()} == {"running"}
+    assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"running"}
 
 
 def test_torn_engines_stand_by_while_the_whole_ones_go_on_under_the_old_version():
     driver = Driver(config())
     refit(driver, a=(0, "broke off"), b=(None, "broke off in the middle"))
     assert "broke off" in driver.updates[0].cause
-    assert driver.state.tracker.engines == {"a": 0}
+    assert driver.state.weights.versions.engines == {"a": 0}
     assert standby(driver) == {"b"}
 
 
@@ -46,7 +46,7 @@ def test_a_fleet_that_is_torn_whole_is_not_lost_but_waits_for_the_next_refit():
     assert driver.updates[0].cause
     assert not driver.sends
     driver.update()
-    assert driver.state.tracker.engines == {"a": 1, "b": 1}
+    assert driver.state.weights.versions.engines == {"a": 1, "b": 1}
     assert len(driver.sends) == 8
 
 
@@ -58,7 +58,7 @@ def test_a_restarted_engine_has_not_the_version_so_it_waits_for_the_next_one():
     assert standby(driver) == {"b"}
     assert not driver.refits
     driver.update()
-    assert driver.state.tracker.engines == {"a": 2, "b": 2}
+    assert driver.state.weights.versions.engines == {"a": 2, "b": 2}
 
 
 def test_it_catches_up_at_once_where_the_version_can_be_published_again():
@@ -72,7 +72,7 @@ def test_it_catches_up_at_once_where_the_version_can_be_published_again():
     assert driver.refits == [do.Refit(version=1, engines=("b",), catch_up=True)]
     driver.answer_refit()
     driver.settle()
-    assert driver.state.tracker.engines == {"a": 1, "b": 1}
+    assert driver.state.weights.versions.engines == {"a": 1, "b": 1}
 
 
 def test_catching_up_that_fails_is_not_tried_again_under_the_same_version():
@@ -107,7 +107,7 @@ def test_an_update_does_not_wait_for_one_that_is_catching_up():
     driver.settle_controls()
     assert [r.engines for r in driver.refits] == [("b",), ("a",)]
     driver.settle()
-    assert driver.state.tracker.engines == {"a": 2, "b": 2}, "it caught up once more"
+    assert driver.state.weights.versions.engines == {"a": 2, "b": 2}, "it caught up once more"
 
 
 def test_one_with_the_fleets_version_takes_part_at_once():
@@ -115,7 +115,7 @@ def test_one_with_the_fleets_version_takes_part_at_once():
     driver.feed(ev.EngineJoined(info=driver.info("c")))
     assert driver.admitted == [do.AdmitEngine(engine="c", version=0)]
     driver.request_batch()
-    assert "c" in driver.state.tracker.engines
+    assert "c" in driver.state.weights.versions.engines
 
 
 def test_one_that_joins_while_weights_are_loaded_stands_by():
@@ -125,7 +125,7 @@ def test_one_that_joins_while_weights_are_loaded_stands_by():
     driver.feed(ev.EngineJoined(info=driver.info("c")))
     assert standby(driver) == {"c"}
     driver.settle()
-    assert driver.state.tracker.engines == {"a": 1, "b": 1}
+    assert driver.state.weights.versions.engines == {"a": 1, "b": 1}
 
 
 def test_what_a_lost_engine_answers_late_is_not_taken_for_its_next_incarnation():
@@ -138,7 +138,7 @@ def test_what_a_lost_engine_answers_late_is_not_taken_for_its_next_incarnation()
     driver.feed(ev.Paused(engine="b"))
     assert standby(driver) == {"b"}
     driver.settle()
-    assert driver.state.tracker.engines == {"a": 1}
+    assert driver.state.weights.versions.engines == {"a": 1}
 
 
 def test_an_update_that_is_withdrawn_before_any_weights_are_loaded_changes_nothing():
@@ -148,8 +148,8 @@ def test_an_update_that_is_withdrawn_before_any_weights_are_loaded_changes_nothi
     driver.feed(ev.UpdateWithdrawn(version=1))
     assert "cancelled" in driver.updates[0].cause
     driver.settle()
-    assert driver.state.tracker.trainer == 0
-    assert {c.mode for c in driver.state.control.engines.values()} == {"running"}
+    assert driver.state.weights.versions.trainer == 0
+    assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"running"}
 
 
 def test_an_update_is_not_withdrawn_once_weights_are_loaded():
@@ -159,7 +159,7 @@ def test_an_update_is_not_withdrawn_once_weights_are_loaded():
     driver.feed(ev.UpdateWithdrawn(version=1))
     driver.settle()
     assert driver.updates[0].cause == ""
-    assert driver.state.tracker.trainer == 1
+    assert driver.state.weights.versions.trainer == 1
 
 
 def test_the_last_engine_is_the_last_only_if_none_stands_by():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aprilsched import MemoryStore, SchedulerConfig
-from aprilsched.core import events as ev
+from aprilsched.core.messages import events as ev
 from aprilsched.types import SamplingParams, VersionSpan
 from tests.support.driver import Driver
 
@@ -30,7 +30,7 @@ def test_a_request_of_which_only_the_end_is_not_known_is_asked_for_its_last_toke
     driver.finish(driver.attempts()[0], 0)
     ((rollout,),) = (group.rollouts for group in driver.batches[0].groups)
     assert rollout.token_ids.tolist() == [10, 11, 12, 13, 14]
-    counters = driver.core.state.book.counters
+    counters = driver.core.state.in_flight.counters
     assert (counters.tokens_generated, counters.tokens_discarded) == (6, 1)
 
 
@@ -53,7 +53,7 @@ def test_an_episode_that_asks_for_less_than_was_known_is_given_no_more():
     assert send.sampling.max_new_tokens == 1
     driver.finish(driver.attempts()[0], 1)
     assert len(driver.resolved[-1].token_ids) == 2
-    counters = driver.core.state.book.counters
+    counters = driver.core.state.in_flight.counters
     assert (counters.tokens_generated, counters.tokens_discarded) == (5, 3)
 
 

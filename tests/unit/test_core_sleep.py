@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aprilsched.core import events as ev
+from aprilsched.core.messages import events as ev
 from aprilsched.errors import InvariantViolation
 from tests.support.driver import Driver, config, names, prompts
 
@@ -44,7 +44,9 @@ def test_the_weights_are_not_released_again_after_the_refit():
     driver = Driver(config())
     fall_asleep(driver)
     driver.update()
-    assert {c.released for c in driver.state.control.engines.values()} == {frozenset({"kv_cache"})}
+    assert {c.released for c in driver.state.fleet.control.engines.values()} == {
+        frozenset({"kv_cache"})
+    }
 
 
 @pytest.mark.parametrize("straggler", ["abort", "in_place", "retract"])
@@ -80,7 +82,7 @@ def test_stragglers_held_in_place_are_continued_before_they_are_called_back():
     for group_id in driver.group_ids()[:2]:
         driver.finish_group(group_id)
     driver.settle()
-    assert driver.state.control.engines["a"].mode == "paused"
+    assert driver.state.fleet.control.engines["a"].mode == "paused"
     assert names(driver.feed(ev.SleepRequested(tags=TAGS)))[-1] == "Continue"
     driver.settle()
     assert [sleep.asleep for sleep in driver.sleeps] == [True]
@@ -91,8 +93,8 @@ def test_weights_that_were_released_and_not_brought_back_never_generate():
     fall_asleep(driver)
     driver.feed(ev.WakeRequested())
     driver.settle()
-    assert not driver.state.control.engines
-    assert set(driver.state.control.standby) == {"a", "b"}
+    assert not driver.state.fleet.control.engines
+    assert set(driver.state.fleet.control.standby) == {"a", "b"}
     assert not driver.sends
     driver.update()
     assert len(driver.sends) == 8
@@ -104,9 +106,9 @@ def test_a_refit_that_fails_asleep_leaves_released_weights_torn_whatever_the_lab
     driver.feed(ev.UpdateRequested(version=1))
     driver.settle_controls()
     driver.answer_refit(a=(0, "no such file"), b=(0, "no such file"))
-    assert set(driver.state.control.standby) == {"a", "b"}
+    assert set(driver.state.fleet.control.standby) == {"a", "b"}
     driver.update()
-    released = {control.released for control in driver.state.control.engines.values()}
+    released = {control.released for control in driver.state.fleet.control.engines.values()}
     assert released == {frozenset({"kv_cache"})}, "the trainer still has the rest"
     driver.feed(ev.WakeRequested())
     driver.settle()
@@ -122,7 +124,7 @@ def test_without_a_refit_they_go_on_if_the_weights_are_what_they_were(
     driver.feed(ev.WakeRequested())
     driver.settle()
     assert [sleep.asleep for sleep in driver.sleeps] == [True, False]
-    assert {c.mode for c in driver.state.control.engines.values()} == {"running"}
+    assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"running"}
 
 
 def test_a_synchronous_fleet_wakes_into_its_pause():
@@ -135,8 +137,8 @@ def test_a_synchronous_fleet_wakes_into_its_pause():
     driver.update()
     driver.feed(ev.WakeRequested())
     driver.settle()
-    assert {c.mode for c in driver.state.control.engines.values()} == {"paused"}
-    assert not any(c.released for c in driver.state.control.engines.values())
+    assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"paused"}
+    assert not any(c.released for c in driver.state.fleet.control.engines.values())
 
 
 def test_an_evaluation_ends_before_the_engines_sleep():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.events import Judged
+from aprilsched.core.messages.events import Judged
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.refill import Wave
 from aprilsched.core.policies.schedule import Schedule
@@ -69,7 +69,7 @@ def test_mask_delivers_old_tokens_with_loss_mask_0():
     consumed = next(b.version for b in driver.batches for g in b.groups if g.group_id == slow)
     assert rollout.loss_mask.tolist() == (rollout.versions >= consumed - 1).tolist()
     assert not rollout.loss_mask.all()
-    assert driver.state.book.counters.tokens_masked == (~rollout.loss_mask).sum()
+    assert driver.state.in_flight.counters.tokens_masked == (~rollout.loss_mask).sum()
 
 
 def test_evict_names_the_group_in_the_ledger_at_the_update_that_makes_it_too_old():
@@ -77,11 +77,11 @@ def test_evict_names_the_group_in_the_ledger_at_the_update_that_makes_it_too_old
     driver.request_batch()
     slow = driver.group_ids()[0]
     step(driver, keep=slow)
-    assert slow in driver.state.book.groups
+    assert slow in driver.state.in_flight.groups
     step(driver, keep=slow)
-    assert slow not in driver.state.book.groups
-    assert driver.state.book.ledger.rollouts == {"stale": 1}
-    assert driver.state.book.counters.tokens_discarded > 0
+    assert slow not in driver.state.in_flight.groups
+    assert driver.state.in_flight.ledger.rollouts == {"stale": 1}
+    assert driver.state.in_flight.counters.tokens_discarded > 0
 
 
 def test_finish_holds_the_batch_for_what_would_be_too_old_afterwards():
@@ -112,7 +112,7 @@ def test_finish_keeps_the_bound_over_many_steps():
         driver.update()
     worst = max(r.staleness(b.version) for b in driver.batches for r in b.rollouts)
     assert worst == 1
-    assert driver.state.book.counters.tokens_masked == 0
+    assert driver.state.in_flight.counters.tokens_masked == 0
 
 
 # --- batches that are full by samples or tokens ----------------------------------------------
@@ -179,7 +179,7 @@ def test_no_gate_makes_a_batch_impossible(
         if bound.get("staleness_rule") == "finish":
             worst = max(r.staleness(b.version) for b in driver.batches for r in b.rollouts)
             assert worst <= 1
-            assert driver.state.book.counters.tokens_masked == 0
+            assert driver.state.in_flight.counters.tokens_masked == 0
 
 
 @pytest.mark.parametrize("straggler", ["retract", "abort"])
@@ -212,7 +212,7 @@ def test_a_batch_by_samples_is_planned_as_the_groups_that_it_takes(pace: str):
     driver = Driver(config(stop="samples", batch_samples=21, group_size=4, pace=pace))
     driver.request_batch()
     assert driver.state.batch_groups == 6
-    assert driver.state.target_groups == 24
+    assert driver.state.plan.target_groups == 24
     assert len(driver.group_ids()) == 12, "twice six: the bound is 1"
 
 
@@ -230,7 +230,7 @@ def test_a_batch_by_tokens_takes_what_the_lengths_say():
     while not driver.batches:
         driver.finish_group(driver.group_ids()[0], count=5)
     assert len(driver.batches[0].groups) == 60
-    assert driver.state.target_groups == 90
+    assert driver.state.plan.target_groups == 90
 
 
 def test_ready_batches_are_counted_as_they_are_delivered():
@@ -245,8 +245,8 @@ def test_ready_batches_are_counted_as_they_are_delivered():
             driver.finish_group(driver.group_ids()[0])
         driver.settle()
     assert len(driver.batches) == 1
-    assert driver.state.book.ready.samples >= 20
-    assert driver.state.book.training * 2 <= 60, "and launching has stopped"
+    assert driver.state.in_flight.ready.samples >= 20
+    assert driver.state.in_flight.training * 2 <= 60, "and launching has stopped"
 
 
 @pytest.mark.parametrize("stop", [*STOPS, {"stop": "groups"}], ids=str)

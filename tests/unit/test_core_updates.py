@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.store import MemoryStore
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, Key, config, names
@@ -21,7 +21,7 @@ def test_retract_pauses_flushes_refits_and_continues_in_this_order():
     last = driver.feed(ev.Refitted(engine="a", version=1))
     assert names(last) == ["FinishUpdate", "Continue"]
     driver.feed(ev.Continued(engine="a"))
-    assert driver.state.tracker.engines == {"a": 1}
+    assert driver.state.weights.versions.engines == {"a": 1}
 
 
 def test_in_place_keeps_the_cache():
@@ -56,9 +56,9 @@ def test_abort_calls_everything_back_before_it_pauses_and_sends_it_again_with_it
     again = next(iter(driver.sends.values()))
     assert len(again.input_ids) == 2 + 5
     assert again.sampling.max_new_tokens == 1024 - 5
-    assert driver.state.book.counters.tokens_reprefilled == 0, "counted when tokens arrive"
+    assert driver.state.in_flight.counters.tokens_reprefilled == 0, "counted when tokens arrive"
     driver.progress(next(iter(driver.sends)), 1)
-    assert driver.state.book.counters.tokens_reprefilled == 7
+    assert driver.state.in_flight.counters.tokens_reprefilled == 7
 
 
 def test_run_waits_for_the_stragglers_and_mixes_no_versions():
@@ -69,7 +69,7 @@ def test_run_waits_for_the_stragglers_and_mixes_no_versions():
         assert not driver.controls
         driver.finish(key)
     driver.settle()
-    assert driver.state.tracker.trainer == 1
+    assert driver.state.weights.versions.trainer == 1
 
 
 def test_an_abort_that_meets_the_last_token_ends_the_rollout():
@@ -132,11 +132,11 @@ def test_a_synchronous_trainer_finds_the_engines_paused_and_gets_them_back_at_it
     for group_id in driver.group_ids()[:2]:
         driver.finish_group(group_id)
     driver.settle()
-    assert {c.mode for c in driver.state.control.engines.values()} == {"paused"}
+    assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"paused"}
     driver.update()
-    assert {c.mode for c in driver.state.control.engines.values()} == {"paused"}
+    assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"paused"}
     driver.request_batch()
-    assert {c.mode for c in driver.state.control.engines.values()} == {"running"}
+    assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"running"}
 
 
 def test_a_failed_refit_everywhere_keeps_the_old_version_and_goes_on():
@@ -146,11 +146,11 @@ def test_a_failed_refit_everywhere_keeps_the_old_version_and_goes_on():
         driver.answer_control()
     driver.answer_refit(a=(0, "no space"), b=(0, "no space"))
     assert "no space" in driver.updates[0].cause
-    assert driver.state.tracker.trainer == 0
+    assert driver.state.weights.versions.trainer == 0
     assert {type(c) for c in driver.controls} == {do.Continue}
     driver.settle()
     driver.update()
-    assert driver.state.tracker.trainer == 1
+    assert driver.state.weights.versions.trainer == 1
 
 
 def test_an_engine_that_did_not_take_the_version_is_quarantined_and_its_rollouts_go_on():
@@ -183,7 +183,7 @@ def test_a_pause_that_fails_costs_the_engine_and_not_the_update():
     driver.controls.pop(0)
     driver.feed(ev.ControlFailed(engine="a", call="pause", cause="timeout"))
     driver.settle()
-    assert driver.state.tracker.engines == {"b": 1}
+    assert driver.state.weights.versions.engines == {"b": 1}
 
 
 def test_an_update_waits_for_an_engine_where_the_last_one_is_lost_before_any_weights_are():
@@ -195,7 +195,7 @@ def test_an_update_waits_for_an_engine_where_the_last_one_is_lost_before_any_wei
     driver.come_back("a")
     driver.settle()
     assert driver.updates[0].cause == ""
-    assert driver.state.tracker.engines == {"a": 1}
+    assert driver.state.weights.versions.engines == {"a": 1}
 
 
 def test_an_update_ends_where_the_last_engine_is_lost_while_it_loads_the_weights():
@@ -224,7 +224,7 @@ def _crossed(driver: Driver) -> Key:
     (key,) = driver.attempts()
     driver.progress(key, 10)
     driver.update()
-    assert driver.state.tracker.trainer == 1
+    assert driver.state.weights.versions.trainer == 1
     driver.progress(key, 10)
     return key
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
-from aprilsched.core.ledger import Reason
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.state.ledger import Reason
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, config, names, prompts
 
@@ -49,7 +49,7 @@ def test_an_engine_that_was_restarted_in_a_quiet_time_gets_nothing_and_stands_by
     driver.now += 30.0
     driver.feed(ev.BatchRequested())
     driver.verify(0)
-    assert list(driver.state.control.standby) == ["a"]
+    assert list(driver.state.fleet.control.standby) == ["a"]
     assert [lost.standby for lost in driver.lost] == [True]
     assert "version 0" in driver.lost[0].cause
     assert not driver.attempts()
@@ -94,7 +94,7 @@ def test_an_engine_with_inconsistent_weights_stands_by():
     driver.now += 30.0
     driver.feed(ev.BatchRequested())
     driver.verify(None)
-    assert driver.state.control.standby["a"].torn
+    assert driver.state.fleet.control.standby["a"].torn
 
 
 def test_a_pause_waits_for_the_answer():
@@ -116,8 +116,8 @@ def test_a_label_of_an_older_version_books_the_tokens_under_it():
     driver.request_batch()
     (key,) = driver.attempts()
     driver.progress(key, 5, label=1)
-    assert list(driver.state.control.standby) == ["a"]
-    (rollout,) = driver.state.book.rollouts.values()
+    assert list(driver.state.fleet.control.standby) == ["a"]
+    (rollout,) = driver.state.in_flight.rollouts.values()
     assert rollout.log.versions().tolist() == [1] * 5
     assert rollout.log.exact
 
@@ -131,7 +131,7 @@ def test_a_label_alone_brings_the_only_engine_up_again():
     driver.progress(key, 5, label=0)
     assert not driver.attempts()
     driver.settle()
-    assert list(driver.state.control.engines) == ["a"]
+    assert list(driver.state.fleet.control.engines) == ["a"]
     assert driver.attempts()
 
 
@@ -142,14 +142,14 @@ def test_an_engine_that_stands_by_before_the_update_is_waited_for_in_it():
     (key,) = driver.attempts()
     driver.feed(ev.UpdateRequested(version=4))
     driver.progress(key, 2, label=0)
-    assert list(driver.state.control.standby) == ["a"]
+    assert list(driver.state.fleet.control.standby) == ["a"]
     driver.feed(ev.EvaluationWithdrawn(evaluation_id=1))
     driver.settle_controls()
     assert driver.refits
     assert not driver.updates
     driver.answer_refit()
     assert [update.cause for update in driver.updates] == [""]
-    assert list(driver.state.control.engines) == ["a"]
+    assert list(driver.state.fleet.control.engines) == ["a"]
 
 
 def test_a_label_of_a_newer_version_leaves_open_which_tokens_it_is_of():
@@ -158,7 +158,7 @@ def test_a_label_of_a_newer_version_leaves_open_which_tokens_it_is_of():
     (key,) = driver.attempts()
     driver.progress(key, 5, label=3)
     driver.progress(key, 5, label=4)
-    (rollout,) = driver.state.book.rollouts.values()
+    (rollout,) = driver.state.in_flight.rollouts.values()
     assert rollout.log.versions().tolist() == [3] * 5 + [4] * 5
     assert not rollout.log.exact
 
@@ -175,7 +175,7 @@ def test_labels_that_the_request_may_have_seen_are_not_held_against_the_engine()
     driver.update()
     driver.progress(key, 2, label=3)  # written before the refit, and read after it
     driver.progress(key, 2, label=4)
-    assert list(driver.state.control.engines) == ["a"]
+    assert list(driver.state.fleet.control.engines) == ["a"]
     assert not driver.lost
 
 
@@ -205,8 +205,8 @@ def test_the_spans_of_an_interrupted_attempt_count_as_well():
     (key,) = driver.attempts()
     driver.progress(key, 4)
     driver.interrupt(key, spans=(span(1, 4),))
-    assert list(driver.state.control.standby) == ["a"]
-    (rollout,) = driver.state.book.rollouts.values()
+    assert list(driver.state.fleet.control.standby) == ["a"]
+    (rollout,) = driver.state.in_flight.rollouts.values()
     assert rollout.log.versions().tolist() == [1] * 4
 
 
@@ -246,8 +246,8 @@ def test_a_group_of_an_evaluation_with_other_tokens_is_generated_again(ends: boo
         driver.finish(first, 4, spans=(span(0, 4),))
     else:
         driver.progress(first, 4, label=0)
-    assert driver.state.book.ledger.rollouts[Reason.OTHER_VERSION] == 1
-    assert driver.state.book.ledger.tokens[Reason.OTHER_VERSION] == 4
+    assert driver.state.in_flight.ledger.rollouts[Reason.OTHER_VERSION] == 1
+    assert driver.state.in_flight.ledger.tokens[Reason.OTHER_VERSION] == 4
     while driver.attempts():
         key = driver.attempts()[0]
         driver.finish(key, 4, spans=(span(3, 4),))
@@ -268,13 +268,13 @@ def test_an_evaluation_asked_for_during_an_update_begins_after_it(straggler: str
     if straggler in ("abort", "run"):
         for key in driver.attempts():  # until nothing runs the update waits, and has not begun
             driver.interrupt(key)
-    assert driver.state.update is not None
-    assert driver.state.update.quiet
+    assert driver.state.weights.update is not None
+    assert driver.state.weights.update.quiet
     driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(3), group_size=2))
-    assert not driver.state.evaluations
+    assert not driver.state.evaluations.running
     driver.settle()
-    assert driver.state.tracker.trainer == 1
-    evaluated = {group.group_id for group in driver.state.evaluations[1]}
+    assert driver.state.weights.versions.trainer == 1
+    evaluated = {group.group_id for group in driver.state.evaluations.running[1]}
     for key, send in list(driver.sends.items()):
         if send.group_id in evaluated:
             driver.finish(key, 2, spans=(span(1, 2),))
@@ -287,4 +287,4 @@ def test_it_begins_too_when_the_update_is_withdrawn():
     driver.feed(ev.UpdateRequested(version=1))
     driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=2))
     driver.feed(ev.UpdateWithdrawn(version=1))
-    assert len(driver.state.evaluations[1]) == 1
+    assert len(driver.state.evaluations.running[1]) == 1

@@ -10,9 +10,8 @@ import pytest
 
 from aprilsched.engines.load import EngineLoad
 from aprilsched.engines.sglang import SGLangEngine, SGLangLimits
-from aprilsched.engines.sglang.loads import Loads, load_of
+from aprilsched.engines.sglang.loads import Loads, load_of, read_series
 from aprilsched.engines.sglang.probe import decode
-from aprilsched.engines.sglang.series import read_series
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from tests.support.hostile import CHUNKED, Hostile, chunked, hostile
 

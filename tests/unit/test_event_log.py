@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from aprilsched.analysis.lines import read_lines
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.telemetry.event_log import EventLog, writing
 from aprilsched.telemetry.event_log.frequent_lines import FREQUENT
 from aprilsched.telemetry.event_log.lines import FIELDS, Lines

@@ -11,10 +11,14 @@ from aiohttp import web
 
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.engine import SimEngine
-from aprilsched.engines.sim.http.app import make_app
-from aprilsched.engines.sim.http.faults import Faults, FaultScript, Fired, faults_of, parse_faults
-from aprilsched.engines.sim.http.faults.kinds import (
+from aprilsched.errors import ConfigError
+from aprilsched.testing.app import make_app
+from aprilsched.testing.faults import Faults, FaultScript, Fired, faults_of, parse_faults
+from aprilsched.testing.faults.kinds import (
+    GROUPS,
     KINDS,
+    PATHS,
+    STEERING,
     Delay,
     Die,
     Drop,
@@ -22,9 +26,7 @@ from aprilsched.engines.sim.http.faults.kinds import (
     Silence,
     Status,
 )
-from aprilsched.engines.sim.http.faults.routes import GROUPS, PATHS, STEERING
-from aprilsched.engines.sim.http.served import ServedEngine
-from aprilsched.errors import ConfigError
+from aprilsched.testing.served import ServedEngine
 
 GENERATE = "/generate"
 MANUAL = Path(__file__).resolve().parents[2] / "docs" / "faults.md"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
 from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.telemetry.batch_meter import BatchMeter
 from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.live.history import COLUMN_SECONDS, History

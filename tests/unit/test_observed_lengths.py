@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.draws import hashed_uniforms, resampled
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.lengths.identity import batches_until, bias_without, expected_lengths
 from aprilsched.core.lengths.kaplan_meier import kaplan_meier
-from aprilsched.core.lengths.observed import ObservedLengths
-from aprilsched.core.lengths.variance import shared_log_variance
+from aprilsched.core.lengths.observed import (
+    ObservedLengths,
+    hashed_uniforms,
+    resampled,
+    shared_log_variance,
+)
 
 
 def drawn(groups: int, size: int, seed: int, shared: float = 0.5) -> NDArray[np.int64]:

@@ -13,9 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
 from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
 from aprilsched.core.policies.rounds import Rounds
@@ -23,15 +23,13 @@ from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.rules import Rules
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.planning import Planner
-from aprilsched.planning.candidates import candidates, named
-from aprilsched.planning.planner import TOLERANCE, Tried, choose, trials
+from aprilsched.planning.planner import TOLERANCE, Tried, candidates, choose, named, trials
 from aprilsched.planning.setting import Outcome, Setting
-from aprilsched.planning.store import Store
-from aprilsched.planning.trial import try_out
+from aprilsched.planning.trial import Store, try_out
 from aprilsched.simulation import Simulation
 from aprilsched.simulation.engine import ModelledEngine
 from aprilsched.simulation.simulation import NEVER
-from aprilsched.timing import H200_QWEN3_4B
+from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload
 from tests.support.driver import Driver
 
@@ -119,7 +117,7 @@ def test_a_plan_has_all_that_is_known() -> None:
     assert sorted(group.tokens.tolist() for group in plan.ended) == [[7, 7], [9, 9]]
     assert [group.tokens.tolist() for group in plan.open] == [[4, 6]]
     assert (plan.engines, plan.kv_tokens, plan.prompt_tokens) == (2, None, 2.0)
-    assert plan.current == driver.state.schedule
+    assert plan.current == driver.state.plan.schedule
 
 
 def test_a_group_that_waits_for_its_round_is_no_evidence_of_what_siblings_share() -> None:
@@ -147,9 +145,9 @@ def test_nothing_is_asked_for_while_a_plan_is_made() -> None:
 
 def test_a_plan_that_changes_nothing_keeps_the_schedule() -> None:
     driver = Driver(config())
-    before = driver.state.schedule
+    before = driver.state.plan.schedule
     batches(driver, 1)
-    assert driver.state.schedule is before
+    assert driver.state.plan.schedule is before
 
 
 def test_a_new_schedule_is_in_force_from_the_next_batch_on() -> None:
@@ -157,7 +155,7 @@ def test_a_new_schedule_is_in_force_from_the_next_batch_on() -> None:
     batches(driver, 2)
     driver.feed(ev.Planned(schedule=schedule(3.0)))
     driver.request_batch()
-    assert driver.state.book.training == 6
+    assert driver.state.in_flight.training == 6
     driver.settle()
     batches_before = len(driver.batches)
     while len(driver.batches) == batches_before:
@@ -166,7 +164,7 @@ def test_a_new_schedule_is_in_force_from_the_next_batch_on() -> None:
     driver.feed(ev.Planned(schedule=schedule(1.0, ConstantPool(together=1))))
     driver.request_batch()
     while driver.sends:
-        assert driver.state.book.generating <= 2 * 2 + 4 * 2
+        assert driver.state.in_flight.generating <= 2 * 2 + 4 * 2
         driver.finish(driver.attempts()[0])
 
 
@@ -177,7 +175,7 @@ def test_from_rounds_to_anything_else_everything_parked_is_released(
 ) -> None:
     driver = Driver(config(straggler=straggler))
     driver.request_batch()
-    assert isinstance(driver.state.schedule.refill, Rounds)
+    assert isinstance(driver.state.plan.schedule.refill, Rounds)
     running = [g for g in driver.group_ids() if len(driver.attempts(g)) == 2]
     for group_id in running[:2]:
         driver.finish_group(group_id)
@@ -188,7 +186,7 @@ def test_from_rounds_to_anything_else_everything_parked_is_released(
     assert not driver.sends, "no batch is asked for"
     driver.request_batch()
     assert len(driver.sends) == 8 * 2
-    assert all(rollout.due for rollout in driver.state.book.rollouts.values())
+    assert all(rollout.due for rollout in driver.state.in_flight.rollouts.values())
 
 
 def test_from_rounds_to_waves_within_a_batch_and_within_the_calling_back() -> None:
@@ -212,10 +210,10 @@ def test_from_waves_to_rounds_what_runs_goes_on(straggler: str) -> None:
     driver = Driver(config(straggler=straggler))
     driver.feed(ev.Planned(schedule=schedule(3.0)))
     batches(driver, 1)
-    carried = {group.group_id for group in driver.state.book.training_groups()}
+    carried = {group.group_id for group in driver.state.in_flight.training_groups()}
     driver.feed(ev.Planned(schedule=schedule(1.5, Rounds(store=5.0))))
     driver.request_batch()
-    assert driver.state.book.training == 10
+    assert driver.state.in_flight.training == 10
     assert carried <= set(driver.group_ids())
     assert batches(driver, 0) == []
     while len(driver.batches) < 6:
@@ -254,7 +252,7 @@ def test_over_provisioning_begins_as_asked_for(
     seen: list[int] = []
     for _ in targets:
         driver.request_batch()
-        seen.append(driver.state.target_groups)
+        seen.append(driver.state.plan.target_groups)
         batches_before = len(driver.batches)
         while len(driver.batches) == batches_before:
             driver.finish(driver.attempts()[0])
@@ -270,9 +268,9 @@ def test_a_run_that_waits_at_first_holds_nothing_between_those_batches(refill: s
         )
     )
     for _ in range(3):
-        assert not driver.state.book.rollouts
+        assert not driver.state.in_flight.rollouts
         batches(driver, 1)
-    assert not driver.state.book.rollouts
+    assert not driver.state.in_flight.rollouts
     driver.request_batch()
     assert len(driver.sends) == 2 * 2 * 2
 
@@ -588,7 +586,7 @@ def test_rounds_are_begun_with_only_where_parking_works(
     settings = rules(**changes)
     assert settings.parks is parks
     driver = Driver(config(**{"straggler": "retract", **changes}))
-    assert isinstance(driver.state.schedule.refill, Rounds) is parks
+    assert isinstance(driver.state.plan.schedule.refill, Rounds) is parks
 
 
 @pytest.mark.parametrize("parks", [True, False])

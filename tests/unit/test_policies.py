@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.opening import check_engines
-from aprilsched.core import events as ev
+from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, PoolLoad
 from aprilsched.core.policies.placement import Places
 from aprilsched.core.policies.refill import ConstantPool, PoolView
@@ -31,7 +31,7 @@ from aprilsched.core.policies.straggler import (
     keeps_kv,
     run_out_tokens,
 )
-from aprilsched.core.records import RequestRecord
+from aprilsched.core.state.records import RequestRecord
 from aprilsched.engines.base import Capabilities, Engine
 from aprilsched.errors import ConfigError
 from tests.support.driver import Driver, prompts
@@ -99,7 +99,7 @@ def test_a_tapered_batch_still_fills_when_everything_else_has_ended() -> None:
     driver.request_batch()
     for group_id in driver.group_ids():
         driver.finish_group(group_id)
-    assert driver.state.book.counters.launched == 4 * 2, "it tapers from the first group on"
+    assert driver.state.in_flight.counters.launched == 4 * 2, "it tapers from the first group on"
     for verdict in driver.verdicts:
         driver.feed(ev.Judged(group_id=verdict.group.group_id, accepted=False))
     driver.settle()
@@ -229,7 +229,9 @@ def test_the_kv_pool_is_filled_up_to_its_target(
 
 def waiting(driver: Driver) -> list[RequestRecord]:
     """Requests that wait to be sent, in the order of their places."""
-    return [request for _, request in sorted(driver.state.book.queue.places(), key=lambda p: p[0])]
+    return [
+        request for _, request in sorted(driver.state.in_flight.queue.places(), key=lambda p: p[0])
+    ]
 
 
 def interrupted(order: ResumeOrder, tokens: Sequence[int]) -> Driver:
@@ -279,7 +281,7 @@ def test_an_evaluation_goes_before_whatever_is_expected(order: ResumeOrder) -> N
     driver.feed(
         ev.EvaluationRequested(evaluation_id=1, prompts=prompts(2, start=900), group_size=1)
     )
-    evaluated = next(driver.state.book.open_requests())
+    evaluated = next(driver.state.in_flight.open_requests())
     assert evaluated.rollout.group.evaluation_id == 1
     place = place_of(evaluated, order, lambda _: 1e9)
     assert all(place < place_of(request, order, lambda _: 0.0) for request in waiting(driver))
@@ -312,7 +314,7 @@ def test_what_was_never_sent_goes_last_unless_the_longest_go_first() -> None:
     carried = waiting(driver)[0]
     driver.feed(ev.BatchRequested())
     driver.settle()
-    fresh = next(r for r in driver.state.book.requests.values() if r.attempt == 1)
+    fresh = next(r for r in driver.state.in_flight.requests.values() if r.attempt == 1)
     fresh.attempt = 0
     carried.rollout.group.group_id = 10**6  # launched later, but sent before
     for order in ("carried", "shortest"):

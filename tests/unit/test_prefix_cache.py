@@ -7,7 +7,7 @@ import numpy as np
 from aprilsched.config import SchedulerConfig
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.sim import SimConfig
-from aprilsched.engines.sim.prefix import PrefixCache
+from aprilsched.engines.sim.cache import PrefixCache
 from aprilsched.simulation import Simulation
 from aprilsched.types import SamplingParams
 from aprilsched.workload import LongTailWorkload

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
-from aprilsched.core.pulse import Pulse, Window
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.state.engine_health import Pulse, Window
 from aprilsched.types import Prompt, SamplingParams
 from tests.support.driver import Driver, config, names
 
@@ -70,7 +70,7 @@ def test_a_pause_does_not_count_and_the_clock_starts_again_when_it_ends():
     fleet.settle_controls()
     generate(fleet, 500, each={})
     fleet.settle()
-    assert fleet.state.tracker.trainer == 1
+    assert fleet.state.weights.versions.trainer == 1
     generate(fleet, 60, each={})
     assert not fleet.lost, "16 prompts of two tokens are prefilled again"
     generate(fleet, 1, each={})

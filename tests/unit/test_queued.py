@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.queued import QueuedListener
 

@@ -22,9 +22,9 @@ from aprilsched.analysis.report.time_charts import losses, lost_most
 from aprilsched.analysis.report.words import percent, ran, seconds
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.usage import usage_of
-from aprilsched.cli import main
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.cli.main import main
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.telemetry.usage.parts import BUSY, PARTS
 
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--median", "60", "--cap", "600"]

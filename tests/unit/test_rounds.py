@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
-from aprilsched.core.lifecycle import GENERATING
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.refill import PoolView, Wave
 from aprilsched.core.policies.rounds import LogLaw, Rounds, rest_of_groups, window
 from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.errors import ConfigError
 from aprilsched.types import Prompt
 from tests.support.driver import Driver, prompts, sampling
@@ -201,7 +201,7 @@ def config(**changes: object) -> SchedulerConfig:
 
 def whole(driver: Driver) -> list[int]:
     """Groups that run with all their unfinished members, oldest first."""
-    groups = driver.state.book.groups
+    groups = driver.state.in_flight.groups
     return [g for g in driver.group_ids() if len(driver.attempts(g)) == groups[g].unfinished]
 
 
@@ -225,8 +225,8 @@ def test_the_store_is_opened_and_the_chosen_groups_and_the_probes_are_sent() -> 
     driver = Driver(config())
     driver.request_batch()
     assert driver.given == 10
-    assert len(driver.state.book.groups) == 10
-    members = [len(driver.attempts(group_id)) for group_id in driver.state.book.groups]
+    assert len(driver.state.in_flight.groups) == 10
+    members = [len(driver.attempts(group_id)) for group_id in driver.state.in_flight.groups]
     assert sorted(members) == [1] * 7 + [2] * 3
 
 
@@ -254,7 +254,7 @@ def test_at_the_stop_everything_is_called_back_before_any_pause(straggler: str) 
     while driver.aborts:
         assert not driver.controls, "no pause before they are back"
         driver.interrupt(next(iter(driver.aborts)))
-    assert not driver.state.book.queue
+    assert not driver.state.in_flight.queue
     sent = len(driver.sent)
     driver.update()
     assert len(driver.sent) == sent, "nothing is sent until the next batch"
@@ -276,7 +276,7 @@ def test_what_was_called_back_goes_on_with_its_tokens() -> None:
     driver.request_batch()
     assert set(ids[2:]) & set(whole(driver))
     for send in driver.sends.values():
-        group = driver.state.book.groups[send.group_id]
+        group = driver.state.in_flight.groups[send.group_id]
         expected = list(group.prompt.input_ids)
         if send.group_id in ids[2:]:
             expected += range(send.group_id, send.group_id + 5)
@@ -304,9 +304,9 @@ def test_a_probe_waits_for_its_groups_round() -> None:
 def test_groups_that_are_new_in_the_store_are_probed_once() -> None:
     driver = Driver(config())
     batch(driver)
-    before = set(driver.state.book.groups)
+    before = set(driver.state.in_flight.groups)
     driver.request_batch()
-    fresh = driver.state.book.groups.keys() - before
+    fresh = driver.state.in_flight.groups.keys() - before
     assert len(fresh) == 2
     assert fresh <= set(driver.group_ids())
 
@@ -367,7 +367,7 @@ def judge(driver: Driver, *, accepted: bool) -> None:
 def test_a_round_that_is_rejected_is_followed_by_another_one_in_the_same_batch() -> None:
     driver = Driver(config(), accepts=True)
     driver.request_batch()
-    opened = set(driver.state.book.groups)
+    opened = set(driver.state.in_flight.groups)
     for key in driver.attempts():
         driver.finish(key)
     judge(driver, accepted=False)
@@ -384,9 +384,9 @@ def test_a_round_that_is_rejected_is_followed_by_another_one_in_the_same_batch()
 def test_a_store_that_is_rejected_to_its_last_group_is_filled_again(store: float) -> None:
     driver = Driver(config(store_batches=store, over_provision=1.0), accepts=True)
     driver.request_batch()
-    first = set(driver.state.book.groups)
+    first = set(driver.state.in_flight.groups)
     for _ in range(20):
-        if first.isdisjoint(driver.state.book.groups):
+        if first.isdisjoint(driver.state.in_flight.groups):
             break
         for key in driver.attempts():
             driver.finish(key)
@@ -409,7 +409,7 @@ def test_a_batch_of_more_tokens_than_the_store_has_is_filled() -> None:
             break
         assert driver.sends, "the trainer waits and nothing runs"
         driver.finish(driver.attempts()[0], 3)
-    assert driver.state.book.counters.tokens_delivered >= 50
+    assert driver.state.in_flight.counters.tokens_delivered >= 50
 
 
 def test_the_end_of_the_prompts_drains_the_store() -> None:
@@ -425,9 +425,9 @@ def test_the_end_of_the_prompts_drains_the_store() -> None:
         driver.settle()
         driver.update()
     assert driver.ended
-    counters = driver.state.book.counters
+    counters = driver.state.in_flight.counters
     assert counters.launched == counters.delivered == 17 * 2
-    assert not driver.state.book.rollouts
+    assert not driver.state.in_flight.rollouts
     assert sum(len(delivered.groups) for delivered in driver.batches) == 17
 
 
@@ -438,7 +438,7 @@ def test_an_evaluation_runs_beside_a_round_and_after_it() -> None:
         ev.EvaluationRequested(evaluation_id=9, prompts=prompts(3, start=900), group_size=2)
     )
     asked = {s.group_id for s in driver.sends.values()} - {
-        group.group_id for group in driver.state.book.training_groups()
+        group.group_id for group in driver.state.in_flight.training_groups()
     }
     assert len(asked) == 3
     for group_id in [g for g in whole(driver) if g not in asked][:2]:
@@ -463,7 +463,7 @@ def test_an_update_within_a_batch_is_followed_by_another_round() -> None:
     for key in driver.attempts():
         driver.progress(key, 4)
     driver.update()
-    assert driver.state.tracker.trainer == 1
+    assert driver.state.weights.versions.trainer == 1
     assert len(whole(driver)) >= 3
     assert {len(send.input_ids) for send in driver.sends.values()} >= {2 + 4}
     fill(driver)
@@ -505,7 +505,7 @@ def test_what_ended_while_it_was_called_back_counts_for_the_next_round() -> None
     assert len(driver.batches) == 1
     driver.finish_group(last)
     driver.settle()
-    assert [group.group_id for group in driver.state.book.ready] == [last]
+    assert [group.group_id for group in driver.state.in_flight.ready] == [last]
     driver.update()
     driver.request_batch()
     assert len(whole(driver)) == 2
@@ -524,7 +524,7 @@ def test_what_runs_when_rounds_begin_goes_on_and_is_counted() -> None:
     driver.feed(ev.Planned(schedule=rounds))
     driver.update()
     driver.request_batch()
-    assert len(driver.state.book.groups) == 10
+    assert len(driver.state.in_flight.groups) == 10
     assert set(carried) < set(whole(driver))
     assert len(driver.group_ids()) == 5
 
@@ -551,7 +551,7 @@ def test_episodes_are_parked_between_their_turns() -> None:
             ev.TurnRequested(rollout_id=started.rollout_id, input_ids=started.prompt.input_ids)
         )
     assert len(driver.sends) == 3 * 2 + 7
-    waiting = [r for r in driver.state.book.rollouts.values() if not r.due]
+    waiting = [r for r in driver.state.in_flight.rollouts.values() if not r.due]
     assert all(rollout.state in GENERATING for rollout in waiting)
 
 
@@ -564,7 +564,7 @@ def test_a_group_longer_than_the_others_goes_last() -> None:
     driver.feed(ev.PromptsArrived(prompts=given, last=True))
     driver.fetches.clear()
     first = whole(driver)
-    ids = list(driver.state.book.groups)
+    ids = list(driver.state.in_flight.groups)
     lengths = {group_id: 40 * (1 + place) for place, group_id in enumerate(ids)}
     for group_id in ids:
         if group_id not in first:
@@ -616,4 +616,4 @@ def test_only_what_is_with_an_engine_is_called_back() -> None:
     assert len(driver.sends) == 4
     commands: list[do.Command] = driver.feed(ev.BatchWithdrawn())
     assert [type(command) for command in commands] == [do.Abort] * 4
-    assert not driver.state.book.queue
+    assert not driver.state.in_flight.queue

@@ -12,8 +12,8 @@ import pytest
 from yarl import URL
 
 from aprilsched.checks import OWN
-from aprilsched.engines.sglang.http import Transport
-from aprilsched.engines.sglang.limits import SGLangLimits
+from aprilsched.engines.http.client import Transport
+from aprilsched.engines.http.limits import SGLangLimits
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.sampling import REFUSED, SERVER, SYNONYMS, sampling_params
 from aprilsched.types import Prompt, SamplingParams

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from aprilsched import RolloutScheduler, SGLangFleet
-from aprilsched.commands.serve_sim import ServeSimCommand
-from aprilsched.commands.settings import RunSettings
-from aprilsched.commands.setup import prepare
+from aprilsched.cli.serve_sim import ServeSimCommand
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sglang.router.fleet import SGLangRouterFleet
-from aprilsched.engines.sim.http import SimServer
+from aprilsched.runs.settings import RunSettings
+from aprilsched.runs.setup import prepare
+from aprilsched.testing import SimServer
 from aprilsched.weights.group.addresses import LOOPBACK, address_towards
 from aprilsched.weights.group.process_group import TrainerGroup
 from tests.unit.test_arrows import modules
@@ -52,7 +52,10 @@ BANNED_NAMES = frozenset(
 BANNED_ARGUMENTS = {"allow_pickle": True, "shell": True, "ssl": False, "verify": False}
 
 REASONED = {
-    ("aprilsched.cli", "import_module of a name that is made"): "a name of COMMANDS, our own table",
+    (
+        "aprilsched.cli.main",
+        "import_module of a name that is made",
+    ): "a name of COMMANDS, our own table",
     ("aprilsched.weights.tensor", "MultiprocessingSerializer"): "it only serializes, for SGLang",
 }
 """What is done all the same, and why no stranger has a hand in it."""
@@ -242,7 +245,7 @@ def command(*arguments: str) -> list[str]:
     """The command line with every debug message there is."""
     script = (
         "import logging, sys; logging.basicConfig(level=logging.DEBUG);"
-        "from aprilsched.cli import main; sys.exit(main(sys.argv[1:]))"
+        "from aprilsched.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     return [sys.executable, "-X", "dev", "-c", script, *arguments]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from aprilsched.core import events as ev
+from aprilsched.core.messages import events as ev
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.sglang.wire import generate_body
 from aprilsched.types import SamplingParams

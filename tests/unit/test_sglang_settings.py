@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.fleet import SGLangFleet
+from aprilsched.engines.http.failures import Answer, rejection
 from aprilsched.engines.sglang import SGLangEngine, SGLangLimits
-from aprilsched.engines.sglang.failures import Answer, rejection
+from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.engines.sglang.probe import SPANS_SINCE, release
 from aprilsched.engines.sglang.wire import generate_body, version_number
 from aprilsched.errors import ConfigError

@@ -10,7 +10,7 @@ from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.model import weights_key_of_version
 from aprilsched.engines.sim.sequence import version_spans
 from aprilsched.errors import ConfigError
-from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import Int32Array, VersionSpan
 from tests.support.sim_batcher import Driver, explained, request
 

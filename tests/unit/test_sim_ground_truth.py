@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aprilsched.timing import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
 from experiments.ground_truth.schedules import pool, waves
 
 SEEDS = range(4)

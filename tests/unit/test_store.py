@@ -26,14 +26,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from aprilsched import MemoryStore, Prompt, SamplingParams, SqliteStore
-from aprilsched.core import events as ev
-from aprilsched.core.ledger import Reason
+from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.over_provision import FixedRatio, KvTarget
 from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
 from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.saving.cut import take_anew, take_changes, take_everything
-from aprilsched.core.saving.saved import Cut, RunState, Saved, SavedGroup, SavedMember
+from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.saved import Cut, RunState, Saved, SavedGroup, SavedMember
+from aprilsched.core.steps.snapshot import take_anew, take_changes, take_everything
 from aprilsched.errors import ConfigError, StoreError
 from aprilsched.store.codec import (
     check_storable,
@@ -61,12 +61,12 @@ def run(driver: Driver, steps: int, seed: int) -> None:
         dice = rng.random()
         if driver.controls or driver.refits or driver.aborts:
             driver.settle()
-        elif not driver.state.wanted:
+        elif not driver.state.delivery.batch_requested:
             driver.feed(ev.BatchRequested())
-        elif dice < 0.05 and driver.state.update is None:
+        elif dice < 0.05 and driver.state.weights.update is None:
             driver.update()
-        elif dice < 0.1 and driver.state.unacknowledged:
-            oldest = min(driver.state.unacknowledged)
+        elif dice < 0.1 and driver.state.delivery.unacknowledged:
+            oldest = min(driver.state.delivery.unacknowledged)
             driver.feed(ev.BatchesAcknowledged(batches=(oldest,)))
         elif dice < 0.6 and keys:
             driver.progress(rng.choice(keys), rng.randint(1, 40), first=rng.randint(1, 1000))
@@ -215,19 +215,19 @@ def test_tokens_behind_a_damaged_page_are_generated_again(
     path: Path, caplog: pytest.LogCaptureFixture
 ):
     before = filled(path)
-    held = {r.rollout_id: r.log.token_ids for r in before.state.book.rollouts.values()}
+    held = {r.rollout_id: r.log.token_ids for r in before.state.in_flight.rollouts.values()}
     damage(path, "UPDATE pages SET token_ids = zeroblob(length(token_ids)) WHERE seq > 4")
     store = SqliteStore(path)
     driver = restored(store.open())
     assert any("pages are damaged" in record.message for record in caplog.records)
     shorter = 0
-    for rollout in driver.state.book.rollouts.values():
+    for rollout in driver.state.in_flight.rollouts.values():
         if rollout.rollout_id in held:
             known = rollout.log.token_ids
             np.testing.assert_array_equal(known, held[rollout.rollout_id][: len(known)])
             shorter += len(known) < len(held[rollout.rollout_id])
     assert shorter
-    assert driver.state.book.ledger.total == before.state.book.ledger.total
+    assert driver.state.in_flight.ledger.total == before.state.in_flight.ledger.total
     store.close()
 
 
@@ -241,13 +241,13 @@ def test_a_group_whose_record_is_damaged_is_in_the_ledger(path: Path, table: str
     assert saved.damaged
     driver = restored(saved)
     driver.core.check_invariants()
-    open_groups = {g.group_id for g in driver.state.book.training_groups()}
+    open_groups = {g.group_id for g in driver.state.in_flight.training_groups()}
     assert open_groups
     assert not open_groups & saved.damaged.keys()
     if table == "rollouts":
-        dropped = driver.state.book.ledger.rollouts[Reason.DAMAGED]
+        dropped = driver.state.in_flight.ledger.rollouts[Reason.DAMAGED]
         assert dropped > 0
-        assert before.state.book.counters.launched == driver.state.book.counters.launched
+        assert before.state.in_flight.counters.launched == driver.state.in_flight.counters.launched
     store.close()
 
 
@@ -362,7 +362,7 @@ def test_a_file_of_the_first_schema_goes_on(path: Path):
     assert saved is not None
     assert saved.lengths == []
     driver = restored(saved)
-    assert driver.state.book.rollouts.keys() == before.state.book.rollouts.keys()
+    assert driver.state.in_flight.rollouts.keys() == before.state.in_flight.rollouts.keys()
     store.save(take_anew(driver.state), durable=True)
     connection = store._connection  # pyright: ignore[reportPrivateUsage]
     assert connection is not None
@@ -409,7 +409,7 @@ def test_a_checkpoint_of_an_older_schema_is_read_and_left_as_it_is(path: Path):
     connection.executescript("DROP TABLE schedule; DROP TABLE lengths; PRAGMA user_version = 1;")
     connection.close()
     content = path.read_bytes()
-    assert read_checkpoint(path).run.cursor == driver.state.cursor
+    assert read_checkpoint(path).run.cursor == driver.state.prompts.cursor
     assert path.read_bytes() == content
 
 
@@ -434,8 +434,8 @@ def test_the_file_does_not_grow_with_the_run(path: Path, seed: int):
     stored = 0
     for number in range(200):
         run(driver, 25, rng.randint(0, 10**9))
-        while len(driver.state.unacknowledged) > 2:
-            oldest = min(driver.state.unacknowledged)
+        while len(driver.state.delivery.unacknowledged) > 2:
+            oldest = min(driver.state.delivery.unacknowledged)
             driver.feed(ev.BatchesAcknowledged(batches=(oldest,)))
         cut = take_changes(driver.state)
         memory.save(cut, durable=False)
@@ -443,9 +443,9 @@ def test_the_file_does_not_grow_with_the_run(path: Path, seed: int):
         connection = store._connection  # pyright: ignore[reportPrivateUsage]
         assert connection is not None
         (stored,) = connection.execute("SELECT sum(length(token_ids)) / 4 FROM pages").fetchone()
-        live = sum(len(r.log) for r in driver.state.book.rollouts.values()) + sum(
+        live = sum(len(r.log) for r in driver.state.in_flight.rollouts.values()) + sum(
             len(m.log)
-            for b in driver.state.unacknowledged.values()
+            for b in driver.state.delivery.unacknowledged.values()
             for g in b.groups
             for m in g.members
         )
@@ -455,7 +455,7 @@ def test_the_file_does_not_grow_with_the_run(path: Path, seed: int):
         if number % 60 == 0:
             same(store.open(), memory.open())
     same(store.open(), memory.open())
-    generated = driver.state.book.counters.tokens_generated
+    generated = driver.state.in_flight.counters.tokens_generated
     assert generated > 8 * stored
     assert max(sizes[100:]) <= 1.5 * max(sizes[:100])
     store.close()
@@ -485,13 +485,13 @@ def test_the_ledger_and_the_lengths_are_kept_up_to_a_bound(path: Path, monkeypat
     monkeypatch.setattr("aprilsched.store.sqlite.store.KEPT_ENTRIES", 20)
     monkeypatch.setattr("aprilsched.store.sqlite.store.KEPT_LENGTHS", 10)
     driver = filled(path, cuts=40)
-    assert driver.state.book.ledger.total > 20
+    assert driver.state.in_flight.ledger.total > 20
     store = SqliteStore(path)
     saved = store.open()
     assert saved is not None
     assert len(saved.dropped) <= 20
     assert len(saved.lengths) <= 10
-    kept = driver.state.book.ledger.entries
+    kept = driver.state.in_flight.ledger.entries
     assert [e.rollout_id for e in saved.dropped] == [e.rollout_id for e in kept][-20:]
     store.close()
 
@@ -738,7 +738,7 @@ def test_a_group_that_cannot_be_read_at_all_is_named_in_the_ledger(path: Path):
     driver = restored(store.open())
     store.close()
     driver.core.check_invariants()
-    entries = [e for e in driver.state.book.ledger.entries if e.reason is Reason.DAMAGED]
+    entries = [e for e in driver.state.in_flight.ledger.entries if e.reason is Reason.DAMAGED]
     assert [(e.group_id, e.rollout_id) for e in entries] == [(group_id, group_id + 1)]
 
 
@@ -756,8 +756,8 @@ def test_groups_of_a_batch_that_cannot_be_read_are_delivered_in_another(path: Pa
     again = restored(store.open())
     store.close()
     again.core.check_invariants()
-    assert groups <= {group.group_id for group in again.state.book.ready}
-    assert again.state.book.counters.delivered == 0
+    assert groups <= {group.group_id for group in again.state.in_flight.ready}
+    assert again.state.in_flight.counters.delivered == 0
 
 
 # --- forks -------------------------------------------------------------------------------------

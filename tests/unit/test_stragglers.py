@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core import events as ev
+from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.straggler import Prices
 from tests.support.driver import Driver, Key, names, prompts
 
@@ -44,10 +44,10 @@ def full_batch(driver: Driver, *, tokens: int = 40) -> list[Key]:
 
 def limits(driver: Driver) -> set[int]:
     """Tokens that the stragglers may still make."""
-    requests = driver.state.book.requests
+    requests = driver.state.in_flight.requests
     return {
         limit - len(requests[request_id].rollout.log)
-        for request_id, limit in driver.state.running_out.items()
+        for request_id, limit in driver.state.stragglers.run_on.items()
     }
 
 
@@ -64,7 +64,7 @@ def test_engines_are_paused_only_when_the_last_straggler_has_ended() -> None:
     driver.settle()
     assert not driver.aborts
     # Nothing is left to pause for.
-    assert {control.mode for control in driver.state.control.engines.values()} == {"running"}
+    assert {control.mode for control in driver.state.fleet.control.engines.values()} == {"running"}
 
 
 def test_a_straggler_that_reaches_its_limit_is_paused_with_its_tokens() -> None:
@@ -98,7 +98,7 @@ def test_those_at_their_limit_wait_for_the_others_in_engines_that_run() -> None:
 def test_nobody_runs_out_where_waiting_is_dear() -> None:
     driver = Driver(config(prices=WAITING_IS_DEAR))
     full_batch(driver)
-    assert not driver.state.running_out
+    assert not driver.state.stragglers.run_on
     assert {control.engine for control in driver.controls} == {"a", "b"}
 
 
@@ -120,7 +120,7 @@ def test_only_the_last_of_a_group_is_worth_what_its_siblings_tokens_are(
         for key, count in zip(driver.attempts(group_id), counts, strict=True):
             driver.finish(key, count)
     assert len(driver.batches) == 1
-    assert bool(driver.state.running_out) is waits
+    assert bool(driver.state.stragglers.run_on) is waits
 
 
 def test_an_update_waits_for_those_that_run_out() -> None:
@@ -132,7 +132,7 @@ def test_an_update_waits_for_those_that_run_out() -> None:
         assert not driver.refits
         driver.finish(key, 3)
     driver.settle()
-    assert driver.state.tracker.trainer == 1
+    assert driver.state.weights.versions.trainer == 1
 
 
 def test_an_update_within_a_batch_lets_them_run_out_too() -> None:
@@ -156,7 +156,7 @@ def test_an_update_within_a_batch_lets_them_run_out_too() -> None:
     for key in running:
         driver.progress(key, limit)
     driver.settle()
-    assert driver.state.tracker.trainer == 3
+    assert driver.state.weights.versions.trainer == 3
     assert set(driver.attempts()) == set(running)
 
 
@@ -167,10 +167,10 @@ def test_nothing_new_is_sent_while_they_run_out() -> None:
         driver.progress(key, 50)
         driver.finish(key, 0)
     assert len(driver.batches) == 1
-    assert driver.state.running_out
-    assert driver.state.book.queue
+    assert driver.state.stragglers.run_on
+    assert driver.state.in_flight.queue
     sent = len(driver.sent)
-    while driver.state.running_out:
+    while driver.state.stragglers.run_on:
         driver.finish(driver.attempts()[0], 1)
     driver.settle()
     assert len(driver.sent) == sent
@@ -207,9 +207,9 @@ def test_a_lost_engine_keeps_nobody_waiting_for_its_stragglers() -> None:
     for key in on_b:
         driver.finish(key, 3)
     driver.settle()
-    assert not driver.state.running_out
+    assert not driver.state.stragglers.run_on
     driver.update()
-    assert driver.state.tracker.trainer == 1
+    assert driver.state.weights.versions.trainer == 1
 
 
 # --- what becomes of the KV ----------------------------------------------------------------------
@@ -273,10 +273,10 @@ def test_what_is_called_back_is_not_waited_for_as_if_it_ran_out() -> None:
     driver = Driver(config(kv_after_refit="apart", prices=prices))
     full_batch(driver)
     assert len(driver.aborts) == 4
-    assert not driver.state.running_out
+    assert not driver.state.stragglers.run_on
     driver.settle()
     driver.update()
-    assert driver.state.tracker.trainer == 1
+    assert driver.state.weights.versions.trainer == 1
 
 
 # --- rebalancing ---------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def test_the_longest_contexts_are_called_back() -> None:
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "choose"])
 def test_what_was_called_back_goes_on_at_the_other_engine_with_its_tokens(straggler: str) -> None:
     driver = overloaded(straggler)
-    groups = driver.state.book.groups
+    groups = driver.state.in_flight.groups
     tokens = {
         (send.group_id, send.rollout_id): len(groups[send.group_id].members[0].log)
         for key, send in driver.sends.items()

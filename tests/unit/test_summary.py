@@ -10,11 +10,10 @@ from itertools import groupby
 import numpy as np
 import pytest
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
-from aprilsched.core.counters import Counters
-from aprilsched.core.ledger import Entry, Ledger, Reason
 from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Remainder, Summary, default_burn_in
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment

@@ -9,7 +9,7 @@ import pytest
 
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.sim import H200_QWEN3_4B, Batcher, SimConfig
-from aprilsched.timing import H200_QWEN3_4B_REFINED, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B_REFINED, StepTimeModel
 from aprilsched.types import SamplingParams
 
 T = H200_QWEN3_4B

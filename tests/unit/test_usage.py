@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
 from aprilsched.telemetry.usage.parts import PARTS, Part, Stretch, seconds_by_part
 from aprilsched.telemetry.usage.usage import Usage
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams

@@ -45,13 +45,13 @@ def test_a_colocated_trainer_sleeps_refits_and_goes_on_with_its_stragglers(
                 carried += carried_over(batch)
                 async with rollouts.asleep():
                     await asyncio.sleep(10)
-                    assert all(c.released for c in rollouts.state.control.engines.values())
+                    assert all(c.released for c in rollouts.state.fleet.control.engines.values())
                     await rollouts.update_weights(SimPublisher())
                 assert rollouts.version == step + 1
             if straggler != "run":
                 assert carried > 0
-            book = rollouts.state.book
-            assert book.ledger.total == 0
+            in_flight = rollouts.state.in_flight
+            assert in_flight.ledger.total == 0
 
     run_virtual(main())
 
@@ -92,7 +92,7 @@ def test_a_trainer_that_is_cancelled_leaves_the_engines_awake(cancelled: str):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert not any(c.released for c in rollouts.state.control.engines.values())
+            assert not any(c.released for c in rollouts.state.fleet.control.engines.values())
             await rollouts.next_batch()
 
     run_virtual(main())
@@ -106,7 +106,7 @@ def test_weights_that_were_not_brought_back_are_an_error_and_an_update_mends_it(
     async def main() -> None:
         async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
             await rollouts.next_batch()
-            for control in rollouts.state.control.engines.values():
+            for control in rollouts.state.fleet.control.engines.values():
                 control.keeps_weights = False
             with pytest.raises(RefitError, match="call update_weights"):
                 async with rollouts.asleep():
@@ -154,8 +154,14 @@ def test_adapters_come_in_without_a_pause_and_leave_with_their_last_request():
                     assert len(set(rollout.versions.tolist())) == 1
                     assert rollout.versions_exact
                 await rollouts.update_weights(SimAdapterPublisher())
-            assert rollouts.state.book.counters.updates == 8
-            assert {len(loaded) for loaded in rollouts.state.adapters.values()} <= {1, 2, 3, 4, 5}
+            assert rollouts.state.in_flight.counters.updates == 8
+            assert {len(loaded) for loaded in rollouts.state.weights.adapters.values()} <= {
+                1,
+                2,
+                3,
+                4,
+                5,
+            }
             with pytest.raises(ConfigError, match="go on publishing adapters"):
                 await rollouts.update_weights(SimPublisher())
 

@@ -19,13 +19,10 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.commands.policies import chosen
-from aprilsched.commands.remainder import remainder
-from aprilsched.commands.settings import SchedulerFlags
 from aprilsched.coordinator.step_times import StepTimes
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
 from aprilsched.core.invariants import check as check_invariants
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.refill import Wave
 from aprilsched.core.policies.schedule import Schedule
@@ -34,10 +31,13 @@ from aprilsched.engines.sim import SimConfig, run_virtual
 from aprilsched.errors import PromptsExhausted
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
+from aprilsched.runs.policies import chosen
+from aprilsched.runs.remainder import remainder
+from aprilsched.runs.settings import SchedulerFlags
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry.figures import RunSummary, SteadyState
 from aprilsched.telemetry.summary import Summary
-from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
 
 def workload(count: int | None = None) -> LongTailWorkload:
@@ -121,17 +121,17 @@ def test_the_schedule_changes_and_everything_is_delivered_once(straggler: str, p
         async with scheduler(
             Planner(inline=True), watching, settings=settings, count=50
         ) as rollouts:
-            before = rollouts.state.schedule
+            before = rollouts.state.plan.schedule
             async for batch in rollouts:
                 batches.append(batch)
                 if len(batches) == 1:
-                    assert rollouts.state.schedule != before
-                    assert rollouts.state.schedule.efficiency is not None
+                    assert rollouts.state.plan.schedule != before
+                    assert rollouts.state.plan.schedule.efficiency is not None
                 await rollouts.update_weights(SimPublisher())
-            book = rollouts.state.book
-            assert book.counters.launched == book.counters.delivered == 50 * 4
-            assert not book.rollouts
-            assert not book.ledger.total
+            in_flight = rollouts.state.in_flight
+            assert in_flight.counters.launched == in_flight.counters.delivered == 50 * 4
+            assert not in_flight.rollouts
+            assert not in_flight.ledger.total
         assert watching.asked > 1
         return batches
 
@@ -174,8 +174,8 @@ def test_an_inline_plan_is_in_force_before_the_batch_is_handed_over() -> None:
         planner = Naming(inline=True)
         async with scheduler(planner, Watching()) as rollouts:
             await rollouts.next_batch()
-            assert rollouts.state.schedule.why == "as told"
-            assert rollouts.state.target_groups == 12
+            assert rollouts.state.plan.schedule.why == "as told"
+            assert rollouts.state.plan.target_groups == 12
         assert planner.threads == [threading.current_thread()]
 
     run_virtual(main())
@@ -187,7 +187,7 @@ async def test_a_plan_is_made_in_a_thread_beside_the_run() -> None:
     async with scheduler(planner, watching, time_scale=0.001) as rollouts:
         await rollouts.next_batch()
         await watching.planned.wait()
-        assert rollouts.state.schedule.why == "as told"
+        assert rollouts.state.plan.schedule.why == "as told"
         await rollouts.update_weights(SimPublisher())
         batch = await rollouts.next_batch()
         assert len(batch.groups) == 4
@@ -227,11 +227,11 @@ def test_a_planner_that_raises_is_logged_once_each_time_and_the_run_goes_on(
     async def main() -> Watching:
         watching = Watching()
         async with scheduler(Broken(inline=True), watching) as rollouts:
-            before = rollouts.state.schedule
+            before = rollouts.state.plan.schedule
             for _ in range(10):
                 await rollouts.next_batch()
                 await rollouts.update_weights(SimPublisher())
-            assert rollouts.state.schedule is before
+            assert rollouts.state.plan.schedule is before
         return watching
 
     watching = run_virtual(main())
@@ -358,7 +358,7 @@ def test_a_preset_runs(name: str) -> None:
         batches=5,
     )
     simulation.run()
-    assert simulation.state.book.counters.delivered == 5 * 8 * 4
+    assert simulation.state.in_flight.counters.delivered == 5 * 8 * 4
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -22,9 +22,9 @@ from aprilsched import (
     SimPublisher,
     Turn,
 )
-from aprilsched.core.commands import Command, Launch
-from aprilsched.core.events import Event
 from aprilsched.core.invariants import check
+from aprilsched.core.messages.commands import Command, Launch
+from aprilsched.core.messages.events import Event
 from aprilsched.engines.sim import run_virtual
 
 GROUPS, SIZE, RATIO, READY, CAP = 4, 4, 2, 2, 600
@@ -45,7 +45,7 @@ class Watching:
 
     def on_event(self, event: Event, now: float) -> None:
         assert self.scheduler is not None
-        held = self.scheduler.state.book.rollouts
+        held = self.scheduler.state.in_flight.rollouts
         self.rollouts = max(self.rollouts, len(held))
         self.events += 1
         if self.events % 20 == 0:
@@ -92,7 +92,7 @@ def run(program: Program, *, changes: dict[str, Any] | None = None, **parts: Any
         watching.scheduler = scheduler
         async with scheduler:
             batches = await program(scheduler, watching)
-            return Outcome(watching, batches, scheduler.state.book.ledger.total)
+            return Outcome(watching, batches, scheduler.state.in_flight.ledger.total)
 
     return run_virtual(main())
 
@@ -108,7 +108,7 @@ async def never(scheduler: RolloutScheduler, watching: Watching) -> list[Batch]:
     """Take nothing for hours; then a few batches, to see that all is well."""
     await asyncio.sleep(LONG)
     launched = watching.launched
-    assert scheduler.state.book.open_attempts == 0, "the engines still generate"
+    assert scheduler.state.in_flight.open_attempts == 0, "the engines still generate"
     await asyncio.sleep(LONG)
     assert watching.launched == launched
     return [await scheduler.next_batch() for _ in range(6)]

@@ -12,11 +12,11 @@ import pytest
 
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.series import bars, in_flight
-from aprilsched.calibration.model_file import save_model
-from aprilsched.cli import main
+from aprilsched.cli.main import main
 from aprilsched.engines.sim import SimFleet
 from aprilsched.telemetry.figures import BatchFigures, RunSummary
-from aprilsched.timing import H200_QWEN3_4B
+from aprilsched.timing.model import H200_QWEN3_4B
+from aprilsched.timing.model_file import save_model
 
 SHORT = ["--median", "60", "--cap", "600"]
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--quiet", *SHORT]

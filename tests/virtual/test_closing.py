@@ -15,14 +15,14 @@ import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.engines.base import Chunk, GenerationRequest, PauseMode
+from aprilsched.engines.http.client import Transport
+from aprilsched.engines.http.failures import Answer
+from aprilsched.engines.http.limits import SGLangLimits
 from aprilsched.engines.sglang.calls import despite_cancellation
-from aprilsched.engines.sglang.failures import Answer
-from aprilsched.engines.sglang.http import Transport
-from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sim import SimConfig, SimEngine, run_virtual
-from aprilsched.engines.sim.http import SimServer
-from aprilsched.engines.sim.http.faults import faults_of
 from aprilsched.errors import SchedulerClosed
+from aprilsched.testing import SimServer
+from aprilsched.testing.faults import faults_of
 from tests.sglang.helpers import until
 from tests.support.sim_http import CONFIG, INTERVAL
 
@@ -372,7 +372,7 @@ def test_hundreds_of_requests_are_aborted_a_few_at_a_time(
 
     async def main() -> None:
         async with holding(REQUESTS) as (rollouts, server):
-            held = rollouts.state.book.open_attempts
+            held = rollouts.state.in_flight.open_attempts
             assert held > REQUESTS // 4
             peaks.clear()
             await rollouts.close()
@@ -392,7 +392,7 @@ def test_a_server_that_answers_no_abort_is_continued_and_costs_one_line(
     async def main() -> None:
         loop = asyncio.get_running_loop()
         async with holding(REQUESTS) as (rollouts, server):
-            held = rollouts.state.book.open_attempts
+            held = rollouts.state.in_flight.open_attempts
             served = server._served
             assert served is not None
 
@@ -424,7 +424,7 @@ def test_requests_that_are_called_back_together_are_aborted_a_few_at_a_time(
             fleet = SGLangFleet([server.url], stream_interval=INTERVAL)
             async with RolloutScheduler(fleet, prompts, config=settings) as rollouts:
                 await rollouts.next_batch()
-                await until(lambda: not rollouts.state.book.open_attempts)
+                await until(lambda: not rollouts.state.in_flight.open_attempts)
                 assert len(peaks) > 30
                 assert max(peaks) <= 16
 

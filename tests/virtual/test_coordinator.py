@@ -21,10 +21,10 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.core.commands import Command
-from aprilsched.core.events import EngineLost, Event, Finished
 from aprilsched.core.invariants import check as check_invariants
-from aprilsched.core.ledger import Reason
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import EngineLost, Event, Finished
+from aprilsched.core.state.ledger import Reason
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
@@ -69,8 +69,10 @@ def check(batches: Sequence[Batch], scheduler: RolloutScheduler) -> None:
     """Conservation, whole groups, one length, exact versions."""
     ids = [rollout.rollout_id for batch in batches for rollout in batch.rollouts]
     assert len(ids) == len(set(ids))
-    book = scheduler.state.book
-    assert book.counters.launched == len(ids) + len(book.rollouts) + book.ledger.total
+    in_flight = scheduler.state.in_flight
+    assert (
+        in_flight.counters.launched == len(ids) + len(in_flight.rollouts) + in_flight.ledger.total
+    )
     for batch in batches:
         for group in batch.groups:
             assert [r.index for r in group.rollouts] == list(range(len(group.rollouts)))
@@ -183,9 +185,9 @@ def test_a_synchronous_trainer_generates_nothing_while_it_trains():
         async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
             await rollouts.next_batch()
             await asyncio.sleep(0.1)
-            before = rollouts.state.book.counters.tokens_generated
+            before = rollouts.state.in_flight.counters.tokens_generated
             await asyncio.sleep(60)
-            assert rollouts.state.book.counters.tokens_generated == before
+            assert rollouts.state.in_flight.counters.tokens_generated == before
 
     run_virtual(main())
 
@@ -226,7 +228,7 @@ async def test_plain_functions_group_rewards_and_accept():
             batch = await rollouts.next_batch()
             assert all(liked(group.prompt) for group in batch.groups)
             assert [r.reward for r in batch.groups[0].rollouts] == [0.0, 1.0, 2.0, 3.0]
-        assert rollouts.state.book.ledger.rollouts[Reason.REJECTED] > 0
+        assert rollouts.state.in_flight.ledger.rollouts[Reason.REJECTED] > 0
 
 
 def test_a_reward_that_raises_costs_its_group_and_says_why():
@@ -244,7 +246,7 @@ def test_a_reward_that_raises_costs_its_group_and_says_why():
             SimFleet(1), workload(), reward=score, config=config()
         ) as rollouts:
             await rollouts.next_batch()
-            ledger = rollouts.state.book.ledger
+            ledger = rollouts.state.in_flight.ledger
             assert ledger.rollouts == {"reward_failed": 4}
             assert "no words" in ledger.entries[0].cause
 
@@ -285,7 +287,7 @@ def test_the_reward_of_a_dropped_rollout_is_cancelled():
         ) as rollouts:
             with pytest.raises(PromptsExhausted):
                 await rollouts.next_batch()
-            assert rollouts.state.book.ledger.total == 4
+            assert rollouts.state.in_flight.ledger.total == 4
 
     run_virtual(main())
     assert cancelled, "siblings that were scoring when the first one failed"

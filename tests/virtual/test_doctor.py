@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from aprilsched.cli import main
+from aprilsched.cli.main import main
 from aprilsched.doctor import Finding, examine
 from aprilsched.doctor.checks import CHECKS
 from aprilsched.engines.base import Chunk
-from aprilsched.engines.sim.http import SimServer
-from aprilsched.engines.sim.http.events import Answer
-from aprilsched.engines.sim.http.served import ServedEngine
 from aprilsched.errors import EngineProtocolError, EngineRejected, EngineUnreachable
+from aprilsched.testing import SimServer
+from aprilsched.testing.events import Answer
+from aprilsched.testing.served import ServedEngine
 from tests.sglang.helpers import PROMPT, until
 from tests.support.sim_http import Raw, served
 

@@ -31,11 +31,11 @@ from aprilsched import (
     SqliteStore,
     Turn,
 )
-from aprilsched.core.commands import Command, Send
-from aprilsched.core.events import Event, Finished
 from aprilsched.core.invariants import check as check_invariants
-from aprilsched.core.ledger import Reason
-from aprilsched.core.saving.saved import Cut
+from aprilsched.core.messages.commands import Command, Send
+from aprilsched.core.messages.events import Event, Finished
+from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.saved import Cut
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
     ConfigError,
@@ -90,7 +90,7 @@ async def to_the_end(store: Store | None, **changes: Any) -> list[Batch]:
     async with scheduler(store, **changes) as rollouts:
         batches = [batch async for batch in rollouts]
         check_invariants(rollouts.state)
-        assert not rollouts.state.book.rollouts
+        assert not rollouts.state.in_flight.rollouts
     return batches
 
 
@@ -195,7 +195,7 @@ def test_what_was_finished_is_not_generated_again(tmp_path: Path):
     async def second_life() -> None:
         killed = SqliteStore(tmp_path / "killed", inline=True)
         async with scheduler(killed, listeners=[second]) as rollouts:
-            held = {r: len(m.log) for r, m in rollouts.state.book.rollouts.items()}
+            held = {r: len(m.log) for r, m in rollouts.state.in_flight.rollouts.items()}
             await rollouts.next_batch()
         ended = {r for r, at in first.finished.items() if at < killed_at - 1.01 * interval}
         assert len(ended) > 5
@@ -235,7 +235,7 @@ def test_an_update_of_the_weights_acknowledges_what_was_delivered_before():
 
     async def life(update: bool) -> int:
         async with scheduler(store) as rollouts:
-            if not rollouts.state.control.engines:
+            if not rollouts.state.fleet.control.engines:
                 await rollouts.update_weights(SimPublisher(), version=rollouts.version)
             batch = await rollouts.next_batch()
             if update:
@@ -276,7 +276,7 @@ def test_a_batch_is_acknowledged_from_the_trainers_thread(tmp_path: Path):
             batch = rollouts.next_batch()
             assert threading.current_thread() is threading.main_thread()
             batch.acknowledge()
-            while rollouts.state.unacknowledged:
+            while rollouts.state.delivery.unacknowledged:
                 threading.Event().wait(0.01)
             rollouts.checkpoint(tmp_path / f"after-{batch.index}")
             return batch.index, len(batch.groups)
@@ -497,13 +497,13 @@ def test_episodes_begin_anew_and_are_given_what_they_were_given(tmp_path: Path):
         async def second_life(killed: SqliteStore = killed) -> list[Batch]:
             nonlocal answered, partial
             async with scheduler(killed, **parts) as rollouts:
-                members = list(rollouts.state.book.rollouts.values())
+                members = list(rollouts.state.in_flight.rollouts.values())
                 answered += sum(len(m.answered) for m in members)
                 partial += sum(m.replay is not None and bool(m.replay.partial) for m in members)
-                before = rollouts.state.book.counters.tokens_generated
+                before = rollouts.state.in_flight.counters.tokens_generated
                 known = sum(m.log.sampled_tokens for m in members)
                 batches = [batch async for batch in rollouts]
-                counters = rollouts.state.book.counters
+                counters = rollouts.state.in_flight.counters
                 # Not one token that was known was generated again.
                 generated = counters.tokens_generated - before
                 assert generated + known == counters.tokens_delivered
@@ -544,16 +544,16 @@ def test_turns_that_were_given_up_outlive_the_process(tmp_path: Path):
         async def second_life(killed: SqliteStore = killed) -> list[Batch]:
             nonlocal kept
             async with scheduler(killed, **parts) as rollouts:
-                book = rollouts.state.book
-                members = list(book.rollouts.values())
+                in_flight = rollouts.state.in_flight
+                members = list(in_flight.rollouts.values())
                 kept += sum(bool(m.answered) and m.answered[0][1] < 120 for m in members)
-                before = book.counters.tokens_generated - book.counters.tokens_discarded
+                before = in_flight.counters.tokens_generated - in_flight.counters.tokens_discarded
                 known = sum(m.log.sampled_tokens for m in members)
                 batches = [batch async for batch in rollouts]
-                counters = book.counters
+                counters = in_flight.counters
                 generated = counters.tokens_generated - counters.tokens_discarded - before
                 assert generated + known == counters.tokens_delivered
-                assert counters.tokens_discarded == sum(book.ledger.tokens.values())
+                assert counters.tokens_discarded == sum(in_flight.ledger.tokens.values())
             return batches
 
         rollouts = [rollout for batch in run_virtual(second_life()) for rollout in batch.rollouts]
@@ -581,7 +581,7 @@ def test_an_episode_that_takes_another_way_forgets_what_was_known_from_there():
     async def first_life() -> None:
         async with scheduler(store, prompts=prompts, episode=two_turns, config=one) as rollouts:
             request = asyncio.create_task(rollouts.next_batch())
-            while not all(m.turns for m in rollouts.state.book.rollouts.values()):  # noqa: ASYNC110
+            while not all(m.turns for m in rollouts.state.in_flight.rollouts.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.6)
             request.cancel()
@@ -593,9 +593,9 @@ def test_an_episode_that_takes_another_way_forgets_what_was_known_from_there():
                 assert len(rollout) == 120 + 6 + 120
                 assert rollout.turns == 2
                 np.testing.assert_array_equal(rollout.versions[120:126], -1)
-            book = rollouts.state.book
-            forgotten = book.ledger.tokens[Reason.RESTARTED]
-            assert forgotten == book.counters.tokens_discarded
+            in_flight = rollouts.state.in_flight
+            forgotten = in_flight.ledger.tokens[Reason.RESTARTED]
+            assert forgotten == in_flight.counters.tokens_discarded
             assert forgotten == second_turns
             assert forgotten > 0
 
@@ -641,7 +641,7 @@ def test_rewards_and_verdicts_that_were_not_known_are_asked_for_again():
     async def second_life() -> list[Batch]:
         async with scheduler(store, reward=reward, accept=not_the_second) as rollouts:
             batches = [batch async for batch in rollouts]
-            assert rollouts.state.book.ledger.rollouts[Reason.REJECTED] == 4
+            assert rollouts.state.in_flight.ledger.rollouts[Reason.REJECTED] == 4
             return batches
 
     batches = run_virtual(second_life())
@@ -667,8 +667,8 @@ def test_an_evaluation_under_way_is_in_the_ledger_and_asked_for_anew():
     async def second_life() -> None:
         async with scheduler(store) as rollouts:
             check_invariants(rollouts.state)
-            assert rollouts.state.book.ledger.rollouts[Reason.RESTARTED] == 12
-            assert rollouts.state.book.ledger.tokens[Reason.RESTARTED] > 0
+            assert rollouts.state.in_flight.ledger.rollouts[Reason.RESTARTED] == 12
+            assert rollouts.state.in_flight.ledger.tokens[Reason.RESTARTED] > 0
             answers = await rollouts.evaluate(prompts, group_size=4)
             assert len(answers.groups) == 3
 
@@ -827,7 +827,7 @@ def test_a_lost_fleet_ends_the_scheduler_and_not_the_run(monkeypatch: pytest.Mon
                 monkeypatch.setattr(engine, "open", gone)
             with pytest.raises(FleetLost, match="none came back"):
                 await waiting
-            held = {r.rollout_id: len(r.log) for r in rollouts.state.book.rollouts.values()}
+            held = {r.rollout_id: len(r.log) for r in rollouts.state.in_flight.rollouts.values()}
         saved = store.open()
         assert saved is not None
         assert {r: len(t.token_ids) for r, t in saved.tokens.items() if r in held} == {

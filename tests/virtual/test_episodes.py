@@ -21,10 +21,10 @@ from aprilsched import (
     TurnOutput,
 )
 from aprilsched.coordinator.episodes import Episode
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
 from aprilsched.core.invariants import check as check_invariants
-from aprilsched.core.ledger import Reason
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
+from aprilsched.core.state.ledger import Reason
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EpisodeError
 from aprilsched.types import NO_VERSION
@@ -69,11 +69,11 @@ def checked(
 
 def check_tokens(rollouts: RolloutScheduler) -> None:
     """Every token that was generated is delivered, in flight, or in the ledger."""
-    book = rollouts.state.book
-    counters = book.counters
-    held = sum(rollout.log.sampled_tokens for rollout in book.rollouts.values())
+    in_flight = rollouts.state.in_flight
+    counters = in_flight.counters
+    held = sum(rollout.log.sampled_tokens for rollout in in_flight.rollouts.values())
     assert counters.tokens_generated == counters.tokens_delivered + counters.tokens_discarded + held
-    assert counters.tokens_discarded == sum(book.ledger.tokens.values())
+    assert counters.tokens_discarded == sum(in_flight.ledger.tokens.values())
 
 
 async def two_turns(turn: Turn, prompt: Prompt) -> float:
@@ -124,7 +124,7 @@ def test_a_rewritten_context_is_refused_in_one_sentence():
         ) as rollouts:
             async for _ in rollouts:
                 raise AssertionError("nothing can be delivered")
-            (first, *_) = rollouts.state.book.ledger.entries
+            (first, *_) = rollouts.state.in_flight.ledger.entries
             assert "append to them" in first.cause
 
     run_virtual(main())
@@ -201,9 +201,11 @@ def test_a_turn_that_timed_out_and_was_not_looked_at_is_dropped_and_counted(stra
                 # Timeouts fall into the pause of a trainer at work, too.
                 await asyncio.sleep(1)
                 await rollouts.update_weights(SimPublisher())
-            book = rollouts.state.book
-            assert book.ledger.tokens[Reason.WITHDRAWN] == book.counters.tokens_discarded > 0
-            assert book.ledger.total == 0
+            in_flight = rollouts.state.in_flight
+            assert (
+                in_flight.ledger.tokens[Reason.WITHDRAWN] == in_flight.counters.tokens_discarded > 0
+            )
+            assert in_flight.ledger.total == 0
             check_tokens(rollouts)
 
     run_virtual(main())
@@ -266,7 +268,7 @@ def test_a_turn_that_nobody_waits_for_is_called_back_when_its_episode_returns():
         async with checked(fleet, prompts(2), leaves, config("run")) as rollouts:
             batch = await rollouts.next_batch()
             assert [len(rollout) for rollout in batch.rollouts] == [50] * 4
-            assert not rollouts.state.book.open_attempts
+            assert not rollouts.state.in_flight.open_attempts
             check_tokens(rollouts)
         for task in tasks:
             with pytest.raises(EpisodeError, match="has ended"):
@@ -294,9 +296,9 @@ def test_an_episode_that_gave_every_turn_up_keeps_what_had_come_of_the_last():
                 assert rollout.reward == 0.25
                 assert len(rollout) >= 4
                 assert rollout.loss_mask.all()
-            book = rollouts.state.book
-            assert book.ledger.total == 0
-            assert book.ledger.tokens[Reason.WITHDRAWN] > 0, "those of the first turn"
+            in_flight = rollouts.state.in_flight
+            assert in_flight.ledger.total == 0
+            assert in_flight.ledger.tokens[Reason.WITHDRAWN] > 0, "those of the first turn"
             check_tokens(rollouts)
 
     run_virtual(main())
@@ -310,7 +312,7 @@ def test_partial_output_without_a_turn_that_was_given_up_is_refused():
         async with checked(SimFleet(1), prompts(1), asks, config("retract")) as rollouts:
             async for _ in rollouts:
                 raise AssertionError("nothing can be delivered")
-            assert "no turn was given up" in rollouts.state.book.ledger.entries[0].cause
+            assert "no turn was given up" in rollouts.state.in_flight.ledger.entries[0].cause
 
     run_virtual(main())
 
@@ -343,7 +345,7 @@ def test_kept_turns_and_evaluations_and_dropped_groups():
             async for batch in rollouts:
                 assert all(0 < len(rollout) < 200 for rollout in batch.rollouts)
                 await rollouts.update_weights(SimPublisher())
-            assert rollouts.state.book.ledger.rollouts[Reason.EPISODE_FAILED] == 4
+            assert rollouts.state.in_flight.ledger.rollouts[Reason.EPISODE_FAILED] == 4
             check_tokens(rollouts)
 
     run_virtual(main())

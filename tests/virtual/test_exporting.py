@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from aprilsched.cli import main
-from aprilsched.commands import exporting
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.cli.main import main
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.runs import exporting
 from aprilsched.telemetry.base import Listener
 
 SHORT = ["--median", "60", "--cap", "600", "--batches", "3"]

@@ -21,8 +21,8 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.engines.base import Chunk, Engine, GenerationRequest
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import EngineError, FleetLost, RefitError
@@ -145,11 +145,11 @@ async def running(
 
 def check_whole(rollouts: RolloutScheduler, batches: Sequence[Batch]) -> None:
     """Nothing is lost and nothing is doubled."""
-    book = rollouts.state.book
+    in_flight = rollouts.state.in_flight
     delivered = [r.rollout_id for batch in batches for r in batch.rollouts]
     assert len(set(delivered)) == len(delivered)
-    assert book.ledger.total == 0
-    assert book.counters.launched == len(delivered) + len(book.rollouts)
+    assert in_flight.ledger.total == 0
+    assert in_flight.counters.launched == len(delivered) + len(in_flight.rollouts)
     for batch in batches:
         for rollout in batch.rollouts:
             assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.versions)
@@ -167,18 +167,18 @@ def test_an_engine_that_hangs_is_lost_and_comes_back_when_it_goes_on():
 
     async def main() -> None:
         async with running(fleet, losses) as rollouts:
-            held = rollouts.state.book.open["sim-1"]
+            held = rollouts.state.in_flight.open["sim-1"]
             fleet.engines[1].decode_at(0)
             batches = [await rollouts.next_batch()]
             assert losses.lost[0][0] == "sim-1"
             assert losses.lost[0][1].endswith(f"from {held} open requests")
             assert losses.lost[0][1].startswith("no token for 2")
-            assert set(rollouts.state.tracker.engines) == {"sim-0"}
+            assert set(rollouts.state.weights.versions.engines) == {"sim-0"}
             moved = [r for r in batches[0].rollouts if len(r.segments) > 1]
             assert any([s.engine for s in r.segments] == ["sim-1", "sim-0"] for r in moved)
             fleet.engines[1].decode_at(1)
             await asyncio.sleep(400)
-            assert set(rollouts.state.tracker.engines) == {"sim-0", "sim-1"}
+            assert set(rollouts.state.weights.versions.engines) == {"sim-0", "sim-1"}
             for _ in range(4):
                 batches.append(await rollouts.next_batch())
                 await rollouts.update_weights(SimPublisher())
@@ -204,7 +204,7 @@ def test_an_engine_that_slows_to_a_tenth_is_lost_and_its_rollouts_go_on_elsewher
             assert losses.lost[0][1].startswith("slow: ")
             fleet.engines[2].decode_at(1)
             batches += [await rollouts.next_batch() for _ in range(3)]
-            assert set(rollouts.state.tracker.engines) == {"sim-0", "sim-1", "sim-2"}
+            assert set(rollouts.state.weights.versions.engines) == {"sim-0", "sim-1", "sim-2"}
             check_whole(rollouts, batches)
 
     run_virtual(main())
@@ -249,10 +249,10 @@ def test_an_engine_that_is_lost_soon_after_each_return_waits_twice_as_long_each_
             trainer = asyncio.create_task(train(rollouts))
             for _ in range(6):
                 fleet.servers[1].kill()
-                await until(lambda: "sim-1" not in rollouts.state.tracker.engines)
+                await until(lambda: "sim-1" not in rollouts.state.weights.versions.engines)
                 await fleet.servers[1].start_again()
-                await until(lambda: "sim-1" in rollouts.state.tracker.engines)
-                await until(lambda: rollouts.state.book.open["sim-1"] > 0)
+                await until(lambda: "sim-1" in rollouts.state.weights.versions.engines)
+                await until(lambda: rollouts.state.in_flight.open["sim-1"] > 0)
             trainer.cancel()
 
     run_virtual(main())
@@ -289,11 +289,11 @@ def test_an_engine_that_answers_but_does_not_work_stays_out_until_it_does(fault:
             # A quarter of a second a token: what cannot be aborted is not soon over by itself.
             fleet.spoilt.decode_at(0.02) if fault == "deaf" else None
             await asyncio.sleep(200)
-            assert set(rollouts.state.tracker.engines) == {"sim-0"}
+            assert set(rollouts.state.weights.versions.engines) == {"sim-0"}
             fleet.spoilt.fault = ""
             fleet.spoilt.decode_at(1)
             await asyncio.sleep(200)
-            assert set(rollouts.state.tracker.engines) == {"sim-0", "sim-1"}
+            assert set(rollouts.state.weights.versions.engines) == {"sim-0", "sim-1"}
 
     run_virtual(main())
 
@@ -309,11 +309,11 @@ def test_the_only_engine_dies_and_is_restarted_in_time(caplog: pytest.LogCapture
             waiting = asyncio.create_task(rollouts.next_batch())
             fleet.servers[0].kill()
             await asyncio.sleep(100)
-            assert not rollouts.state.control.engines
+            assert not rollouts.state.fleet.control.engines
             await fleet.servers[0].start_again()
             batches = [await waiting, await rollouts.next_batch()]
             check_whole(rollouts, batches)
-            assert rollouts.state.book.counters.tokens_reprefilled > 0
+            assert rollouts.state.in_flight.counters.tokens_reprefilled > 0
 
     with caplog.at_level(logging.ERROR, "aprilsched"):
         run_virtual(main())
@@ -372,7 +372,7 @@ def test_an_update_in_an_outage_reaches_the_engine_that_comes_back():
             assert not update.done()
             await fleet.servers[0].start_again()
             await update
-            assert rollouts.state.tracker.engines == {"sim-0": 1}
+            assert rollouts.state.weights.versions.engines == {"sim-0": 1}
             check_whole(rollouts, [await rollouts.next_batch()])
 
     run_virtual(main())
@@ -410,12 +410,12 @@ def test_engines_that_come_back_without_the_weights_have_the_trainer_publish_the
             for call in (waiting, evaluation):
                 with pytest.raises(RefitError, match=r"wait for them\); call update_weights"):
                     await call
-            assert rollouts.state.book.ledger.rollouts == {"abandoned": 3}
+            assert rollouts.state.in_flight.ledger.rollouts == {"abandoned": 3}
             with pytest.raises(RefitError):
                 await rollouts.next_batch()
             await rollouts.update_weights(Once())
             batch = await rollouts.next_batch()
-            assert set(rollouts.state.tracker.engines) == {"sim-0", "sim-1"}
+            assert set(rollouts.state.weights.versions.engines) == {"sim-0", "sim-1"}
             assert {0, 2} <= {s.version for r in batch.rollouts for s in r.segments}
 
     run_virtual(main())
@@ -432,6 +432,6 @@ def test_engines_that_come_back_without_the_weights_get_them_where_they_are_held
             await asyncio.sleep(5)
             await fleet.servers[0].start_again()
             check_whole(rollouts, [await waiting])
-            assert rollouts.state.tracker.engines == {"sim-0": 1}
+            assert rollouts.state.weights.versions.engines == {"sim-0": 1}
 
     run_virtual(main())

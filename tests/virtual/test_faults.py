@@ -21,15 +21,13 @@ import numpy as np
 import pytest
 from tenacity import wait_fixed
 
-from aprilsched.cli import main
+from aprilsched.cli.main import main
 from aprilsched.engines.base import Chunk
-from aprilsched.engines.sglang import SGLangEngine, http
-from aprilsched.engines.sglang.failures import ConnectionDropped
-from aprilsched.engines.sglang.limits import SGLangLimits
+from aprilsched.engines.http import client
+from aprilsched.engines.http.failures import ConnectionDropped
+from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim import run_virtual
-from aprilsched.engines.sim.http import SimServer
-from aprilsched.engines.sim.http.faults import FaultScript, faults_of
-from aprilsched.engines.sim.http.faults.kinds import KINDS
 from aprilsched.errors import (
     AprilschedError,
     ControlTimeout,
@@ -39,6 +37,9 @@ from aprilsched.errors import (
     EngineUnreachable,
     TornWeights,
 )
+from aprilsched.testing import SimServer
+from aprilsched.testing.faults import FaultScript, faults_of
+from aprilsched.testing.faults.kinds import KINDS
 from aprilsched.types import VersionSpan
 from tests.sglang.helpers import greedy, until
 from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, two_weights
@@ -370,7 +371,7 @@ def test_a_call_whose_engine_is_closed_before_it_is_repeated_ends_with_an_error_
     def fixed(**_: float) -> wait_fixed:
         return wait_fixed(5.0)
 
-    monkeypatch.setattr(http, "wait_random_exponential", fixed)
+    monkeypatch.setattr(client, "wait_random_exponential", fixed)
 
     async def main() -> None:
         async with Setting({"kind": "reset", "routes": ["/abort_request"], "after": 2}) as setting:
@@ -637,7 +638,7 @@ async def test_the_command_carries_a_script_out_and_tells_what_happened(tmp_path
     )
     arguments = ["serve-sim", "--port", "0", "--sim.engines", "2", "--faults", str(path)]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *("-m", "aprilsched.cli", *arguments), stdout=subprocess.PIPE
+        sys.executable, *("-m", "aprilsched.cli.main", *arguments), stdout=subprocess.PIPE
     )
     assert process.stdout is not None
     first, second = [(await process.stdout.readline()).decode().split()[-1] for _ in range(2)]

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
-from aprilsched.engines.sglang.limits import SGLangLimits
+from aprilsched.engines.http.limits import SGLangLimits
 from aprilsched.engines.sim import run_virtual
-from aprilsched.engines.sim.http import SimServer
-from aprilsched.engines.sim.http.faults import faults_of
+from aprilsched.testing import SimServer
+from aprilsched.testing.faults import faults_of
 from tests.sglang.helpers import until
 from tests.support.sim_http import CONFIG, INTERVAL
 
@@ -82,7 +82,7 @@ async def delivered(rollouts: RolloutScheduler, *, at_most: int = 0) -> None:
     for _ in range(BATCHES):
         batch = await rollouts.next_batch()
         assert len(batch.groups) == 4
-    assert rollouts.state.book.ledger.total <= 2 * at_most
+    assert rollouts.state.in_flight.ledger.total <= 2 * at_most
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_an_engine_that_refuses_everything_costs_no_rollout(fault: Table):
         async with fleet_with(fault) as (rollouts, servers):
             await delivered(rollouts)
             refusing = servers[0].url.removeprefix("http://")
-            assert refusing not in rollouts.state.control.engines
+            assert refusing not in rollouts.state.fleet.control.engines
 
     run_virtual(main())
 
@@ -134,6 +134,6 @@ def test_a_request_that_nobody_takes_is_dropped_and_costs_no_engine():
         async with fleet_with(fault) as (rollouts, _):
             for _ in range(BATCHES):
                 await rollouts.next_batch()
-            assert len(rollouts.state.control.engines) == 3
+            assert len(rollouts.state.fleet.control.engines) == 3
 
     run_virtual(main())

@@ -20,10 +20,10 @@ from aprilsched import (
     SimPublisher,
     SqliteStore,
 )
-from aprilsched.core.commands import Command, Offer, WithdrawOffer
-from aprilsched.core.events import Event, UpdateRequested
 from aprilsched.core.invariants import check as check_invariants
-from aprilsched.core.saving.saved import Cut
+from aprilsched.core.messages.commands import Command, Offer, WithdrawOffer
+from aprilsched.core.messages.events import Event, UpdateRequested
+from aprilsched.core.state.saved import Cut
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import StoreError
 from aprilsched.store import Store
@@ -99,22 +99,22 @@ def test_a_store_that_is_slower_than_the_trainers_patience_costs_nothing(pace: s
                 for index in range(4):
                     while store.begun == 2 * index:
                         assert await polled(rollouts) is None
-                    launched = state.book.counters.launched
+                    launched = state.in_flight.counters.launched
                     for _ in range(5):
                         assert await polled(rollouts) is None
                     # It is decided and written once, and nothing runs ahead of it.
                     assert store.begun == 2 * index + 1
-                    assert state.book.counters.batches == index
-                    assert state.book.counters.launched - launched <= 2 * 3 * 2
+                    assert state.in_flight.counters.batches == index
+                    assert state.in_flight.counters.launched - launched <= 2 * 3 * 2
                     store.gate.release()
                     batch = None
                     while batch is None:
                         batch = await polled(rollouts)
                     assert (batch.index, batch.version) == (index, index)
-                    assert list(state.unacknowledged) == [index]
+                    assert list(state.delivery.unacknowledged) == [index]
                     store.gate.release()  # for the update
                     await rollouts.update_weights(SimPublisher())
-                    assert not state.unacknowledged
+                    assert not state.delivery.unacknowledged
                     check_invariants(state)
             finally:
                 for _ in range(100):
@@ -133,9 +133,9 @@ def test_a_batch_whose_wait_is_cancelled_as_it_is_offered_is_not_taken(saved: bo
             with pytest.raises(asyncio.CancelledError):
                 await cancelling.task
             state = rollouts.state
-            assert state.book.counters.batches == 0
-            assert state.offer is not None
-            offered = [group.group_id for group in state.offer.batch.groups]
+            assert state.in_flight.counters.batches == 0
+            assert state.delivery.offer is not None
+            offered = [group.group_id for group in state.delivery.offer.batch.groups]
             assert [g.group_id for g in (await rollouts.next_batch()).groups] == offered
 
     run_virtual(main())
@@ -154,7 +154,7 @@ def test_an_update_withdraws_what_was_not_taken_and_staleness_is_bounded(rule: s
                 await cancelling.task
             for _ in range(3):
                 await rollouts.update_weights(SimPublisher())
-                assert not rollouts.state.unacknowledged
+                assert not rollouts.state.delivery.unacknowledged
             check_invariants(rollouts.state)
             batch = await rollouts.next_batch()
             assert (batch.index, batch.version) == (0, 3)
@@ -162,7 +162,7 @@ def test_an_update_withdraws_what_was_not_taken_and_staleness_is_bounded(rule: s
                 stale = (rollout.versions >= 0) & (rollout.versions < 3)
                 assert not rollout.loss_mask[stale].any()
             if rule == "evict":
-                assert rollouts.state.book.ledger.total
+                assert rollouts.state.in_flight.ledger.total
 
     run_virtual(main())
 
@@ -186,7 +186,7 @@ def test_an_update_in_the_moment_between_offer_and_take_makes_the_batch_anew():
         async with rollouts:
             batch = await rollouts.next_batch()
             assert (batch.index, batch.version) == (0, 1)
-            assert list(rollouts.state.unacknowledged) == [0]
+            assert list(rollouts.state.delivery.unacknowledged) == [0]
 
     run_virtual(main())
 
@@ -199,7 +199,7 @@ def test_a_batch_that_was_withdrawn_is_not_delivered_again_after_a_restart():
         listeners = (cancelling,) if cancels else ()
         async with scheduler(store, listeners=listeners) as rollouts:
             if not cancels:
-                if not rollouts.state.control.engines:
+                if not rollouts.state.fleet.control.engines:
                     await rollouts.update_weights(SimPublisher(), version=rollouts.version)
                 batches = [await rollouts.next_batch() for _ in range(3)]
                 return [b.index for b in batches], [b.redelivered for b in batches]
@@ -225,8 +225,8 @@ def test_a_batch_that_nobody_took_before_the_end_is_there_after_it():
             cancelling.task = asyncio.create_task(rollouts.next_batch())
             with pytest.raises(asyncio.CancelledError):
                 await cancelling.task
-            assert rollouts.state.offer is not None
-            return [group.group_id for group in rollouts.state.offer.batch.groups]
+            assert rollouts.state.delivery.offer is not None
+            return [group.group_id for group in rollouts.state.delivery.offer.batch.groups]
 
     async def second() -> tuple[list[int], list[int]]:
         async with scheduler(store) as rollouts:
@@ -347,14 +347,14 @@ def test_a_checkpoint_that_fails_acknowledges_nothing(tmp_path: Path):
             batch = await rollouts.next_batch()
             with pytest.raises(StoreError, match="is no folder"):
                 await rollouts.checkpoint(tmp_path / "none" / "checkpoint")
-            assert list(rollouts.state.unacknowledged) == [batch.index]
+            assert list(rollouts.state.delivery.unacknowledged) == [batch.index]
 
     async def second() -> None:
         async with scheduler(SqliteStore(path, inline=True)) as rollouts:
             batch = await rollouts.next_batch()
             assert (batch.index, batch.redelivered) == (0, True)
             await rollouts.checkpoint(tmp_path / "checkpoint")
-            assert not rollouts.state.unacknowledged
+            assert not rollouts.state.delivery.unacknowledged
 
     run_virtual(first())
     run_virtual(second())
@@ -370,8 +370,8 @@ def test_a_checkpoint_holds_what_is_offered_as_not_taken(tmp_path: Path):
             with pytest.raises(asyncio.CancelledError):
                 await cancelling.task
             await rollouts.checkpoint(tmp_path / "checkpoint")
-            assert rollouts.state.offer is not None
-            return [group.group_id for group in rollouts.state.offer.batch.groups]
+            assert rollouts.state.delivery.offer is not None
+            return [group.group_id for group in rollouts.state.delivery.offer.batch.groups]
 
     async def second() -> tuple[int, bool, list[int]]:
         rollouts = scheduler()

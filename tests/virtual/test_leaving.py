@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
-from aprilsched.core.control import Mode
-from aprilsched.core.events import EngineLost
+from aprilsched.core.messages.events import EngineLost
+from aprilsched.core.state.engine_control import Mode
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromDisk
 from aprilsched.engines.sim import run_virtual
-from aprilsched.engines.sim.http import SimServer
 from aprilsched.errors import EngineRejected, SchedulerClosed
+from aprilsched.testing import SimServer
 from tests.sglang.helpers import until
 from tests.support.sim_http import CONFIG, INTERVAL, two_weights
 
@@ -49,10 +49,10 @@ class Setting:
         return self.engine._memory.released
 
     async def leaves(self) -> None:
-        before = self.rollouts.state.control.of(self.name)
+        before = self.rollouts.state.fleet.control.of(self.name)
         assert before is not None
         await self.fleet.remove(self.servers[0].url)
-        await until(lambda: self.rollouts.state.control.of(self.name) is None)
+        await until(lambda: self.rollouts.state.fleet.control.of(self.name) is None)
 
     async def comes_back(self) -> None:
         await self.fleet.add(self.servers[0].url)
@@ -139,7 +139,7 @@ def test_one_that_leaves_asleep_and_joins_again_is_used_again_after_the_sleep(
                     await asleep.__aexit__(None, None, None)
                 return
             await asleep.__aexit__(None, None, None)
-            await until(lambda: there.name in there.rollouts.state.control.engines, 30.0)
+            await until(lambda: there.name in there.rollouts.state.fleet.control.engines, 30.0)
             await there.rollouts.next_batch()
 
     assert run(main(), caplog) == []
@@ -152,7 +152,7 @@ def test_one_that_is_lost_asleep_comes_back_after_the_sleep():
                 there.rollouts._session.feed(EngineLost(engine=there.name, cause="who knows"))
                 await asyncio.sleep(1000)
                 assert there.released() == frozenset(TAGS), "the trainer has the memory"
-            await until(lambda: there.name in there.rollouts.state.control.engines, 120.0)
+            await until(lambda: there.name in there.rollouts.state.fleet.control.engines, 120.0)
 
     run_virtual(main())
 
@@ -194,7 +194,7 @@ def test_one_that_leaves_on_its_way_into_or_out_of_sleep(
                     await asyncio.sleep(10)
 
             sleeping = asyncio.create_task(sleep())
-            control = there.rollouts.state.control.engines[there.name]
+            control = there.rollouts.state.fleet.control.engines[there.name]
             await until(lambda: control.mode is mode)
             await asyncio.sleep(1)
             await there.leaves()
@@ -221,7 +221,7 @@ def test_one_that_leaves_while_it_is_asked_for_its_version(
 ):
     async def main() -> None:
         async with setting(straggler="abort", pace="synchronous") as there:
-            control = there.rollouts.state.control.engines[there.name]
+            control = there.rollouts.state.fleet.control.engines[there.name]
             engine = there.fleet.engines[0]
 
             async def hang() -> int:

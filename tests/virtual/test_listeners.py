@@ -16,9 +16,10 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.coordinator import bias, listeners, step_times
-from aprilsched.core.commands import Command, Deliver
-from aprilsched.core.events import Event, Finished, Progress
+from aprilsched.coordinator import bias, step_times
+from aprilsched.core.messages.commands import Command, Deliver
+from aprilsched.core.messages.events import Event, Finished, Progress
+from aprilsched.driver import listeners
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import InvariantViolation
 from aprilsched.telemetry.base import Chunks, Listener

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from aprilsched.cli import main
+from aprilsched.cli.main import main
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import RolloutScheduler
-from aprilsched.core.book import Book
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event, Progress
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event, Progress
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.rules import Pace
+from aprilsched.core.state.in_flight import InFlight
 from aprilsched.engines.sim import SimFleet, SimPublisher, run_virtual
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.batch_meter import BatchMeter
@@ -43,7 +43,7 @@ class Watching:
     follows, so whatever the scheduler has done has been told."""
 
     def __init__(self, model: LiveModel, told: Sequence[Listener]) -> None:
-        self.book: Book | None = None
+        self.book: InFlight | None = None
         self.seen: list[Snapshot] = []
         self._model = model
         self._told = told
@@ -88,7 +88,7 @@ def test_the_model_says_what_the_scheduler_holds(pace: Pace, straggler: Straggle
         fleet = SimFleet(3, stream_interval=8)
         scheduler = RolloutScheduler(fleet, workload, config=config, listeners=[watching])
         async with scheduler as rollouts:
-            watching.book = rollouts.state.book
+            watching.book = rollouts.state.in_flight
             for _ in range(8):
                 (await rollouts.next_batch()).acknowledge()
                 await rollouts.update_weights(SimPublisher())

@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
 from aprilsched.analysis.rebuild import replay
 from aprilsched.analysis.usage import usage_of
-from aprilsched.cli import main
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.cli.main import main
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.base import Listener

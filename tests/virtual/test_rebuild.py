@@ -27,12 +27,12 @@ from aprilsched import (
 )
 from aprilsched.analysis.rebuild import rebuilt_summary, replay
 from aprilsched.analysis.run import read_run
-from aprilsched.cli import main
-from aprilsched.commands.remainder import remainder
-from aprilsched.core.events import EngineLost
+from aprilsched.cli.main import main
+from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EngineError, EngineRejected
+from aprilsched.runs.remainder import remainder
 from aprilsched.telemetry.books import Books
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary
@@ -159,7 +159,7 @@ def check_rebuilt(
             listeners=[log, own],
             **functions,
         ) as rollouts:
-            own.ledger, own.warns = rollouts.state.book.ledger, False
+            own.ledger, own.warns = rollouts.state.in_flight.ledger, False
             await program(rollouts)
         return rollouts
 

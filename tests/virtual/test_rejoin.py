@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
-from aprilsched.core.events import EngineLost
-from aprilsched.doctor.quick import check
+from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.base import Engine, FleetChange
+from aprilsched.engines.selfcheck import check
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import EngineError, RefitError, TornWeights
 
@@ -49,11 +49,11 @@ def test_a_lost_engine_is_back_at_the_fleets_version(caplog: pytest.LogCaptureFi
             await rollouts.next_batch()
             lose(rollouts, "sim-1")
             await rollouts.update_weights(Once())
-            assert rollouts.state.tracker.engines == {"sim-0": 1}
+            assert rollouts.state.weights.versions.engines == {"sim-0": 1}
             await asyncio.sleep(5)
-            assert set(rollouts.state.control.standby) == {"sim-1"}
+            assert set(rollouts.state.fleet.control.standby) == {"sim-1"}
             await rollouts.update_weights(Once())
-            assert rollouts.state.tracker.engines == {"sim-0": 2, "sim-1": 2}
+            assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
             await rollouts.next_batch()
 
     with caplog.at_level(logging.WARNING, "aprilsched"):
@@ -72,7 +72,7 @@ def test_it_catches_up_alone_with_a_publisher_that_still_holds_the_version():
             lose(rollouts, "sim-1")
             await rollouts.update_weights(SimPublisher())
             await asyncio.sleep(5)
-            assert rollouts.state.tracker.engines == {"sim-0": 1, "sim-1": 1}
+            assert rollouts.state.weights.versions.engines == {"sim-0": 1, "sim-1": 1}
 
     run_virtual(main())
 
@@ -162,7 +162,7 @@ def test_a_call_cancelled_in_the_pause_leaves_the_fleet_at_the_old_version(
             update.cancel()
             batch = await waiting
             assert batch.version == rollouts.version == 0
-            assert rollouts.state.update is None
+            assert rollouts.state.weights.update is None
 
     run_virtual(main())
     assert "version 1 is not in use, the fleet goes on under 0: the call was cancelled" in (
@@ -191,7 +191,7 @@ def test_engines_join_and_leave_while_it_runs():
             await rollouts.next_batch()
             fleet.changes.put_nowait(FleetChange(left=("sim-0",), joined=(joining,)))
             await asyncio.sleep(100)
-            assert set(rollouts.state.tracker.engines) == {"sim-1", "sim-2"}
+            assert set(rollouts.state.weights.versions.engines) == {"sim-1", "sim-2"}
             batch = await rollouts.next_batch()
             await rollouts.update_weights(SimPublisher())
             await rollouts.next_batch()
@@ -226,7 +226,7 @@ def test_an_engine_that_leaves_the_fleet_in_its_refit_does_not_end_the_run():
             fleet.changes.put_nowait(FleetChange(left=("sim-0",)))
             report = await updating
             assert report.version == 1
-            assert set(rollouts.state.tracker.engines) == {"sim-1"}
+            assert set(rollouts.state.weights.versions.engines) == {"sim-1"}
             await rollouts.next_batch()
 
     run_virtual(main())

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from aprilsched.analysis.lengths_of_run import read_record
-from aprilsched.calibration import save_model
-from aprilsched.cli import main
+from aprilsched.cli.main import main
 from aprilsched.telemetry.figures import RunSummary
-from aprilsched.timing import H200_QWEN3_4B_REFINED
+from aprilsched.timing import save_model
+from aprilsched.timing.model import H200_QWEN3_4B_REFINED
 from aprilsched.workload import LongTailWorkload
 
 GROUP_SIZE = 4

@@ -17,14 +17,14 @@ from aprilsched.analysis.lengths_of_run import read_record
 from aprilsched.analysis.lines import read_lines
 from aprilsched.analysis.rebuild import rebuilt_summary
 from aprilsched.analysis.run import read_run
-from aprilsched.cli import main
-from aprilsched.commands.config_file import read_settings
-from aprilsched.commands.drive import Run
-from aprilsched.commands.settings import RunSettings, SchedulerFlags, WorkloadSettings
-from aprilsched.commands.setup import prepare
-from aprilsched.core.events import BatchRequested
+from aprilsched.cli.main import main
+from aprilsched.core.messages.events import BatchRequested
 from aprilsched.engines.sim import SimFleet
 from aprilsched.errors import ConfigError, RunFolderError
+from aprilsched.runs.config_file import read_settings
+from aprilsched.runs.drive import Run
+from aprilsched.runs.settings import RunSettings, SchedulerFlags, WorkloadSettings
+from aprilsched.runs.setup import prepare
 from aprilsched.store.sqlite import SqliteStore
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary

@@ -11,8 +11,8 @@ from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLa
 from aprilsched.coordinator.sharing import Claim
 from aprilsched.engines.base import Engine, Fleet
 from aprilsched.engines.sim import run_virtual
-from aprilsched.engines.sim.http import SimServer
 from aprilsched.errors import ConfigError
+from aprilsched.testing import SimServer
 from tests.sglang.helpers import greedy, until
 from tests.support.sim_http import CONFIG, INTERVAL
 

@@ -22,11 +22,11 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
-from aprilsched.cli import main
+from aprilsched.cli.main import main
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sim.http import SimServer
 from aprilsched.errors import ConfigError, EngineRejected
+from aprilsched.testing import SimServer
 from tests.sglang.contract import CHECKS, Check, Subject
 from tests.sglang.helpers import Stream, greedy, running, until
 from tests.support.sim_http import INTERVAL, Raw, asked, served, two_weights
@@ -81,7 +81,7 @@ async def test_a_scheduler_runs_on_two_of_them(tmp_path: Path, straggler: Stragg
                     assert rollout.versions_exact
                     assert len(rollout.token_ids) == len(rollout.versions) > 0
                 await rollouts.update_weights(DiskPublisher(weights[index % 2]))
-            counters = rollouts.state.book.counters
+            counters = rollouts.state.in_flight.counters
         assert len(seen) == len(set(seen)) == 4 * 6
         assert max(segments) > 1, "a straggler of several versions was delivered"
         assert counters.launched >= len(seen)
@@ -134,7 +134,7 @@ async def test_the_command_serves_until_it_is_ended(number: signal.Signals, code
     arguments = ["serve-sim", "--port", "0", "--sim.engines", "2", "--admin-key-env", "KEY"]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "aprilsched.cli", *arguments),
+        *("-m", "aprilsched.cli.main", *arguments),
         env={**os.environ, "KEY": KEY},
         stdout=subprocess.PIPE,
     )

@@ -10,9 +10,9 @@ import pytest
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import RolloutScheduler
-from aprilsched.core import commands as do
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
 from aprilsched.engines.sim import SimConfig, SimFleet, SimPublisher, run_virtual
 from aprilsched.errors import ConfigError
 from aprilsched.simulation import Costs, Simulation
@@ -172,11 +172,11 @@ def test_accept_filters_groups() -> None:
     simulation = Simulation(config(), WORKLOAD, engine=MODEL, batches=BATCHES, accept=even)
     simulation.run()
     assert simulation.trainer.batches == BATCHES
-    assert simulation.state.book.ledger.rollouts
+    assert simulation.state.in_flight.ledger.rollouts
 
 
 def test_the_end_of_the_prompts_ends_the_run() -> None:
     few = LongTailWorkload(median=60, cap=600, group_size=4, count=10)
     simulation = Simulation(config(), few, engine=MODEL, batches=BATCHES)
     simulation.run()
-    assert simulation.state.book.counters.delivered == 40
+    assert simulation.state.in_flight.counters.delivered == 40

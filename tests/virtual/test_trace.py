@@ -14,7 +14,7 @@ import pytest
 
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.trace import write_trace
-from aprilsched.cli import main
+from aprilsched.cli.main import main
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.run_folder import EVENTS, TRACE
 from tests.support.trace_processor import TraceProcessor, loaded, rows

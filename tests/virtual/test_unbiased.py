@@ -34,11 +34,11 @@ from aprilsched.analysis.equivalence import Equivalence, equivalence
 from aprilsched.analysis.observations import delivered_lengths, lengths_by_batch
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.transients import Transient, live_transient, realised_transient
-from aprilsched.cli import main
-from aprilsched.core.commands import Send
-from aprilsched.core.events import Event
+from aprilsched.cli.main import main
 from aprilsched.core.lengths.groups import GroupLengths, pooled
-from aprilsched.core.records import group_lengths
+from aprilsched.core.messages.commands import Send
+from aprilsched.core.messages.events import Event
+from aprilsched.core.state.records import group_lengths
 from aprilsched.engines.sim import run_virtual
 
 CAP = 400
@@ -117,16 +117,16 @@ def outcome(
             # Until the pause has brought all tokens: what is reported late is not censored
             # where it is, and the estimate of the law would be too short.
             await asyncio.sleep(1.0)
-            book = rollouts.state.book
+            in_flight = rollouts.state.in_flight
             groups = [group for batch in taken for group in batch.groups]
             return Outcome(
                 batches=[[_lengths(group) for group in batch.groups] for batch in taken],
                 keys=[int(group.prompt.key) for group in groups],  # type: ignore[arg-type]
                 delivered=[r.rollout_id for batch in taken for r in batch.rollouts],
                 sent=set(listener.ids),
-                in_flight=list(book.rollouts),
-                open_groups=[group_lengths(group) for group in book.groups.values()],
-                evicted=[(e.rollout_id, e.tokens) for e in book.ledger.entries],
+                in_flight=list(in_flight.rollouts),
+                open_groups=[group_lengths(group) for group in in_flight.groups.values()],
+                evicted=[(e.rollout_id, e.tokens) for e in in_flight.ledger.entries],
             )
 
     return run_virtual(main())

@@ -22,8 +22,8 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.analysis.usage import RunUsage, UsageRecorder, usage_of
-from aprilsched.cli import main
-from aprilsched.core.events import EngineLost
+from aprilsched.cli.main import main
+from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.sim import run_virtual
 from aprilsched.telemetry.usage.parts import PARTS
 from aprilsched.telemetry.usage.usage import Usage

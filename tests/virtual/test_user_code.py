@@ -24,7 +24,7 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.coordinator.tasks import Tasks
-from aprilsched.core.ledger import Reason
+from aprilsched.core.state.ledger import Reason
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
@@ -90,14 +90,14 @@ async def first_batch(**arguments: Any) -> RolloutScheduler:
 @pytest.mark.parametrize("scope", ["rollout", "group"])
 def test_a_reward_that_raises_anything_costs_its_group(error: type[BaseException], scope: Any):
     scheduler = run_virtual(first_batch(reward=raising(error), reward_scope=scope))
-    assert scheduler.state.book.ledger.rollouts == {Reason.REWARD_FAILED: 8}
-    assert "the reward function raised" in scheduler.state.book.ledger.entries[0].cause
+    assert scheduler.state.in_flight.ledger.rollouts == {Reason.REWARD_FAILED: 8}
+    assert "the reward function raised" in scheduler.state.in_flight.ledger.entries[0].cause
 
 
 @pytest.mark.parametrize("error", STRANGE)
 def test_an_accept_function_that_raises_anything_costs_its_group(error: type[BaseException]):
     scheduler = run_virtual(first_batch(accept=raising(error)))
-    assert scheduler.state.book.ledger.rollouts == {Reason.REWARD_FAILED: 8}
+    assert scheduler.state.in_flight.ledger.rollouts == {Reason.REWARD_FAILED: 8}
 
 
 @pytest.mark.parametrize("error", STRANGE)
@@ -109,7 +109,7 @@ def test_an_episode_that_raises_anything_costs_its_group(error: type[BaseExcepti
         return await fail()
 
     scheduler = run_virtual(first_batch(episode=episode))
-    dropped = scheduler.state.book.ledger.rollouts
+    dropped = scheduler.state.in_flight.ledger.rollouts
     assert dropped == {Reason.EPISODE_FAILED: 4, Reason.SIBLING_FAILED: 4}
 
 
@@ -448,7 +448,7 @@ def test_a_bad_prompt_is_one_entry_of_the_ledger_and_the_run_goes_on(plain: bool
             SimFleet(1), source if plain else slowly(), config=config()
         ) as rollouts:
             assert sum([len(batch.groups) async for batch in rollouts]) == 10
-            ledger = rollouts.state.book.ledger
+            ledger = rollouts.state.in_flight.ledger
             assert ledger.rollouts == {Reason.BAD_PROMPT: 5}
             causes = [entry.cause for entry in ledger.entries]
             for cause, said in zip(
@@ -471,7 +471,7 @@ def test_a_prompt_that_cannot_be_made_is_one_entry_where_the_source_goes_on():
     async def main() -> None:
         async with RolloutScheduler(SimFleet(1), map(made, rows), config=config()) as rollouts:
             assert sum([len(batch.groups) async for batch in rollouts]) == 4
-            assert rollouts.state.book.ledger.rollouts == {Reason.BAD_PROMPT: 2}
+            assert rollouts.state.in_flight.ledger.rollouts == {Reason.BAD_PROMPT: 2}
         # A generator has ended with what it raised: the prompts behind it are lost, and it is said.
         async with RolloutScheduler(
             SimFleet(1), (made(row) for row in rows), config=config()
@@ -504,7 +504,7 @@ def test_a_resumed_run_passes_over_bad_prompts_too():
             SimFleet(1), source(), config=config(), store=store
         ) as rollouts:
             keys = [group.prompt.key async for batch in rollouts for group in batch.groups]
-            assert rollouts.state.book.ledger.rollouts == {Reason.BAD_PROMPT: 4}
+            assert rollouts.state.in_flight.ledger.rollouts == {Reason.BAD_PROMPT: 4}
             return keys
 
     store = MemoryStore()
@@ -564,10 +564,10 @@ def test_a_cancelled_evaluation_ends_and_no_update_waits_for_it():
             async with asyncio.timeout(50):
                 await rollouts.update_weights(SimPublisher())
                 await rollouts.next_batch()
-            book = rollouts.state.book
-            assert not rollouts.state.evaluations
-            assert book.ledger.rollouts == {Reason.WITHDRAWN: 3}
-            assert book.counters.tokens_discarded == sum(book.ledger.tokens.values())
+            in_flight = rollouts.state.in_flight
+            assert not rollouts.state.evaluations.running
+            assert in_flight.ledger.rollouts == {Reason.WITHDRAWN: 3}
+            assert in_flight.counters.tokens_discarded == sum(in_flight.ledger.tokens.values())
 
     for straggler in ("retract", "abort", "run", "choose"):
         for delay in (0.01, 0.5):

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from aprilsched.analysis.follow import Follower
 from aprilsched.analysis.incarnations import whole_lines
-from aprilsched.cli import main
-from aprilsched.commands import watched as watched_module
-from aprilsched.commands.watched import Watched
+from aprilsched.cli import watch as watched_module
+from aprilsched.cli.main import main
+from aprilsched.cli.watch import Watched
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 from tests.support.terminal import on_a_terminal
@@ -278,7 +278,7 @@ def test_a_killed_run_is_watched_until_ctrl_c(ended: Path, tmp_path: Path):
 def served() -> Generator[list[str]]:
     """The URLs of two engines, ten times as fast as the machine that they model."""
     arguments = ["serve-sim", "--port", "0", "--sim.engines", "2", "--time-scale", "0.1"]
-    command = [sys.executable, "-m", "aprilsched.cli", *arguments]
+    command = [sys.executable, "-m", "aprilsched.cli.main", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -290,7 +290,7 @@ def served() -> Generator[list[str]]:
 def test_a_run_on_served_engines_is_watched_while_it_goes_on(tmp_path: Path):
     out = tmp_path / "run"
     with served() as urls:
-        command = [sys.executable, "-m", "aprilsched.cli"]
+        command = [sys.executable, "-m", "aprilsched.cli.main"]
         arguments = ["run", *SMALL, "--engine", *urls, "--out", str(out)]
         run = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
         try:

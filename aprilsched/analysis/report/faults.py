@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from aprilsched.analysis.report.model import Drop, FaultEvent, FaultLedger, Retry
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.telemetry.dispatching import DispatchingListener
 
 __all__ = ["Faults"]

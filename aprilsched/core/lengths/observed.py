@@ -1,24 +1,24 @@
-"""The running record of the lengths of a run, and groups like those in it.
-
-Invariant: the record is a cohort by launch: the groups launched last, whether complete, dropped
-or still open. A window by completion would be none: the long responses that were launched
-before it would be in it and the short ones not.
-"""
+"""The lengths that a run has observed, and drawing groups like those observed."""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.draws import hashed_uniforms, resampled
 from aprilsched.core.lengths.groups import GroupLengths, pooled
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
-from aprilsched.core.lengths.variance import shared_log_variance
 
-__all__ = ["DEFAULT_WINDOW", "ObservedLengths"]
+__all__ = [
+    "DEFAULT_WINDOW",
+    "ObservedLengths",
+    "hashed_uniforms",
+    "resampled",
+    "shared_log_variance",
+]
 
 DEFAULT_WINDOW = 4096
 """Responses: 16 batches of 32 groups of 8. Enough for a 99th percentile, few enough for drift."""
@@ -73,7 +73,7 @@ class ObservedLengths:
         return kaplan_meier(tokens, ~finished) if finished.any() else None
 
     def shared_log_variance(self) -> float | None:
-        """See :func:`~aprilsched.core.lengths.variance.shared_log_variance`."""
+        """See :func:`~aprilsched.core.lengths.observed.shared_log_variance`."""
         return shared_log_variance([group for _, _, group in self._heap])
 
     def draw_groups(
@@ -107,3 +107,68 @@ class ObservedLengths:
         finished = np.stack([group.finished[:group_size] for group in cohort])[places]
         drawn = law.residual_quantile(hashed_uniforms(tokens.shape, seed=seed + 1), tokens)
         return np.where(finished, tokens, drawn)
+
+
+_WEYL = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def hashed_uniforms(shape: tuple[int, ...], *, seed: int) -> NDArray[np.float64]:
+    """Uniform numbers inside (0, 1) of this shape: SplitMix64 (Steele, Lea and Flood, 2014)."""
+    count = math.prod(shape)
+    key = _mixed(np.array([seed % 2**64], dtype=np.uint64) * _WEYL + _WEYL)
+    words = _mixed(np.arange(1, count + 1, dtype=np.uint64) * _WEYL + key)
+    # 52 bits and a half: neither 0 nor 1, whose quantiles of an unbounded law are infinite.
+    return (((words >> np.uint64(12)).astype(np.float64) + 0.5) / 2**52).reshape(shape)
+
+
+def resampled(population: int, count: int, *, seed: int) -> NDArray[np.int64]:
+    """Places int64 [count] below `population`, each as often as any other, in random order.
+
+    Systematic resampling: each place comes floor or ceil of count / population times, so that
+    no chance stands between the means of what is resampled and of what it is taken from, while
+    neighbours in the order are as unlike as in independent draws.
+    """
+    uniform = hashed_uniforms((count + 1,), seed=seed)
+    places = np.floor((np.arange(count) + uniform[0]) * population / count).astype(np.int64)
+    return np.minimum(places, population - 1)[np.argsort(uniform[1:], kind="stable")]
+
+
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    words = (words ^ (words >> np.uint64(30))) * _MIX_1
+    words = (words ^ (words >> np.uint64(27))) * _MIX_2
+    return words ^ (words >> np.uint64(31))
+
+
+def shared_log_variance(groups: Sequence[GroupLengths]) -> float | None:
+    """Share of the log lengths' variance that lies between groups, 0 to 1; None if unknown.
+
+    One-way analysis of variance with groups of random effect (Searle, Casella and McCulloch,
+    1992, section 3.6), of the complete groups with members k, sizes g_i and N responses:
+
+        share = b / (b + w),  w = SSW / (N - k),  b = max(0, (SSB / (k - 1) - w) / g0),
+        g0 = (N - sum g_i**2 / N) / (k - 1)
+
+    Groups that are not complete are left out, so while many are open the share is that of the
+    shorter ones. At least 2 groups and one of 2 members are needed.
+    """
+    if not groups:
+        return None
+    tokens, finished = pooled(groups)
+    ends = np.cumsum([len(group.tokens) for group in groups])
+    starts = np.concatenate(([0], ends[:-1]))
+    complete = np.logical_and.reduceat(finished, starts)
+    sizes = (ends - starts)[complete].astype(np.float64)
+    count, total = len(sizes), float(sizes.sum())
+    if count < 2 or total <= count:
+        return None
+    logs = np.log(np.maximum(tokens, 1))
+    means = np.add.reduceat(logs, starts)[complete] / sizes
+    squares = np.add.reduceat(logs**2, starts)[complete]
+    grand = float((sizes * means).sum()) / total
+    within = max(0.0, float((squares - sizes * means**2).sum())) / (total - count)
+    between = float((sizes * (means - grand) ** 2).sum()) / (count - 1)
+    size = (total - float((sizes**2).sum()) / total) / (count - 1)
+    shared = max(0.0, (between - within) / size)
+    return shared / (shared + within) if shared + within > 0 else None

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
-from aprilsched.core.records import RequestRecord
+from aprilsched.core.state.records import RequestRecord
 
 __all__ = ["Expectation", "Place", "ResumeOrder", "place_of"]
 

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from tenacity import AsyncRetrying, retry_if_result, wait_exponential
 
 from aprilsched.engines.base import PauseMode
+from aprilsched.engines.http.client import Transport
+from aprilsched.engines.http.failures import Answer, quoted
+from aprilsched.engines.http.limits import SGLangLimits
 from aprilsched.engines.load import EngineLoad
-from aprilsched.engines.sglang.failures import Answer, quoted
-from aprilsched.engines.sglang.http import Transport
-from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sglang.loads import read_load
 from aprilsched.engines.sglang.probe import ServerFacts, weight_label
 from aprilsched.engines.sglang.wire import version_number

@@ -18,8 +18,12 @@ from contextlib import AbstractAsyncContextManager, aclosing, suppress
 import aiohttp
 
 from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest
-from aprilsched.engines.sglang.address import ServerAddress
-from aprilsched.engines.sglang.allowance import Allowance, UnfinishedEvents
+from aprilsched.engines.http.address import ServerAddress
+from aprilsched.engines.http.allowance import Allowance, UnfinishedEvents
+from aprilsched.engines.http.client import Transport
+from aprilsched.engines.http.failures import Answer, engine_error, rejection
+from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.sockets import inflow_of
 from aprilsched.engines.sglang.calls import (
     ABORTS_AT_ONCE,
     Call,
@@ -27,12 +31,8 @@ from aprilsched.engines.sglang.calls import (
     LastWords,
     despite_cancellation,
 )
-from aprilsched.engines.sglang.failures import Answer, engine_error, rejection
-from aprilsched.engines.sglang.http import Transport
-from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sglang.probe import probe
 from aprilsched.engines.sglang.refit import ServerRefit
-from aprilsched.engines.sglang.sockets import inflow_of
 from aprilsched.engines.sglang.stream import ChunkAssembler, nothing, read_chunks
 from aprilsched.engines.sglang.wire import generate_body
 from aprilsched.errors import ConfigError, EngineError, EngineRejected, EngineUnreachable

@@ -7,19 +7,29 @@ stay 0 unless the server runs with --enable-metrics. Counters of decode steps ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from aprilsched.engines.http.client import Transport
 from aprilsched.engines.load import EngineLoad
-from aprilsched.engines.sglang.http import Transport
 from aprilsched.engines.sglang.probe import decode
-from aprilsched.engines.sglang.series import SERIES, read_series
 
-__all__ = ["Loads", "OlderLoad", "load_of", "older_load_of", "read_load"]
+__all__ = [
+    "SERIES",
+    "Loads",
+    "OlderLoad",
+    "Over",
+    "load_of",
+    "older_load_of",
+    "read_load",
+    "read_series",
+]
 
 _T = TypeVar("_T", int, float)
 
@@ -161,3 +171,42 @@ def _age(answer: Loads) -> float:
     if answer.timestamp is None or not told:
         return 0.0
     return max(0.0, answer.timestamp.timestamp() - min(told))
+
+
+Over: TypeAlias = Literal["sum", "mean"]
+
+SERIES: Mapping[str, Over] = {
+    "num_running_reqs": "sum",
+    "num_queue_reqs": "sum",
+    "num_used_tokens": "sum",
+    "token_usage": "mean",
+    "gen_throughput": "sum",
+    "cache_hit_rate": "mean",
+    "utilization": "mean",
+}
+"""SGLang's gauges that are sampled, and how those of several ranks become one."""
+
+_LINE = re.compile(rb"^sglang:([a-z_]+)(?:\{[^\n]*\})? ([^ \n]{1,32})(?: \d+)?$", re.MULTILINE)
+
+
+def read_series(page: bytes, wanted: Mapping[str, Over] = SERIES) -> dict[str, float]:
+    """The `wanted` gauges of a page; what is not there, or no finite number, is left out."""
+    found: dict[str, list[float]] = {}
+    for match in _LINE.finditer(page):
+        name = match[1].decode()
+        if name in wanted and (value := _finite(match[2])) is not None:
+            found.setdefault(name, []).append(value)
+    return {name: _over(wanted[name], values) for name, values in found.items()}
+
+
+def _over(over: Over, values: Sequence[float]) -> float:
+    total = math.fsum(values)
+    return total if over == "sum" else total / len(values)
+
+
+def _finite(text: bytes) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

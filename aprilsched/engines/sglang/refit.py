@@ -16,11 +16,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from aprilsched.engines.http.client import Transport
+from aprilsched.engines.http.failures import quoted
+from aprilsched.engines.http.limits import SGLangLimits
 from aprilsched.engines.refit import RefitGroup, TensorMeta
 from aprilsched.engines.sglang.control import ServerControl
-from aprilsched.engines.sglang.failures import quoted
-from aprilsched.engines.sglang.http import Transport
-from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sglang.probe import decode, server_process
 from aprilsched.engines.sglang.wire import UpdateAnswer
 from aprilsched.errors import EngineError, EngineRejected, EngineRestarted, TornWeights

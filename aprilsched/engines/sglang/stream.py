@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 
 from aprilsched.engines.base import Chunk
-from aprilsched.engines.sglang.allowance import Allowance
-from aprilsched.engines.sglang.failures import UNREADABLE, quoted
-from aprilsched.engines.sglang.sse import EventSplitter
+from aprilsched.engines.http.allowance import Allowance
+from aprilsched.engines.http.failures import UNREADABLE, quoted
+from aprilsched.engines.http.sse import EventSplitter
 from aprilsched.engines.sglang.wire import (
     Finish,
     LabelSpan,

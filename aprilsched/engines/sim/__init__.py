@@ -9,7 +9,7 @@ from aprilsched.engines.sim.config import Counters, SimConfig
 from aprilsched.engines.sim.engine import SimEngine
 from aprilsched.engines.sim.fleet import SimFleet
 from aprilsched.engines.sim.publisher import SimAdapterPublisher, SimPublisher
-from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
 __all__ = [
     "H200_QWEN3_4B",

@@ -23,19 +23,19 @@ a retract until it is flushed.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from aprilsched.engines.base import Chunk, GenerationRequest, PauseMode
-from aprilsched.engines.sim.cache import KvPool
+from aprilsched.engines.sim.cache import KvPool, PrefixCache
 from aprilsched.engines.sim.config import Counters, SimConfig
 from aprilsched.engines.sim.model import weights_key_of_version
 from aprilsched.engines.sim.output import Ending, Output
-from aprilsched.engines.sim.prefix import PrefixCache
-from aprilsched.engines.sim.running import RunningBatch
 from aprilsched.engines.sim.sequence import Sequence
 
-__all__ = ["Batcher"]
+__all__ = ["Batcher", "RunningBatch"]
 
 
 @dataclass(slots=True)
@@ -390,3 +390,93 @@ class Batcher:
             for sequence in self._batch.take(running, self.weights_key):
                 self._pool.running -= sequence.context
                 self._pool.retain(sequence)
+
+
+class RunningBatch:
+    """Requests that decode together, on a step counter with ticks every `interval` steps."""
+
+    def __init__(self, interval: int, output: Output) -> None:
+        self.steps = 0
+        self.next_tick = interval
+        self._interval = interval
+        self._output = output
+        self._members: dict[int, Sequence] = {}
+        self._finishing: list[tuple[int, int, Sequence]] = []
+        self._tickets = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @property
+    def members(self) -> Collection[Sequence]:
+        """In the order of admission; do not join or leave while iterating."""
+        return self._members.values()
+
+    @property
+    def newest(self) -> Sequence:
+        """The one admitted last."""
+        return next(reversed(self._members.values()))
+
+    def sampled(self, sequence: Sequence) -> int:
+        """Output tokens so far, of a member or of anyone else."""
+        return self.steps - sequence.joined if sequence.running else sequence.out
+
+    def join(self, sequence: Sequence) -> None:
+        """The pass that ends now has sampled its next token; it decodes from here on."""
+        sequence.out += 1
+        sequence.joined = self.steps - sequence.out
+        sequence.ticket = self._tickets
+        self._tickets += 1
+        self._members[sequence.ticket] = sequence
+
+    def leave(self, sequence: Sequence) -> None:
+        """Out of the batch; its tokens are made and its KV, all but the last token's, stays."""
+        del self._members[sequence.ticket]
+        sequence.out = self.steps - sequence.joined
+        sequence.ticket = -1
+        sequence.cached = sequence.computed = sequence.context - 1
+
+    def next_due(self) -> int:
+        """The step at which the batch changes next: somebody's last one, or the tick."""
+        heap = self._finishing
+        while heap and heap[0][2].ticket != heap[0][1]:
+            heapq.heappop(heap)
+        return min(self.next_tick, heap[0][0]) if heap else self.next_tick
+
+    def take_finished(self, weights_key: int) -> list[Sequence]:
+        """Those whose last token is sampled; they have left."""
+        done: list[Sequence] = []
+        while self._finishing and self._finishing[0][0] <= self.steps:
+            _, ticket, sequence = heapq.heappop(self._finishing)
+            if sequence.ticket == ticket:
+                done.append(sequence)
+        return self.take(done, weights_key) if done else done
+
+    def take(self, sequences: list[Sequence], weights_key: int) -> list[Sequence]:
+        """Make the tokens of these members and let them leave."""
+        self.make(sequences, weights_key)
+        for sequence in sequences:
+            self.leave(sequence)
+        return sequences
+
+    def make(self, sequences: Collection[Sequence], weights_key: int) -> None:
+        """Have the model make what these members have sampled."""
+        if sequences:
+            self._output.make(sequences, self.steps, weights_key)
+
+    def predict(self, sequences: Collection[Sequence], weights_key: int) -> None:
+        """Note when these members will end, where that is known before the next tick."""
+        for sequence in self._output.predict(sequences, self.next_tick, weights_key):
+            heapq.heappush(self._finishing, (sequence.finish_at, sequence.ticket, sequence))
+
+    def predict_anew(self, weights_key: int) -> None:
+        """After a refit other tokens follow, so stop tokens come at other places."""
+        self._finishing.clear()
+        self.predict(self.members, weights_key)
+
+    def tick(self, weights_key: int, version: int) -> None:
+        """Send what every member has, and look one interval ahead for stop tokens."""
+        self.next_tick = (self.steps // self._interval + 1) * self._interval
+        self.make(self.members, weights_key)
+        self._output.stream(self.members, version)
+        self.predict([s for s in self.members if s.stops], weights_key)

@@ -1,12 +1,4 @@
-"""The waiting queue and the KV pool: who may be prefilled next, and what has to give way.
-
-Invariants:
-- ``used`` never exceeds ``kv_tokens``.
-- KV kept for waiting requests (after a retract without a flush, or of a context prefilled in
-  part) is a cache: it is evicted, last in the queue first, before anything running suffers, so
-  it can never block the queue.
-- A request alone always fits (the batcher refuses larger ones), so the queue always moves.
-"""
+"""The waiting queue, the KV pool and the prefix cache of a simulated engine."""
 
 from __future__ import annotations
 
@@ -14,10 +6,11 @@ from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
+from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.sequence import Sequence
 
-__all__ = ["KvPool"]
+__all__ = ["KvPool", "PrefixCache"]
 
 RESERVE_SHARE = 0.098
 """Share of the tokens still to come that admission keeps free for running requests: the floor of
@@ -137,3 +130,49 @@ def _reserve(members: SequenceOf[int], newcomer: int) -> int:
     if not members:
         return 0
     return round(RESERVE_SHARE * sum(min(n, RESERVE_CLIP) for n in (*members, newcomer)))
+
+
+class PrefixCache:
+    """Tokens that were computed and may still be there, by whose they are."""
+
+    def __init__(self, kv_tokens: int) -> None:
+        self._room = kv_tokens
+        self._held = 0
+        self._tokens: dict[str | int, int] = {}
+
+    def begin(self, request: GenerationRequest) -> int:
+        """The request is prefilled: how many tokens of its context need not be computed.
+
+        The last one always is. From now on its siblings find what they share with it, which is
+        no more than the shortest context that any of them came with.
+        """
+        own, group = _name(request), request.affinity
+        context = len(request.input_ids)
+        known = self._tokens.get(own, 0)
+        if group:
+            shared = self._tokens.get(group)
+            known = max(known, shared or 0)
+            self._put(group, context if shared is None else min(shared, context))
+        self._put(own, max(context, self._tokens.get(own, 0)))
+        return min(known, context - 1)
+
+    def end(self, request: GenerationRequest, tokens: int) -> None:
+        """It has ended, or was aborted, with so many tokens of context computed."""
+        self._put(_name(request), tokens)
+
+    def flush(self) -> None:
+        """Nothing is there any more."""
+        self._tokens.clear()
+        self._held = 0
+
+    def _put(self, key: str | int, tokens: int) -> None:
+        self._held += tokens - self._tokens.pop(key, 0)
+        self._tokens[key] = tokens
+        while self._held > self._room:
+            oldest = next(iter(self._tokens))
+            self._held -= self._tokens.pop(oldest)
+
+
+def _name(request: GenerationRequest) -> str:
+    """The request without the number of its attempt: all attempts begin alike."""
+    return request.request_id.rpartition("-")[0] or request.request_id

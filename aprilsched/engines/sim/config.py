@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from aprilsched.engines.sim.model import ToyModel
 from aprilsched.errors import ConfigError
-from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
 __all__ = ["Counters", "SimConfig"]
 

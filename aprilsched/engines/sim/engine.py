@@ -16,18 +16,16 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest, PauseMode
 from aprilsched.engines.load import EngineLoad
-from aprilsched.engines.sim.adapters import Adapters
 from aprilsched.engines.sim.batcher import Batcher
-from aprilsched.engines.sim.checksum import weights_key_of_files
 from aprilsched.engines.sim.config import Counters, SimConfig
-from aprilsched.engines.sim.load import load_of
-from aprilsched.engines.sim.memory import Memory
 from aprilsched.engines.sim.pacing import Pacer
+from aprilsched.engines.sim.resources import Adapters, Memory
 from aprilsched.errors import (
     ConfigError,
     EngineError,
@@ -36,7 +34,7 @@ from aprilsched.errors import (
     EngineRestarted,
 )
 
-__all__ = ["PAUSE_SECONDS", "SimEngine"]
+__all__ = ["PAUSE_SECONDS", "SimEngine", "load_of", "weights_key_of_files"]
 
 PAUSE_SECONDS = 2e-3
 """A pause's time on top of the step in progress; measured on SGLang: 2 to 22 ms with it."""
@@ -387,3 +385,46 @@ class SimEngine:
         between steps.
         """
         self._pacer.arm(self._batcher.next_event_time(), self._pump)
+
+
+def load_of(batcher: Batcher, now: float, scale: float) -> EngineLoad:
+    """At the modelled time `now`; `scale` is what a modelled second takes on the loop's clock."""
+    steps, decoding, prefilling = batcher.in_progress(now)
+    tokens = steps * batcher.running
+    counters, config = batcher.counters, batcher.config
+    return EngineLoad(
+        running=batcher.running,
+        queued=batcher.waiting,
+        max_running=config.max_running,
+        kv_tokens=batcher.kv_in_use + tokens,
+        kv_capacity=config.kv_tokens,
+        generated=counters.decoded + tokens,
+        decode_seconds=(counters.decode_seconds + decoding) * scale,
+        prefill_seconds=(counters.prefill_seconds + prefilling) * scale,
+    )
+
+
+_READ_BYTES = 1 << 24
+
+
+async def weights_key_of_files(path: Path) -> int | None:
+    """CRC-32 over the ``*.safetensors`` files of `path` in the order of their names.
+
+    None if there are none. Reads in blocks, so that the loop stays awake, and without a thread,
+    so that runs on a virtual clock repeat exactly.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    files = _weight_files(path)
+    key = 0
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(_READ_BYTES):
+                key = zlib.crc32(block, key)
+                await asyncio.sleep(0)
+    return key if files else None
+
+
+def _weight_files(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors"))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.engine import PAUSE_SECONDS, SimEngine
 from aprilsched.errors import ConfigError
-from aprilsched.timing import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
 __all__ = ["SimFleet"]
 

@@ -6,7 +6,7 @@ import os
 import sqlite3
 from pathlib import Path
 
-from aprilsched.core.saving.saved import Cut, Saved
+from aprilsched.core.state.saved import Cut, Saved
 from aprilsched.errors import StoreError
 from aprilsched.store.sqlite.file import safe_path, said_by
 from aprilsched.store.sqlite.reading import read_saved

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.saving.saved import Cut, Saved, TokenPage
+from aprilsched.core.state.saved import Cut, Saved, TokenPage
 from aprilsched.store.sqlite.pages import COLUMNS, insert_page, page_from
 from aprilsched.types import Float32Array, Int32Array
 

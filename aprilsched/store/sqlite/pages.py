@@ -7,7 +7,7 @@ import sqlite3
 import msgspec
 import numpy as np
 
-from aprilsched.core.saving.saved import TokenPage
+from aprilsched.core.state.saved import TokenPage
 from aprilsched.store.codec import checksum
 
 __all__ = ["COLUMNS", "insert_page", "page_from"]

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 import msgspec
 
-from aprilsched.core.ledger import Entry
-from aprilsched.core.saving.saved import (
+from aprilsched.core.state.ledger import Entry
+from aprilsched.core.state.saved import (
     GroupState,
     RolloutState,
     RunState,
@@ -25,7 +25,7 @@ from aprilsched.core.saving.saved import (
     SavedGroup,
 )
 from aprilsched.errors import ConfigError, StoreError
-from aprilsched.store.assembling import Slice, assemble, slices_of
+from aprilsched.store.base import Slice, assemble, slices_of
 from aprilsched.store.codec import (
     checksum,
     decode,

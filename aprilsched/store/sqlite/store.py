@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
-from aprilsched.core.saving.saved import Cut, Saved
+from aprilsched.core.state.saved import Cut, Saved
 from aprilsched.errors import StoreError
 from aprilsched.store.codec import (
     checksum,

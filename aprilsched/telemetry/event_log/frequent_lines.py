@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 
 __all__ = ["FREQUENT", "ProgressLine", "progress_lines"]
 

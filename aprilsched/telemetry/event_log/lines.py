@@ -14,8 +14,8 @@ from typing import Any, TypeAlias, get_args
 import msgspec
 import numpy as np
 
-from aprilsched.core.events import EngineInfo, Event
 from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.messages.events import EngineInfo, Event
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.telemetry.event_log.frequent_lines import FREQUENT
 from aprilsched.types import (

@@ -24,8 +24,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from aprilsched.core import commands as do
-from aprilsched.core.events import Event
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages.events import Event
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.base import Chunks
 from aprilsched.telemetry.event_log.file_writer import FileWriter

@@ -17,8 +17,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from aprilsched.core.counters import Counters
-from aprilsched.core.ledger import Ledger
+from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.live.bars import ASCII, BLOCKS
 from aprilsched.telemetry.live.facts import RunFacts

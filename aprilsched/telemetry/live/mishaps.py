@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.telemetry.dispatching import DispatchingListener
 
 __all__ = ["Mishap", "Mishaps"]

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from aprilsched.core import commands as do
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
 from aprilsched.telemetry.base import Chunks
 from aprilsched.telemetry.batch_figures import Measured, efficiency
 from aprilsched.telemetry.live.facts import RunFacts

@@ -8,11 +8,10 @@ from typing import Self
 
 from rich.console import Console
 
-from aprilsched.core import commands as do
-from aprilsched.core.commands import Command
-from aprilsched.core.counters import Counters
-from aprilsched.core.events import Event
-from aprilsched.core.ledger import Ledger
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
+from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry.base import Chunks, Listener
 from aprilsched.telemetry.batch_figures import Measured, efficiency
 from aprilsched.telemetry.batch_meter import BatchMeter

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
-from aprilsched.core.commands import Command
-from aprilsched.core.events import Event
-from aprilsched.core.ledger import Reason
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
+from aprilsched.core.state.ledger import Reason
 from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
 from aprilsched.telemetry.metrics.histogram import Buckets, Histogram
 from aprilsched.telemetry.metrics.table import METRICS

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from aprilsched.core.counters import Counters
-from aprilsched.core.ledger import Ledger
+from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry.batch_figures import Measured, delivered_tokens_per_s
 from aprilsched.telemetry.usage.parts import BUSY, PARTS, Part
 

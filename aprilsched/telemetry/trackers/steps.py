@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from aprilsched.core import commands as do
+from aprilsched.core.messages import commands as do
 from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
 from aprilsched.telemetry.queued_calls import QueuedCalls
 from aprilsched.telemetry.trackers.base import Writer

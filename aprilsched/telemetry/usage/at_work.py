@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
-from aprilsched.core.events import EngineInfo
+from aprilsched.core.messages.events import EngineInfo
 from aprilsched.telemetry.usage.parts import PARTS, EngineState, Stretch
 
 __all__ = ["At", "EngineAtWork", "Moved", "Recording", "RequestAtWork"]

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from aprilsched.core import commands as do
-from aprilsched.core import events as ev
-from aprilsched.core.commands import Command
-from aprilsched.core.events import EngineInfo, Event
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import EngineInfo, Event
 from aprilsched.telemetry.base import Chunks
 from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.telemetry.usage.at_work import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from aprilsched.core.events import EngineInfo
+from aprilsched.core.messages.events import EngineInfo
 from aprilsched.telemetry.usage.occupancy import Occupancy
 from aprilsched.telemetry.usage.parts import BUSY, PARTS, EngineState, Part
 

@@ -7,8 +7,7 @@ import os
 from contextlib import redirect_stdout
 from unittest.mock import patch
 
-from aprilsched.cli import main
-from aprilsched.commands import COMMANDS
+from aprilsched.cli.main import COMMANDS, main
 
 __all__ = ["command_line", "help_of"]
 

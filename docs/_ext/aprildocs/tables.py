@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from aprildocs.documented import cell, field_texts, type_text
 from aprilsched.config import SchedulerConfig
-from aprilsched.core import commands, events
+from aprilsched.core.messages import commands, events
 from aprilsched.telemetry import figures
 from aprilsched.telemetry.event_log.lines import FIELDS
 from aprilsched.telemetry.event_log.tail import RESUMED

@@ -76,7 +76,7 @@ async def run(url: str, write: Any) -> None:
             row: dict[str, Any] = {
                 "step": step,
                 "version": batch.version,
-                "in_flight": len(rollouts.state.book.rollouts),
+                "in_flight": len(rollouts.state.in_flight.rollouts),
                 "awake_gib": used_gib(),
             }
             started = time.perf_counter()
@@ -95,13 +95,13 @@ async def run(url: str, write: Any) -> None:
                 len({s.version for s in rollout.segments}) > 1 for rollout in batch.rollouts
             )
             write("sleep", **row)
-        book = rollouts.state.book
+        in_flight = rollouts.state.in_flight
         write(
             "books",
-            launched=book.counters.launched,
-            delivered=book.counters.delivered,
-            in_flight=len(book.rollouts),
-            dropped=book.ledger.total,
+            launched=in_flight.counters.launched,
+            delivered=in_flight.counters.delivered,
+            in_flight=len(in_flight.rollouts),
+            dropped=in_flight.ledger.total,
         )
 
 

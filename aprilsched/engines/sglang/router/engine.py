@@ -20,11 +20,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import aiohttp
 
 from aprilsched.engines.base import GenerationRequest
+from aprilsched.engines.http.client import Transport
+from aprilsched.engines.http.failures import engine_error, quoted
+from aprilsched.engines.http.limits import SGLangLimits
 from aprilsched.engines.sglang.calls import HungUp, despite_cancellation
 from aprilsched.engines.sglang.engine import SGLangEngine
-from aprilsched.engines.sglang.failures import engine_error, quoted
-from aprilsched.engines.sglang.http import Transport
-from aprilsched.engines.sglang.limits import SGLangLimits
 from aprilsched.engines.sglang.router.roster import ERROR_CODE, TARGET, Roster
 from aprilsched.engines.sglang.wire import generate_body
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected, EngineUnreachable

@@ -13,10 +13,10 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 
 from aprilsched.engines.base import FleetChange
-from aprilsched.engines.sglang.address import ServerAddress
+from aprilsched.engines.http.address import ServerAddress
+from aprilsched.engines.http.limits import SGLangLimits
 from aprilsched.engines.sglang.engine import SGLangEngine
-from aprilsched.engines.sglang.limits import SGLangLimits
-from aprilsched.engines.sglang.members import Members
+from aprilsched.engines.sglang.fleet import Members
 from aprilsched.engines.sglang.router.engine import RoutedEngine
 from aprilsched.engines.sglang.router.roster import Roster, Worker
 from aprilsched.errors import ConfigError, EngineError, EngineUnreachable

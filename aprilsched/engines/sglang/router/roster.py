@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from aprilsched.engines.sglang.address import ServerAddress
-from aprilsched.engines.sglang.http import Transport
-from aprilsched.engines.sglang.limits import SGLangLimits
+from aprilsched.engines.http.address import ServerAddress
+from aprilsched.engines.http.client import Transport
+from aprilsched.engines.http.limits import SGLangLimits
 from aprilsched.engines.sglang.probe import decode
 from aprilsched.errors import (
     ConfigError,

@@ -1,0 +1,141 @@
+"""``aprilsched calibrate LOG``: the step-time model of a server, fitted to its own log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import msgspec
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from aprilsched.errors import ConfigError
+from aprilsched.timing import Bucket, Fit, Residuals, fit, read_log, save_model, windows_of
+
+__all__ = ["CalibrateCommand", "main"]
+
+_UNITS = {
+    "t0": (1e3, "ms a step"),
+    "t1": (1e6, "µs a sequence"),
+    "t2": (1e9, "ns a context token"),
+    "t0_wide": (1e3, "ms a step of a wide batch"),
+    "wide_from": (1.0, "sequences"),
+    "fill": (1.0, "sequences"),
+    "prefill_pass": (1e3, "ms a pass"),
+    "prefill_rate": (1.0, "tokens/s"),
+    "prefill_chunk": (1.0, "tokens"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateCommand:
+    """Fit step and prefill times to an SGLang server's log, or to a table of its decode lines."""
+
+    log: tyro.conf.Positional[Path]
+    """The server's log, or a CSV with running_requests, kv_tokens and decode_tokens_per_s."""
+    json: bool = False
+    """Print an object on stdout instead of tables."""
+    plot: Path | None = None
+    """Draw measured and predicted step times and their errors here (PNG)."""
+    out: Path | None = None
+    """Write the model here (TOML), for ``load_model``."""
+    linear: bool = False
+    """Fit t0, t1 and t2 only; otherwise further terms are added where they earn their place."""
+    steps: int = 40
+    """Decode steps between two lines: the server's --decode-log-interval."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; the exit code.
+
+    Raises:
+        AprilschedError: if the log cannot be read or has too little in it.
+    """
+    command = tyro.cli(
+        CalibrateCommand,
+        args=list(arguments),
+        prog="aprilsched calibrate",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    if command.steps < 1:
+        raise ConfigError(f"steps is {command.steps}; give at least 1.")
+    windows = windows_of(read_log(command.log), steps=command.steps)
+    found = fit(windows, linear=command.linear)
+    if command.json:
+        sys.stdout.write(msgspec.json.encode(asdict(found)).decode() + "\n")
+    else:
+        _print(found)
+    if command.out is not None:
+        save_model(found.model, command.out, _origin(command.log, found))
+    if command.plot is not None:
+        from aprilsched.cli.calibration_picture import draw
+
+        draw(found.model, windows, command.plot)
+    return 0
+
+
+def _origin(log: Path, found: Fit) -> tuple[str, ...]:
+    steady = found.steady
+    return (
+        f"Fitted to {steady.windows} windows of decoding in {log.name}:",
+        f"median error {steady.median:.1%}, 90th percentile {steady.p90:.1%}.",
+    )
+
+
+def _print(found: Fit) -> None:
+    console = Console(highlight=False)
+    console.print(_parameters(found))
+    console.print(_summary(found))
+    for title, residuals in (("decoding", found.steady), ("with prefill", found.stalled)):
+        if residuals is not None:
+            console.print(_buckets(title, residuals))
+    console.print(f"{found.ignored} windows ignored: their batch changed by too much.")
+
+
+def _parameters(found: Fit) -> Table:
+    table = Table("parameter", title="model")
+    for name in ("value", "standard error"):
+        table.add_column(name, justify="right")
+    table.add_column("unit")
+    for field in fields(found.model):
+        scale, unit = _UNITS[field.name]
+        error = found.errors.get(field.name)
+        note = "assumed" if field.name in found.assumed else "-"
+        value = f"{scale * getattr(found.model, field.name):,.6g}"
+        table.add_row(field.name, value, note if error is None else f"{scale * error:.2g}", unit)
+    return table
+
+
+def _summary(found: Fit) -> Table:
+    table = Table("windows", title="errors of predicted seconds")
+    for name in ("number", "median", "90th percentile", "predicted / measured, all"):
+        table.add_column(name, justify="right")
+    for name, of in (("decoding", found.steady), ("with prefill", found.stalled)):
+        if of is not None:
+            table.add_row(
+                name, str(of.windows), f"{of.median:.1%}", f"{of.p90:.1%}", f"{of.total:.3f}"
+            )
+    return table
+
+
+def _buckets(title: str, residuals: Residuals) -> Table:
+    table = Table("bucket", title=f"residuals, {title}")
+    for name in ("windows", "median bias", "median error"):
+        table.add_column(name, justify="right")
+    for what, buckets in (("running", residuals.by_batch), ("context", residuals.by_kv)):
+        for bucket in buckets:
+            table.add_row(
+                f"{what} {_range(bucket)}",
+                str(bucket.windows),
+                f"{bucket.bias:+.1%}",
+                f"{bucket.error:.1%}",
+            )
+    return table
+
+
+def _range(bucket: Bucket) -> str:
+    upto = "more" if bucket.upto is None else f"{bucket.upto:,}"
+    return f"{bucket.above:,} to {upto}"

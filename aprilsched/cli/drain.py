@@ -1,0 +1,109 @@
+"""``aprilsched drain RUN``: when the bias of a run's start is gone, and what would end it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import tyro
+from rich.console import Console
+
+from aprilsched.analysis.bias import drawn_law
+from aprilsched.analysis.drain import DrainPlan, plan_drain
+from aprilsched.analysis.lengths_of_run import RecordedRun, read_record
+from aprilsched.errors import ConfigError
+from aprilsched.runs.config_file import read_settings
+from aprilsched.runs.tables import signed_percent
+from aprilsched.telemetry.run_folder import CONFIG
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model_file import load_model
+
+__all__ = ["DrainCommand", "main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainCommand:
+    """Say how long the length bias of a run's start still lasts, and what ends it at once."""
+
+    run: tyro.conf.Positional[Path]
+    """The run folder."""
+    below: float = 0.01
+    """The bias that is accepted, as a share of the mean length."""
+    model: Path | None = None
+    """A TOML file of aprilsched calibrate: the engines' step times."""
+    json: bool = False
+    """Print an object on stdout instead of sentences."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; the exit code.
+
+    Raises:
+        AprilschedError: if the run folder or the model cannot be read, or `below` is no share.
+    """
+    command = tyro.cli(
+        DrainCommand,
+        args=list(arguments),
+        prog="aprilsched drain",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    if not 0 < command.below < 1:
+        raise ConfigError(f"below is {command.below}; give a share above 0 and below 1.")
+    group_size = read_settings(command.run / CONFIG).scheduler.checked().group_size
+    record = read_record(command.run, group_size=group_size)
+    model = H200_QWEN3_4B if command.model is None else load_model(command.model)
+    plan = _plan(record, command.below, model)
+    if command.json:
+        sys.stdout.write(msgspec.json.encode(asdict(plan)).decode() + "\n")
+    else:
+        Console().print(_sentences(plan, command.below), soft_wrap=True, highlight=False)
+    return 0
+
+
+def _plan(record: RecordedRun, below: float, model: StepTimeModel) -> DrainPlan:
+    so_far = np.array(
+        [tokens for group in record.groups for tokens in group.so_far.values()], dtype=np.int64
+    )
+    known = np.array(
+        [
+            n
+            for group in record.groups
+            for place, n in enumerate(group.lengths)
+            if place not in group.so_far
+        ],
+        dtype=np.int64,
+    )
+    law = drawn_law(known, so_far)
+    engines = record.summary.engines
+    prompts = float(np.mean([group.prompt_tokens for group in record.groups]))
+    context = float(so_far.sum()) + prompts * len(so_far)
+    delivered = record.summary.rollouts.delivered - record.summary.rollouts.evaluated
+    return plan_drain(
+        law,
+        so_far,
+        bias=below,
+        delivered=delivered,
+        per_batch=delivered / max(1, record.summary.batches),
+        step_seconds=model.step_seconds(max(1.0, len(so_far) / engines), context / engines),
+    )
+
+
+def _sentences(plan: DrainPlan, below: float) -> str:
+    if plan.further_batches:
+        when = f"{plan.further_batches} more batches bring it below {below:.1%}"
+    else:
+        when = f"it is below {below:.1%} already"
+    drain, ramp = plan.drained_epoch_seconds, plan.staggered_launch_seconds
+    return (
+        f"The bias of the delivered lengths is {signed_percent(plan.bias_now)} by what is in "
+        f"flight; {when}.\n"
+        "To end it now, launch nothing until all in flight have finished: the fleet idles for "
+        f"{drain:.0f} s in sum.\n"
+        "To begin without it, spread the launches over the first mean response: the fleet is half "
+        f'empty for {2 * ramp:.0f} s, which costs {ramp:.0f} s (start_up="ramp" does so batch by '
+        "batch)."
+    )

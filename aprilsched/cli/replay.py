@@ -1,0 +1,314 @@
+"""``aprilsched replay RUN``: what if a recorded run had been scheduled in another way.
+
+The run's own settings are replayed first and held against what really happened, so that every
+answer comes with the error of the question whose answer is known.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from aprilsched.analysis.costs_of_run import RecordedCosts
+from aprilsched.analysis.lengths_of_run import RecordedRun, read_record
+from aprilsched.analysis.prediction import PredictionError, prediction_error, recorded_summary
+from aprilsched.errors import ConfigError, RunFolderError
+from aprilsched.runs.comparison import PolicyRow, compare
+from aprilsched.runs.config_file import read_settings
+from aprilsched.runs.pictures import draw_comparison
+from aprilsched.runs.replayed import Replay, bound_of, replay_settings
+from aprilsched.runs.settings import RunSettings, SimSettings
+from aprilsched.runs.setup import Setup
+from aprilsched.runs.showing import screen_of
+from aprilsched.runs.simulated import SimulatedRun
+from aprilsched.runs.tables import number, percent, signed_percent
+from aprilsched.runs.variants import RECORDED, Variant, variants
+from aprilsched.telemetry.figures import RunSummary
+from aprilsched.telemetry.run_folder import CONFIG, RunFolder, write_json
+from aprilsched.timing import load_model
+from aprilsched.timing.model import H200_QWEN3_4B
+
+__all__ = ["ReplayCommand", "ReplayReport", "main", "report", "show", "what_if"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayCommand:
+    """Replay a recorded run in virtual time, under its own settings and under other policies."""
+
+    run: tyro.conf.Positional[Path]
+    """The folder of a run, as aprilsched run and simulate write it."""
+    policy: str = "sync,april,auto"
+    """Which, with commas between, as in simulate. "recorded" is the run's own settings, which come
+    first in any case; recorded:over_provision=1.5 changes one of them."""
+    model: Path | None = None
+    """Step times of the engines (TOML), as aprilsched calibrate --out writes them; those of one
+    H200 with a 4B model if not given."""
+    max_running: int | None = None
+    """Most requests that one engine decodes together; the run's own on the embedded engine, else
+    512."""
+    kv_tokens: int | None = None
+    """Tokens in one engine's KV pool; what the run's own say of themselves, else 1,000,000."""
+    batches: int | None = None
+    """Of each replay; as many as the run delivered if not given."""
+    burn_in: int | None = None
+    """Batches left out of the steady-state figures; the run's own if not given."""
+    seed: int = 0
+    """Of the lengths of responses that had not finished."""
+    out: Path | None = None
+    """A folder for the run folders of the replays; none are written if not given. It must be new
+    or empty."""
+    json: bool = False
+    """Print an object as JSON on stdout; all else goes to stderr."""
+    quiet: bool = False
+    """No progress; the figures at the end all the same."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; the exit code.
+
+    Raises:
+        AprilschedError: if the run cannot be read, or a setting is refused.
+    """
+    command = tyro.cli(
+        ReplayCommand,
+        args=list(arguments),
+        prog="aprilsched replay",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    messages = Console(stderr=True)
+    if command.out is not None:
+        RunFolder(command.out)  # refuses one that holds something
+    replay = _replay(command)
+    setups = [(v, replay.setup(v)) for v in variants(command.policy, replay.settings.scheduler)]
+    runs = {v.name: _run(command, replay, v, setup, messages) for v, setup in setups}
+    summaries = {name: run.execute() for name, run in runs.items()}
+    found = _report(replay, summaries, runs)
+    if command.out is not None:
+        write_json(command.out / "replay.json", found)
+        draw_comparison(command.out, {v.name: v.folder for v, _ in setups}, messages)
+    if command.json:
+        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    else:
+        show(found, {v.name: v.what for v, _ in setups})
+    return 0
+
+
+def what_if(command: ReplayCommand) -> ReplayReport:
+    """The same as a call: what `command` says of folders and output is ignored.
+
+    Raises:
+        AprilschedError: if the run cannot be read, or a setting is refused.
+    """
+    replay = _replay(command)
+    runs = {
+        variant.name: replay.run(replay.setup(variant), None, None)
+        for variant in variants(command.policy, replay.settings.scheduler)
+    }
+    return _report(replay, {name: run.execute() for name, run in runs.items()}, runs)
+
+
+def _replay(command: ReplayCommand) -> Replay:
+    """What is replayed."""
+    if not (command.run / CONFIG).is_file():
+        raise RunFolderError(
+            f"{command.run} is no run folder (it has no {CONFIG}); name one that aprilsched run "
+            "has written."
+        )
+    if command.seed < 0:
+        raise ConfigError(f"seed is {command.seed}; give 0 or more.")
+    run = read_settings(command.run / CONFIG)
+    group_size = run.scheduler.checked().group_size
+    record = read_record(command.run, group_size=group_size, seed=command.seed)
+    delivered, burn_in = record.summary.batches, record.summary.steady_state.burn_in
+    settings = replay_settings(
+        run,
+        record,
+        _engines(command, run, record),
+        batches=delivered if command.batches is None else command.batches,
+        burn_in=burn_in if command.burn_in is None else command.burn_in,
+    )
+    model = H200_QWEN3_4B if command.model is None else load_model(command.model)
+    return Replay(record=record, settings=settings, model=model)
+
+
+def _engines(command: ReplayCommand, run: RunSettings, record: RecordedRun) -> SimSettings:
+    """As many as the run had, each as the flags, the run or the defaults say."""
+    sim = run.sim if run.simulated else SimSettings()
+    if not run.simulated and record.kv_tokens is not None:
+        sim = replace(sim, kv_tokens=record.kv_tokens)
+    if command.max_running is not None:
+        sim = replace(sim, max_running=command.max_running)
+    if command.kv_tokens is not None:
+        sim = replace(sim, kv_tokens=command.kv_tokens)
+    return replace(sim, engines=record.summary.engines)
+
+
+def _run(
+    command: ReplayCommand, replay: Replay, variant: Variant, setup: Setup, console: Console
+) -> SimulatedRun:
+    folder = None if command.out is None else RunFolder(command.out / variant.folder)
+    screen = screen_of(setup, console, title=f"{variant.name:8}", compact=True)
+    return replay.run(setup, folder, None if command.quiet else screen)
+
+
+def _report(
+    replay: Replay, summaries: Mapping[str, RunSummary], runs: Mapping[str, SimulatedRun]
+) -> ReplayReport:
+    settings = replay.settings
+    burn_in = settings.burn_in or 0
+    own = next(iter(summaries.values()))
+    real = recorded_summary(
+        replay.record,
+        batches=own.batches,
+        burn_in=burn_in,
+        bound=bound_of(replay.model, settings.sim),
+    )
+    return report(
+        replay.record,
+        real,
+        summaries,
+        error=prediction_error(real, own, burn_in=burn_in),
+        wanted=settings.batches,
+        generated={name: run.generated_tokens_per_s for name, run in runs.items()},
+        schedules={name: run.schedule for name, run in runs.items()},
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayReport:
+    """What ``aprilsched replay --json`` prints.
+
+    Rows are those of ``simulate``, but for `speedup`: delivered tokens/s over those of the replay
+    under the run's own settings.
+    """
+
+    schema: int = 1
+    recorded: PolicyRow
+    """The run as it was, its rates and shares over the batches that its replay has too."""
+    replayed: list[PolicyRow]
+    """The run's own settings first."""
+    prediction_error: PredictionError
+    imputed: int
+    """Responses that had not finished, whose lengths were drawn."""
+    known: int
+    costs: RecordedCosts
+    batches_wanted: int
+    """A replay has fewer if it needed more groups than were recorded."""
+
+
+def report(
+    record: RecordedRun,
+    real: RunSummary,
+    summaries: Mapping[str, RunSummary],
+    *,
+    error: PredictionError,
+    wanted: int,
+    generated: Mapping[str, float | None],
+    schedules: Mapping[str, str],
+) -> ReplayReport:
+    """`real` is the run's own summary, `summaries` those of its replays, its own settings' first;
+    `generated` and `schedules` are as in :func:`~aprilsched.runs.comparison.compare`."""
+    rows = compare(summaries, generated, schedules).policies
+    own = compare({RECORDED: real}, {RECORDED: None}, {}).policies[0]
+    base = rows[0].delivered_tokens_per_s
+    return ReplayReport(
+        recorded=own,
+        replayed=[replace(row, speedup=_over(row.delivered_tokens_per_s, base)) for row in rows],
+        prediction_error=error,
+        imputed=record.imputed,
+        known=record.known,
+        costs=record.costs,
+        batches_wanted=wanted,
+    )
+
+
+def show(found: ReplayReport, what: Mapping[str, str]) -> None:
+    """Print it; `what` says what each policy does."""
+    console = Console(highlight=False)
+    console.print(_table(found))
+    sentences = [_error(found), _lengths(found), _costs(found.costs)]
+    sentences += [_policy(row, what[row.policy]) for row in found.replayed[1:]]
+    sentences += [
+        _short(row, found) for row in found.replayed if row.batches < found.batches_wanted
+    ]
+    for sentence in sentences:
+        console.print(sentence, soft_wrap=True)
+
+
+def _table(found: ReplayReport) -> Table:
+    burn_in = found.prediction_error.burn_in
+    table = Table("policy", title=f"steady state, after the first {burn_in} batches")
+    columns = (
+        "delivered tokens/s",
+        "efficiency",
+        "off-policy tokens",
+        "seconds a batch",
+        "against the replayed run",
+    )
+    for name in columns:
+        table.add_column(name, justify="right")
+    rows = [("the run", found.recorded), *((row.policy, row) for row in found.replayed)]
+    for name, row in rows:
+        table.add_row(
+            name,
+            number(row.delivered_tokens_per_s),
+            percent(row.efficiency),
+            percent(row.off_policy_share),
+            number(row.seconds_a_batch, 1),
+            signed_percent(None if row.speedup is None else row.speedup - 1),
+        )
+    return table
+
+
+def _error(found: ReplayReport) -> str:
+    error = found.prediction_error
+    if not error.batches:
+        return "Prediction error: unknown, no batch is left after the burn-in; lower --burn-in."
+    return (
+        f"Prediction error, replayed against real over {error.batches} batches: tokens/s "
+        f"{_exact(error.delivered_tokens_per_s)}, efficiency {_exact(error.efficiency)}, "
+        f"off-policy share {_exact(error.off_policy_share)}, seconds a batch "
+        f"{_exact(error.seconds_a_batch)}."
+    )
+
+
+def _lengths(found: ReplayReport) -> str:
+    total = found.known + found.imputed
+    return (
+        f"Lengths: {found.known:,} of {total:,} responses are known; {found.imputed:,} had not "
+        "finished and were imputed."
+    )
+
+
+def _costs(costs: RecordedCosts) -> str:
+    return (
+        f"Medians of the log: trainer {costs.train_seconds:.3g} s, refit {costs.refit_seconds:.3g} "
+        f"s, pause {1e3 * costs.pause_seconds:.3g} ms, reward {costs.reward_seconds:.3g} s."
+    )
+
+
+def _policy(row: PolicyRow, what: str) -> str:
+    text = f"{row.policy}: {what}"
+    return f"{text} It chose {row.schedule}." if row.schedule else text
+
+
+def _short(row: PolicyRow, found: ReplayReport) -> str:
+    return (
+        f"{row.policy} needed more groups than were recorded: it has {row.batches} of "
+        f"{found.batches_wanted} batches."
+    )
+
+
+def _over(rate: float | None, base: float | None) -> float | None:
+    return rate / base if rate is not None and base else None
+
+
+def _exact(error: float | None) -> str:
+    return "unknown" if error is None else f"{error:+z.2%}"

@@ -1,0 +1,137 @@
+"""``aprilsched run``: drive batches from prompts, without a trainer, into a run folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import tomli_w
+import tyro
+from rich.console import Console
+
+from aprilsched.errors import ConfigError
+from aprilsched.runs.config_file import as_toml, read_settings
+from aprilsched.runs.drive import Run
+from aprilsched.runs.pictures import leave_report, leave_trace
+from aprilsched.runs.settings import RunSettings
+from aprilsched.runs.setup import prepare, servers
+from aprilsched.runs.showing import screen_of
+from aprilsched.runs.tables import run_table
+from aprilsched.runs.workload_limits import fitted
+from aprilsched.store import SqliteStore
+from aprilsched.telemetry.run_folder import CONFIG, RunFolder, default_path
+
+__all__ = ["RunCommand", "main"]
+
+_INTERRUPTED = 130
+_FAILED = 2
+_WITH_RESUME = frozenset({"--resume", "--batches", "--json", "--no-report", "--quiet", "--help"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCommand:
+    """Drive batches of rollouts and write a run folder."""
+
+    config: str | None = None
+    """A TOML file of settings, such as a run folder's config.toml; flags override it."""
+    out: Path | None = None
+    """The run folder; runs/TIME-SEED if not given. It must be new or empty."""
+    resume: Path | None = None
+    """Go on with the run in this folder, which was cut off, under its own settings; of the others
+    only --batches, --json, --no-report and --quiet may be given too."""
+    json: bool = False
+    """Print the summary as JSON on stdout; everything else goes to stderr."""
+    quiet: bool = False
+    """No progress, no figures, no report and no trace, only errors."""
+    no_report: bool = False
+    """Write neither report.html nor trace.json."""
+    dry_run: bool = False
+    """Print the resolved settings as TOML and end."""
+    settings: Annotated[RunSettings, tyro.conf.arg(name="")] = field(default_factory=RunSettings)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; the exit code.
+
+    Raises:
+        AprilschedError: if the run is refused or fails.
+    """
+    command = _parse(arguments)
+    if command.dry_run:
+        command.settings.check()
+        command.settings.scheduler.checked()
+        print(tomli_w.dumps(as_toml(command.settings)), end="")
+        return 0
+    command.settings.check()
+    settings = fitted(command.settings, lambda: servers(command.settings))
+    setup = prepare(settings)
+    folder = _folder(command)
+    messages = Console(stderr=True)
+    screen = screen_of(setup, messages, title="run", where=str(folder.path))
+    # On a virtual clock a thread's work would take no time, or all of it.
+    store = SqliteStore(folder.store, inline=setup.clock == "virtual")
+    summary = Run(setup, folder, None if command.quiet else screen, store=store).execute()
+    if command.json:
+        sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
+    elif not command.quiet:
+        Console().print(run_table(summary))
+    if not command.quiet:
+        messages.print(f"The run is in {folder.path}", soft_wrap=True, highlight=False)
+        if not command.no_report:
+            leave_trace(messages, folder.path)
+            leave_report(messages, folder.path)
+    if summary.interrupted:
+        return _INTERRUPTED
+    if summary.error is not None:
+        print(f"aprilsched: {' '.join(summary.error.split())}", file=sys.stderr)
+        return _FAILED
+    return 0
+
+
+def _folder(command: RunCommand) -> RunFolder:
+    if command.resume is not None:
+        return RunFolder.resume(command.resume)
+    return RunFolder(command.out or default_path(command.settings.seed))
+
+
+def _parse(arguments: Sequence[str]) -> RunCommand:
+    """Flags over the config file's settings over the defaults."""
+    path = _config_path(arguments)
+    default = RunCommand() if path is None else RunCommand(settings=read_settings(Path(path)))
+    return tyro.cli(
+        RunCommand,
+        args=list(arguments),
+        default=default,
+        prog="aprilsched run",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+
+
+def _config_path(arguments: Sequence[str]) -> str | None:
+    """The file's content decides the defaults of all other flags, so it is looked for first."""
+    resumed = _value("--resume", arguments, "folder; give that of a run")
+    if resumed is None:
+        return _value("--config", arguments, "file; give the path of a TOML file")
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag.startswith("--") and flag not in _WITH_RESUME:
+            raise ConfigError(
+                f"{flag} does not go with --resume, which goes on under the run's own settings; "
+                "give only --batches, --json, --no-report or --quiet with it."
+            )
+    return str(RunFolder.resume(Path(resumed)).path / CONFIG)
+
+
+def _value(flag: str, arguments: Sequence[str], what: str) -> str | None:
+    for position, argument in enumerate(arguments):
+        if argument.startswith(f"{flag}="):
+            return argument.removeprefix(f"{flag}=")
+        if argument == flag:
+            if position + 1 == len(arguments):
+                raise ConfigError(f"{flag} names no {what}.")
+            return arguments[position + 1]
+    return None

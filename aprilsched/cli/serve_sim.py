@@ -1,0 +1,120 @@
+"""``aprilsched serve-sim``: the embedded engine behind SGLang's own HTTP API, until it is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from aprilsched.engines.sim.config import SimConfig
+from aprilsched.errors import ConfigError
+from aprilsched.runs.keys import key_from
+from aprilsched.runs.settings import SimSettings
+from aprilsched.testing import SimServer
+from aprilsched.testing.faults import FaultScript, parse_faults
+
+__all__ = ["ServeSimCommand", "main"]
+
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSimCommand:
+    """Serve the embedded engine behind SGLang's own HTTP API, for tests."""
+
+    host: str = "127.0.0.1"
+    """Where to listen; anything but loopback opens it to others."""
+    port: int = 30000
+    """Of the first engine; further ones (--sim.engines) have the ports after it. 0 for any."""
+    admin_key_env: str | None = None
+    """Name of the environment variable with the key that control calls must then bring."""
+    time_scale: float = 1.0
+    """Wall seconds for each modelled second: 0.1 is ten times faster than the machine."""
+    faults: Path | None = None
+    """A TOML script of what shall go wrong (docs/faults.md); what did is printed at the end."""
+    sim: SimSettings = field(default_factory=SimSettings)
+
+    def servers(self) -> list[SimServer]:
+        """What is asked for, not started yet.
+
+        Raises:
+            ConfigError: if a setting cannot be.
+        """
+        sim = self.sim
+        if sim.engines < 1:
+            raise ConfigError(f"sim.engines is {sim.engines}; give at least 1.")
+        script = FaultScript() if self.faults is None else read_faults(self.faults)
+        config = SimConfig(
+            max_running=sim.max_running,
+            kv_tokens=sim.kv_tokens,
+            stream_interval=sim.stream_interval,
+            stream_at_pause=False,
+        )
+        return [
+            SimServer(
+                config,
+                host=self.host,
+                port=self.port + index if self.port else 0,
+                admin_key=key_from(self.admin_key_env),
+                time_scale=self.time_scale,
+                refit_seconds=sim.refit_seconds,
+                faults=script.of_engine(index),
+            )
+            for index in range(sim.engines)
+        ]
+
+
+def read_faults(path: Path) -> FaultScript:
+    """The script in the file at `path`.
+
+    Raises:
+        ConfigError: if it cannot be read, or cannot be carried out.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"The fault script {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"The fault script {path} is no TOML: {error}.") from error
+    return parse_faults(text, str(path))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; the exit code: 0 after SIGTERM, 130 after Ctrl-C.
+
+    Raises:
+        AprilschedError: if it cannot listen there, or a setting cannot be.
+    """
+    command = tyro.cli(
+        ServeSimCommand,
+        args=list(arguments),
+        prog="aprilsched serve-sim",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    return asyncio.run(_serve(command.servers()))
+
+
+async def _serve(servers: Sequence[SimServer]) -> int:
+    ended: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, _INTERRUPTED)):
+        loop.add_signal_handler(number, ended.put_nowait, code)
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            await stack.enter_async_context(server)
+            print(f"the embedded engine listens at {server.url}", flush=True)
+        code = await ended.get()
+        for server in servers:
+            if server.faults:
+                print(f"{server.url}: {_fired(server.faults.fired)}", flush=True)
+        return code
+
+
+def _fired(fired: Mapping[str, int]) -> str:
+    counts = ", ".join(f"{kind} {count}" for kind, count in sorted(fired.items()))
+    return f"faults that happened: {counts or 'none'}"

@@ -1,0 +1,189 @@
+"""``aprilsched simulate``: policies on the same workload and seed, in virtual time.
+
+Every policy is decided by the production core, against modelled engines, with new weights after
+each batch; all see the same prompts and lengths. Each leaves a whole run folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import tyro
+from rich.console import Console
+
+from aprilsched.runs.comparison import Comparison, PolicyRow, compare, verdict
+from aprilsched.runs.pictures import draw_comparison, leave_report
+from aprilsched.runs.policies import Policy, chosen
+from aprilsched.runs.settings import (
+    RunSettings,
+    SchedulerFlags,
+    SimSettings,
+    WorkloadSettings,
+)
+from aprilsched.runs.setup import prepare
+from aprilsched.runs.showing import screen_of
+from aprilsched.runs.simulated import SimulatedRun
+from aprilsched.runs.tables import comparison_table
+from aprilsched.simulation.simulation import NEVER
+from aprilsched.telemetry.figures import RunSummary
+from aprilsched.telemetry.run_folder import REPORT, RunFolder, default_path, write_json
+from aprilsched.timing.model import H200_QWEN3_4B
+from aprilsched.timing.model_file import load_model
+
+__all__ = ["SimulateCommand", "Trial", "main", "simulated"]
+
+DEFAULT_POLICIES = "sync,april,slime,areal,copris,auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateCommand:
+    """Compare scheduling policies on one workload, in virtual time."""
+
+    policy: str = DEFAULT_POLICIES
+    """Which, with commas between. Settings follow a colon: april:over_provision=1.25|1.5|2 is
+    three of them."""
+    batches: int = 60
+    """Of each policy."""
+    seed: int = 0
+    """Of the workload."""
+    burn_in: int | None = None
+    """Batches left out of the steady-state figures; a quarter of them if not given."""
+    batch_groups: int = 32
+    """Groups (prompts) in a batch."""
+    group_size: int = 8
+    """Rollouts of one prompt."""
+    kv: Literal["recompute", "keep"] = "recompute"
+    """What a refit does to what is in flight: prefilled again, or kept with its older keys."""
+    max_staleness: int | None = None
+    """Bound on the staleness of what counts, for policies that set none."""
+    train_seconds: float = 0.0
+    """What the trainer takes over a batch."""
+    model: str | None = None
+    """A TOML file that aprilsched calibrate wrote: the engines' step times."""
+    sim: SimSettings = field(default_factory=lambda: SimSettings(stream_interval=NEVER))
+    out: Path | None = None
+    """The folder for the results; runs/TIME-SEED if not given. It must be new or empty."""
+    json: bool = False
+    """Print a list of objects as JSON on stdout, one for each policy; all else goes to stderr.
+    Of the pictures only the comparison is drawn."""
+    quiet: bool = False
+    """No progress; the figures at the end all the same."""
+    workload: Annotated[WorkloadSettings, tyro.conf.arg(name="")] = field(
+        default_factory=WorkloadSettings
+    )
+
+    def settings(self, policy: Policy) -> RunSettings:
+        """What the run of one policy does."""
+        flags = SchedulerFlags(
+            batch_groups=self.batch_groups,
+            group_size=self.group_size,
+            straggler="in_place" if self.kv == "keep" else "retract",
+            max_staleness=self.max_staleness,
+        )
+        return RunSettings(
+            batches=self.batches,
+            seed=self.seed,
+            burn_in=self.burn_in,
+            train_seconds=self.train_seconds,
+            model=self.model,
+            sim=self.sim,
+            workload=self.workload,
+            scheduler=policy.apply(flags),
+        )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; the exit code.
+
+    Raises:
+        AprilschedError: if a setting is refused or the results cannot be written.
+    """
+    command = tyro.cli(
+        SimulateCommand,
+        args=list(arguments),
+        prog="aprilsched simulate",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    policies = chosen(command.policy)
+    setups = [(policy, prepare(command.settings(policy))) for policy in policies]
+    timing = H200_QWEN3_4B if command.model is None else load_model(Path(command.model))
+    root = RunFolder(command.out or default_path(command.seed)).path
+    messages = Console(stderr=True)
+    summaries: dict[str, RunSummary] = {}
+    runs: dict[str, SimulatedRun] = {}
+    for policy, setup in setups:
+        screen = screen_of(setup, messages, title=f"{policy.name:6}", compact=True)
+        shown = None if command.quiet else screen
+        run = SimulatedRun(setup, RunFolder(root / policy.folder), shown, timing=timing)
+        summaries[policy.name] = run.execute()
+        runs[policy.name] = run
+    comparison = compare(
+        summaries,
+        {name: run.generated_tokens_per_s for name, run in runs.items()},
+        {name: run.schedule for name, run in runs.items()},
+    )
+    write_json(root / "comparison.json", comparison)
+    folders = {policy.name: policy.folder for policy in policies}
+    draw_comparison(root, folders, messages, each=not command.json)
+    _show(command, policies, summaries, comparison)
+    messages.print(f"The results are in {root}", soft_wrap=True, highlight=False)
+    if not command.json and not command.quiet:
+        first = comparison.baseline or policies[0].name
+        best = comparison.best
+        other = None if best is None or best == first else root / folders[best]
+        leave_report(messages, root / folders[first], other, out=root / REPORT)
+    return 0
+
+
+def _show(
+    command: SimulateCommand,
+    policies: Sequence[Policy],
+    summaries: Mapping[str, RunSummary],
+    comparison: Comparison,
+) -> None:
+    if command.json:
+        sys.stdout.write(msgspec.json.encode(comparison.policies).decode() + "\n")
+        return
+    console = Console()
+    console.print(comparison_table(summaries))
+    chose = {row.policy: row.schedule for row in comparison.policies}
+    for policy in policies:
+        text = f"{policy.name}: {policy.what}"
+        if chose[policy.name]:
+            text += f" It chose {chose[policy.name]}."
+        console.print(text, soft_wrap=True, highlight=False)
+    console.print(verdict(comparison), soft_wrap=True, highlight=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """A policy's row of comparison.json, and its summary.json."""
+
+    row: PolicyRow
+    summary: RunSummary
+
+
+def simulated(command: SimulateCommand) -> dict[str, Trial]:
+    """Each policy that `command` names, by name. What it says of folders and output is ignored.
+
+    Raises:
+        AprilschedError: if a setting is refused.
+    """
+    timing = H200_QWEN3_4B if command.model is None else load_model(Path(command.model))
+    summaries: dict[str, RunSummary] = {}
+    runs: dict[str, SimulatedRun] = {}
+    for policy in chosen(command.policy):
+        run = SimulatedRun(prepare(command.settings(policy)), None, None, timing=timing)
+        summaries[policy.name] = run.execute()
+        runs[policy.name] = run
+    rows = compare(
+        summaries,
+        {name: run.generated_tokens_per_s for name, run in runs.items()},
+        {name: run.schedule for name, run in runs.items()},
+    ).policies
+    return {row.policy: Trial(row=row, summary=summaries[row.policy]) for row in rows}

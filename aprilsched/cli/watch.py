@@ -1,0 +1,203 @@
+"""``aprilsched watch RUN``: look at a run from another terminal, by what it writes."""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from aprilsched.analysis.basis import basis_of
+from aprilsched.analysis.follow import Follower
+from aprilsched.analysis.rebuild import Teller, summary_of_run
+from aprilsched.analysis.run import readable
+from aprilsched.errors import RunFolderError
+from aprilsched.runs.tables import run_table
+from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.batch_meter import BatchMeter
+from aprilsched.telemetry.live.display import LiveView, can_draw
+from aprilsched.telemetry.live.facts import RunFacts
+from aprilsched.telemetry.live.plain import PlainLines
+from aprilsched.telemetry.live.words import clock_time
+from aprilsched.telemetry.live_figures import LiveFigures
+from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
+
+__all__ = ["WatchCommand", "Watched", "main"]
+
+_POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchCommand:
+    """Show a run as its own terminal does, from its folder: one that goes on, about a second late,
+    or one that has ended."""
+
+    run: tyro.conf.Positional[Path]
+    """The run folder."""
+    once: bool = False
+    """Print what is to be seen now, and end."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; the exit code.
+
+    Raises:
+        AprilschedError: if the folder holds no run, or one that cannot be understood.
+    """
+    command = tyro.cli(
+        WatchCommand,
+        args=list(arguments),
+        prog="aprilsched watch",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    if not (command.run / CONFIG).is_file():
+        raise RunFolderError(
+            f"{command.run} holds no run (it has no {CONFIG}); name the folder of one that has "
+            "begun."
+        )
+    console = Console()
+    with readable(command.run):
+        if command.once:
+            _once(command.run, console)
+        else:
+            _follow(command.run, console)
+    return 0
+
+
+def _once(folder: Path, console: Console) -> None:
+    watched = Watched(folder, console, draws=True)
+    while watched.read():
+        pass
+    console.print(watched.last_frame())
+
+
+def _follow(folder: Path, console: Console) -> None:
+    watched = Watched(folder, console, draws=can_draw(console))
+    with watched:
+        ended = False
+        while not ended:
+            # Before the last look: what a run writes it has written when its summary is there.
+            ended = watched.ended
+            while watched.read():
+                pass
+            if not ended:
+                time.sleep(_POLL_SECONDS)
+    if watched.draws:
+        console.print(watched.last_frame())
+    summary = summary_of_run(folder)
+    said = "The run has ended"
+    if summary.interrupted:
+        said = "The run was ended by Ctrl-C"
+    elif summary.error is not None:
+        said = f"The run ended early: {summary.error}"
+    console.print(run_table(summary))
+    console.print(f"{said}; it is in {folder}", soft_wrap=True, highlight=False, markup=False)
+
+
+_LINES = 10_000
+"""Told between two notes of how far the reading has come."""
+_SILENT_SECONDS = 5.0
+"""A run writes once a second while something happens."""
+_LONG_SECONDS = 60.0
+
+
+class Watched:
+    """The run in `folder`; use it as ``with watched:`` to have it drawn.
+
+    Attributes:
+        draws: a view; else one line for each batch is printed.
+        view: None if nothing is drawn.
+
+    Raises:
+        OSError, ValueError: if its configuration cannot be read, or understood.
+    """
+
+    def __init__(self, folder: Path, console: Console, *, draws: bool) -> None:
+        self.draws = draws
+        self._folder = folder
+        self._console = console
+        self._follower = Follower(folder / EVENTS)
+        self._heard_at = time.monotonic()
+        self.view: LiveView | None = None
+        self._plain: PlainLines | None = None
+        self._teller = Teller(self._begin())
+
+    @property
+    def ended(self) -> bool:
+        """It has its summary, and so everything else."""
+        return (self._folder / SUMMARY).exists()
+
+    def __enter__(self) -> Self:
+        if self.view is not None:
+            self.view.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.view is not None:
+            self.view.__exit__(*exception)
+
+    def read(self) -> bool:
+        """Show what is new; whether anything was.
+
+        Raises:
+            OSError, ValueError, MsgspecError: if it cannot be read, or understood.
+            RunFolderError: if the log is damaged.
+        """
+        news = self._follower.poll(_LINES)
+        if news.anew:
+            self._teller = Teller(self._begin())
+        for raw in news.lines:
+            self._teller.tell(raw)
+        now = time.monotonic()
+        if news.lines:
+            self._heard_at = now
+        self._note(now - self._heard_at)
+        return bool(news.lines)
+
+    def last_frame(self) -> Text:
+        """The view as it is now, as high as it needs to be where it is not on a terminal."""
+        assert self.view is not None  # noqa: S101 - only who draws asks
+        self.view.model.note = ""
+        return self.view.frame(whole=not self._console.is_terminal)
+
+    def _begin(self) -> Sequence[Listener]:
+        """Who is told the log from its first line. A process that goes on with the run may have
+        other settings than the one before."""
+        config: dict[str, Any] = tomllib.loads((self._folder / CONFIG).read_text(encoding="utf-8"))
+        basis = basis_of(config)
+        facts = RunFacts(
+            title="run",
+            where=str(self._folder),
+            batches=config["batches"],
+            batch_groups=config["scheduler"]["batch_groups"],
+            modelled=basis.clock == "virtual",
+        )
+        meter = BatchMeter(trainer_waits=basis.trainer_waits, bound=basis.bound)
+        if not self.draws:
+            said = 0 if self._plain is None else self._plain.said
+            self._plain = PlainLines(self._console, facts, meter, said=said)
+            return (meter, *self._plain.listeners)
+        figures = LiveFigures(meter=meter, batch_groups=facts.batch_groups, clock=None)
+        if self.view is None:
+            self.view = LiveView(self._console, facts, figures)
+        else:
+            self.view.restart(facts, figures)
+        return (meter, *self.view.listeners)
+
+    def _note(self, silent: float) -> None:
+        if self.view is None:
+            return
+        note = ""
+        if self._follower.caught_up < 1.0:
+            note = f"reading, {self._follower.caught_up:.0%}"
+        elif silent >= _SILENT_SECONDS:
+            note = f"no new lines for {clock_time(silent)}"
+            if silent >= _LONG_SECONDS:
+                note += ": it waits, or was killed"
+        self.view.model.note = note

@@ -1,0 +1,588 @@
+"""What has happened in a run, as the core knows it: for whoever watches, counts or records a run.
+
+Events and commands are the protocol between the core and the shell that drives it. Facts are what
+comes of them: an attempt was sent, tokens were received, a rollout was finished, an engine changed
+its mode. The core emits them beside its commands, in the order in which they come true, so nobody
+else has to work out again what the core knew.
+
+A fact has counts and names only. Tokens, log-probabilities and prompt keys are added where a
+listener asks for them (:attr:`~aprilsched.core.state.state.SchedulerState.tells_tokens`). Whatever the
+core passes over (an answer to an attempt that is closed, a reward for a group that was dropped) is
+no fact. A fact has no time of its own: it is handed on with the time of its event.
+
+The names of the facts and of their fields are the format of events.jsonl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from msgspec import Struct
+
+from aprilsched.core.messages.events import ControlCall, EngineInfo
+from aprilsched.types import NO_VERSION, Batch, FinishReason, Rollout
+
+__all__ = [
+    "AdapterRetired",
+    "AttemptCalledBack",
+    "AttemptEnded",
+    "AttemptSent",
+    "BatchDelivered",
+    "BatchOffered",
+    "BatchRequestWithdrawn",
+    "BatchRequested",
+    "BatchesAcknowledged",
+    "ControlCallFailed",
+    "DeliveredRollout",
+    "DroppedRollout",
+    "EngineAdmitted",
+    "EngineJoined",
+    "EngineLost",
+    "EngineModeChanged",
+    "EngineRefitted",
+    "EngineSlow",
+    "EpisodeStarted",
+    "EvaluationDelivered",
+    "EvaluationRequested",
+    "EvaluationWithdrawn",
+    "Fact",
+    "FleetAwaited",
+    "FleetGivenUp",
+    "GroupAccepted",
+    "GroupDropped",
+    "GroupLaunched",
+    "GroupsFailed",
+    "OfferWithdrawn",
+    "PromptRefused",
+    "PromptsEnded",
+    "PromptsReceived",
+    "PromptsRequested",
+    "RefitBegun",
+    "RestoredLengths",
+    "RewardRequested",
+    "RolloutFinished",
+    "RolloutScored",
+    "RunOpened",
+    "ScheduleChanged",
+    "SleepBegun",
+    "SleepEnded",
+    "SleepRequested",
+    "TokensDiscarded",
+    "TokensReceived",
+    "TurnBegun",
+    "TurnEnded",
+    "UpdateBegun",
+    "UpdateFinished",
+    "UpdateWanted",
+    "UpdateWithdrawn",
+    "VerdictRequested",
+    "WakeRequested",
+    "delivered_rollouts",
+    "group_ids",
+]
+
+Outcome: TypeAlias = Literal["finished", "interrupted", "failed", "engine_lost"]
+"""How an attempt ended: it ran to its end, came back before (aborted, or never sent), failed, or
+was taken from an engine that went out of use."""
+
+
+class Fact(
+    Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, tag_field="fact", tag=True
+):
+    """Something that has come true. A struct, because a run has a million: one is made in a third
+    of a frozen dataclass's time, and encoded without a detour."""
+
+
+# --- the run and the trainer -------------------------------------------------------------------
+
+
+class RunOpened(Fact, frozen=True):
+    """The fleet is up. In a `resumed` run everything that was in flight is gone, but for the groups
+    that are launched as restored next. `version` is the run's."""
+
+    engines: tuple[EngineInfo, ...]
+    version: int
+    resumed: bool = False
+
+
+class BatchRequested(Fact, frozen=True):
+    """The trainer waits for its next batch."""
+
+
+class BatchRequestWithdrawn(Fact, frozen=True):
+    """The trainer waits no longer: its call was cancelled."""
+
+
+class BatchOffered(Fact, frozen=True):
+    """The batch is complete, and the trainer may take it."""
+
+    batch: int
+    version: int
+
+
+class OfferWithdrawn(Fact, frozen=True):
+    """The batch that was offered is not to be taken any more: a new version comes."""
+
+    batch: int
+
+
+class DeliveredRollout(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """A rollout in a batch.
+
+    Attributes:
+        tokens: of the response, those of the environment included.
+        segments: start, end, version and engine of each run of one version, see
+            :class:`~aprilsched.types.Segment`.
+        masked: sampled tokens that do not count in the loss, because they are too stale.
+    """
+
+    rollout_id: int
+    group_id: int
+    prompt_tokens: int
+    tokens: int
+    segments: tuple[tuple[int, int, int, str | None], ...]
+    finish_reason: FinishReason = "length"
+    reward: float | None = None
+    turns: int = 1
+    masked: int = 0
+    versions_exact: bool = True
+    stale_keys: bool = False
+    key: str | int | None = None
+    input_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+
+
+class BatchDelivered(Fact, frozen=True):
+    """The trainer has the batch. `again`: it had been delivered before the run was resumed."""
+
+    batch: int
+    version: int
+    rollouts: tuple[DeliveredRollout, ...]
+    again: bool = False
+
+
+class BatchesAcknowledged(Fact, frozen=True):
+    """The trainer is done with these batches."""
+
+    batches: tuple[int, ...]
+
+
+class PromptsEnded(Fact, frozen=True):
+    """The prompts have ended and everything was delivered: the trainer's wait is over."""
+
+
+class PromptsRequested(Fact, frozen=True):
+    """So many prompts are asked of their source."""
+
+    count: int
+
+
+class PromptsReceived(Fact, frozen=True):
+    """Prompts have come from their source. `last`: it has ended. `partial`: the rest of what was
+    asked for follows later."""
+
+    prompts: int
+    last: bool = False
+    partial: bool = False
+    asked: list[dict[str, Any]] | None = None
+    """Key and token ids of each, for a listener that asks for tokens."""
+
+
+class EvaluationRequested(Fact, frozen=True):
+    """The trainer waits for the answers to so many prompts."""
+
+    evaluation_id: int
+    prompts: int
+    group_size: int
+
+
+class EvaluationWithdrawn(Fact, frozen=True):
+    """Nobody waits for the evaluation any more, or it is abandoned."""
+
+    evaluation_id: int
+
+
+class EvaluationDelivered(Fact, frozen=True):
+    """The trainer has the answers."""
+
+    evaluation_id: int
+    version: int
+    rollouts: tuple[DeliveredRollout, ...]
+
+
+class ScheduleChanged(Fact, frozen=True):
+    """Automatic over-provisioning has chosen another schedule; `schedule` says which, in words."""
+
+    schedule: str
+
+
+# --- groups and rollouts -----------------------------------------------------------------------
+
+
+class RestoredLengths(Struct, frozen=True, kw_only=True, gc=False):
+    """How far each member of a restored group had come: the tokens of its response, those of them
+    that were sampled, and whether it was generated to its end."""
+
+    tokens: tuple[int, ...]
+    sampled: tuple[int, ...]
+    finished: tuple[bool, ...]
+
+
+class GroupLaunched(Fact, frozen=True):
+    """The group is in flight; `rollout_ids` are its members in their order.
+
+    `restored`: it is in flight again, after the run was resumed, with these lengths.
+    """
+
+    group_id: int
+    rollout_ids: tuple[int, ...]
+    prompt_tokens: int
+    evaluation_id: int | None = None
+    restored: RestoredLengths | None = None
+    key: str | int | None = None
+    input_ids: list[int] | None = None
+
+
+class EpisodeStarted(Fact, frozen=True):
+    """The rollout's turns are those of an episode, which runs now."""
+
+    rollout_id: int
+
+
+class TurnBegun(Fact, frozen=True):
+    """An episode asks for tokens. `environment` tokens were added to the response before;
+    `prompt_tokens` is the length of the context of the first turn."""
+
+    rollout_id: int
+    prompt_tokens: int
+    environment: int = 0
+
+
+class TurnEnded(Fact, frozen=True):
+    """An episode has the answer to its turn. `withdrawn`: it gave the turn up, and this is what
+    had come of it."""
+
+    rollout_id: int
+    tokens: int
+    finish_reason: FinishReason
+    withdrawn: bool = False
+
+
+class TokensDiscarded(Fact, frozen=True):
+    """The last tokens of the response are forgotten: `sampled` ones, which the ledger counts under
+    `reason`, and `environment` ones. The rollout goes on."""
+
+    rollout_id: int
+    sampled: int
+    environment: int
+    reason: str
+
+
+class RolloutFinished(Fact, frozen=True):
+    """The response is generated to its end: the request of a single turn, or the whole episode."""
+
+    rollout_id: int
+    group_id: int
+
+
+class RewardRequested(Fact, frozen=True):
+    """The reward function is asked about one rollout, or about the whole group."""
+
+    group_id: int
+    rollout_id: int | None = None
+
+
+class RolloutScored(Fact, frozen=True):
+    """The rollout has its reward (None where no reward function is given)."""
+
+    rollout_id: int
+    group_id: int
+    reward: float | None = None
+
+
+class VerdictRequested(Fact, frozen=True):
+    """The user's accept function is asked about the group."""
+
+    group_id: int
+
+
+class GroupAccepted(Fact, frozen=True):
+    """The group is complete, scored and accepted: it waits for its batch."""
+
+    group_id: int
+
+
+class DroppedRollout(Struct, frozen=True, kw_only=True, gc=False):
+    """A member of a dropped group: the ledger's reason, and the sampled tokens that go with it."""
+
+    rollout_id: int
+    reason: str
+    tokens: int
+
+
+class GroupDropped(Fact, frozen=True):
+    """The group went to the ledger. `culprit` is the rollout whose failure took the others along,
+    if one did."""
+
+    group_id: int
+    reason: str
+    cause: str
+    rollouts: tuple[DroppedRollout, ...]
+    culprit: int | None = None
+
+    @property
+    def rollout_ids(self) -> tuple[int, ...]:
+        return tuple(rollout.rollout_id for rollout in self.rollouts)
+
+
+class PromptRefused(Fact, frozen=True):
+    """A prompt of the source cannot be used: it has one entry in the ledger, as a rollout that was
+    launched and dropped at once."""
+
+    rollout_id: int
+    group_id: int
+    cause: str
+
+
+class GroupsFailed(Fact, frozen=True):
+    """So many groups failed in a row that nothing more is launched."""
+
+    groups: int
+    cause: str
+
+
+# --- attempts ----------------------------------------------------------------------------------
+
+
+class AttemptSent(Fact, frozen=True):
+    """A request was sent to an engine, for the `attempt`-th time. A request has at most one open
+    attempt. `tokens` is its context: the prompt and the response so far."""
+
+    engine: str
+    request_id: int
+    attempt: int
+    rollout_id: int
+    group_id: int
+    tokens: int
+    max_new_tokens: int
+    adapter: int | None = None
+    cache_version: int | None = None
+    input_ids: list[int] | None = None
+
+
+class AttemptCalledBack(Fact, frozen=True):
+    """The engine is told to abort the open attempt."""
+
+    request_id: int
+
+
+class TokensReceived(Fact, frozen=True):
+    """New tokens of the open attempt. `recomputed` context tokens were computed again before them,
+    after an interruption. `dropped`: the rollout is in the ledger for this reason, and so are they.
+    """
+
+    request_id: int
+    tokens: int
+    recomputed: int = 0
+    dropped: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+
+
+class AttemptEnded(Fact, frozen=True):
+    """The attempt is open no more. `retried`: it failed, and its request will be sent again.
+    `spans` (version, start, end) is what the engine says of its tokens' versions."""
+
+    request_id: int
+    outcome: Outcome
+    cause: str = ""
+    retried: bool = False
+    spans: tuple[tuple[int, int, int], ...] | None = None
+
+
+# --- engines -----------------------------------------------------------------------------------
+
+
+class EngineJoined(Fact, frozen=True):
+    """The engine is connected. It takes part once it is admitted."""
+
+    info: EngineInfo
+
+
+class EngineAdmitted(Fact, frozen=True):
+    """The engine takes part from now on: it has the fleet's version."""
+
+    engine: str
+    version: int
+
+
+class EngineLost(Fact, frozen=True):
+    """The engine is out of use. `standby`: it answers, and comes back with the next refit that
+    reaches it. `last`: no engine is left, neither in use nor on standby."""
+
+    engine: str
+    cause: str
+    standby: bool = False
+    last: bool = False
+
+
+class EngineModeChanged(Fact, frozen=True):
+    """The engine's control mode (:class:`~aprilsched.core.state.engine_control.Mode`) went from `start` to
+    `finish`. `pause`: the kind of a pause that begins. `tags`: the memory that is being released or
+    taken back."""
+
+    engine: str
+    start: str
+    finish: str
+    pause: str = ""
+    tags: tuple[str, ...] = ()
+
+
+class RefitBegun(Fact, frozen=True):
+    """The version is brought into these engines. `adapter`: it is an adapter, loaded beside the one
+    in use. `catch_up`: it is the fleet's version, published again for an engine on standby."""
+
+    version: int
+    engines: tuple[str, ...]
+    adapter: bool = False
+    catch_up: bool = False
+
+
+class EngineRefitted(Fact, frozen=True):
+    """The engine says that it has `version` after a refit; None for inconsistent weights. `cause`
+    says what failed."""
+
+    engine: str
+    version: int | None
+    cause: str = ""
+    catch_up: bool = False
+
+
+class AdapterRetired(Fact, frozen=True):
+    """Nothing samples with this version's adapter on the engine any more; it is unloaded."""
+
+    engine: str
+    version: int
+
+
+class EngineSlow(Fact, frozen=True):
+    """The engine is slow and stays in use: there is no other to compare it with."""
+
+    engine: str
+    cause: str
+
+
+class ControlCallFailed(Fact, frozen=True):
+    """A control call failed, or the engine did not answer it in time. The engine is lost next."""
+
+    engine: str
+    call: ControlCall
+    cause: str
+
+
+class FleetAwaited(Fact, frozen=True):
+    """No engine is left; those that were `lost` last, with causes, are waited for."""
+
+    lost: tuple[tuple[str, str], ...]
+    waited_s: float
+    left_s: float
+
+
+class FleetGivenUp(Fact, frozen=True):
+    """No engine came back in time."""
+
+    lost: tuple[tuple[str, str], ...]
+    waited_s: float
+
+
+class UpdateWanted(Fact, frozen=True):
+    """These engines are there without the fleet's weights, and no other is: whoever waits for the
+    `batch` or for the evaluations is told to publish a version."""
+
+    engines: tuple[str, ...]
+    version: int
+    batch: bool
+    evaluations: tuple[int, ...]
+
+
+# --- updates and sleep -------------------------------------------------------------------------
+
+
+class UpdateBegun(Fact, frozen=True):
+    """The trainer has a new version. `adapter`: it is one, loaded beside the one in use."""
+
+    version: int
+    adapter: bool = False
+
+
+class UpdateWithdrawn(Fact, frozen=True):
+    """The trainer's call was cancelled. Once weights are being loaded the update goes on."""
+
+    version: int
+
+
+class UpdateFinished(Fact, frozen=True):
+    """The update is over. `failed` maps engines that did not take the version to the cause. Where
+    `cause` says something, no engine took it, and the fleet goes on under the old one."""
+
+    version: int
+    failed: tuple[tuple[str, str], ...] = ()
+    cause: str = ""
+
+
+class SleepRequested(Fact, frozen=True):
+    """The trainer wants the engines' memory of these tags."""
+
+    tags: tuple[str, ...]
+
+
+class SleepBegun(Fact, frozen=True):
+    """Every engine's memory is the trainer's."""
+
+
+class WakeRequested(Fact, frozen=True):
+    """The trainer gives the memory back."""
+
+
+class SleepEnded(Fact, frozen=True):
+    """Every engine has its memory again."""
+
+
+def delivered_rollouts(batch: Batch, *, tokens: bool = False) -> tuple[DeliveredRollout, ...]:
+    """The rollouts of a batch as a fact names them, with their `tokens` if asked for."""
+    return tuple(
+        _delivered(rollout, group.prompt.key if tokens else None, tokens=tokens)
+        for group in batch.groups
+        for rollout in group.rollouts
+    )
+
+
+def _delivered(rollout: Rollout, key: str | int | None, *, tokens: bool) -> DeliveredRollout:
+    segments = tuple([(s.start, s.end, s.version, s.engine) for s in rollout.segments])
+    # Those of the environment are known by their segments.
+    sampled = sum([end - start for start, end, version, _ in segments if version != NO_VERSION])
+    return DeliveredRollout(
+        rollout_id=rollout.rollout_id,
+        group_id=rollout.group_id,
+        prompt_tokens=len(rollout.prompt_ids),
+        tokens=len(rollout.token_ids),
+        segments=segments,
+        finish_reason=rollout.finish_reason,
+        reward=rollout.reward,
+        turns=rollout.turns,
+        masked=sampled - int(np.count_nonzero(rollout.loss_mask)),
+        versions_exact=rollout.versions_exact,
+        stale_keys=rollout.stale_keys,
+        key=key,
+        input_ids=rollout.prompt_ids.tolist() if tokens else None,
+        token_ids=rollout.token_ids.tolist() if tokens else None,
+        logprobs=rollout.logprobs.tolist() if tokens else None,
+    )
+
+
+def group_ids(rollouts: Iterable[DeliveredRollout]) -> list[int]:
+    """The groups of these rollouts, each once, in their order."""
+    return list(dict.fromkeys(rollout.group_id for rollout in rollouts))

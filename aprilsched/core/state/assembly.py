@@ -1,0 +1,86 @@
+"""From records to the frozen data that users get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aprilsched.core.messages.facts import GroupLaunched, RestoredLengths
+from aprilsched.core.state.lifecycle import GENERATING
+from aprilsched.core.state.records import GroupRecord, RolloutRecord
+from aprilsched.types import Batch, Group, Rollout
+
+__all__ = ["batch_of", "group_of", "launched", "rollout_of"]
+
+
+def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> Rollout:
+    """The rollout as it is now; tokens older than `oldest_unmasked` are masked out."""
+    versions = record.log.versions()
+    mask = record.log.sampled()
+    oldest = record.log.oldest_version
+    if oldest_unmasked is not None and oldest is not None and oldest < oldest_unmasked:
+        mask &= versions >= oldest_unmasked
+    return Rollout(
+        rollout_id=record.rollout_id,
+        group_id=record.group.group_id,
+        index=record.index,
+        prompt_ids=record.prompt_ids,
+        token_ids=record.log.token_ids,
+        logprobs=record.log.logprobs(),
+        versions=versions,
+        loss_mask=mask,
+        segments=record.log.segments(),
+        versions_exact=record.log.exact,
+        stale_keys=record.log.stale_keys,
+        finish_reason=record.finish_reason,
+        reward=record.reward,
+        turns=record.turns,
+    )
+
+
+def group_of(record: GroupRecord, *, oldest_unmasked: int | None = None) -> Group:
+    """A whole group, its members in the order of their index."""
+    return Group(
+        group_id=record.group_id,
+        prompt=record.prompt,
+        rollouts=tuple(rollout_of(m, oldest_unmasked=oldest_unmasked) for m in record.members),
+    )
+
+
+def batch_of(
+    records: Sequence[GroupRecord],
+    *,
+    index: int,
+    version: int,
+    oldest_unmasked: int | None = None,
+    redelivered: bool = False,
+) -> Batch:
+    """A batch of whole groups, consumed at `version`."""
+    return Batch(
+        index=index,
+        version=version,
+        groups=tuple(group_of(record, oldest_unmasked=oldest_unmasked) for record in records),
+        redelivered=redelivered,
+    )
+
+
+def launched(record: GroupRecord, *, restored: bool = False, tokens: bool = False) -> GroupLaunched:
+    """That the group is in flight, with its prompt's `tokens` if a listener asks for them."""
+    lengths = None
+    if restored:
+        members = record.members
+        lengths = RestoredLengths(
+            # A response that ended with nothing has the length 1, as in the estimates.
+            tokens=tuple(max(len(m.log), m.state not in GENERATING) for m in members),
+            sampled=tuple(m.log.sampled_tokens for m in members),
+            finished=tuple(m.state not in GENERATING for m in members),
+        )
+    prompt = record.prompt
+    return GroupLaunched(
+        group_id=record.group_id,
+        rollout_ids=tuple([member.rollout_id for member in record.members]),
+        prompt_tokens=len(prompt.input_ids),
+        evaluation_id=record.evaluation_id,
+        restored=lengths,
+        key=prompt.key if tokens else None,
+        input_ids=prompt.input_ids.tolist() if tokens else None,
+    )

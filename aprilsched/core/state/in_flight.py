@@ -1,0 +1,329 @@
+"""The book of everything in flight: groups, their rollouts, their requests, the queue.
+
+Every rollout is in exactly one group here, or delivered, or in the ledger. The book makes the
+moves; it decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from aprilsched.core.policies.resume import Place
+from aprilsched.core.state.journal import Journal
+from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
+from aprilsched.core.state.lifecycle import Move, State
+from aprilsched.core.state.queues import Ready, Waiting
+from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
+from aprilsched.types import (
+    NO_VERSION,
+    Float32Array,
+    Int32Array,
+    Prompt,
+    SamplingParams,
+    VersionSpan,
+)
+
+__all__ = ["InFlight"]
+
+
+class InFlight:
+    """Records by id, and what is counted about them. `place` orders what waits to be sent."""
+
+    def __init__(self, place: Callable[[RequestRecord], Place]) -> None:
+        self.groups: dict[int, GroupRecord] = {}
+        self.rollouts: dict[int, RolloutRecord] = {}
+        self.requests: dict[int, RequestRecord] = {}
+        """Current requests, and those of dropped rollouts until their attempt comes back."""
+        self.queue = Waiting(place)
+        self.ready = Ready()
+        """Complete training groups, in the order of their completion."""
+        self.training = 0
+        """Training groups."""
+        self.generating = 0
+        """Rollouts of training groups that are not generated to their end."""
+        self.open: Counter[str] = Counter()
+        """Open attempts by engine."""
+        self.open_attempts = 0
+        """Attempts with engines, those of dropped rollouts and of evaluations included."""
+        self.held_tokens = 0
+        """Prompt and response tokens of those attempts: what the fleet's KV pool should hold."""
+        self.peak_tokens = 0
+        """The most of them since the begin of the batch in work."""
+        self._open_on: dict[str, dict[int, RequestRecord]] = {}
+        self.called_back = 0
+        """Open attempts that were told to abort."""
+        self.ledger = Ledger()
+        self.counters = Counters()
+        self.last_id = 0
+        """Of groups, rollouts and requests; ids are never given twice."""
+        self.journal = Journal()
+        """What a store is told next."""
+
+    # --- opening ---------------------------------------------------------------------------
+
+    def add_group(
+        self,
+        prompt: Prompt,
+        samplings: tuple[SamplingParams, ...],
+        *,
+        evaluation_id: int | None,
+        episodes: bool,
+        opened: int,
+        parked: bool = False,
+    ) -> GroupRecord:
+        """Launch a group: one rollout for each of `samplings`, waiting or `parked`."""
+        group = GroupRecord(
+            group_id=self._next_id(),
+            prompt=prompt,
+            evaluation_id=evaluation_id,
+            opened=opened,
+        )
+        self.groups[group.group_id] = group
+        for index, sampling in enumerate(samplings):
+            rollout = RolloutRecord(
+                rollout_id=self._next_id(),
+                index=index,
+                group=group,
+                sampling=sampling,
+                state=State.THINKING,
+                prompt_ids=prompt.input_ids,
+                due=not parked,
+            )
+            group.members.append(rollout)
+            self.rollouts[rollout.rollout_id] = rollout
+            if not episodes:
+                self.add_request(rollout, prompt.input_ids, sampling)
+            elif parked:
+                self.journal.change(rollout)
+        group.unfinished = group.unscored = len(samplings)
+        self.counters.launched += len(samplings)
+        if evaluation_id is None:
+            self.training += 1
+            self.generating += len(samplings)
+        self.journal.launch(group)
+        return group
+
+    def add_request(
+        self,
+        rollout: RolloutRecord,
+        input_ids: Int32Array,
+        sampling: SamplingParams,
+        *,
+        output_start: int | None = None,
+    ) -> RequestRecord:
+        """A rollout's next turn: `input_ids` is its whole context. With `output_start` the output
+        from there on is known already."""
+        known = len(rollout.prompt_ids) + len(rollout.log)
+        if rollout.turns == 0:
+            rollout.prompt_ids = input_ids
+        elif output_start is None and len(input_ids) > known:
+            added = input_ids[known:]
+            rollout.log.append_environment(added)
+            nothing = np.zeros(len(added), dtype=np.float32)
+            self.journal.arrive(rollout, added, nothing, version=NO_VERSION, engine=None)
+        request = RequestRecord(
+            request_id=self._next_id(),
+            rollout=rollout,
+            sampling=sampling,
+            output_start=len(rollout.log) if output_start is None else output_start,
+        )
+        rollout.request = request
+        self.requests[request.request_id] = request
+        rollout.move(Move.NEXT_TURN)
+        if rollout.due:
+            self.queue.add(request)
+        if not self._is_plain(rollout, input_ids, sampling):
+            self.journal.change(rollout)
+        return request
+
+    @staticmethod
+    def _is_plain(rollout: RolloutRecord, ids: Int32Array, sampling: SamplingParams) -> bool:
+        """Is all that there is to be known of the rollout known from its group?"""
+        as_launched = ids is rollout.group.prompt.input_ids and sampling is rollout.sampling
+        return as_launched and rollout.due and not rollout.turns
+
+    def _next_id(self) -> int:
+        self.last_id += 1
+        return self.last_id
+
+    def refuse(self, reason: Reason, cause: str, *, now: float) -> Entry:
+        """A prompt for which nothing can be launched: one entry of the ledger."""
+        entry = Entry(
+            rollout_id=self._next_id(),
+            group_id=self._next_id(),
+            reason=reason,
+            cause=cause,
+            tokens=0,
+            at=now,
+        )
+        self.counters.launched += 1
+        self.ledger.add(entry)
+        self.journal.refuse(entry)
+        return entry
+
+    # --- attempts --------------------------------------------------------------------------
+
+    def open_attempt(
+        self, request: RequestRecord, engine: str, *, version: int, adapter: int | None
+    ) -> None:
+        """The request is sent to `engine`, to be sampled under `version`."""
+        self.queue.discard(request)
+        rollout = request.rollout
+        rollout.move(Move.SEND)
+        rollout.group.engine = engine
+        known = len(rollout.log)
+        request.prefill_due = len(rollout.prompt_ids) + known if request.attempt else 0
+        request.attempt += 1
+        request.attempt_start = known
+        request.engine = engine
+        request.version = request.sent_version = version
+        request.adapter = adapter
+        request.open = True
+        request.crossed = request.unsure = request.kept_keys = request.aborting = False
+        self.open[engine] += 1
+        self.open_attempts += 1
+        self.hold(len(rollout.prompt_ids) + known)
+        self._open_on.setdefault(engine, {})[request.request_id] = request
+
+    def attempt(self, request_id: int, attempt: int) -> RequestRecord | None:
+        """The request, if this attempt of it is still open; late news of others is void."""
+        request = self.requests.get(request_id)
+        if request is None or not request.open or request.attempt != attempt:
+            return None
+        return request
+
+    def close_attempt(self, request: RequestRecord, spans: tuple[VersionSpan, ...] | None) -> None:
+        """The attempt came back; `spans` is what the engine says of its tokens' versions."""
+        request.open = request.unsure = False
+        self.open[request.engine] -= 1
+        self.open_attempts -= 1
+        self.held_tokens -= len(request.rollout.prompt_ids) + len(request.rollout.log)
+        del self._open_on[request.engine][request.request_id]
+        self.called_back -= request.aborting
+        log = request.rollout.log
+        # An engine's label is of its base model: it says nothing of adapters.
+        if spans and request.adapter is None:
+            log.assign(request.attempt_start, spans, engine=request.engine)
+        elif request.crossed and len(log) > request.attempt_start:
+            log.exact = False
+        self.journal.change(request.rollout)
+
+    def arrive(self, request: RequestRecord, ids: Int32Array, logprobs: Float32Array) -> None:
+        """New tokens of an open attempt."""
+        rollout, version, engine = request.rollout, request.version, request.engine
+        self.hold(len(ids))
+        rollout.log.append(ids, logprobs, version=version, engine=engine)
+        self.journal.arrive(rollout, ids, logprobs, version=version, engine=engine)
+        if request.crossed and not request.unsure:
+            # A process that goes on from here will never hear what the engine would have said.
+            request.unsure = True
+            self.journal.change(rollout)
+        if request.kept_keys and not rollout.log.stale_keys:
+            rollout.log.stale_keys = True
+            self.journal.change(rollout)
+
+    def hold(self, tokens: int) -> None:
+        """So many more tokens are with engines."""
+        self.held_tokens += tokens
+        self.peak_tokens = max(self.peak_tokens, self.held_tokens)
+
+    def requeue(self, request: RequestRecord) -> None:
+        """The rest of a request waits to be sent, with all tokens known."""
+        request.rollout.move(Move.INTERRUPT)
+        if request.rollout.due:
+            self.queue.add(request)
+
+    def forget(self, request: RequestRecord) -> None:
+        self.requests.pop(request.request_id, None)
+
+    def open_requests(self, engine: str | None = None) -> Iterator[RequestRecord]:
+        """Requests with an open attempt (on `engine`), those of dropped rollouts included."""
+        engines = self._open_on if engine is None else (engine,)
+        return iter([r for name in engines for r in self._open_on.get(name, {}).values()])
+
+    def call_back(self, request: RequestRecord) -> None:
+        """Its open attempt is told to abort."""
+        request.aborting = True
+        self.called_back += 1
+
+    def finish(self, rollout: RolloutRecord) -> None:
+        """A rollout is generated to its end."""
+        rollout.move(Move.FINISH)
+        self.journal.finish(rollout)
+        group = rollout.group
+        group.unfinished -= 1
+        if group.evaluation_id is not None:
+            return
+        self.generating -= 1
+        if group.complete:
+            self.ready.add(group)
+
+    # --- leaving ---------------------------------------------------------------------------
+
+    def deliver(self, group: GroupRecord) -> None:
+        """The group leaves the book with a batch."""
+        for member in group.members:
+            member.move(Move.DELIVER)
+            self.counters.delivered += 1
+            self.counters.tokens_delivered += member.log.sampled_tokens
+        self._remove(group)
+        for member in group.members:
+            member.request = None
+        if not self.journal.active:
+            self.release(group)
+
+    @staticmethod
+    def release(group: GroupRecord) -> None:
+        """Nobody asks for the delivered group any more."""
+        # Records point at each other: what is left in a ring waits for the garbage collector.
+        group.members = []
+
+    def drop(
+        self, group: GroupRecord, reason: Reason, cause: str, *, culprit: int | None, now: float
+    ) -> list[Entry]:
+        """The group goes to the ledger, with these entries; with a culprit, the others are its
+        siblings."""
+        group.dropped = reason
+        entries: list[Entry] = []
+        for member in group.members:
+            member.move(Move.DROP)
+            is_sibling = culprit is not None and member.rollout_id != culprit
+            tokens = member.log.sampled_tokens
+            self.counters.tokens_discarded += tokens
+            entries.append(
+                Entry(
+                    rollout_id=member.rollout_id,
+                    group_id=group.group_id,
+                    reason=Reason.SIBLING_FAILED if is_sibling else reason,
+                    cause=cause,
+                    tokens=tokens,
+                    at=now,
+                )
+            )
+            self.ledger.add(entries[-1])
+        self.journal.drop(group, entries)
+        self._remove(group)
+        return entries
+
+    def _remove(self, group: GroupRecord) -> None:
+        del self.groups[group.group_id]
+        if group.evaluation_id is None:
+            self.training -= 1
+            self.generating -= group.unfinished
+            if group.complete and not group.offered:
+                self.ready.remove(group)
+        for member in group.members:
+            del self.rollouts[member.rollout_id]
+            request = member.request
+            if request is not None:
+                self.queue.discard(request)
+                if not request.open:
+                    self.forget(request)
+
+    # --- looking ---------------------------------------------------------------------------
+
+    def training_groups(self) -> Iterator[GroupRecord]:
+        return (group for group in self.groups.values() if group.evaluation_id is None)

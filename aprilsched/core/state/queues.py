@@ -1,0 +1,137 @@
+"""Ordered collections of groups and requests.
+
+:class:`Ready` has the complete groups and their numbers of samples and tokens, which change only
+when a group comes or goes, because a complete group does not grow. :class:`Waiting` has the requests
+that wait to be sent. :class:`DueGroups` has the groups that the next batch must contain under the
+staleness rule "finish".
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import overload
+
+from aprilsched.core.policies.resume import Place
+from aprilsched.core.policies.staleness import StalenessGate
+from aprilsched.core.state.records import GroupRecord, RequestRecord
+
+__all__ = ["DueGroups", "Ready", "Waiting"]
+
+
+class Ready(Sequence[GroupRecord]):
+    """Groups that wait for their batch."""
+
+    def __init__(self) -> None:
+        self._groups: list[GroupRecord] = []
+        self.samples = 0
+        """Their rollouts."""
+        self.tokens = 0
+
+    def add(self, group: GroupRecord) -> None:
+        self._groups.append(group)
+        self.samples += len(group.members)
+        self.tokens += group.tokens
+
+    def put_back(self, groups: Sequence[GroupRecord]) -> None:
+        """These had been taken out for a batch that the trainer did not take: they go first."""
+        self._groups[:0] = groups
+        self.samples += sum(len(group.members) for group in groups)
+        self.tokens += sum(group.tokens for group in groups)
+
+    def remove(self, group: GroupRecord) -> None:
+        self._groups.remove(group)
+        self.samples -= len(group.members)
+        self.tokens -= group.tokens
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[GroupRecord]:
+        return iter(self._groups)
+
+    @overload
+    def __getitem__(self, index: int) -> GroupRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[GroupRecord]: ...
+    def __getitem__(self, index: int | slice) -> GroupRecord | list[GroupRecord]:
+        return self._groups[index]
+
+
+class Waiting:
+    """Requests by id and by the `place` they are given; those of evaluations can be taken
+    alone."""
+
+    def __init__(self, place: Callable[[RequestRecord], Place]) -> None:
+        self._place = place
+        self._waiting: dict[int, RequestRecord] = {}
+        self._training: list[tuple[Place, int]] = []
+        self._evaluations: list[tuple[Place, int]] = []
+
+    def add(self, request: RequestRecord) -> None:
+        self._waiting[request.request_id] = request
+        heapq.heappush(self._heap(request), (self._place(request), request.request_id))
+
+    def discard(self, request: RequestRecord) -> None:
+        """It was sent, or its group was dropped. From within a heap it goes when it comes up."""
+        if self._waiting.pop(request.request_id, None) is None:
+            return
+        heap = self._heap(request)
+        while heap and heap[0][1] not in self._waiting:
+            heapq.heappop(heap)
+
+    def first(self, *, training: bool) -> RequestRecord | None:
+        """The next to be sent; without `training` the next of an evaluation."""
+        heaps = (self._evaluations, self._training) if training else (self._evaluations,)
+        tops = [heap[0] for heap in heaps if heap]
+        return self._waiting[min(tops)[1]] if tops else None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._waiting
+
+    def places(self) -> Iterator[tuple[Place, RequestRecord]]:
+        """Every request with the place that it was given (for the check of the invariants)."""
+        for heap in (self._training, self._evaluations):
+            for place, request_id in heap:
+                if request_id in self._waiting:
+                    yield place, self._waiting[request_id]
+
+    def _heap(self, request: RequestRecord) -> list[tuple[Place, int]]:
+        training = request.rollout.group.evaluation_id is None
+        return self._training if training else self._evaluations
+
+
+class DueGroups:
+    """Nothing is done while `gate` has another rule."""
+
+    def __init__(self, gate: StalenessGate) -> None:
+        self._gate = gate
+        self._version: int | None = None
+        self._candidates: dict[int, GroupRecord] = {}
+
+    def has(self, group: GroupRecord, version: int) -> bool:
+        """Must the group be in the batch that `version` consumes?"""
+        if self._gate.rule != "finish" or group.evaluation_id is not None:
+            return False
+        return self._gate.due(group.oldest_version, version)
+
+    def note(self, group: GroupRecord, version: int) -> None:
+        """The group has other tokens, or other versions of them, than before."""
+        if self.has(group, version):
+            self._candidates[group.group_id] = group
+
+    def open(self, groups: Mapping[int, GroupRecord], version: int) -> Iterator[GroupRecord]:
+        """Those of `groups`, neither delivered nor dropped, that are due."""
+        if self._gate.rule != "finish":
+            return
+        if self._version != version:
+            self._version = version
+            self._candidates = {g.group_id: g for g in groups.values() if self.has(g, version)}
+        for group_id, group in list(self._candidates.items()):
+            if group_id not in groups:
+                del self._candidates[group_id]
+            elif self.has(group, version):
+                yield group

@@ -1,0 +1,274 @@
+"""When a batch is full, when it is offered, and when it is delivered.
+
+*Full* looks at what is generated, so a slow reward never delays the stop of a batch; *offered* is
+what is also scored and accepted, one batch at a time; *delivered* is what the trainer has taken.
+Between the last two a trainer may give up its wait, a store may be slow, and a new version may
+come, for which the offer is withdrawn: its groups never left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from aprilsched.core.messages import facts
+from aprilsched.core.messages.commands import (
+    Deliver,
+    DeliverEvaluation,
+    EndOfPrompts,
+    Offer,
+    Redeliver,
+    WithdrawOffer,
+)
+from aprilsched.core.messages.events import (
+    BatchesAcknowledged,
+    BatchRequested,
+    BatchTaken,
+    BatchWithdrawn,
+)
+from aprilsched.core.state.assembly import batch_of
+from aprilsched.core.state.journal import DeliveredBatch, Offered
+from aprilsched.core.state.records import GroupRecord
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.steps.target import retarget
+from aprilsched.errors import InvariantViolation
+from aprilsched.types import NO_VERSION, Batch
+
+__all__ = [
+    "acknowledge",
+    "deliver_evaluations",
+    "full",
+    "handed_over",
+    "masked_tokens",
+    "offer",
+    "on_batch_requested",
+    "on_batch_taken",
+    "on_batch_withdrawn",
+    "on_batches_acknowledged",
+    "training_runs",
+    "withdraw_offer",
+]
+
+
+def on_batch_requested(state: SchedulerState, _: BatchRequested) -> None:
+    state.tell(facts.BatchRequested())
+    state.delivery.batch_requested = True
+    if not state.asynchronous:
+        state.plan.wave_due = True
+        state.plan.round_due = True
+
+
+def on_batch_withdrawn(state: SchedulerState, _: BatchWithdrawn) -> None:
+    state.tell(facts.BatchRequestWithdrawn())
+    state.delivery.batch_requested = False
+
+
+def on_batches_acknowledged(state: SchedulerState, event: BatchesAcknowledged) -> None:
+    acknowledge(state, event.batches)
+
+
+def acknowledge(state: SchedulerState, batches: Iterable[int]) -> None:
+    """Forget what would be delivered again; a batch that is acknowledged already is ignored."""
+    batches = tuple(index for index in batches if index in state.delivery.unacknowledged)
+    if batches:
+        state.tell(facts.BatchesAcknowledged(batches=batches))
+    for index in batches:
+        batch = state.delivery.unacknowledged.pop(index, None)
+        if batch is None:
+            continue
+        state.in_flight.journal.acknowledge(batch)
+        for group in batch.groups:
+            state.in_flight.release(group)
+
+
+def handed_over(state: SchedulerState) -> tuple[int, ...]:
+    """Batches that the trainer has and did not acknowledge. After a restart it has none until it
+    is given them again."""
+    waiting = {batch.index for batch in state.delivery.redelivery}
+    return tuple(index for index in state.delivery.unacknowledged if index not in waiting)
+
+
+def full(state: SchedulerState) -> bool:
+    """Is enough generated for the batch in work? Rewards may still be outstanding."""
+    if not state.rules.stop.enough(state.in_flight.ready):
+        return False
+    return all(group.complete for group in _due(state))
+
+
+def training_runs(state: SchedulerState) -> bool:
+    """Should training rollouts be generated now?"""
+    refits = state.weights.update is not None and not state.weights.update.beside
+    if refits or state.sleep is not None:
+        return False
+    return state.asynchronous or (state.collecting and not full(state))
+
+
+def deliver_evaluations(state: SchedulerState) -> None:
+    """Hand over every evaluation that has ended."""
+    for evaluation_id in list(state.evaluations.running):
+        _deliver_evaluation(state, evaluation_id)
+
+
+def offer(state: SchedulerState) -> None:
+    """Offer the batch if it is wanted and there, and no other is offered."""
+    if not state.collecting or state.weights.update is not None:
+        return
+    if state.delivery.redelivery:
+        state.delivery.offer = Offered(batch=state.delivery.redelivery[0])
+        _tell_offer(state, state.delivery.offer.batch)
+        state.commands.append(Offer(offered=state.delivery.offer.batch))
+        return
+    if not (state.rules.stop.enough(state.in_flight.ready) or _drained(state)):
+        return
+    accepted = [group for group in state.in_flight.ready if group.accepted]
+    due, version = 0, state.weights.versions.trainer
+    if state.rules.staleness.rule == "finish":
+        # What is due first; within both kinds in the order of completion.
+        accepted.sort(key=lambda group: not state.must_deliver.has(group, version))
+        due = sum(state.must_deliver.has(group, version) for group in accepted)
+    count = state.rules.stop.take(accepted)
+    if count is not None and state.rules.stop.unit != "groups":
+        # How much a group counts was not known when it was admitted, and at least is no more.
+        count = max(count, due)
+    if count is None:
+        if not _drained(state):
+            return
+        count = len(accepted)
+    elif not all(group.accepted for group in _due(state)):
+        return
+    if count == 0:
+        state.delivery.batch_requested = False
+        state.tell(facts.PromptsEnded())
+        state.commands.append(EndOfPrompts())
+    else:
+        _offer_batch(state, accepted[:count])
+
+
+def _offer_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
+    version = state.weights.versions.trainer
+    oldest_unmasked = state.rules.staleness.oldest_unmasked(version)
+    batch = batch_of(
+        groups,
+        index=state.in_flight.counters.batches,
+        version=version,
+        oldest_unmasked=oldest_unmasked,
+    )
+    for group in groups:
+        state.in_flight.ready.remove(group)
+        group.offered = True
+    record = DeliveredBatch(
+        index=batch.index,
+        version=version,
+        oldest_unmasked=oldest_unmasked,
+        groups=tuple(groups),
+    )
+    state.in_flight.journal.deliver(record)
+    state.delivery.offer = Offered(
+        batch=batch,
+        record=record,
+        target_groups=state.plan.target_groups,
+        peak_tokens=state.in_flight.peak_tokens,
+    )
+    # The next batch begins behind it.
+    state.expectations.renew()
+    retarget(state)
+    state.plan.wave_due = state.plan.wave_due or state.asynchronous
+    _tell_offer(state, batch)
+    state.commands.append(Offer(offered=batch))
+
+
+def withdraw_offer(state: SchedulerState) -> None:
+    """Take the offer back, if there is one: its groups are ready again, before all others.
+
+    Its tokens would be of another staleness, and its batch of another version, than it says.
+    """
+    offered = state.delivery.offer
+    if offered is None:
+        return
+    state.delivery.offer = None
+    if offered.record is not None:
+        for group in offered.groups:
+            group.offered = False
+        state.in_flight.ready.put_back(offered.groups)
+        state.in_flight.journal.withdraw(offered.record)
+        state.plan.target_groups = offered.target_groups
+        state.in_flight.peak_tokens = max(state.in_flight.peak_tokens, offered.peak_tokens)
+    state.tell(facts.OfferWithdrawn(batch=offered.batch.index))
+    state.commands.append(WithdrawOffer(index=offered.batch.index))
+
+
+def on_batch_taken(state: SchedulerState, event: BatchTaken) -> None:
+    offered = state.delivery.offer
+    if offered is None or offered.batch.index != event.index:
+        raise InvariantViolation(f"batch {event.index} was taken and not offered")
+    state.delivery.offer = None
+    state.delivery.batch_requested = False
+    batch = offered.batch
+    if offered.record is None:
+        state.delivery.redelivery.popleft()
+        _tell_delivery(state, batch, again=True)
+        state.commands.append(Redeliver(batch=batch))
+        return
+    for group in offered.groups:
+        state.in_flight.deliver(group)
+    if state.in_flight.journal.active:
+        state.delivery.unacknowledged[batch.index] = offered.record
+    state.in_flight.counters.batches += 1
+    state.in_flight.counters.tokens_masked += masked_tokens(batch)
+    state.delivery.batches_since_update += 1
+    _tell_delivery(state, batch, again=False)
+    state.commands.append(Deliver(batch=batch))
+
+
+def _tell_offer(state: SchedulerState, batch: Batch) -> None:
+    state.tell(facts.BatchOffered(batch=batch.index, version=batch.version))
+
+
+def _tell_delivery(state: SchedulerState, batch: Batch, *, again: bool) -> None:
+    state.tell(
+        facts.BatchDelivered(
+            batch=batch.index,
+            version=batch.version,
+            rollouts=facts.delivered_rollouts(batch, tokens=state.tells_tokens),
+            again=again,
+        )
+    )
+
+
+def masked_tokens(batch: Batch) -> int:
+    """Sampled tokens of the batch that are too stale to be learned from."""
+    return sum(
+        int((rollout.versions[~rollout.loss_mask] != NO_VERSION).sum())
+        for rollout in batch.rollouts
+        if not rollout.loss_mask.all()
+    )
+
+
+def _deliver_evaluation(state: SchedulerState, evaluation_id: int) -> None:
+    groups = [group for group in state.evaluations.running[evaluation_id] if group.dropped is None]
+    if not all(group.accepted for group in groups):
+        return
+    del state.evaluations.running[evaluation_id]
+    batch = batch_of(groups, index=evaluation_id, version=state.weights.versions.trainer)
+    for group in groups:
+        state.in_flight.deliver(group)
+    state.tell(
+        facts.EvaluationDelivered(
+            evaluation_id=evaluation_id,
+            version=batch.version,
+            rollouts=facts.delivered_rollouts(batch, tokens=state.tells_tokens),
+        )
+    )
+    state.commands.append(DeliverEvaluation(evaluation_id=evaluation_id, batch=batch))
+
+
+def _due(state: SchedulerState) -> Iterator[GroupRecord]:
+    """Open groups that the batch must have."""
+    return state.must_deliver.open(state.in_flight.groups, state.weights.versions.trainer)
+
+
+def _drained(state: SchedulerState) -> bool:
+    """The prompts have ended and every group that is left has its verdict."""
+    if not state.prompts.exhausted or state.prompts.stock or state.prompts.fetching:
+        return False
+    ready = state.in_flight.ready
+    return len(ready) == state.in_flight.training and all(group.accepted for group in ready)

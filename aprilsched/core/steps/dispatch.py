@@ -1,0 +1,142 @@
+"""What the engines should be doing, and what is sent to them."""
+
+from __future__ import annotations
+
+from aprilsched.core.messages.commands import Send, Verify
+from aprilsched.core.messages.facts import AttemptSent
+from aprilsched.core.policies.placement import Places
+from aprilsched.core.state.engine_control import RUN, EngineControl, Goal, Mode
+from aprilsched.core.state.records import RequestRecord
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.steps.batch import training_runs
+from aprilsched.core.steps.drop import abort
+
+__all__ = ["dispatch", "interrupt", "steer"]
+
+_QUIET_S = 1.0
+"""Seconds after which an engine without requests is asked for its version before it gets one. No
+server is restarted in less."""
+
+
+def interrupt(state: SchedulerState) -> None:
+    """Call stragglers back when no training rollout should run, where the rule does that.
+
+    Before any pause: a request aborted after a retract comes back without the tokens that had
+    not been streamed yet (hazard 1).
+    """
+    in_flight = state.in_flight
+    # Memory cannot be released under requests that the engine does not hold in a pause.
+    lent = state.sleep is not None and not state.sleep.inside
+    rule = state.rules.behaviour.called_back
+    if (
+        not (rule == "always" or (rule == "for sleep" and lent))
+        or in_flight.called_back == in_flight.open_attempts
+    ):
+        return
+    if state.evaluations.running or training_runs(state):
+        return
+    for request in in_flight.open_requests():
+        abort(state, request)
+
+
+def steer(state: SchedulerState) -> None:
+    """Give the next control call of every engine that is not where it should be."""
+    calls = state.fleet.control.reconcile(
+        _goal(state), idle=lambda name: not state.in_flight.open[name]
+    )
+    state.commands.extend(calls)
+
+
+def dispatch(state: SchedulerState) -> None:
+    """Send what waits to engines that run; nothing is ever sent to a paused one (hazard 4)."""
+    in_flight, rules = state.in_flight, state.rules
+    if not in_flight.queue or _goal(state).kind != "run":
+        return
+    training, limit = training_runs(state), rules.max_in_flight
+    if in_flight.queue.first(training=training) is None:
+        return
+    engines = state.fleet.control.engines
+    for control in engines.values():
+        if control.mode is Mode.RUNNING and _may_have_restarted(state, control):
+            state.fleet.control.enter(control, Mode.VERIFYING)
+            state.commands.append(Verify(engine=control.name))
+    loads = {name: in_flight.open[name] for name in engines if state.fleet.control.runs(name)}
+    if len(loads) < len(engines):
+        # After a pause the first engine to go on would draw the whole wave otherwise, and with
+        # no more than its share still all that was carried: the longest contexts there are.
+        return
+    # The other way to place a group: no engine is preferred for its prefix.
+    places = Places(loads, slack=-1 if rules.spread else rules.group_size)
+    while limit is None or in_flight.open_attempts < limit:
+        request = in_flight.queue.first(training=training)
+        if request is None:
+            return
+        engine = places.take(prefer=request.rollout.group.engine, avoid=request.avoid)
+        if engine is None:
+            return
+        _send(state, request, engine)
+
+
+def _may_have_restarted(state: SchedulerState, control: EngineControl) -> bool:
+    """Is it possible that nobody would have noticed if the engine had been restarted?
+
+    With the weights that it was first started with, it would answer as if nothing had been.
+    """
+    if control.doubt:
+        return True
+    return not state.in_flight.open[control.name] and state.now - control.heard_at > _QUIET_S
+
+
+def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
+    version = state.weights.versions.trainer
+    state.note_work(engine)
+    state.in_flight.open_attempt(request, engine, version=version, adapter=state.weights.adapter)
+    state.fleet.sends += 1
+    request.sent = state.fleet.sends
+    rollout = request.rollout
+    context = rollout.context()
+    sampling = request.sampling.after(request.generated)
+    state.tell(
+        AttemptSent(
+            engine=engine,
+            request_id=request.request_id,
+            attempt=request.attempt,
+            rollout_id=rollout.rollout_id,
+            group_id=rollout.group.group_id,
+            tokens=len(context),
+            max_new_tokens=sampling.max_new_tokens,
+            adapter=state.weights.adapter,
+            cache_version=version if state.rules.kv == "apart" else None,
+            input_ids=context.tolist() if state.tells_tokens else None,
+        )
+    )
+    state.fleet.health.sent(engine, len(context), alone=state.in_flight.open[engine] == 1)
+    state.commands.append(
+        Send(
+            engine=engine,
+            request_id=request.request_id,
+            attempt=request.attempt,
+            rollout_id=rollout.rollout_id,
+            group_id=rollout.group.group_id,
+            input_ids=context,
+            sampling=sampling,
+            adapter=state.weights.adapter,
+            cache_version=version if state.rules.kv == "apart" else None,
+        )
+    )
+
+
+def _goal(state: SchedulerState) -> Goal:
+    update, sleep = state.weights.update, state.sleep
+    if state.stragglers.run_on or state.stragglers.calling_back:
+        return RUN
+    if update is not None and not update.beside:
+        # Until it may pause the engines, an update waits for what runs in them to end.
+        if not update.quiet:
+            return RUN
+        return Goal(kind="refit", away=sleep.away_in_refit if sleep else frozenset())
+    if sleep is not None and not sleep.waking:
+        return Goal(kind="pause", away=sleep.away) if sleep.quiet else RUN
+    if not state.rules.behaviour.waits_inside or state.evaluations.running or training_runs(state):
+        return RUN
+    return Goal(kind="pause")

@@ -1,0 +1,206 @@
+"""Engines that join, confirm control calls, go on standby, come back, and get lost."""
+
+from __future__ import annotations
+
+from aprilsched.core.messages.commands import AdmitEngine, LoseEngine
+from aprilsched.core.messages.events import (
+    Continued,
+    ControlFailed,
+    EngineJoined,
+    EngineLost,
+    Flushed,
+    Opened,
+    Paused,
+)
+from aprilsched.core.messages.facts import (
+    AttemptEnded,
+    ControlCallFailed,
+    EngineAdmitted,
+    RunOpened,
+)
+from aprilsched.core.messages.facts import EngineJoined as JoinedFact
+from aprilsched.core.messages.facts import EngineLost as LostFact
+from aprilsched.core.state.engine_control import Mode
+from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.lifecycle import Move, State
+from aprilsched.core.state.records import RequestRecord
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.steps.drop import drop
+from aprilsched.core.steps.outage import note_join, note_loss
+from aprilsched.core.steps.resume import call_again
+from aprilsched.core.steps.retries import count_break
+from aprilsched.core.steps.turns import take_back
+
+__all__ = [
+    "demote",
+    "lose",
+    "on_continued",
+    "on_control_failed",
+    "on_engine_joined",
+    "on_engine_lost",
+    "on_flushed",
+    "on_opened",
+    "on_paused",
+    "promote",
+]
+
+
+def on_opened(state: SchedulerState, event: Opened) -> None:
+    if not state.resumed:
+        _start(state, event.engines[0].version or 0)
+    elif event.adopt and state.weights.adapter is None:
+        _adopt(state, {engine.version for engine in event.engines})
+    state.tell(
+        RunOpened(
+            engines=event.engines, version=state.weights.versions.trainer, resumed=state.resumed
+        )
+    )
+    for engine in event.engines:
+        current = engine.version == state.weights.versions.trainer and state.weights.adapter is None
+        state.fleet.control.join(engine, standby=not current, now=state.now)
+        state.fleet.health.join(engine.name, engine.max_running, state.now)
+        if current:
+            state.weights.versions.join(engine.name, state.weights.versions.trainer)
+    if state.resumed:
+        call_again(state)
+
+
+def _start(state: SchedulerState, version: int) -> None:
+    state.weights.versions.start(version)
+    state.weights.base = version
+
+
+def _adopt(state: SchedulerState, versions: set[int | None]) -> None:
+    """The run was ended while an update was, and every engine has taken it."""
+    version = versions.pop() if len(versions) == 1 else None
+    if version is not None and version > state.weights.versions.trainer:
+        _start(state, version)
+
+
+def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:
+    """A new engine, or a lost one that is back: in use if it has the fleet's version."""
+    engine = event.info
+    if state.fleet.control.of(engine.name) is not None:
+        return
+    refitting = (
+        state.weights.update.refitting if state.weights.update is not None else frozenset[str]()
+    )
+    if state.weights.update is not None and engine.name not in refitting:
+        # It was lost before it was asked: now it can be.
+        state.weights.update.answers.pop(engine.name, None)
+    current = engine.version == state.weights.versions.trainer and state.weights.adapter is None
+    standby = not current or bool(refitting)
+    state.fleet.control.join(engine, standby=True, now=state.now)
+    state.tell(JoinedFact(info=engine))
+    state.fleet.health.join(engine.name, engine.max_running, state.now)
+    note_join(state, engine.name)
+    if not standby:
+        promote(state, engine.name)
+
+
+def promote(state: SchedulerState, engine: str) -> None:
+    """An engine on standby has the fleet's version: it takes part."""
+    control = state.fleet.control.standby.pop(engine)
+    control.catching_up = False
+    control.doubt, control.heard_at = "", state.now
+    if state.weights.adapter is None:
+        control.base = state.weights.versions.trainer
+    state.fleet.control.engines[engine] = control
+    state.fleet.control.touch(engine)
+    state.weights.versions.join(engine, state.weights.versions.trainer)
+    state.tell(EngineAdmitted(engine=engine, version=state.weights.versions.trainer))
+    state.commands.append(AdmitEngine(engine=engine, version=state.weights.versions.trainer))
+
+
+def on_paused(state: SchedulerState, event: Paused) -> None:
+    state.note_work(event.engine)
+    if state.fleet.control.confirm(event.engine, Mode.PAUSING, Mode.PAUSED) is not None:
+        _move_open(state, event.engine, State.RUNNING, Move.HOLD)
+
+
+def on_flushed(state: SchedulerState, event: Flushed) -> None:
+    control = state.fleet.control.confirm(event.engine, Mode.FLUSHING, Mode.PAUSED)
+    if control is not None:
+        control.flushed = True
+
+
+def on_continued(state: SchedulerState, event: Continued) -> None:
+    state.note_work(event.engine)
+    control = state.fleet.control.confirm(event.engine, Mode.CONTINUING, Mode.RUNNING)
+    if control is None:
+        return
+    _move_open(state, event.engine, State.HELD, Move.CONTINUE)
+    state.fleet.health.of(event.engine).silence = 0.0
+    if control.flushed:
+        for request in state.in_flight.open_requests(event.engine):
+            rollout = request.rollout
+            request.prefill_due = len(rollout.prompt_ids) + len(rollout.log)
+            state.fleet.health.of(event.engine).owed += request.prefill_due
+
+
+def on_control_failed(state: SchedulerState, event: ControlFailed) -> None:
+    control = state.fleet.control.of(event.engine)
+    if control is not None:
+        state.tell(ControlCallFailed(engine=event.engine, call=event.call, cause=event.cause))
+    before = f"{control.doubt}; then " if control is not None and control.doubt else ""
+    lose(state, event.engine, f"{before}{event.call} failed: {event.cause}")
+
+
+def on_engine_lost(state: SchedulerState, event: EngineLost) -> None:
+    lose(state, event.engine, event.cause)
+
+
+def lose(state: SchedulerState, engine: str, cause: str) -> None:
+    """Quarantine an engine; its requests go on elsewhere with all tokens known."""
+    control = state.fleet.control
+    if control.of(engine) is None:
+        return
+    last = not (control.engines.keys() | control.standby.keys()) - {engine}
+    state.tell(LostFact(engine=engine, cause=cause, last=last))
+    broken = _leave(state, engine, cause)
+    del control.standby[engine]
+    state.weights.adapters.pop(engine, None)
+    note_loss(state, engine, cause)
+    state.commands.append(LoseEngine(engine=engine, cause=cause, standby=False, last=last))
+    _count_breaks(state, broken, f"{engine} was lost: {cause}")
+
+
+def demote(state: SchedulerState, engine: str, cause: str) -> None:
+    """Put an engine in use on standby: it answers, but has not the fleet's weights."""
+    state.tell(LostFact(engine=engine, cause=cause, standby=True))
+    _leave(state, engine, cause)
+    state.commands.append(LoseEngine(engine=engine, cause=cause, standby=True, last=False))
+
+
+def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord]:
+    """Out of use; its record waits among those on standby. Gives the requests that it had."""
+    control = state.fleet.control.engines.pop(engine, None)
+    if control is not None:
+        state.fleet.control.standby[engine] = control
+        state.fleet.control.touch(engine)
+        state.weights.versions.leave(engine)
+    requests = list(state.in_flight.open_requests(engine))
+    for request in requests:
+        state.in_flight.close_attempt(request, None)
+        state.tell(AttemptEnded(request_id=request.request_id, outcome="engine_lost"))
+        request.shun(engine)
+        take_back(state, request)
+    if state.weights.update is not None:
+        state.weights.update.answers.setdefault(engine, (None, cause))
+    return requests
+
+
+def _count_breaks(state: SchedulerState, requests: list[RequestRecord], cause: str) -> None:
+    """Once all are back: the siblings of one that is dropped must not be called back from the
+    engine that is gone."""
+    for request in requests:
+        exhausted = count_break(request, state.rules, cause)
+        if exhausted and request.request_id in state.in_flight.requests:
+            rollout = request.rollout
+            drop(state, rollout.group, Reason.FAILED, exhausted, culprit=rollout.rollout_id)
+
+
+def _move_open(state: SchedulerState, engine: str, where: State, move: Move) -> None:
+    for request in state.in_flight.open_requests(engine):
+        if request.rollout.state is where:
+            request.rollout.move(move)

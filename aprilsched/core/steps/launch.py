@@ -1,0 +1,237 @@
+"""When new groups are started: over-provisioning, refill, the staleness gate, back-pressure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from aprilsched.core.messages.commands import FetchPrompts, Launch, StartEpisode
+from aprilsched.core.messages.events import EvaluationRequested, EvaluationWithdrawn, PromptsArrived
+from aprilsched.core.messages.facts import (
+    EpisodeStarted,
+    PromptsReceived,
+    PromptsRequested,
+)
+from aprilsched.core.messages.facts import EvaluationRequested as RequestedFact
+from aprilsched.core.messages.facts import EvaluationWithdrawn as WithdrawnFact
+from aprilsched.core.policies.refill import PoolView
+from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.state.assembly import launched
+from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.records import GroupRecord
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.steps.batch import full
+from aprilsched.core.steps.drop import drop, refuse
+from aprilsched.core.steps.target import refill_now, resize, retarget
+from aprilsched.types import Prompt, RefusedPrompt, SamplingParams
+
+__all__ = [
+    "begin_again",
+    "begin_evaluations",
+    "launch",
+    "on_evaluation_requested",
+    "on_evaluation_withdrawn",
+    "on_prompts_arrived",
+]
+
+
+def on_evaluation_requested(state: SchedulerState, event: EvaluationRequested) -> None:
+    state.tell(
+        RequestedFact(
+            evaluation_id=event.evaluation_id,
+            prompts=len(event.prompts),
+            group_size=event.group_size,
+        )
+    )
+    state.evaluations.waiting.append(event)
+
+
+def on_evaluation_withdrawn(state: SchedulerState, event: EvaluationWithdrawn) -> None:
+    state.tell(WithdrawnFact(evaluation_id=event.evaluation_id))
+    state.evaluations.waiting = [
+        waiting
+        for waiting in state.evaluations.waiting
+        if waiting.evaluation_id != event.evaluation_id
+    ]
+    for group in state.evaluations.running.pop(event.evaluation_id, ()):
+        if group.dropped is None:
+            drop(state, group, Reason.WITHDRAWN, "the call of evaluate() was cancelled")
+
+
+def begin_evaluations(state: SchedulerState) -> None:
+    """Start the evaluations that were asked for, unless an update has begun to take the engines.
+
+    Such an update waited for the evaluations before it and waits for none that comes later. One
+    that began now would have its first responses under the old version and its last under the
+    new one: under "choose" and length buckets the engines still run what ends before the pause.
+    """
+    if state.weights.update is not None and state.weights.update.quiet:
+        return
+    waiting, state.evaluations.waiting = state.evaluations.waiting, []
+    for event in waiting:
+        state.evaluations.running[event.evaluation_id] = [
+            _launch_group(state, prompt, event.group_size, evaluation_id=event.evaluation_id)
+            for prompt in event.prompts
+        ]
+
+
+def begin_again(state: SchedulerState, group: GroupRecord) -> None:
+    """A group of an evaluation was dropped: generate its prompt anew, in its place."""
+    if group.evaluation_id is None or group.evaluation_id not in state.evaluations.running:
+        return
+    groups = state.evaluations.running[group.evaluation_id]
+    groups[groups.index(group)] = _launch_group(
+        state, group.prompt, len(group.members), evaluation_id=group.evaluation_id
+    )
+
+
+def on_prompts_arrived(state: SchedulerState, event: PromptsArrived) -> None:
+    state.tell(
+        PromptsReceived(
+            prompts=len(event.prompts),
+            last=event.last,
+            partial=event.partial,
+            asked=_asked(event.prompts) if state.tells_tokens else None,
+        )
+    )
+    state.prompts.fetching = state.prompts.dry = event.partial
+    state.prompts.stock.extend(event.prompts)
+    state.prompts.exhausted = state.prompts.exhausted or event.last
+
+
+def launch(state: SchedulerState) -> None:
+    """Start the groups that the refill rule asks for, as far as prompts are there."""
+    if not state.fleet.control.engines or state.given_up or not _may_launch(state):
+        return
+    count = _count(state)
+    missing = count - _usable(state)
+    if missing > 0 and not state.prompts.exhausted:
+        if not state.prompts.fetching:
+            state.prompts.fetching = True
+            state.tell(PromptsRequested(count=missing))
+            state.commands.append(FetchPrompts(count=missing))
+        # A wave should reach the engines together. Where the source has no more for now, what is
+        # there must not stand still for it: the wave stays due, and is completed later. Nor may bad
+        # prompts be held: a source of nothing else would fill the stock without end.
+        if not state.prompts.dry and _usable(state) == len(state.prompts.stock):
+            return
+    while state.prompts.stock and not state.given_up:
+        prompt = state.prompts.stock[0]
+        if isinstance(prompt, Prompt):
+            if not count:
+                return
+            count -= 1
+        state.prompts.stock.popleft()
+        state.prompts.cursor += 1
+        if isinstance(prompt, Prompt):
+            _launch_group(state, prompt, state.rules.group_size, evaluation_id=None)
+        else:
+            refuse(state, prompt.cause)
+
+
+def _usable(state: SchedulerState) -> int:
+    """Prompts at hand for which a group can be launched."""
+    return sum(isinstance(prompt, Prompt) for prompt in state.prompts.stock)
+
+
+def _may_launch(state: SchedulerState) -> bool:
+    if not state.asynchronous:
+        return state.collecting
+    rules = state.rules
+    return not rules.stop.enough(state.in_flight.ready, batches=rules.ready_batches)
+
+
+def _count(state: SchedulerState) -> int:
+    rules = state.rules
+    if not state.plan.target_groups:
+        retarget(state)
+    count = refill_now(state).launches(_pool_view(state))
+    if count and rules.stop.unit == "tokens":
+        # What a group counts is better known than when the batch began.
+        resize(state)
+        count = refill_now(state).launches(_pool_view(state))
+    admissible = rules.staleness.admissible(
+        batch_groups=state.batch_groups,
+        outstanding=_open_groups(state) + state.ready_groups,
+        # A batch that is offered counts as taken.
+        batches_since_update=state.delivery.batches_since_update + (state.offered_groups > 0),
+        wanted=state.collecting,
+    )
+    if admissible is not None and count > admissible:
+        # A wave cut short by the gate stays due: the next update admits the rest.
+        return admissible
+    state.plan.wave_due = (
+        state.plan.wave_due and count > _usable(state) and not state.prompts.exhausted
+    )
+    return count
+
+
+def _pool_view(state: SchedulerState) -> PoolView:
+    rules, in_flight = state.rules, state.in_flight
+    return PoolView(
+        batch_groups=state.batch_groups,
+        group_size=rules.group_size,
+        target_groups=state.plan.target_groups,
+        open_groups=_open_groups(state),
+        ready_groups=state.ready_groups,
+        in_flight=in_flight.generating,
+        wave_due=state.plan.wave_due,
+        batch_open=not full(state),
+        asynchronous=state.asynchronous,
+    )
+
+
+def _open_groups(state: SchedulerState) -> int:
+    return state.in_flight.training - len(state.in_flight.ready) - state.offered_groups
+
+
+def _launch_group(
+    state: SchedulerState, prompt: Prompt, size: int, *, evaluation_id: int | None
+) -> GroupRecord:
+    episodes = state.rules.episodes
+    group = state.in_flight.add_group(
+        prompt,
+        _samplings(prompt, state.rules.sampling, size),
+        evaluation_id=evaluation_id,
+        episodes=episodes,
+        opened=state.begun,
+        parked=evaluation_id is None and isinstance(state.plan.schedule.refill, Rounds),
+    )
+    state.expectations.note_limit(max(m.sampling.max_new_tokens for m in group.members))
+    state.tell(launched(group, tokens=state.tells_tokens))
+    if episodes:
+        state.facts.extend(EpisodeStarted(rollout_id=m.rollout_id) for m in group.members)
+    state.commands.append(
+        Launch(
+            group_id=group.group_id,
+            rollout_ids=tuple(member.rollout_id for member in group.members),
+            prompt=prompt,
+            evaluation_id=evaluation_id,
+        )
+    )
+    if episodes:
+        state.commands.extend(
+            StartEpisode(
+                rollout_id=member.rollout_id,
+                index=member.index,
+                prompt=prompt,
+                sampling=member.sampling,
+            )
+            for member in group.members
+        )
+    return group
+
+
+def _asked(prompts: Iterable[Prompt | RefusedPrompt]) -> list[dict[str, Any]]:
+    return [
+        {"key": prompt.key, "input_ids": prompt.input_ids.tolist()}
+        for prompt in prompts
+        if isinstance(prompt, Prompt)
+    ]
+
+
+def _samplings(prompt: Prompt, default: SamplingParams, size: int) -> tuple[SamplingParams, ...]:
+    sampling = prompt.sampling
+    if isinstance(sampling, tuple):
+        return sampling
+    return (sampling or default,) * size

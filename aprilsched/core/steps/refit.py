@@ -1,0 +1,298 @@
+"""The in-flight refit: from the trainer's new version to the engines' own word that they have it.
+
+- An engine that does not say the new version afterwards goes on standby, where the next refit
+  finds it; if none has it and all still have the old one, generation goes on under the old one
+  and the trainer is told why.
+- A full refit reaches paused engines only. An adapter is loaded beside the one that samples, into
+  engines that run; what was sent under the old one ends under it, and then that is unloaded.
+- An engine on standby catches up alone where the fleet's version can be published again, once a
+  version; otherwise it waits for the trainer's next one.
+"""
+
+from __future__ import annotations
+
+from aprilsched.core.messages.commands import FinishUpdate, Refit, Retire
+from aprilsched.core.messages.events import Refitted, UpdateRequested, UpdateWithdrawn
+from aprilsched.core.messages.facts import (
+    AdapterRetired,
+    EngineRefitted,
+    RefitBegun,
+    UpdateBegun,
+    UpdateFinished,
+)
+from aprilsched.core.messages.facts import UpdateWithdrawn as WithdrawnFact
+from aprilsched.core.state.engine_control import EngineControl, Mode
+from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.phases import Update
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.steps.batch import acknowledge, withdraw_offer
+from aprilsched.core.steps.drop import drop
+from aprilsched.core.steps.engines import demote, promote
+from aprilsched.errors import InvariantViolation
+
+__all__ = [
+    "advance",
+    "catch_up",
+    "on_refitted",
+    "on_update_requested",
+    "on_update_withdrawn",
+    "refit",
+    "retire",
+]
+
+
+def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
+    # Where no engine has the fleet's version, after a restart say, it is brought in once more.
+    again = event.version == state.weights.versions.trainer and not state.fleet.control.engines
+    if state.weights.update is not None or (
+        event.version <= state.weights.versions.trainer and not again
+    ):
+        raise InvariantViolation(
+            f"update to version {event.version} at version {state.weights.versions.trainer}, "
+            f"with {state.weights.update} under way"
+        )
+    state.tell(UpdateBegun(version=event.version, adapter=event.beside))
+    withdraw_offer(state)
+    for control in state.fleet.control.standby.values():
+        # It was about to catch up with a version that is soon the last but one.
+        if (
+            control.catching_up
+            and control.mode is not Mode.REFITTING
+            and state.weights.adapter is None
+        ):
+            control.catching_up = False
+            state.fleet.control.touch(control.name)
+    state.weights.update = Update(
+        version=event.version,
+        beside=event.beside,
+        republishable=event.republishable,
+        acknowledges=event.acknowledges,
+    )
+
+
+def on_update_withdrawn(state: SchedulerState, event: UpdateWithdrawn) -> None:
+    """The trainer gave it up. Once weights are being loaded it is too late for that."""
+    update = state.weights.update
+    if update is not None and update.version == event.version:
+        state.tell(WithdrawnFact(version=event.version))
+    if update is not None and update.version == event.version and not update.refitting:
+        cause = "the call was cancelled before any weights were loaded"
+        _finish(state, update, cause=cause)
+
+
+def on_refitted(state: SchedulerState, event: Refitted) -> None:
+    control, update = state.fleet.control.of(event.engine), state.weights.update
+    if control is None or control.catching_up != event.catch_up:
+        return  # what an engine answers that was lost and is back counts for nothing
+    state.tell(
+        EngineRefitted(
+            engine=event.engine,
+            version=event.version,
+            cause=event.cause,
+            catch_up=event.catch_up,
+        )
+    )
+    if control.mode is Mode.REFITTING:
+        state.fleet.control.enter(control, Mode.PAUSED)
+        state.fleet.control.touch(control.name)
+    if event.catch_up:
+        _note_torn(control, event, state.weights.versions.trainer)
+        _caught_up(state, event)
+    elif update is not None and event.engine in update.refitting:
+        _note_torn(control, event, update.version)
+        version = None if control.torn else event.version
+        update.answers.setdefault(event.engine, (version, event.cause))
+
+
+def _note_torn(control: EngineControl, event: Refitted, wanted: int) -> None:
+    """Only the whole new version mends torn weights, whatever label is shown meanwhile."""
+    took = event.version == wanted and not event.cause
+    control.torn = not took and (control.torn or event.version is None)
+
+
+def advance(state: SchedulerState) -> None:
+    """Take the update to its next phase, if there is one and it is time."""
+    update = state.weights.update
+    if update is None:
+        return
+    if update.answered:
+        _settle(state, update)
+    elif not update.quiet:
+        # An evaluation is of one version, so it ends first; so do stragglers that run on.
+        inside = update.beside or state.rules.behaviour.waits_inside
+        update.quiet = not state.evaluations.running and (
+            inside or not state.in_flight.open_attempts
+        )
+
+
+def refit(state: SchedulerState) -> None:
+    """Load the new version, once every engine that it is for is ready."""
+    update = state.weights.update
+    if update is None or not update.quiet or update.refitting:
+        return
+    there = list(state.fleet.control.all())
+    wanted = [control for control in there if not control.catching_up]
+    if update.beside:
+        wanted = [control for control in wanted if _has_base(state, control)]
+    elif not all(state.fleet.control.refittable(control) for control in wanted):
+        return
+    if not wanted:
+        # Where none is there at all, or one is about to be, it waits for that.
+        if there and not any(control.catching_up for control in there):
+            _finish(state, update, cause="no engine is there that could take it")
+        return
+    for control in wanted:
+        if not update.beside:
+            state.fleet.control.enter(control, Mode.REFITTING)
+        # It was put on standby before it was asked, and that is no answer.
+        update.answers.pop(control.name, None)
+    update.refitting = frozenset(control.name for control in wanted)
+    names = tuple(control.name for control in wanted)
+    state.tell(RefitBegun(version=update.version, engines=names, adapter=update.beside))
+    state.commands.append(Refit(version=update.version, engines=names, beside=update.beside))
+
+
+def catch_up(state: SchedulerState) -> None:
+    """Bring engines on standby to the fleet's version, each alone."""
+    if (
+        state.weights.update is not None
+        or state.sleep is not None
+        or not state.weights.republishable
+    ):
+        return
+    for control in state.fleet.control.standby.values():
+        if not control.catching_up and control.tried < state.weights.versions.trainer:
+            _begin_catch_up(state, control)
+        elif control.catching_up and state.fleet.control.refittable(control):
+            state.fleet.control.enter(control, Mode.REFITTING)
+            _refit_alone(state, control)
+
+
+def _begin_catch_up(state: SchedulerState, control: EngineControl) -> None:
+    if state.weights.adapter is None:
+        # The next calls, which pause and flush it, are the fleet control's.
+        control.catching_up = True
+        state.fleet.control.touch(control.name)
+    elif _has_base(state, control):
+        control.catching_up = True
+        _refit_alone(state, control)
+
+
+def _has_base(state: SchedulerState, control: EngineControl) -> bool:
+    """Has it the model that the fleet's adapters belong to?"""
+    return control.base == state.weights.base and not control.torn
+
+
+def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
+    state.tell(
+        RefitBegun(
+            version=state.weights.versions.trainer,
+            engines=(control.name,),
+            adapter=state.weights.adapter is not None,
+            catch_up=True,
+        )
+    )
+    state.commands.append(
+        Refit(
+            version=state.weights.versions.trainer,
+            engines=(control.name,),
+            beside=state.weights.adapter is not None,
+            catch_up=True,
+        )
+    )
+
+
+def _caught_up(state: SchedulerState, event: Refitted) -> None:
+    control = state.fleet.control.standby[event.engine]
+    control.catching_up = False
+    state.fleet.control.touch(control.name)
+    if event.version == state.weights.versions.trainer and not event.cause and not _loading(state):
+        promote(state, event.engine)
+        if state.weights.adapter is not None:
+            state.weights.adapters.setdefault(event.engine, set()).add(state.weights.adapter)
+    else:
+        control.tried = state.weights.versions.trainer
+
+
+def _loading(state: SchedulerState) -> bool:
+    return state.weights.update is not None and bool(state.weights.update.refitting)
+
+
+def _settle(state: SchedulerState, update: Update) -> None:
+    took = update.took() & {control.name for control in state.fleet.control.all()}
+    failed = update.failed()
+    old = state.weights.versions.trainer
+    for engine, why in failed:
+        stays = not took and update.answers[engine][0] == old
+        if engine in state.fleet.control.engines and not stays:
+            demote(state, engine, f"refit to version {update.version} failed: {why}")
+    if not took:
+        _finish(state, update, cause="; ".join(f"{engine}: {why}" for engine, why in failed))
+        return
+    _publish(state, update, took)
+    acknowledge(state, update.acknowledges)
+    _finish(state, update, failed=failed)
+    _evict(state)
+
+
+def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> None:
+    """The fleet has the version: book it for every engine that took it."""
+    old = state.weights.versions.trainer
+    for engine in took & state.fleet.control.engines.keys():
+        state.weights.versions.refitted(engine, update.version)
+        control = state.fleet.control.engines[engine]
+        control.heard_at, control.doubt = state.now, ""
+        if not update.beside:
+            for request in state.in_flight.open_requests(engine):
+                request.crossed = True
+                request.kept_keys = request.kept_keys or control.keeps_keys
+                request.version = update.version
+    state.weights.versions.publish(update.version)
+    state.weights.republishable = update.republishable
+    for engine in took & state.fleet.control.standby.keys():
+        promote(state, engine)
+    if update.beside:
+        state.weights.adapter = update.version
+        for engine in took:
+            state.weights.adapters.setdefault(engine, set()).add(update.version)
+    else:
+        state.weights.base = update.version
+        for engine in took:
+            state.fleet.control.engines[engine].base = update.version
+        if state.sleep is not None:
+            # The new weights are in their memory, and stay there.
+            state.sleep.tags = state.sleep.away_in_refit
+    if update.version != old:
+        state.delivery.batches_since_update = 0
+    state.in_flight.counters.updates += 1
+
+
+def retire(state: SchedulerState) -> None:
+    """Unload adapters under which nothing is generated any more."""
+    for engine, loaded in state.weights.adapters.items():
+        if len(loaded) > 1:
+            used = {request.adapter for request in state.in_flight.open_requests(engine)}
+            for version in sorted(loaded - used - {state.weights.adapter}):
+                loaded.remove(version)
+                state.tell(AdapterRetired(engine=engine, version=version))
+                state.commands.append(Retire(engine=engine, version=version))
+
+
+def _finish(
+    state: SchedulerState,
+    update: Update,
+    *,
+    cause: str = "",
+    failed: tuple[tuple[str, str], ...] = (),
+) -> None:
+    state.weights.update = None
+    state.tell(UpdateFinished(version=update.version, failed=failed, cause=cause))
+    state.commands.append(FinishUpdate(version=update.version, failed=failed, cause=cause))
+
+
+def _evict(state: SchedulerState) -> None:
+    gate, version = state.rules.staleness, state.weights.versions.trainer
+    for group in list(state.in_flight.training_groups()):
+        if gate.evicts(group.oldest_version, version):
+            cause = f"older than {gate.bound} versions at version {version}"
+            drop(state, group, Reason.STALE, cause)

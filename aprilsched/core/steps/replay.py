@@ -1,0 +1,122 @@
+"""Episodes after a restart: a coroutine cannot be saved, so it runs again from its begin.
+
+The turns that it was given before are given again, without generating, as long as it asks for
+them with the same context (as durable workflows replay their history); an unfinished turn goes on
+from its tokens. Where it takes another way, what was known from there on is forgotten, and
+counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from aprilsched.core.messages.commands import DiscardTokens
+from aprilsched.core.messages.facts import TokensDiscarded
+from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.records import Replay, RolloutRecord
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.types import NO_VERSION, Int32Array
+
+__all__ = ["AnsweredTurn", "BegunTurn", "ask_again", "cut_back", "forget_rest", "leave_one"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredTurn:
+    """The turn is known to its end: that of this number."""
+
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class BegunTurn:
+    """The turn is known from here on, but not to its end."""
+
+    begin: int
+
+
+def ask_again(
+    state: SchedulerState, rollout: RolloutRecord, input_ids: Int32Array
+) -> AnsweredTurn | BegunTurn | None:
+    """What is known of the turn that the episode asks for; None if nothing is."""
+    replay = rollout.replay
+    if replay is None:
+        return None
+    begin = _begin(rollout, replay)
+    if begin is None or not np.array_equal(input_ids, rollout.context()[: _known(rollout, begin)]):
+        forget_rest(state, rollout)
+        return None
+    if replay.answered == len(rollout.answered):
+        rollout.replay = None
+        return BegunTurn(begin)
+    replay.answered += 1
+    return AnsweredTurn(replay.answered - 1)
+
+
+def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """The episode goes another way than before, or ends earlier."""
+    replay, rollout.replay = rollout.replay, None
+    if replay is None:
+        return
+    del rollout.answered[replay.answered :]
+    cut_back(state, rollout, Reason.RESTARTED)
+
+
+def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: int) -> None:
+    """Leave at least one token to generate of a request for `limit` tokens whose output is known
+    from `begin` on: an engine cannot be asked for none, and says with the last one how it ended.
+
+    The process may have ended between the last token of a request and its end, and an episode may
+    ask for fewer tokens this time.
+    """
+    if len(rollout.log) - begin >= limit:
+        _cut(state, rollout, begin + limit - 1, Reason.RESTARTED)
+
+
+def cut_back(state: SchedulerState, rollout: RolloutRecord, reason: Reason) -> None:
+    """Forget what came after the last turn that the episode was given, the environment's tokens
+    too: the episode may say something else now."""
+    _cut(state, rollout, rollout.answered[-1][1] if rollout.answered else 0, reason)
+
+
+def _cut(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reason) -> None:
+    """Forget all tokens after the first `size`, and count them."""
+    log = rollout.log
+    if len(log) == size:
+        return
+    sampled = int((log.versions()[size:] != NO_VERSION).sum())
+    environment = len(log) - size - sampled
+    log.cut(size)
+    # What is saved of it is void.
+    rollout.anew = True
+    state.in_flight.journal.change(rollout)
+    state.in_flight.counters.tokens_discarded += sampled
+    state.in_flight.ledger.late_tokens(reason, sampled)
+    state.tell(
+        TokensDiscarded(
+            rollout_id=rollout.rollout_id,
+            sampled=sampled,
+            environment=environment,
+            reason=reason.value,
+        )
+    )
+    state.commands.append(
+        DiscardTokens(
+            rollout_id=rollout.rollout_id,
+            sampled=sampled,
+            environment=environment,
+            reason=str(reason),
+        )
+    )
+
+
+def _begin(rollout: RolloutRecord, replay: Replay) -> int | None:
+    """Where the output of the next turn that is known begins."""
+    if replay.answered < len(rollout.answered):
+        return rollout.answered[replay.answered][0]
+    return replay.partial
+
+
+def _known(rollout: RolloutRecord, begin: int) -> int:
+    return len(rollout.prompt_ids) + begin

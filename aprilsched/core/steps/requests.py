@@ -1,0 +1,200 @@
+"""What comes back for a request: tokens, its end, its interruption, its failure.
+
+An attempt that was closed before (its engine was lost) may still be heard of; late news are void,
+so no token is booked twice.
+"""
+
+from __future__ import annotations
+
+from aprilsched.core.messages.events import Failed, Finished, Interrupted, Progress
+from aprilsched.core.messages.facts import AttemptEnded, Outcome, TokensReceived
+from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.lifecycle import State
+from aprilsched.core.state.records import Refusal, RequestRecord
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.steps.drop import drop
+from aprilsched.core.steps.engines import lose
+from aprilsched.core.steps.retries import count_failure
+from aprilsched.core.steps.turns import end_turn, take_back
+from aprilsched.core.steps.verify import disown, foreign_label, foreign_span
+from aprilsched.types import VersionSpan
+
+__all__ = ["on_failed", "on_finished", "on_interrupted", "on_progress"]
+
+
+def on_progress(state: SchedulerState, event: Progress) -> None:
+    request = state.in_flight.attempt(event.request_id, event.attempt)
+    if request is None:
+        return
+    counters = state.in_flight.counters
+    tokens = len(event.token_ids)
+    state.fleet.health.beat(request.engine, tokens)
+    counters.tokens_generated += tokens
+    counters.tokens_reprefilled += request.prefill_due
+    dropped = request.rollout.group.dropped
+    # Appended without a call: it is the most frequent of all facts.
+    if state.tells_tokens:
+        state.facts.append(_with_tokens(request, event))
+    else:
+        state.facts.append(
+            TokensReceived(
+                request_id=event.request_id,
+                tokens=tokens,
+                recomputed=request.prefill_due,
+                dropped=dropped,
+            )
+        )
+    request.prefill_due = 0
+    if dropped is not None:
+        counters.tokens_discarded += tokens
+        state.in_flight.ledger.late_tokens(dropped, tokens)
+        return
+    # Nearly every chunk has the label that is expected, so it is compared here.
+    same = event.label is None or event.label == request.version
+    foreign = None if same else foreign_label(state, request, event.label)
+    if foreign is not None:
+        _book_as_said(state, request, foreign)
+    state.in_flight.arrive(request, event.token_ids, event.logprobs)
+    state.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
+    if request.refusal is not None:
+        refusal, request.refusal = request.refusal, None
+        why = f"it refused what {request.engine} takes: {refusal.cause}"
+        _strike(state, refusal.engine, why, sent=refusal.sent)
+    if foreign is not None:
+        disown(state, request, foreign)
+
+
+def _with_tokens(request: RequestRecord, event: Progress) -> TokensReceived:
+    return TokensReceived(
+        request_id=event.request_id,
+        tokens=len(event.token_ids),
+        recomputed=request.prefill_due,
+        dropped=request.rollout.group.dropped,
+        token_ids=event.token_ids.tolist(),
+        logprobs=event.logprobs.tolist(),
+    )
+
+
+def _tell_end(
+    state: SchedulerState,
+    request: RequestRecord,
+    outcome: Outcome,
+    *,
+    cause: str = "",
+    retried: bool = False,
+    spans: tuple[VersionSpan, ...] | None = None,
+) -> None:
+    rows = None if spans is None else tuple([(s.version, s.start, s.end) for s in spans])
+    state.tell(
+        AttemptEnded(
+            request_id=request.request_id,
+            outcome=outcome,
+            cause=cause,
+            retried=retried,
+            spans=rows,
+        )
+    )
+
+
+def _book_as_said(state: SchedulerState, request: RequestRecord, label: int) -> None:
+    """Book what comes under the engine's own word.
+
+    With an older label than that of the sending the process was started anew before it took the
+    attempt, so all its tokens are of that label. A newer one was loaded while it ran, and the
+    chunk may have tokens of before.
+    """
+    if request.adapter is not None or label > request.sent_version:
+        request.rollout.log.exact = False
+    if request.adapter is None:
+        request.version = label
+
+
+def on_finished(state: SchedulerState, event: Finished) -> None:
+    request = state.in_flight.attempt(event.request_id, event.attempt)
+    if request is None:
+        return
+    control = state.fleet.control.engines[request.engine]
+    control.strikes, control.heard_at = 0, state.now
+    state.fleet.health.beat(request.engine, 0)
+    state.note_work(request.engine)
+    state.in_flight.close_attempt(request, event.spans)
+    _tell_end(state, request, "finished", spans=event.spans)
+    state.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
+    foreign = foreign_span(state, request, event.spans)
+    if foreign is not None:
+        disown(state, request, foreign)
+    if request.rollout.group.dropped is not None:
+        state.in_flight.forget(request)
+        return
+    request.rollout.finish_reason = event.reason
+    end_turn(state, request)
+
+
+def on_interrupted(state: SchedulerState, event: Interrupted) -> None:
+    request = state.in_flight.attempt(event.request_id, event.attempt)
+    if request is not None:
+        if request.gained:
+            request.failures, request.avoid = 0, frozenset()
+        state.note_work(request.engine)
+        state.in_flight.close_attempt(request, event.spans)
+        _tell_end(state, request, "interrupted", spans=event.spans)
+        state.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
+        foreign = foreign_span(state, request, event.spans)
+        take_back(state, request)
+        if foreign is not None:
+            disown(state, request, foreign)
+
+
+def on_failed(state: SchedulerState, event: Failed) -> None:
+    request = state.in_flight.attempt(event.request_id, event.attempt)
+    if request is None:
+        return
+    engine, rollout = request.engine, request.rollout
+    state.note_work(engine)
+    state.in_flight.close_attempt(request, None)
+    request.shun(engine)
+    if event.final and _another_may_take_it(state, request):
+        request.refusal = Refusal(engine=engine, sent=request.sent, cause=event.cause)
+        exhausted = ""
+    elif rollout.state is State.RETURNING:
+        exhausted = ""  # the request is not sent again, so nothing of it can be exhausted
+    else:
+        exhausted = count_failure(request, state.rules, event)
+    retried = rollout.group.dropped is None and not exhausted
+    _tell_end(state, request, "failed", cause=event.cause, retried=retried)
+    if rollout.group.dropped is None and exhausted:
+        drop(state, rollout.group, Reason.FAILED, exhausted, culprit=rollout.rollout_id)
+    else:
+        state.in_flight.counters.retries += rollout.group.dropped is None
+        take_back(state, request)
+    if not event.final:
+        _doubt(state, engine, event.cause)
+        _strike(state, engine, event.cause, sent=request.sent)
+
+
+def _doubt(state: SchedulerState, engine: str, cause: str) -> None:
+    """A server that died and was started again in a moment answers under its first weights."""
+    control = state.fleet.control.engines.get(engine)
+    if control is not None:
+        control.doubt = control.doubt or cause
+
+
+def _another_may_take_it(state: SchedulerState, request: RequestRecord) -> bool:
+    """An engine that lost its key, its adapters or its proxy's mind refuses what is none of the
+    request's fault, and faster than the others answer: alone it would end the run."""
+    return request.refusal is None and bool(state.fleet.control.engines.keys() - request.avoid)
+
+
+def _strike(state: SchedulerState, engine: str, cause: str, *, sent: int) -> None:
+    """A dead engine answers fastest, has the least load and so draws every request: stop it.
+
+    What breaks off together counts once: a moment without network, or a trainer that holds the
+    event loop up until every connection has timed out, must not cost the whole fleet.
+    """
+    control = state.fleet.control.engines.get(engine)
+    if control is None or sent <= control.struck:
+        return
+    control.struck = state.fleet.sends
+    control.strikes += 1
+    if control.strikes >= state.rules.engine_strikes:
+        lose(state, engine, f"it failed {control.strikes} times in a row: {cause}")

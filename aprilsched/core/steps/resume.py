@@ -1,0 +1,409 @@
+"""A scheduler as it was saved, and how it goes on.
+
+Everything that a process held is gone: attempts, calls of rewards, episodes, evaluations. What was
+generating waits to be sent again with its tokens; rewards and verdicts that were not known are
+asked for again; evaluations were the caller's and are in the ledger.
+
+The settings may be others than those it was saved under. So what follows from them is not taken
+over but made anew from the present ones: who is parked, the schedule and how many groups it keeps
+open, and what is still to be scored and judged. A state that only the former ones would move on
+from would stand still.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from aprilsched.core.messages.commands import Launch, Score, ScoreGroup, StartEpisode
+from aprilsched.core.messages.facts import EpisodeStarted, GroupAccepted, RewardRequested
+from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.state.assembly import batch_of, group_of, launched, rollout_of
+from aprilsched.core.state.journal import DeliveredBatch
+from aprilsched.core.state.ledger import Entry, Reason
+from aprilsched.core.state.lifecycle import GENERATING, State
+from aprilsched.core.state.records import (
+    GroupRecord,
+    Replay,
+    RequestRecord,
+    RolloutRecord,
+    group_lengths,
+)
+from aprilsched.core.state.saved import (
+    RolloutState,
+    RunState,
+    Saved,
+    SavedBatch,
+    SavedGroup,
+    SavedMember,
+    SavedRequest,
+    SavedRun,
+    SavedTokens,
+    Stage,
+)
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.state.token_log import TokenLog
+from aprilsched.core.steps.buckets import release_all
+from aprilsched.core.steps.replay import leave_one
+from aprilsched.core.steps.scoring import settle
+from aprilsched.core.steps.target import resize
+from aprilsched.errors import ConfigError
+
+__all__ = ["call_again", "restore"]
+
+_STATES = {
+    Stage.GENERATING: State.QUEUED,
+    Stage.GENERATED: State.SCORING,
+    Stage.SCORED: State.DONE,
+}
+
+
+def restore(state: SchedulerState, saved: Saved) -> None:
+    """Bring what was saved into a state that has not begun.
+
+    Raises:
+        ConfigError: if it was saved by a scheduler that cannot go on in this one.
+    """
+    if saved.run.episodes != state.rules.episodes:
+        had = "had" if saved.run.episodes else "had not"
+        raise ConfigError(
+            f"the saved run {had} an episode function, and this one differs; give the same one, "
+            "or a new store."
+        )
+    _restore_run(state, saved)
+    delivered = {group_id for batch in saved.batches for group_id in batch.group_ids}
+    groups = {
+        group.group_id: _group(state, saved, group)
+        for group in saved.groups
+        if group.group_id not in saved.damaged
+    }
+    for group_id, group in groups.items():
+        if group_id in delivered and group.complete:
+            continue
+        if group_id in delivered or _left(saved, group):
+            # Damaged: what the trainer had is not there any more, so the group is open again.
+            _take_back(state, group)
+        _open_scores(state, saved.run, group)
+        _enter(state, group)
+    for group_id in saved.run.ready:
+        if group_id in groups and groups[group_id].complete:
+            state.in_flight.ready.add(groups[group_id])
+    # What was cut short by damage had been among them, or came to its end after the list was made.
+    for group in state.in_flight.training_groups():
+        if group.complete and group not in state.in_flight.ready:
+            state.in_flight.ready.add(group)
+    for batch in saved.batches:
+        _restore_batch(state, batch, groups)
+    _drop_damaged(state, saved, delivered)
+    if not isinstance(state.plan.schedule.refill, Rounds):
+        release_all(state)
+    if saved.run.target_groups:
+        resize(state)
+    state.resumed = True
+
+
+def call_again(state: SchedulerState) -> None:
+    """Ask for rewards, verdicts and episodes that the former process had asked for."""
+    for group in state.in_flight.training_groups():
+        state.tell(launched(group, restored=True, tokens=state.tells_tokens))
+        state.commands.append(_launched_again(group))
+        for member in group.members:
+            _call_again(state, group, member)
+        if group.complete and group.accepted:
+            state.tell(GroupAccepted(group_id=group.group_id))
+        if not group.complete or group.accepted:
+            continue
+        if group.unscored:
+            if state.rules.reward_scope == "group":
+                state.tell(RewardRequested(group_id=group.group_id))
+                state.commands.append(ScoreGroup(group=group_of(group)))
+        else:
+            settle(state, group)
+
+
+def _launched_again(group: GroupRecord) -> Launch:
+    return Launch(
+        group_id=group.group_id,
+        rollout_ids=tuple(member.rollout_id for member in group.members),
+        prompt=group.prompt,
+        restored=group_lengths(group),
+    )
+
+
+def _call_again(state: SchedulerState, group: GroupRecord, member: RolloutRecord) -> None:
+    if member.state is State.THINKING:
+        state.tell(EpisodeStarted(rollout_id=member.rollout_id))
+        state.commands.append(
+            StartEpisode(
+                rollout_id=member.rollout_id,
+                index=member.index,
+                prompt=group.prompt,
+                sampling=member.sampling,
+            )
+        )
+    elif member.state is State.QUEUED and member.request is not None:
+        request = member.request
+        leave_one(state, member, request.output_start, request.sampling.max_new_tokens)
+    elif member.state is State.SCORING and state.rules.reward_scope == "rollout":
+        state.tell(RewardRequested(group_id=group.group_id, rollout_id=member.rollout_id))
+        state.commands.append(Score(rollout=rollout_of(member), prompt=group.prompt))
+
+
+def _restore_run(state: SchedulerState, saved: Saved) -> None:
+    run, in_flight = saved.run, state.in_flight
+    in_flight.last_id = run.last_id
+    in_flight.counters = replace(run.counters)
+    for entry in saved.dropped:
+        in_flight.ledger.entries.append(entry)
+    in_flight.ledger.rollouts.update({Reason(name): n for name, n in run.dropped_rollouts.items()})
+    in_flight.ledger.tokens.update({Reason(name): n for name, n in run.dropped_tokens.items()})
+    for rollout_id, group_id, tokens in run.evaluating:
+        cause = "its evaluation ended with the process that asked for it"
+        _drop(state, rollout_id, group_id, tokens, Reason.RESTARTED, cause)
+    state.prompts.cursor = run.cursor
+    state.weights.versions.start(run.version)
+    state.weights.base, state.weights.adapter = run.base, run.adapter
+    since = run.batches_since_update
+    if since is None:
+        since = math.ceil(run.delivered_since_update / state.rules.batch_groups)
+    state.delivery.batches_since_update = since
+    state.plan.wave_due = run.wave_due
+    state.plan.target_groups = run.target_groups
+    if saved.schedule is not None and _possible(state, saved.schedule):
+        state.plan.schedule = saved.schedule
+    # It was the best under the former settings and engines: it is held against others at once.
+    state.plan.looked_at = -1
+    state.expectations.note_limit(run.longest)
+    for group in saved.lengths:
+        state.expectations.observed.add_group(group)
+
+
+def _possible(state: SchedulerState, schedule: Schedule) -> bool:
+    """May the schedule of the former process be in force in this one?"""
+    rules = state.rules
+    return rules.automatic and (rules.parks or not isinstance(schedule.refill, Rounds))
+
+
+def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecord:
+    now = saved.group_states.get(group.group_id)
+    record = GroupRecord(
+        group_id=group.group_id,
+        prompt=group.prompt,
+        opened=group.opened,
+        accepted=None if now is None else now.accepted,
+        first_run=None if now is None else now.first_run,
+    )
+    for member in group.members:
+        known = saved.rollouts.get(member.rollout_id)
+        if known is None:
+            known = RolloutState(rollout_id=member.rollout_id, group_id=group.group_id)
+        tokens = saved.tokens.get(member.rollout_id, SavedTokens())
+        record.members.append(_rollout(state, record, member, known, tokens))
+    record.unfinished = sum(member.state in GENERATING for member in record.members)
+    record.unscored = sum(member.state is not State.DONE for member in record.members)
+    return record
+
+
+def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> None:
+    """Which of its members have a reward that counts, by the present rules."""
+    rules = state.rules
+    generated = [m for m in group.members if m.state not in GENERATING]
+    if rules.reward_scope == "none":
+        for member in generated:
+            member.state = State.DONE
+    else:
+        for member in generated:
+            if member.reward is None:
+                member.state = State.SCORING
+        torn = any(m.state is State.SCORING for m in group.members)
+        if rules.reward_scope == "group" and torn and not rules.episodes:
+            # Rewards of one call are not to be mixed with those of others.
+            for member in generated:
+                member.state, member.reward = State.SCORING, None
+    group.unscored = sum(member.state is not State.DONE for member in group.members)
+    if group.unscored or (rules.accepts and run.accepts is False):
+        group.accepted = None
+
+
+def _rollout(
+    state: SchedulerState,
+    group: GroupRecord,
+    member: SavedMember,
+    known: RolloutState,
+    tokens: SavedTokens,
+) -> RolloutRecord:
+    runs = _runs(known, tokens)
+    covered = known.runs[-1][0] if known.runs else 0
+    # Fewer tokens than its end was made of: what is there is the begin of it.
+    cut_short = known.stage is not Stage.GENERATING and len(tokens.token_ids) < covered
+    stage = Stage.GENERATING if cut_short else known.stage
+    prompt = group.prompt.input_ids
+    if known.prompt_ids is not None:
+        prompt = np.array(known.prompt_ids, dtype=np.int32)
+    record = RolloutRecord(
+        rollout_id=member.rollout_id,
+        index=member.index,
+        group=group,
+        sampling=member.sampling,
+        state=_STATES[stage],
+        prompt_ids=prompt,
+        log=TokenLog.restored(
+            tokens.token_ids,
+            tokens.logprobs,
+            runs,
+            exact=known.exact,
+            stale_keys=known.stale_keys,
+        ),
+        due=known.due,
+        reward=None if cut_short else known.reward,
+        finish_reason=known.finish_reason,
+        answered=list(known.turns),
+        turns=len(known.turns) if state.rules.episodes else 1,
+        anew=cut_short,
+    )
+    if stage is not Stage.GENERATING:
+        return record
+    if state.rules.episodes:
+        _begin_anew(record, known.request)
+    else:
+        record.turns = 0
+        record.request = _request(state, record, known.request)
+    return record
+
+
+def _begin_anew(record: RolloutRecord, request: SavedRequest | None) -> None:
+    record.state = State.THINKING
+    record.answered = [turn for turn in record.answered if turn[1] <= len(record.log)]
+    record.turns = 0
+    partial = None if request is None else request.output_start
+    if partial is not None and partial > len(record.log):
+        partial = None
+    record.replay = Replay(partial=partial)
+
+
+def _request(
+    state: SchedulerState, rollout: RolloutRecord, known: SavedRequest | None
+) -> RequestRecord:
+    state.in_flight.last_id += 1
+    return RequestRecord(
+        request_id=state.in_flight.last_id,
+        rollout=rollout,
+        sampling=rollout.sampling if known is None else known.sampling,
+        output_start=0 if known is None else known.output_start,
+        attempt=1 if known is None and len(rollout.log) else 0 if known is None else known.attempts,
+        failures=0 if known is None else known.failures,
+        breaks=0 if known is None else known.breaks,
+    )
+
+
+def _runs(known: RolloutState, tokens: SavedTokens) -> list[SavedRun]:
+    """What the engine said of the versions, and beyond that what its slices say."""
+    size = len(tokens.token_ids)
+    runs: list[SavedRun] = []
+    for end, version, engine in (*known.runs, *tokens.runs):
+        covered = runs[-1][0] if runs else 0
+        end = min(end, size)
+        if end <= covered:
+            continue
+        if runs and runs[-1][1:] == (version, engine):
+            runs[-1] = (end, version, engine)
+        else:
+            runs.append((end, version, engine))
+    return runs
+
+
+def _enter(state: SchedulerState, group: GroupRecord) -> None:
+    in_flight = state.in_flight
+    in_flight.groups[group.group_id] = group
+    in_flight.training += 1
+    in_flight.generating += group.unfinished
+    for member in group.members:
+        in_flight.rollouts[member.rollout_id] = member
+        if member.anew:
+            in_flight.journal.change(member)
+        request = member.request
+        if request is None:
+            continue
+        in_flight.requests[request.request_id] = request
+        if member.due:
+            in_flight.queue.add(request)
+
+
+def _restore_batch(
+    state: SchedulerState, batch: SavedBatch, groups: dict[int, GroupRecord]
+) -> None:
+    members = [
+        group
+        for group_id in batch.group_ids
+        if (group := groups.get(group_id)) is not None and group.complete
+    ]
+    for group in members:
+        for member in group.members:
+            member.state = State.DELIVERED
+    again = batch_of(
+        members,
+        index=batch.index,
+        version=batch.version,
+        oldest_unmasked=batch.oldest_unmasked,
+        redelivered=True,
+    )
+    state.delivery.redelivery.append(again)
+    state.delivery.unacknowledged[batch.index] = DeliveredBatch(
+        index=batch.index,
+        version=batch.version,
+        oldest_unmasked=batch.oldest_unmasked,
+        groups=tuple(members),
+    )
+
+
+def _left(saved: Saved, group: GroupRecord) -> bool:
+    """It was in a batch of which the record is damaged: complete groups are ready otherwise."""
+    if group.group_id in saved.run.ready:
+        return False
+    states = [saved.rollouts.get(member.rollout_id) for member in group.members]
+    return all(known is not None and known.stage is not Stage.GENERATING for known in states)
+
+
+def _take_back(state: SchedulerState, group: GroupRecord) -> None:
+    counters = state.in_flight.counters
+    counters.delivered -= len(group.members)
+    counters.tokens_delivered -= sum(member.log.sampled_tokens for member in group.members)
+    group.accepted = None
+
+
+def _drop_damaged(state: SchedulerState, saved: Saved, delivered: set[int]) -> None:
+    in_flight = state.in_flight
+    members = {group.group_id: group.members for group in saved.groups}
+    for group_id, cause in saved.damaged.items():
+        # Where the group cannot be read, its rollouts are those that say that they are of it; the
+        # first one has the number after the group's.
+        known = [s.rollout_id for s in saved.rollouts.values() if s.group_id == group_id]
+        named = [m.rollout_id for m in members.get(group_id, ())] or known or [group_id + 1]
+        for rollout_id in named:
+            tokens = saved.tokens.get(rollout_id)
+            lost = 0 if tokens is None else len(tokens.token_ids)
+            in_flight.counters.delivered -= group_id in delivered
+            _drop(state, rollout_id, group_id, lost, Reason.DAMAGED, cause)
+    if saved.damaged:
+        # Of a group that cannot be read at all, nobody knows how many rollouts it had.
+        counters = in_flight.counters
+        counters.launched = counters.delivered + in_flight.ledger.total + len(in_flight.rollouts)
+
+
+def _drop(
+    state: SchedulerState, rollout_id: int, group_id: int, tokens: int, reason: Reason, cause: str
+) -> None:
+    entry = Entry(
+        rollout_id=rollout_id,
+        group_id=group_id,
+        reason=reason,
+        cause=cause,
+        tokens=tokens,
+        at=state.now,
+    )
+    state.in_flight.counters.tokens_discarded += tokens
+    state.in_flight.ledger.add(entry)
+    state.in_flight.journal.drop_saved(entry)

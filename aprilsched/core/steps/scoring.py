@@ -1,0 +1,99 @@
+"""From generated to accepted: rewards of rollouts or groups, and the user's verdict."""
+
+from __future__ import annotations
+
+from aprilsched.core.messages.commands import Judge, Score, ScoreGroup
+from aprilsched.core.messages.events import GroupRewarded, Judged, Rewarded, RewardFailed
+from aprilsched.core.messages.facts import (
+    GroupAccepted,
+    RewardRequested,
+    RolloutFinished,
+    RolloutScored,
+    VerdictRequested,
+)
+from aprilsched.core.state.assembly import group_of, rollout_of
+from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.lifecycle import Move, State
+from aprilsched.core.state.records import GroupRecord, RolloutRecord
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.steps.drop import drop
+
+__all__ = ["finish", "on_group_rewarded", "on_judged", "on_reward_failed", "on_rewarded", "settle"]
+
+
+def finish(state: SchedulerState, rollout: RolloutRecord, reward: float | None) -> None:
+    """A rollout is generated to its end; `reward` is what its episode says, if it says one."""
+    group = rollout.group
+    state.in_flight.finish(rollout)
+    state.tell(RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
+    if group.complete and group.evaluation_id is None:
+        state.note_lengths(group)
+    scope = state.rules.reward_scope
+    if scope == "none" or reward is not None:
+        _score(state, rollout, reward)
+    elif scope == "rollout":
+        state.tell(RewardRequested(group_id=group.group_id, rollout_id=rollout.rollout_id))
+        state.commands.append(Score(rollout=rollout_of(rollout), prompt=group.prompt))
+    if scope == "group" and group.complete and group.unscored:
+        state.tell(RewardRequested(group_id=group.group_id))
+        state.commands.append(ScoreGroup(group=group_of(group)))
+
+
+def on_rewarded(state: SchedulerState, event: Rewarded) -> None:
+    rollout = state.in_flight.rollouts.get(event.rollout_id)
+    if rollout is not None:
+        _score(state, rollout, event.reward)
+
+
+def on_group_rewarded(state: SchedulerState, event: GroupRewarded) -> None:
+    group = state.in_flight.groups.get(event.group_id)
+    if group is None:
+        return
+    for rollout, reward in zip(group.members, event.rewards, strict=True):
+        if rollout.state is State.SCORING:
+            _score(state, rollout, reward)
+
+
+def on_reward_failed(state: SchedulerState, event: RewardFailed) -> None:
+    group = state.in_flight.groups.get(event.group_id)
+    if group is not None:
+        drop(state, group, Reason.REWARD_FAILED, event.cause)
+
+
+def on_judged(state: SchedulerState, event: Judged) -> None:
+    group = state.in_flight.groups.get(event.group_id)
+    if group is None:
+        return
+    if event.accepted:
+        _accept(state, group)
+    else:
+        drop(state, group, Reason.REJECTED, "refused by accept")
+
+
+def _score(state: SchedulerState, rollout: RolloutRecord, reward: float | None) -> None:
+    rollout.reward = reward
+    rollout.move(Move.SCORE)
+    state.in_flight.journal.finish(rollout)
+    state.tell(
+        RolloutScored(rollout_id=rollout.rollout_id, group_id=rollout.group.group_id, reward=reward)
+    )
+    rollout.group.unscored -= 1
+    if not rollout.group.unscored:
+        settle(state, rollout.group)
+
+
+def settle(state: SchedulerState, group: GroupRecord) -> None:
+    """The whole group is scored: it is judged, or accepted."""
+    # An evaluation reports every answer, so accept has no say in it.
+    if state.rules.accepts and group.evaluation_id is None:
+        state.tell(VerdictRequested(group_id=group.group_id))
+        state.commands.append(Judge(group=group_of(group)))
+    else:
+        _accept(state, group)
+
+
+def _accept(state: SchedulerState, group: GroupRecord) -> None:
+    group.accepted = True
+    state.tell(GroupAccepted(group_id=group.group_id))
+    state.in_flight.journal.change_group(group)
+    state.prompts.consecutive_failures = 0

@@ -1,0 +1,79 @@
+"""Sleep: the engines' memory is lent to the trainer, and taken back with new weights in it.
+
+Stragglers are safe first: where every engine can release memory while requests wait in a pause,
+they stay inside it (retract); otherwise they are called back with their tokens and sent again.
+Weights that were released and are not kept by the server must be refitted before anything is
+generated: an engine that wakes without that goes on standby.
+"""
+
+from __future__ import annotations
+
+from aprilsched.core.messages.commands import FinishSleep
+from aprilsched.core.messages.events import Released, SleepRequested, WakeRequested, Woken
+from aprilsched.core.messages.facts import SleepBegun, SleepEnded
+from aprilsched.core.messages.facts import SleepRequested as SleepFact
+from aprilsched.core.messages.facts import WakeRequested as WakeFact
+from aprilsched.core.state.engine_control import WEIGHTS, Mode
+from aprilsched.core.state.phases import Sleep
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.steps.engines import demote
+from aprilsched.errors import InvariantViolation
+
+__all__ = [
+    "advance",
+    "on_released",
+    "on_sleep_requested",
+    "on_wake_requested",
+    "on_woken",
+]
+
+
+def on_sleep_requested(state: SchedulerState, event: SleepRequested) -> None:
+    if state.sleep is not None or state.weights.update is not None:
+        raise InvariantViolation("sleep was asked for during a sleep or an update")
+    state.tell(SleepFact(tags=event.tags))
+    holds = all(control.holds_stragglers for control in state.fleet.control.engines.values())
+    inside = state.rules.behaviour.waits_asleep and holds
+    state.sleep = Sleep(tags=frozenset(event.tags), inside=inside)
+
+
+def on_wake_requested(state: SchedulerState, _: WakeRequested) -> None:
+    if state.sleep is None:
+        raise InvariantViolation("the engines were woken without a sleep")
+    state.tell(WakeFact())
+    state.sleep.waking = True
+
+
+def on_released(state: SchedulerState, event: Released) -> None:
+    control = state.fleet.control.confirm(event.engine, Mode.RELEASING, Mode.PAUSED)
+    if control is not None:
+        control.released |= set(event.tags)
+        control.torn = control.torn or (WEIGHTS in event.tags and not control.keeps_weights)
+
+
+def on_woken(state: SchedulerState, event: Woken) -> None:
+    control = state.fleet.control.confirm(event.engine, Mode.WAKING, Mode.PAUSED)
+    if control is not None:
+        control.released -= set(event.tags)
+
+
+def advance(state: SchedulerState) -> None:
+    """Take the sleep to its next phase, if there is one and it is time."""
+    sleep = state.sleep
+    if sleep is None:
+        return
+    engines = state.fleet.control.engines.values()
+    if not sleep.quiet:
+        ended = sleep.inside or not state.in_flight.open_attempts
+        sleep.quiet = ended and not state.evaluations.running
+    if sleep.waking and state.weights.update is None:
+        for control in [c for c in engines if c.torn and not c.released]:
+            demote(state, control.name, "its weights were released and not brought back")
+        if not any(control.released for control in engines):
+            state.sleep = None
+            state.tell(SleepEnded())
+            state.commands.append(FinishSleep(asleep=False))
+    elif sleep.quiet and not sleep.asleep and all(sleep.tags <= c.released for c in engines):
+        sleep.asleep = True
+        state.tell(SleepBegun())
+        state.commands.append(FinishSleep(asleep=True))

@@ -1,0 +1,250 @@
+"""Taking cuts: what changed since the last one, or everything."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.state.journal import DeliveredBatch, Journal
+from aprilsched.core.state.ledger import Counters
+from aprilsched.core.state.lifecycle import GENERATING, State
+from aprilsched.core.state.page import PageBuilder
+from aprilsched.core.state.records import GroupRecord, RolloutRecord
+from aprilsched.core.state.saved import (
+    Cut,
+    GroupState,
+    RolloutState,
+    RunState,
+    SavedBatch,
+    SavedGroup,
+    SavedMember,
+    SavedRequest,
+    Stage,
+    TokenPage,
+)
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.steps.batch import masked_tokens
+
+__all__ = ["take_anew", "take_changes", "take_checkpoint", "take_everything"]
+
+
+def take_changes(state: SchedulerState) -> Cut:
+    """What the journal has; it begins anew."""
+    journal = state.in_flight.journal
+    cut = Cut(
+        whole=False,
+        run=_run(state),
+        schedule=_schedule(state),
+        page=_arrived(journal),
+        groups=tuple(_group(group) for group in journal.launched.values()),
+        group_states=tuple(_group_state(group) for group in journal.changed_groups.values()),
+        rollouts=tuple(_rollout(rollout) for rollout in journal.changed.values()),
+        batches=tuple(_batch(batch) for batch in journal.delivered.values()),
+        acknowledged=tuple(journal.acknowledged),
+        removed=tuple(journal.removed.items()),
+        dropped=tuple(journal.dropped),
+        lengths=tuple(journal.lengths),
+    )
+    for rollout in journal.changed.values():
+        rollout.anew = False
+    journal.clear()
+    return cut
+
+
+def take_everything(state: SchedulerState) -> Cut:
+    """The whole scheduler, as a store must have it; the journal and what is marked as saved stay
+    as they are."""
+    offered = (
+        ()
+        if state.delivery.offer is None or state.delivery.offer.record is None
+        else (state.delivery.offer.record,)
+    )
+    return _everything(state, _run(state), (*state.delivery.unacknowledged.values(), *offered))
+
+
+def take_checkpoint(state: SchedulerState, *, without: Collection[int]) -> Cut:
+    """The whole scheduler, as the trainer's own checkpoint has it: `without` these batches, which
+    it has learned from, and with what is offered as not taken."""
+    kept = [batch for index, batch in state.delivery.unacknowledged.items() if index not in without]
+    return _everything(state, _run(state, taken=False), kept)
+
+
+def _everything(state: SchedulerState, run: RunState, batches: Sequence[DeliveredBatch]) -> Cut:
+    delivered = {group.group_id for batch in batches for group in batch.groups}
+    groups = [g for g in state.in_flight.training_groups() if g.group_id not in delivered]
+    for batch in batches:
+        groups.extend(batch.groups)
+    rollouts = [member for group in groups for member in group.members]
+    return Cut(
+        whole=True,
+        run=run,
+        schedule=_schedule(state),
+        page=_held(rollouts),
+        groups=tuple(_group(group) for group in groups),
+        group_states=tuple(_group_state(group) for group in groups),
+        rollouts=tuple(_rollout(rollout) for rollout in rollouts),
+        batches=tuple(_batch(batch) for batch in batches),
+        dropped=tuple(state.in_flight.ledger.entries),
+        lengths=tuple(state.expectations.observed.cohort()),
+    )
+
+
+def take_anew(state: SchedulerState) -> Cut:
+    """The whole scheduler, as the first cut of a store; the journal begins anew."""
+    cut = take_everything(state)
+    for group in state.in_flight.training_groups():
+        for member in group.members:
+            member.anew = False
+    state.in_flight.journal.clear()
+    return cut
+
+
+def _arrived(journal: Journal) -> TokenPage | None:
+    """What came, but not for those that left, and everything of those that began anew."""
+    anew = [rollout for rollout in journal.changed.values() if rollout.anew]
+    journal.arrived.forget(journal.gone.union(rollout.rollout_id for rollout in anew))
+    _add_all(journal.arrived, anew)
+    return journal.arrived.page()
+
+
+def _held(rollouts: Iterable[RolloutRecord]) -> TokenPage | None:
+    """All tokens of these rollouts."""
+    builder = PageBuilder()
+    _add_all(builder, rollouts)
+    return builder.page()
+
+
+def _add_all(builder: PageBuilder, rollouts: Iterable[RolloutRecord]) -> None:
+    for rollout in rollouts:
+        begin = 0
+        ids, logprobs = rollout.log.since(0)
+        for end, version, engine in rollout.log.runs:
+            builder.add(
+                rollout.rollout_id, begin, ids[begin:end], logprobs[begin:end], version, engine
+            )
+            begin = end
+
+
+def _group(group: GroupRecord) -> SavedGroup:
+    return SavedGroup(
+        group_id=group.group_id,
+        prompt=group.prompt,
+        opened=group.opened,
+        members=tuple(
+            SavedMember(rollout_id=m.rollout_id, index=m.index, sampling=m.sampling)
+            for m in group.members
+        ),
+    )
+
+
+def _group_state(group: GroupRecord) -> GroupState:
+    return GroupState(group_id=group.group_id, accepted=group.accepted, first_run=group.first_run)
+
+
+def _rollout(rollout: RolloutRecord) -> RolloutState:
+    group = rollout.group
+    own_prompt = rollout.prompt_ids is not group.prompt.input_ids
+    unsure = rollout.request is not None and rollout.request.unsure
+    return RolloutState(
+        rollout_id=rollout.rollout_id,
+        group_id=group.group_id,
+        stage=_stage(rollout),
+        anew=rollout.anew,
+        runs=rollout.log.runs,
+        exact=rollout.log.exact and not unsure,
+        finish_reason=rollout.finish_reason,
+        reward=rollout.reward,
+        due=rollout.due,
+        prompt_ids=tuple(rollout.prompt_ids.tolist()) if own_prompt else None,
+        turns=tuple(rollout.answered),
+        request=_request(rollout),
+        stale_keys=rollout.log.stale_keys,
+    )
+
+
+def _stage(rollout: RolloutRecord) -> Stage:
+    if rollout.state in GENERATING:
+        return Stage.GENERATING
+    return Stage.GENERATED if rollout.state is State.SCORING else Stage.SCORED
+
+
+def _request(rollout: RolloutRecord) -> SavedRequest | None:
+    request = rollout.request
+    if request is None or rollout.state not in GENERATING or rollout.state is State.THINKING:
+        return None
+    return SavedRequest(
+        output_start=request.output_start,
+        sampling=request.sampling,
+        attempts=request.attempt,
+        failures=request.failures,
+        breaks=request.breaks,
+    )
+
+
+def _batch(batch: DeliveredBatch) -> SavedBatch:
+    return SavedBatch(
+        index=batch.index,
+        version=batch.version,
+        oldest_unmasked=batch.oldest_unmasked,
+        group_ids=tuple(group.group_id for group in batch.groups),
+    )
+
+
+def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
+    """With what is offered as `taken`: the trainer may have it before the next cut, and is given
+    the same batch again after a restart."""
+    in_flight = state.in_flight
+    groups = () if state.delivery.offer is None else state.delivery.offer.groups
+    ready = tuple(group.group_id for group in in_flight.ready)
+    if not taken:
+        ready = (*(group.group_id for group in groups), *ready)
+        groups = ()
+    return RunState(
+        last_id=in_flight.last_id,
+        cursor=state.prompts.cursor,
+        episodes=state.rules.episodes,
+        ready=ready,
+        version=state.weights.versions.trainer,
+        base=state.weights.base,
+        adapter=state.weights.adapter,
+        counters=_counters(state) if groups else replace(in_flight.counters),
+        dropped_rollouts={str(reason): n for reason, n in in_flight.ledger.rollouts.items()},
+        dropped_tokens={str(reason): n for reason, n in in_flight.ledger.tokens.items()},
+        evaluating=_evaluating(state),
+        failed_in_a_row=state.prompts.consecutive_failures,
+        wave_due=state.plan.wave_due,
+        target_groups=state.plan.target_groups,
+        longest=state.expectations.limit,
+        planned_at=state.plan.planned_at,
+        planned_for=state.plan.planned_for,
+        looked_at=state.plan.looked_at,
+        batches_since_update=state.delivery.batches_since_update + bool(groups),
+        accepts=state.rules.accepts,
+    )
+
+
+def _counters(state: SchedulerState) -> Counters:
+    """As they are when what is offered is taken."""
+    counters = replace(state.in_flight.counters)
+    if state.delivery.offer is not None:
+        counters.batches += 1
+        counters.tokens_masked += masked_tokens(state.delivery.offer.batch)
+        for group in state.delivery.offer.groups:
+            counters.delivered += len(group.members)
+            counters.tokens_delivered += sum(m.log.sampled_tokens for m in group.members)
+    return counters
+
+
+def _schedule(state: SchedulerState) -> Schedule | None:
+    return state.plan.schedule if state.rules.automatic else None
+
+
+def _evaluating(state: SchedulerState) -> tuple[tuple[int, int, int], ...]:
+    return tuple(
+        (member.rollout_id, group.group_id, member.log.sampled_tokens)
+        for groups in state.evaluations.running.values()
+        for group in groups
+        if group.dropped is None
+        for member in group.members
+    )

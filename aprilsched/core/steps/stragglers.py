@@ -1,0 +1,113 @@
+"""What becomes of each straggler, decided once when a batch is full (or an update begins).
+
+Some run out, up to a limit of tokens; some are called back, because their KV is not worth keeping
+or because their engine has more than its share; the others stay inside the pause. Engines are
+paused only when the first have ended or reached their limit and the second are back: a request
+aborted after a retract comes back without the tokens that had not been streamed (hazard 1).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.policies.straggler import Situation, Straggler
+from aprilsched.core.state.records import RequestRecord
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.steps.batch import training_runs
+from aprilsched.core.steps.buckets import park_all
+from aprilsched.core.steps.drop import abort
+
+__all__ = ["settle_stragglers"]
+
+
+def settle_stragglers(state: SchedulerState) -> None:
+    """Decide when it is time, and forget those whose time has come."""
+    if state.stragglers.run_on or state.stragglers.calling_back:
+        _prune(state)
+    parks = isinstance(state.plan.schedule.refill, Rounds)
+    if not (parks or state.rules.behaviour.decide or state.rules.rebalance):
+        return
+    if training_runs(state):
+        state.stragglers.resolved = False
+        return
+    if state.stragglers.resolved:
+        return
+    state.stragglers.resolved = True
+    if parks:
+        park_all(state)
+    stragglers = [r for r in state.in_flight.open_requests() if _training(r) and not r.aborting]
+    if not stragglers:
+        return
+    if parks:
+        for request in stragglers:
+            _call_back(state, request)
+        return
+    _decide(state, stragglers)
+    if state.rules.rebalance:
+        _rebalance(state, stragglers)
+
+
+def _training(request: RequestRecord) -> bool:
+    group = request.rollout.group
+    return group.evaluation_id is None and group.dropped is None
+
+
+def _prune(state: SchedulerState) -> None:
+    requests = state.in_flight.requests
+    for request_id, limit in list(state.stragglers.run_on.items()):
+        request = requests.get(request_id)
+        if request is None or not request.open or len(request.rollout.log) >= limit:
+            del state.stragglers.run_on[request_id]
+    for request_id in list(state.stragglers.calling_back):
+        request = requests.get(request_id)
+        if request is None or not request.open:
+            state.stragglers.calling_back.remove(request_id)
+
+
+def _decide(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
+    rules = state.rules
+    if rules.behaviour.decide is None:
+        return
+    decisions = rules.behaviour.decide(
+        [_view(state, request) for request in stragglers],
+        Situation(prices=rules.prices, usual=state.usual_running, kv=rules.kv),
+    )
+    for request, decision in zip(stragglers, decisions, strict=True):
+        if decision.call_back:
+            _call_back(state, request)
+        elif decision.run_on:
+            state.stragglers.run_on[request.request_id] = len(request.rollout.log) + decision.run_on
+
+
+def _view(state: SchedulerState, request: RequestRecord) -> Straggler:
+    rollout = request.rollout
+    group = rollout.group
+    expected = state.expectations
+    return Straggler(
+        context=len(rollout.prompt_ids) + len(rollout.log),
+        group_tokens=group.tokens if group.unfinished == 1 else 0,
+        ends_within=lambda tokens: expected.ends_within(request, tokens),
+        remaining=lambda: expected.remaining(request),
+    )
+
+
+def _rebalance(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
+    """Call back what an engine has beyond its share and a group more, the longest contexts first:
+    they are what makes an engine slow."""
+    on: dict[str, list[RequestRecord]] = {name: [] for name in state.fleet.control.engines}
+    for request in stragglers:
+        on[request.engine].append(request)
+    share = float(np.mean([len(requests) for requests in on.values()]))
+    for requests in on.values():
+        excess = len(requests) - round(share) - state.rules.group_size
+        if excess > 0:
+            requests.sort(key=lambda r: (-len(r.rollout.log), r.request_id))
+            for request in requests[:excess]:
+                _call_back(state, request)
+
+
+def _call_back(state: SchedulerState, request: RequestRecord) -> None:
+    state.stragglers.run_on.pop(request.request_id, None)
+    state.stragglers.calling_back.add(request.request_id)
+    abort(state, request)

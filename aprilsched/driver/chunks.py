@@ -1,0 +1,30 @@
+"""From what an engine streams to what the core is told, for both shells."""
+
+from __future__ import annotations
+
+from aprilsched.core.messages.events import Finished, Interrupted, Progress
+from aprilsched.engines.base import Chunk
+
+__all__ = ["ending", "progress"]
+
+
+def progress(chunk: Chunk, request_id: int, attempt: int) -> Progress | None:
+    """The chunk's tokens; None if it has none."""
+    if not len(chunk.token_ids):
+        return None
+    return Progress(
+        request_id=request_id,
+        attempt=attempt,
+        token_ids=chunk.token_ids,
+        logprobs=chunk.logprobs,
+        label=chunk.label,
+    )
+
+
+def ending(chunk: Chunk, request_id: int, attempt: int) -> Finished | Interrupted | None:
+    """How the attempt came back with this chunk; None if it goes on."""
+    if chunk.finish is None:
+        return None
+    if chunk.finish == "abort":
+        return Interrupted(request_id=request_id, attempt=attempt, spans=chunk.spans)
+    return Finished(request_id=request_id, attempt=attempt, reason=chunk.finish, spans=chunk.spans)

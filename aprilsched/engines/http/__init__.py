@@ -1,0 +1,1 @@
+"""HTTP to an inference server: connections, bounds, retries, server-sent events."""

@@ -1,0 +1,231 @@
+"""HTTP to one server: two connection pools, bounded control calls, one layer of retries.
+
+- Control calls have a pool of their own, so that an abort never waits behind generations.
+- A control call is repeated only after a failure to connect, or, where repeating it is
+  harmless, after a dropped connection. A generation is never repeated here.
+- Nothing is believed of what an answer unpacks to, where it redirects to, or which cookies it
+  sets; proxies of the environment are not used.
+- Keys live in the headers of the two sessions and nowhere else: not in a repr, a log, an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp.abc import AbstractCookieJar
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+from yarl import URL
+
+from aprilsched.engines.http.failures import (
+    Answer,
+    ConnectionDropped,
+    engine_error,
+    rejection,
+)
+from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.sockets import inflow_of, probed_socket
+from aprilsched.errors import (
+    ConfigError,
+    ControlTimeout,
+    EngineError,
+    EngineProtocolError,
+    EngineRejected,
+    EngineUnreachable,
+)
+
+__all__ = ["Transport"]
+
+_KEEPALIVE_SECONDS = 2.0
+"""Below the 5 s after which SGLang closes an idle connection: one that is reused at that very
+moment fails after the request was sent, and nobody knows whether it arrived."""
+_CONTROL_CONNECTIONS = 32
+_BUFFER_BYTES = 2**16
+"""Of one connection, twice over, before its reading is paused; there are thousands of them."""
+_NOT_DONE = 300
+"""The first status that is none of success."""
+_ERROR_BYTES = 2**16
+"""Read of an error's body, of which a sentence is used."""
+_ATTEMPTS = 3
+_UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError)
+"""What encoding JSON raises; a lone surrogate in a string is a ValueError."""
+
+
+class Transport:
+    """The connections to one server. :meth:`open` and :meth:`close` belong to one loop."""
+
+    def __init__(
+        self,
+        name: str,
+        url: URL,
+        *,
+        admin_key: str | None,
+        api_key: str | None,
+        limits: SGLangLimits,
+    ) -> None:
+        self._name = name
+        self._url = url
+        self._limits = limits
+        # A server with one key wants it everywhere; with two, control calls want the admin's.
+        self._control_headers = (
+            _headers("api_key", api_key) if admin_key is None else _headers("admin_key", admin_key)
+        )
+        self._generate_headers = _headers("api_key", api_key)
+        self._control: aiohttp.ClientSession | None = None
+        self._generate: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Make the two pools; nothing is sent."""
+        await self.close()
+        self._control = self._session(_CONTROL_CONNECTIONS, self._control_headers)
+        self._generate = self._session(self._limits.max_connections, self._generate_headers)
+
+    async def close(self) -> None:
+        """Drop all connections."""
+        sessions = [self._control, self._generate]
+        self._control = self._generate = None
+        for session in sessions:
+            if session is not None:
+                await session.close()
+
+    def generate(
+        self, body: dict[str, Any], *, headers: Mapping[str, str] | None = None
+    ) -> aiohttp.client._RequestContextManager:  # pyright: ignore[reportPrivateUsage]
+        """POST /generate, as a context manager over the open response.
+
+        Raises:
+            EngineRejected: if the body cannot be written: no other attempt could change that.
+        """
+        try:
+            data = msgspec.json.encode(body)
+        except _UNWRITABLE as error:
+            what = f"the request cannot be written as JSON ({error}); give plain data."
+            raise EngineRejected(self._name, what, status=400) from error
+        return self._opened(self._generate).post(
+            self._url / "generate",
+            data=data,
+            headers=headers,
+            allow_redirects=False,
+        )
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        timeout: float,  # noqa: ASYNC109 - the bound covers the retries as well
+        accept: tuple[int, ...] = (200,),
+        repeatable: bool = True,
+        admin: bool = True,
+        headers: Mapping[str, str] | None = None,
+        at_most: int | None = None,
+    ) -> Answer:
+        """One control call, retried where that is safe; raises unless the status is accepted.
+
+        `at_most`: bytes of the answer, where the limits' would be too many.
+        """
+        session = self._opened(self._control if admin else self._generate)
+        retries = AsyncRetrying(
+            retry=retry_if_exception(lambda error: _may_repeat(error, repeatable)),
+            stop=stop_after_attempt(_ATTEMPTS),
+            wait=wait_random_exponential(multiplier=0.1, max=1.0),
+            reraise=True,
+        )
+        try:
+            async with asyncio.timeout(timeout):
+                answer: Answer = await retries(
+                    self._once, session, method, path, body, headers, at_most
+                )
+        except TimeoutError as error:
+            raise ControlTimeout(
+                self._name, f"{method} /{path} did not answer within {timeout:g} s."
+            ) from error
+        if answer.status not in accept:
+            raise rejection(self._name, f"{method} /{path}", answer)
+        return answer
+
+    async def _once(
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        path: str,
+        body: object,
+        headers: Mapping[str, str] | None,
+        at_most: int | None,
+    ) -> Answer:
+        data = None if body is None else msgspec.json.encode(body)
+        if session.closed:  # while a retry waited; aiohttp's own error for that is none of ours
+            raise EngineError(self._name, "was closed during a call.")
+        try:
+            async with session.request(
+                method, self._url / path, data=data, headers=headers, allow_redirects=False
+            ) as response:
+                return Answer(response.status, await self.read(response, at_most))
+        except (aiohttp.ClientError, OSError) as error:
+            raise engine_error(self._name, self._url, error) from error
+
+    async def read(self, response: aiohttp.ClientResponse, at_most: int | None = None) -> bytes:
+        """The whole body, if it is not too long; of an error's only the beginning."""
+        failed = response.status >= _NOT_DONE
+        limit = self._limits.max_answer_bytes
+        hint = "raise max_answer_bytes if it should"
+        if at_most is not None and at_most < limit:
+            limit, hint = at_most, "no such answer is that long"
+        if failed:
+            limit = _ERROR_BYTES
+        inflow = inflow_of(response)
+        body = bytearray()
+        async for data in response.content.iter_any():
+            inflow.renew()
+            body += data
+            if len(body) > limit:
+                response.close()
+                if failed:
+                    break
+                raise EngineProtocolError(
+                    self._name,
+                    f"{response.url.path} answered with more than {limit} bytes; {hint}.",
+                )
+        return bytes(body[:limit])
+
+    def _opened(self, session: aiohttp.ClientSession | None) -> aiohttp.ClientSession:
+        if session is None:
+            raise EngineError(self._name, "is not open; call open() before using it.")
+        return session
+
+    def _session(self, connections: int, headers: dict[str, str]) -> aiohttp.ClientSession:
+        jar: AbstractCookieJar = aiohttp.DummyCookieJar()
+        connector = aiohttp.TCPConnector(
+            limit=connections,
+            keepalive_timeout=_KEEPALIVE_SECONDS,
+            socket_factory=probed_socket,
+        )
+        return aiohttp.ClientSession(
+            connector=connector,
+            # Neither a total nor a read timeout: a long tail and a pause are silent by nature.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._limits.connect_timeout),
+            trust_env=False,
+            cookie_jar=jar,
+            headers=headers,
+            auto_decompress=False,
+            read_bufsize=_BUFFER_BYTES,
+        )
+
+
+def _headers(what: str, key: str | None) -> dict[str, str]:
+    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(f"{what} is empty or holds characters that no HTTP header can carry.")
+    # identity: an answer that unpacks to more than was received could not be bounded. A server
+    # that packs it all the same is not unpacked.
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    return headers if key is None else {**headers, "Authorization": f"Bearer {key}"}
+
+
+def _may_repeat(error: BaseException, repeatable: bool) -> bool:
+    return isinstance(error, EngineUnreachable) or (
+        repeatable and isinstance(error, ConnectionDropped)
+    )

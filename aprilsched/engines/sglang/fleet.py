@@ -1,0 +1,252 @@
+"""Several SGLang servers of one model: opened together or not at all, joined and left at will."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from aprilsched.engines.base import FleetChange
+from aprilsched.engines.http.address import ServerAddress
+from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.sglang.engine import SGLangEngine
+from aprilsched.engines.sglang.probe import ServerFacts
+from aprilsched.errors import ConfigError
+
+__all__ = ["Members", "SGLangFleet", "check_fleet", "check_joiner"]
+
+
+class SGLangFleet:
+    """The SGLang servers at `urls`.
+
+    Args:
+        urls: one for each server, as ``http://host:port``.
+        admin_key: the servers' ``--admin-api-key``, where they have one.
+        api_key: the servers' ``--api-key``, where they have one.
+        model_path: refuse servers that serve another model; None takes any one model.
+        stream_interval: tokens between two events of a stream.
+        limits: timeouts and sizes, for each server.
+
+    Raises:
+        ConfigError: if there is no url, a bad one, or the same one twice.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        admin_key: str | None = None,
+        api_key: str | None = None,
+        model_path: str | None = None,
+        stream_interval: int = 64,
+        limits: SGLangLimits | None = None,
+    ) -> None:
+        if isinstance(urls, str):
+            raise ConfigError(f"urls is the string {urls!r}; give a list of URLs.")
+        if not urls:
+            raise ConfigError("The list of servers is empty; give at least one URL.")
+        self._admin_key = admin_key
+        self._api_key = api_key
+        self._stream_interval = stream_interval
+        self._limits = limits
+        engines = [self._engine(url) for url in urls]
+        names = [engine.name for engine in engines]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"The server {twice} is listed twice; give each server once.")
+        self._members = Members(engines, model_path)
+
+    def __repr__(self) -> str:
+        return f"SGLangFleet({[engine.name for engine in self.engines]})"
+
+    @property
+    def engines(self) -> Sequence[SGLangEngine]:
+        """The servers, in the order of their urls; those added later follow."""
+        return self._members.engines
+
+    async def open(self) -> None:
+        """Open every server and check that they agree; closes all of them if anything is wrong.
+
+        Raises:
+            EngineError: if a server cannot be reached or is no SGLang.
+            ConfigError: if the servers differ in model or weights.
+        """
+        await self._members.open()
+
+    async def close(self) -> None:
+        """Close every server's connections."""
+        await self._members.close()
+
+    async def add(self, url: str) -> None:
+        """Take in one more server while the fleet is open; it may have any version's weights.
+
+        Raises:
+            EngineError: if it cannot be reached or is no SGLang.
+            ConfigError: if the url is bad or there already, or the server has another model.
+        """
+        await self._members.join(self._engine(url))
+
+    async def remove(self, url: str) -> None:
+        """Let a server go; what it generates is lost to the fleet.
+
+        Raises:
+            ConfigError: if it is not in the fleet, or is the last one.
+        """
+        self._members.leave(ServerAddress.parse(url).name)
+
+    async def watch(self) -> AsyncGenerator[FleetChange, None]:
+        """What :meth:`add` and :meth:`remove` do.
+
+        See :class:`aprilsched.engines.base.WatchesMembership`.
+        """
+        while True:
+            await self._members.changed()
+            change = self._members.take()
+            if change is not None:
+                yield change
+
+    def _engine(self, url: str) -> SGLangEngine:
+        return SGLangEngine(
+            url,
+            admin_key=self._admin_key,
+            api_key=self._api_key,
+            stream_interval=self._stream_interval,
+            limits=self._limits,
+        )
+
+
+class Members:
+    """Engines by name; belongs to one event loop from :meth:`open` to :meth:`close`."""
+
+    def __init__(self, engines: Sequence[SGLangEngine], model_path: str | None) -> None:
+        self._engines = {engine.name: engine for engine in engines}
+        self._model_path = model_path
+        self._joined: dict[str, SGLangEngine] = {}
+        self._left: list[str] = []
+        self._departed: list[SGLangEngine] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def engines(self) -> tuple[SGLangEngine, ...]:
+        """In the order in which they came."""
+        return tuple(self._engines.values())
+
+    async def open(self) -> None:
+        """Open every engine and check that they agree; closes all if anything is wrong."""
+        self._joined, self._left, self._changed = {}, [], asyncio.Event()
+        try:
+            outcomes = await asyncio.gather(
+                *(engine.open() for engine in self.engines), return_exceptions=True
+            )
+            failures = [outcome for outcome in outcomes if outcome is not None]
+            for other in failures[1:]:
+                failures[0].add_note(f"also {other}")
+            if failures:
+                raise failures[0]
+            check_fleet(self.engines, self._model_path)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Close every engine, those that left included."""
+        await asyncio.gather(*(engine.close() for engine in (*self.engines, *self._departed)))
+        self._departed = []
+
+    async def join(self, engine: SGLangEngine) -> None:
+        """Open `engine` and take it in.
+
+        Raises:
+            EngineError: if it cannot be reached or is no SGLang.
+            ConfigError: if it serves another model, or is there already.
+        """
+        try:
+            self._check_new(engine)
+            await engine.open()
+            self._check_new(engine)
+            check_joiner(self.engines[0], engine)
+        except BaseException:
+            await engine.close()
+            raise
+        self._engines[engine.name] = self._joined[engine.name] = engine
+        self._changed.set()
+
+    def leave(self, name: str) -> None:
+        """Give `name` up.
+
+        Raises:
+            ConfigError: if it is unknown, or the last one.
+        """
+        if name not in self._engines:
+            raise ConfigError(f"{name} is not in the fleet of {', '.join(self._engines)}.")
+        if len(self._engines) == 1:
+            raise ConfigError(f"{name} is the last server of the fleet; add another one first.")
+        self._departed.append(self._engines.pop(name))
+        if self._joined.pop(name, None) is None:
+            self._left.append(name)
+        self._changed.set()
+
+    async def changed(self) -> None:
+        """Wait until :meth:`take` has something to give."""
+        await self._changed.wait()
+
+    def take(self) -> FleetChange | None:
+        """What happened since this was last asked; None if it is nothing."""
+        self._changed.clear()
+        if not self._left and not self._joined:
+            return None
+        change = FleetChange(left=tuple(self._left), joined=tuple(self._joined.values()))
+        self._left, self._joined = [], {}
+        return change
+
+    def _check_new(self, engine: SGLangEngine) -> None:
+        if engine.name in self._engines:
+            raise ConfigError(f"The server {engine.name} is in the fleet already.")
+
+
+Trait = tuple[str, Callable[[ServerFacts], Any], str]
+
+_ONE_MODEL: Sequence[Trait] = (
+    ("model", lambda facts: facts.model_path, "serve one model in the whole fleet"),
+    ("vocabulary size", lambda facts: facts.vocab_size, "serve one model in the whole fleet"),
+)
+_ONE_VERSION: Trait = (
+    "weight version",
+    lambda facts: facts.label,
+    "load the same weights everywhere, under the same weight_version, or restart the servers",
+)
+
+
+def check_fleet(engines: Sequence[SGLangEngine], model_path: str | None) -> None:
+    """Refuse open engines that differ in model or weights, or serve another than `model_path`.
+
+    Raises:
+        ConfigError: naming two that differ, and what to change.
+    """
+    first, *others = engines
+    if model_path is not None and first.facts.model_path != model_path:
+        raise ConfigError(
+            f"{first.name} serves {first.facts.model_path!r} and not {model_path!r}; "
+            "start it with that model or change model_path."
+        )
+    for other in others:
+        _agree(first, other, (*_ONE_MODEL, _ONE_VERSION))
+
+
+def check_joiner(first: SGLangEngine, joiner: SGLangEngine) -> None:
+    """Refuse an open engine of another model; its weights may be of any version.
+
+    Raises:
+        ConfigError: naming both, and what to change.
+    """
+    _agree(first, joiner, _ONE_MODEL)
+
+
+def _agree(first: SGLangEngine, other: SGLangEngine, traits: Sequence[Trait]) -> None:
+    for what, of, remedy in traits:
+        ours, theirs = of(first.facts), of(other.facts)
+        if ours != theirs and ours is not None and theirs is not None:
+            raise ConfigError(
+                f"{first.name} and {other.name} disagree on the {what} ({ours!r} and "
+                f"{theirs!r}); {remedy}."
+            )

@@ -1,0 +1,131 @@
+"""Policies against each other: comparison.json, and the one sentence that sums it up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aprilsched.runs.tables import percent, signed_percent
+from aprilsched.telemetry.figures import RunSummary
+
+__all__ = ["Comparison", "PolicyRow", "compare", "verdict"]
+
+BASELINE = "sync"
+
+_FLAT = 0.02
+"""Optima are flat: within this share of the fastest, the least stale policy is the better one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyRow:
+    """One policy. Rates, efficiency and shares are those of the steady state, after the burn-in;
+    the others are of the whole run. Whatever cannot be known is None."""
+
+    policy: str
+    efficiency: float | None
+    """T_bound / T."""
+    delivered_tokens_per_s: float | None
+    generated_tokens_per_s: float | None
+    """All that engines gave, what is carried over the end included."""
+    off_policy_share: float | None
+    """Of the delivered tokens, those of an older version than the one that consumes them."""
+    staleness_mean: float
+    """Versions, over delivered tokens."""
+    staleness_max: int
+    length_bias: float | None
+    """Mean length delivered / mean length drawn - 1, over the whole run: a transient where
+    everything is carried."""
+    first_batch_length_bias: float | None
+    wall_s: float
+    """Modelled seconds of the whole run."""
+    batches: int
+    seconds_a_batch: float | None
+    reprefilled_tokens: int
+    masked_tokens: int
+    speedup: float | None
+    """Delivered tokens/s over the baseline's."""
+    schedule: str = ""
+    """What automatic scheduling chose last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What is in comparison.json."""
+
+    schema: int = 2
+    baseline: str | None
+    fastest: str | None
+    best: str | None
+    """The least stale policy within 2 % of the fastest."""
+    policies: list[PolicyRow]
+
+
+def compare(
+    summaries: Mapping[str, RunSummary],
+    generated: Mapping[str, float | None],
+    schedules: Mapping[str, str],
+) -> Comparison:
+    """The policies' figures, held against the baseline's if it is among them.
+
+    `generated`: tokens/s of each in its steady state. `schedules`: what each chose by itself.
+    """
+    rates = {name: s.steady_state.delivered_tokens_per_s for name, s in summaries.items()}
+    base = rates.get(BASELINE)
+    rows = [
+        _row(name, summary, generated[name], base, schedules.get(name, ""))
+        for name, summary in summaries.items()
+    ]
+    known = [row for row in rows if row.efficiency is not None]
+    fastest = max(known, key=lambda row: row.efficiency or 0.0, default=None)
+    return Comparison(
+        baseline=BASELINE if BASELINE in summaries else None,
+        fastest=None if fastest is None else fastest.policy,
+        best=None if fastest is None else _best(known, fastest),
+        policies=rows,
+    )
+
+
+def verdict(comparison: Comparison) -> str:
+    """One sentence: what the best policy is, relative to waiting."""
+    row = next((row for row in comparison.policies if row.policy == comparison.best), None)
+    if row is None:
+        return "Too few batches for a steady state: raise --batches."
+    facts = f"{percent(row.efficiency)} of the bound"
+    stale = f"{percent(row.off_policy_share)} of its tokens off-policy"
+    if row.policy == comparison.baseline:
+        return f"Best: {row.policy}, {facts}, with {stale}."
+    if row.speedup is None:
+        return f"Best: {row.policy}, {facts}, with {stale} (not compared with {BASELINE})."
+    gain = signed_percent(row.speedup - 1)
+    return f"Best: {row.policy}, {gain} delivered tokens/s over {BASELINE} ({facts}), with {stale}."
+
+
+def _best(rows: list[PolicyRow], fastest: PolicyRow) -> str:
+    least = (1 - _FLAT) * (fastest.efficiency or 0.0)
+    near = [row for row in rows if (row.efficiency or 0.0) >= least]
+    return min(near, key=lambda row: row.off_policy_share or 0.0).policy
+
+
+def _row(
+    name: str, summary: RunSummary, generated: float | None, base: float | None, schedule: str
+) -> PolicyRow:
+    steady = summary.steady_state
+    rate = steady.delivered_tokens_per_s
+    return PolicyRow(
+        policy=name,
+        efficiency=steady.efficiency,
+        delivered_tokens_per_s=rate,
+        generated_tokens_per_s=generated,
+        off_policy_share=steady.off_policy_token_share,
+        staleness_mean=summary.staleness.mean,
+        staleness_max=summary.staleness.max,
+        length_bias=summary.bias.bias_estimate,
+        first_batch_length_bias=summary.bias.first_batch_length_bias,
+        wall_s=summary.seconds.wall,
+        batches=summary.batches,
+        seconds_a_batch=steady.mean_batch_seconds,
+        reprefilled_tokens=summary.tokens.reprefilled,
+        masked_tokens=summary.tokens.masked,
+        speedup=rate / base if rate is not None and base else None,
+        schedule=schedule,
+    )

@@ -1,0 +1,273 @@
+"""Drives a run through the real coordinator, from its setup to its run folder.
+
+Invariant: once the run folder is there, summary.json gets into it, however the run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+
+from aprilsched.analysis.rebuild import replay
+from aprilsched.analysis.run import readable
+from aprilsched.coordinator import RolloutScheduler
+from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
+from aprilsched.runs.config_file import as_toml
+from aprilsched.runs.exporting import account_of, exporters
+from aprilsched.runs.listening import sampler_of, summary_of
+from aprilsched.runs.remainder import remainder
+from aprilsched.runs.setup import Setup, run_on_clock
+from aprilsched.runs.showing import Screen
+from aprilsched.store.base import Store
+from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.books import Books
+from aprilsched.telemetry.event_log import EventLog
+from aprilsched.telemetry.figures import RunSummary
+from aprilsched.telemetry.onward import Onward
+from aprilsched.telemetry.run_folder import CONFIG, EVENTS, RunFolder
+from aprilsched.telemetry.summary import Remainder, Summary
+
+__all__ = ["Former", "Run"]
+
+_FAILURES = frozenset({Reason.FAILED, Reason.REWARD_FAILED, Reason.EPISODE_FAILED, Reason.DAMAGED})
+"""Reasons that nobody asked for. A group that failed has one of them with one of its rollouts."""
+
+
+class Run:
+    """One run, begun and ended by :meth:`execute`.
+
+    Args:
+        setup: its parts.
+        folder: where its files go: a new one, or that of a run that goes on.
+        screen: where it is shown; None is quiet.
+        store: keeps it through a crash; a run that goes on needs the one it had.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        folder: RunFolder,
+        screen: Screen | None,
+        *,
+        store: Store | None = None,
+    ) -> None:
+        self._setup = setup
+        self._store = store
+        self._folder = folder
+        self._log = EventLog(
+            folder.events,
+            append=folder.resumed,
+            patient=setup.clock == "virtual",
+            log_tokens=setup.settings.log_tokens,
+        )
+        self._sampler = sampler_of(setup, folder, self._log)
+        self._summary = summary_of(setup)
+        self._figures = account_of(setup, self._summary)
+        self._exported: list[Listener] = []
+        self._shown = None if screen is None else screen.shown(self._summary, self._figures)
+        self._former = Former(folder.path, self._summary) if folder.resumed else None
+        self._scheduler: RolloutScheduler | None = None
+        self._interrupted = False
+
+    def execute(self) -> RunSummary:
+        """Run to the end, or to Ctrl-C; the summary, which is in the folder too. Its `error` says
+        why batches are missing, if groups that failed are the reason.
+
+        Raises:
+            AprilschedError: if the run could not begin or go on.
+        """
+        self._folder.reserve()
+        with ExitStack() as exporting:
+            return self._execute(exporting)
+
+    def _execute(self, exporting: ExitStack) -> RunSummary:
+        """The exporters are closed after the summary is there: they may take their time."""
+        failure: AprilschedError | None = None
+        try:
+            self._exported = exporting.enter_context(
+                exporters(self._setup, self._folder.path, self._figures)
+            )
+            with self._shown or nullcontext():
+                run_on_clock(self._setup, self._drive)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            if not self._interrupted or not self._folder.created:
+                raise KeyboardInterrupt from None
+        except AprilschedError as error:
+            if not self._folder.created:
+                raise
+            failure = error
+        finally:
+            if not self._folder.created:
+                exporting.close()
+            self._folder.discard()
+        summary = self._finish(failure)
+        if failure is not None:
+            raise failure
+        return summary
+
+    async def _drive(self) -> None:
+        with self._ended_by_ctrl_c():
+            await self._run()
+
+    async def _run(self) -> None:
+        setup = self._setup
+        summary = self._summary if self._former is None else self._former.listener
+        listeners: list[Listener] = [self._log, summary]
+        if self._shown is not None:
+            listeners += self._shown.listeners
+        if self._exported and self._figures not in listeners:
+            listeners.append(self._figures)
+        listeners += self._exported
+        self._scheduler = RolloutScheduler(
+            setup.fleet,
+            setup.prompts,
+            config=setup.config,
+            planner=setup.planner,
+            listeners=listeners,
+            run_id=setup.run_id,
+            store=self._store,
+        )
+        async with self._scheduler as rollouts:
+            before = await self._begin(rollouts.state)
+            if not rollouts.state.fleet.control.engines and setup.publisher is not None:
+                # Engines that were begun anew have not the version that the run had come to.
+                await rollouts.update_weights(setup.publisher, version=rollouts.version)
+            async with self._sampler:
+                await self._train(rollouts, before)
+
+    async def _train(self, rollouts: RolloutScheduler, before: int) -> None:
+        """What a trainer does, from its batch number `before` on."""
+        setup, settings = self._setup, self._setup.settings
+        for done in range(before + 1, settings.batches + 1):
+            try:
+                batch = await rollouts.next_batch()
+            except PromptsExhausted:
+                return
+            if settings.train_seconds:
+                await asyncio.sleep(settings.train_seconds)
+            batch.acknowledge()
+            if setup.publisher is not None and done % settings.update_every == 0:
+                await rollouts.update_weights(setup.publisher)
+
+    async def _begin(self, state: SchedulerState) -> int:
+        """From here on the folder is the run's; how many batches the trainer has had before."""
+        settings, before = self._setup.settings, 0
+        if self._former is not None:
+            before = await self._former.show(state, inline=self._setup.clock == "virtual")
+            if before >= settings.batches and self._folder.ended:
+                raise ConfigError(
+                    f"{self._folder.path} has all its {before} batches; give more with --batches."
+                )
+        # What censors lengths is said by the scheduler itself.
+        self._summary.ledger, self._summary.warns = state.in_flight.ledger, False
+        self._figures.count_with(state.in_flight.counters, state.in_flight.ledger)
+        if self._shown is not None:
+            self._shown.begin(state.in_flight.counters, state.in_flight.ledger, batches=before)
+        self._folder.create(as_toml(settings))
+        self._log.start(batches=state.in_flight.counters.batches)
+        return before
+
+    @contextmanager
+    def _ended_by_ctrl_c(self) -> Generator[None]:
+        """Ctrl-C cancels the run, which then cleans up.
+
+        KeyboardInterrupt would break out of whatever the loop is at, the cleaning up included.
+        """
+        loop, run = asyncio.get_running_loop(), asyncio.current_task()
+        # A shell that starts a job in the background has it ignore Ctrl-C.
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        if run is None or ignored or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def end() -> None:
+            self._interrupted = True
+            run.cancel()
+
+        loop.add_signal_handler(signal.SIGINT, end)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+
+    def _finish(self, failure: AprilschedError | None) -> RunSummary:
+        self._log.close()
+        summary = self._summary.result(
+            self._remainder(),
+            clock=self._setup.clock,
+            interrupted=self._interrupted,
+            error=self._shortfall() if failure is None else str(failure),
+            event_log_error=self._log.error,
+        )
+        self._folder.write_summary(summary)
+        return summary
+
+    def _shortfall(self) -> str | None:
+        """Why there are fewer batches than were asked for, if that is a failure.
+
+        A file of prompts may well end before the batches that were asked for: that is none, as
+        long as there was a batch and the groups that failed would not have made up the rest.
+        """
+        if self._scheduler is None or self._interrupted:
+            return None
+        in_flight, asked = self._scheduler.state.in_flight, self._setup.settings.batches
+        delivered = in_flight.counters.batches
+        config = self._setup.config
+        failed = [entry for entry in in_flight.ledger.entries if entry.reason in _FAILURES]
+        groups = len({entry.group_id for entry in failed})
+        missing = (asked * config.batch_groups) - in_flight.counters.delivered // config.group_size
+        if delivered >= asked or (delivered and groups < missing):
+            return None
+        said = f"{delivered} of {asked} batches were" if delivered else "no batch was"
+        if not failed:
+            return f"{said} delivered, because the prompts gave no group; give more prompts."
+        many = "1 group" if groups == 1 else f"{groups} groups"
+        return (
+            f"{said} delivered, because {many} failed, the last one with "
+            f"{failed[-1].cause.rstrip('.')}; mend that, or give more prompts."
+        )
+
+    def _remainder(self) -> Remainder:
+        if self._scheduler is None:
+            raise AssertionError("the folder is made by the scheduler's own block")
+        return remainder(self._scheduler.state)
+
+
+class Former:
+    """Of the run in `folder`. :attr:`listener` stands before `summary`, which hears nothing new
+    until :meth:`show` has shown it what was."""
+
+    def __init__(self, folder: Path, summary: Summary) -> None:
+        self._folder = folder
+        self._summary = summary
+        self.listener = Onward([summary])
+
+    async def show(self, state: SchedulerState, *, inline: bool) -> int:
+        """Once the scheduler is restored; how many batches the trainer has had.
+
+        `inline`: not in a thread, since a virtual clock would run on meanwhile.
+
+        Raises:
+            RunFolderError: if nothing was saved, or the log cannot be read.
+        """
+        if not state.resumed:
+            raise RunFolderError(
+                f"{self._folder} has nothing saved that could go on; begin a new run with "
+                f"--config {self._folder / CONFIG}."
+            )
+        batches = state.in_flight.counters.batches
+        at = self._replay(batches) if inline else await asyncio.to_thread(self._replay, batches)
+        self.listener.begin(at)
+        return batches - len(state.delivery.redelivery)
+
+    def _replay(self, batches: int) -> float:
+        books = Books()
+        self._summary.ledger, self._summary.warns = books.ledger, False
+        with readable(self._folder):
+            return replay(self._folder / EVENTS, [books, self._summary], batches=batches)

@@ -1,0 +1,96 @@
+"""The optional listeners of a run that show it to other programs, with their lifetimes.
+
+A new one is a function here that takes an :class:`_Exported` run, enters what it needs into the
+stack and gives its listeners, and a line in :data:`_EXPORTERS`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from aprilsched.runs.config_file import as_toml
+from aprilsched.runs.setup import Setup
+from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.extras import extra
+from aprilsched.telemetry.live_figures import LiveFigures
+from aprilsched.telemetry.metrics import Metrics, serve_metrics
+from aprilsched.telemetry.queued import QueuedListener
+from aprilsched.telemetry.summary import Summary
+from aprilsched.telemetry.trackers import StepTracker
+from aprilsched.telemetry.trackers.writers import begin_writer, tracker_names
+
+__all__ = ["account_of", "exporters"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Exported:
+    """A run that has not begun; `figures` are told of it before any exporter is."""
+
+    setup: Setup
+    folder: Path
+    figures: LiveFigures
+    stack: ExitStack
+
+
+def account_of(setup: Setup, summary: Summary) -> LiveFigures:
+    """The one account of a run, for all that show it; `summary` is told of the run before it."""
+    return LiveFigures(
+        meter=summary.meter,
+        batch_groups=setup.config.batch_groups,
+        clock=None if setup.clock == "virtual" else time.monotonic,
+    )
+
+
+@contextmanager
+def exporters(setup: Setup, folder: Path, figures: LiveFigures) -> Generator[list[Listener]]:
+    """Those that the settings ask for, without `figures`, which they need; none are asked for
+    unless a setting says so.
+
+    Raises:
+        ConfigError: if one lacks its package, its port or its account.
+    """
+    with ExitStack() as stack:
+        run = _Exported(setup=setup, folder=folder, figures=figures, stack=stack)
+        yield [listener for export in _EXPORTERS for listener in export(run)]
+
+
+def _metrics(run: _Exported) -> Sequence[Listener]:
+    port = run.setup.settings.metrics_port
+    if not port:
+        return ()
+    metrics = Metrics(run.figures)
+    run.stack.enter_context(serve_metrics(metrics, port))
+    return (metrics,)
+
+
+def _trackers(run: _Exported) -> Sequence[Listener]:
+    config = as_toml(run.setup.settings)
+    # One at a time, so that what has begun is closed if the next one refuses.
+    return [
+        run.stack.enter_context(StepTracker(begin_writer(name, run.folder, config), run.figures))
+        for name in tracker_names(run.setup.settings.track)
+    ]
+
+
+def _spans(run: _Exported) -> Sequence[Listener]:
+    if not run.setup.settings.otel:
+        return ()
+    with extra("otel"):
+        from aprilsched.telemetry.otlp import otlp_tracer
+        from aprilsched.telemetry.spans import Spans, epoch_of_monotonic
+    tracer = run.stack.enter_context(otlp_tracer())
+    virtual = run.setup.clock == "virtual"
+    spans = Spans(
+        tracer,
+        epoch_ns=None if virtual else epoch_of_monotonic(),
+        attributes={"aprilsched.clock": run.setup.clock, "aprilsched.run.name": run.folder.name},
+    )
+    run.stack.enter_context(spans)
+    return (run.stack.enter_context(QueuedListener(spans, kinds=spans.kinds)),)
+
+
+_EXPORTERS: tuple[Callable[[_Exported], Sequence[Listener]], ...] = (_metrics, _trackers, _spans)

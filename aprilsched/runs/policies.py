@@ -1,0 +1,103 @@
+"""The policies that a command line names: presets, each perhaps with settings of its own.
+
+``april`` is a preset as it is, ``april:over_provision=1.5`` one with another ratio, and
+``april:over_provision=1.25|1.5|2`` three of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from itertools import product
+from typing import Any
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.errors import ConfigError
+from aprilsched.presets import PRESETS
+from aprilsched.runs.settings import SchedulerFlags
+
+__all__ = ["Policy", "chosen"]
+
+_SETTINGS = frozenset(field.name for field in fields(SchedulerConfig)) - {"sampling"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """A preset under a name, with settings that differ from it."""
+
+    name: str
+    preset: str
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def what(self) -> str:
+        """What the preset does, in one sentence."""
+        return (PRESETS[self.preset].__doc__ or "").split("\n", 1)[0]
+
+    @property
+    def folder(self) -> str:
+        """A name for its folder."""
+        return self.name.replace(":", "_").replace("=", "-")
+
+    def apply(self, flags: SchedulerFlags) -> SchedulerFlags:
+        """`flags` with this policy's settings."""
+        preset = PRESETS[self.preset](flags)
+        return replace(flags, **{**_values(preset), **dict(self.changes)})
+
+
+def chosen(names: str) -> Sequence[Policy]:
+    """The policies in a list with commas.
+
+    Raises:
+        ConfigError: if there is none, an unknown one, or one twice.
+    """
+    listed = [name.strip() for name in names.split(",") if name.strip()]
+    if not listed:
+        raise ConfigError(f"policy names nothing; choose among {', '.join(PRESETS)}.")
+    policies = [policy for name in listed for policy in _expand(name)]
+    taken: set[str] = set()
+    for policy in policies:
+        if policy.name in taken:
+            raise ConfigError(f"The policy {policy.name} is named twice; name each once.")
+        taken.add(policy.name)
+    return policies
+
+
+def _expand(name: str) -> list[Policy]:
+    preset, *settings = name.split(":")
+    if preset not in PRESETS:
+        near = get_close_matches(preset, PRESETS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"{preset!r} is no policy; the nearest known one is {near}.")
+    choices = [_choices(preset, setting) for setting in settings]
+    return [
+        Policy(
+            name=":".join([preset, *(f"{key}={value}" for key, value in changes)]),
+            preset=preset,
+            changes=changes,
+        )
+        for changes in product(*choices)
+    ]
+
+
+def _choices(preset: str, setting: str) -> list[tuple[str, Any]]:
+    key, equals, values = setting.partition("=")
+    if not equals or not values:
+        raise ConfigError(f"{setting!r} sets nothing; write {preset}:over_provision=1.5, say.")
+    if key not in _SETTINGS:
+        near = get_close_matches(key, sorted(_SETTINGS), n=1, cutoff=0.0)[0]
+        raise ConfigError(f"{key!r} is no setting of a scheduler; the nearest one is {near}.")
+    return [(key, _value(text)) for text in values.split("|")]
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+def _values(config: SchedulerConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in _SETTINGS}

@@ -1,0 +1,126 @@
+"""A recorded run under another policy: its prompts, its costs, its engines, in virtual time.
+
+Invariant: every policy sees the groups of the record in the order in which the run launched
+them, and ends when it needs one that the record does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from aprilsched.analysis.lengths_of_run import RecordedGroup, RecordedRun
+from aprilsched.errors import PromptsExhausted
+from aprilsched.runs.settings import RunSettings, SimSettings
+from aprilsched.runs.setup import Setup, prepare
+from aprilsched.runs.showing import Screen
+from aprilsched.runs.simulated import SimulatedRun
+from aprilsched.runs.variants import Variant
+from aprilsched.simulation import Costs
+from aprilsched.simulation.simulation import NEVER
+from aprilsched.telemetry.batch_figures import Bound
+from aprilsched.telemetry.run_folder import RunFolder
+from aprilsched.timing.model import StepTimeModel
+from aprilsched.types import Prompt, SamplingParams
+
+__all__ = ["RecordedPrompts", "Replay", "bound_of", "replay_settings"]
+
+
+class RecordedPrompts:
+    """The groups of a record as prompts; iterating again begins at the first one.
+
+    The end of a record is not that of the prompts, unless the run launched all that there were:
+    it raises PromptsExhausted, as the batch in work is starved from there on.
+    """
+
+    def __init__(self, record: RecordedRun) -> None:
+        self._groups = record.groups
+        self._whole = record.whole
+
+    def __iter__(self) -> Iterator[Prompt]:
+        for index, group in enumerate(self._groups):
+            yield _prompt(index, group)
+        if not self._whole:
+            raise PromptsExhausted("The record has no more groups; replay fewer batches.")
+
+
+def replay_settings(
+    run: RunSettings, record: RecordedRun, sim: SimSettings, *, batches: int, burn_in: int
+) -> RunSettings:
+    """The run's settings on modelled engines, with the record's latencies."""
+    costs = record.costs
+    return replace(
+        run,
+        engine=("sim",),
+        prompts=None,
+        tokenizer=None,
+        weights=None,
+        batches=batches,
+        burn_in=burn_in,
+        update_every=run.update_every if record.updates else 0,
+        train_seconds=costs.train_seconds,
+        sim=replace(
+            sim,
+            stream_interval=NEVER,
+            refit_seconds=costs.refit_seconds,
+            reward_seconds=costs.reward_seconds,
+        ),
+    )
+
+
+def bound_of(model: StepTimeModel, sim: SimSettings) -> Bound:
+    """T_bound of the whole fleet under `model`."""
+    one = partial(model.bound_seconds, max_running=sim.max_running)
+    return lambda prompts, lengths: one(prompts, lengths) / sim.engines
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """A record that policies are tried on."""
+
+    record: RecordedRun
+    settings: RunSettings
+    model: StepTimeModel
+
+    def setup(self, variant: Variant) -> Setup:
+        """Of one policy.
+
+        Raises:
+            ConfigError: if its settings contradict each other.
+        """
+        settings = replace(self.settings, scheduler=variant.scheduler)
+        return replace(
+            prepare(settings),
+            prompts=RecordedPrompts(self.record),
+            bound=bound_of(self.model, settings.sim),
+            workload_mean=None,
+        )
+
+    def run(self, setup: Setup, folder: RunFolder | None, screen: Screen | None) -> SimulatedRun:
+        """That is ready to be executed."""
+        costs = self.record.costs
+        return SimulatedRun(
+            setup,
+            folder,
+            screen,
+            timing=self.model,
+            costs=Costs(
+                pause_seconds=costs.pause_seconds,
+                refit_seconds=costs.refit_seconds,
+                train_seconds=costs.train_seconds,
+                reward_seconds=costs.reward_seconds,
+            ),
+        )
+
+
+def _prompt(index: int, group: RecordedGroup) -> Prompt:
+    return Prompt(
+        input_ids=np.zeros(max(1, group.prompt_tokens), dtype=np.int32),
+        sampling=tuple(
+            SamplingParams(max_new_tokens=length, ignore_eos=True) for length in group.lengths
+        ),
+        key=index,
+    )

@@ -1,0 +1,152 @@
+"""From settings to the parts of a run: engines, prompts, weights, and what is known of them.
+
+Nothing is opened here and nothing is launched; whatever is wrong with the settings shows here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.coordinator.prompts import checked
+from aprilsched.engines.base import Fleet
+from aprilsched.engines.sglang.fleet import SGLangFleet
+from aprilsched.engines.sim import SimFleet, SimPublisher
+from aprilsched.planning import Planner
+from aprilsched.runs.keys import key_from
+from aprilsched.runs.prompts_file import read_prompts
+from aprilsched.runs.settings import RunSettings
+from aprilsched.telemetry.batch_figures import Bound
+from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
+from aprilsched.timing.model_file import load_model
+from aprilsched.types import Prompt
+from aprilsched.weights.base import WeightPublisher
+from aprilsched.weights.disk import DiskPublisher
+from aprilsched.workload import LongTailWorkload
+
+__all__ = ["Setup", "prepare", "run_on_clock", "servers"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """The parts of a run that has not begun."""
+
+    settings: RunSettings
+    config: SchedulerConfig
+    prompts: Iterable[Prompt]
+    fleet: Fleet
+    publisher: WeightPublisher | None
+    """None: no new versions."""
+    bound: Bound | None
+    workload_mean: float | None
+    clock: Literal["virtual", "wall"]
+    planner: Planner
+    """For automatic over-provisioning."""
+    run_id: str | None
+    """Prefix of the request ids; None for a random one, which a shared server needs."""
+
+
+def prepare(settings: RunSettings) -> Setup:
+    """The parts that `settings` ask for.
+
+    Raises:
+        ConfigError: if they cannot be had.
+    """
+    settings.check()
+    config = settings.scheduler.checked()
+    workload = settings.workload.checked(seed=settings.seed, group_size=config.group_size)
+    built_in = settings.prompts is None
+    return Setup(
+        settings=settings,
+        config=config,
+        prompts=_prompts(settings, config, workload),
+        fleet=_fleet(settings),
+        publisher=_publisher(settings) if settings.update_every else None,
+        bound=_bound(settings),
+        planner=_planner(settings),
+        workload_mean=workload.mean_length() if built_in else None,
+        clock="virtual" if settings.simulated else "wall",
+        run_id="run" if settings.simulated else None,
+    )
+
+
+def run_on_clock(setup: Setup, program: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run `program` to its end, on the clock that the setup's engines need.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, when the program has cleaned up.
+    """
+    import asyncio
+
+    from aprilsched.engines.sim import run_virtual
+
+    run = run_virtual if setup.clock == "virtual" else asyncio.run
+    run(program())
+
+
+def _prompts(
+    settings: RunSettings, config: SchedulerConfig, workload: LongTailWorkload
+) -> Iterable[Prompt]:
+    if settings.prompts is None:
+        return workload
+    tokenizer = None if settings.tokenizer is None else Path(settings.tokenizer)
+    prompts = read_prompts(Path(settings.prompts), tokenizer=tokenizer)
+    return [checked(prompt, config.group_size) for prompt in prompts]
+
+
+def _fleet(settings: RunSettings) -> Fleet:
+    sim = settings.sim
+    if settings.simulated:
+        return SimFleet(
+            sim.engines,
+            max_running=sim.max_running,
+            kv_tokens=sim.kv_tokens,
+            stream_interval=sim.stream_interval,
+            refit_seconds=sim.refit_seconds,
+            timing=_model(settings) or H200_QWEN3_4B,
+        )
+    return servers(settings)
+
+
+def servers(settings: RunSettings) -> SGLangFleet:
+    """The SGLang servers of a run.
+
+    Raises:
+        ConfigError: if a URL or a key cannot be used.
+    """
+    return SGLangFleet(
+        settings.engine,
+        admin_key=key_from(settings.admin_key_env),
+        api_key=key_from(settings.api_key_env),
+    )
+
+
+def _publisher(settings: RunSettings) -> WeightPublisher | None:
+    if settings.simulated:
+        return SimPublisher()
+    return None if settings.weights is None else DiskPublisher(settings.weights)
+
+
+def _model(settings: RunSettings) -> StepTimeModel | None:
+    return None if settings.model is None else load_model(Path(settings.model))
+
+
+def _planner(settings: RunSettings) -> Planner:
+    """On the virtual clock it knows the engines' own model; otherwise it learns while it runs."""
+    model = _model(settings)
+    if settings.simulated:
+        return Planner(model or H200_QWEN3_4B, max_running=settings.sim.max_running, inline=True)
+    return Planner(model or H200_QWEN3_4B_REFINED)
+
+
+def _bound(settings: RunSettings) -> Bound | None:
+    model = _model(settings)
+    if model is None and not settings.simulated:
+        return None
+    one = partial((model or H200_QWEN3_4B).bound_seconds, max_running=settings.sim.max_running)
+    engines = settings.sim.engines if settings.simulated else len(settings.engine)
+    return lambda prompts, lengths: one(prompts, lengths) / engines

@@ -1,0 +1,55 @@
+"""How a command shows a run while it goes on: what is drawn where."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rich.console import Console
+
+from aprilsched.runs.setup import Setup
+from aprilsched.telemetry.live.display import LiveView, can_draw
+from aprilsched.telemetry.live.facts import RunFacts
+from aprilsched.telemetry.live.plain import PlainLines
+from aprilsched.telemetry.live_figures import LiveFigures
+from aprilsched.telemetry.summary import Summary
+
+__all__ = ["Screen", "Shown", "screen_of"]
+
+Shown: TypeAlias = LiveView | PlainLines
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Screen:
+    """Where one run is shown, before it has begun; `compact` is one line that changes."""
+
+    console: Console
+    facts: RunFacts
+    compact: bool = False
+
+    def shown(self, summary: Summary, figures: LiveFigures | None = None) -> Shown:
+        """What shows the run that `summary` is told of, and told of first. `figures` are the run's
+        account, where others read it too."""
+        if not can_draw(self.console):
+            return PlainLines(self.console, self.facts, summary.meter)
+        figures = figures or LiveFigures(
+            meter=summary.meter,
+            batch_groups=self.facts.batch_groups,
+            clock=None if self.facts.modelled else time.monotonic,
+        )
+        return LiveView(self.console, self.facts, figures, compact=self.compact)
+
+
+def screen_of(
+    setup: Setup, console: Console, *, title: str, where: str = "", compact: bool = False
+) -> Screen:
+    """That of the run which `setup` describes."""
+    facts = RunFacts(
+        title=title,
+        where=where,
+        batches=setup.settings.batches,
+        batch_groups=setup.config.batch_groups,
+        modelled=setup.clock == "virtual",
+    )
+    return Screen(console=console, facts=facts, compact=compact)

@@ -1,0 +1,129 @@
+"""One policy in virtual time, from its setup to its summary, and to its run folder if asked."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext, suppress
+
+from aprilsched.engines.sim import H200_QWEN3_4B, SimConfig
+from aprilsched.errors import PromptsExhausted
+from aprilsched.planning import Planner
+from aprilsched.runs.config_file import as_toml
+from aprilsched.runs.listening import summary_of
+from aprilsched.runs.remainder import remainder
+from aprilsched.runs.setup import Setup
+from aprilsched.runs.showing import Screen
+from aprilsched.simulation import Costs, Simulation, rare_collections
+from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.event_log import EventLog
+from aprilsched.telemetry.figures import RunSummary
+from aprilsched.telemetry.generation import Generation
+from aprilsched.telemetry.run_folder import RunFolder
+from aprilsched.timing.model import StepTimeModel
+
+__all__ = ["SimulatedRun"]
+
+
+class SimulatedRun:
+    """Begun and ended by :meth:`execute`; the folder is a whole run folder afterwards.
+
+    Args:
+        setup: what is run; its fleet and its publisher are modelled, not used. Prompts that raise
+            PromptsExhausted end the run there, with the batches that it has.
+        folder: where the files go; None writes none.
+        screen: where it is shown; None is quiet.
+        timing: how long the engines take.
+        costs: latencies of everything else; those of the settings unless given.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        folder: RunFolder | None,
+        screen: Screen | None,
+        *,
+        timing: StepTimeModel = H200_QWEN3_4B,
+        costs: Costs | None = None,
+    ) -> None:
+        self._setup = setup
+        self._folder = folder
+        self._screen = screen
+        self._timing = timing
+        self._costs = costs or _costs(setup)
+        self._generation = Generation()
+        self.schedule = ""
+        """What automatic scheduling chose last."""
+        self.generated_tokens_per_s: float | None = None
+
+    def execute(self) -> RunSummary:
+        """Run to the last batch; the summary, which is in the folder too.
+
+        Raises:
+            AprilschedError: if the run could not begin or go on.
+        """
+        log = None if self._folder is None else self._log(self._folder)
+        summary = summary_of(self._setup)
+        shown = None if self._screen is None else self._screen.shown(summary)
+        listeners: list[Listener] = [summary, self._generation]
+        listeners += [] if log is None else [log]
+        listeners += [] if shown is None else shown.listeners
+        simulation = self._simulation(listeners)
+        in_flight = simulation.state.in_flight
+        summary.ledger = in_flight.ledger
+        if shown is not None:
+            shown.begin(in_flight.counters, in_flight.ledger, batches=0)
+        try:
+            with shown or nullcontext(), suppress(PromptsExhausted), rare_collections():
+                simulation.run()
+        finally:
+            if log is not None:
+                log.close()
+        error = None if log is None else log.error
+        result = summary.result(remainder(simulation.state), clock="virtual", event_log_error=error)
+        if self._folder is not None:
+            self._folder.write_summary(result)
+        self._conclude(simulation, result)
+        return result
+
+    def _log(self, folder: RunFolder) -> EventLog:
+        log = EventLog(folder.events, patient=True)
+        folder.create(as_toml(self._setup.settings))
+        log.start()
+        return log
+
+    def _conclude(self, simulation: Simulation, result: RunSummary) -> None:
+        burn_in = result.steady_state.burn_in
+        self.generated_tokens_per_s = self._generation.tokens_per_s(burn_in)
+        if self._setup.config.over_provision == "auto":
+            self.schedule = simulation.state.plan.schedule.why
+
+    def _simulation(self, listeners: list[Listener]) -> Simulation:
+        setup, settings = self._setup, self._setup.settings
+        sim = settings.sim
+        engine = SimConfig(
+            timing=self._timing,
+            max_running=sim.max_running,
+            kv_tokens=sim.kv_tokens,
+            stream_interval=sim.stream_interval,
+            prefix_cache=sim.prefix_cache,
+            make_tokens=False,
+        )
+        return Simulation(
+            setup.config,
+            setup.prompts,
+            engines=sim.engines,
+            engine=engine,
+            costs=self._costs,
+            batches=settings.batches,
+            update_every=settings.update_every,
+            planner=Planner(self._timing, max_running=sim.max_running, inline=True),
+            listeners=listeners,
+        )
+
+
+def _costs(setup: Setup) -> Costs:
+    sim = setup.settings.sim
+    return Costs(
+        refit_seconds=sim.refit_seconds,
+        train_seconds=setup.settings.train_seconds,
+        reward_seconds=sim.reward_seconds,
+    )

@@ -1,0 +1,81 @@
+"""The policies of a replay: the run's own settings, and others that keep what is not theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from aprilsched.errors import ConfigError
+from aprilsched.presets import PRESETS
+from aprilsched.runs.policies import chosen
+from aprilsched.runs.settings import SchedulerFlags
+
+__all__ = ["RECORDED", "Variant", "variants"]
+
+RECORDED = "recorded"
+"""The run's own settings, as a policy."""
+
+_DECIDED = (
+    "max_staleness", "over_provision", "pace", "refill", "refill_groups", "refill_until",
+    "resume_order",
+)  # fmt: skip
+"""What a recipe decides; a preset begins from the defaults of these, and not from the run's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """A policy of a replay: its name, what it does, and its scheduler's settings."""
+
+    name: str
+    folder: str
+    what: str
+    scheduler: SchedulerFlags
+
+
+def variants(names: str, run: SchedulerFlags) -> Sequence[Variant]:
+    """The run's own settings, then the policies in a list with commas.
+
+    Presets keep what they do not decide (group size, stragglers, sampling, …) as the run had it.
+    ``recorded:over_provision=1.5`` is the run with another ratio.
+
+    Raises:
+        ConfigError: if there is an unknown one, one twice, or one with groups of another size.
+    """
+    own = "Its own settings."
+    found = [Variant(name=RECORDED, folder=RECORDED, what=own, scheduler=run)]
+    for name in filter(None, (name.strip() for name in names.split(","))):
+        if name != RECORDED:
+            found += _variants(name, run)
+    taken: set[str] = set()
+    for variant in found:
+        if variant.name in taken:
+            raise ConfigError(f"The policy {variant.name} is named twice; name each once.")
+        if variant.scheduler.group_size != run.group_size:
+            raise ConfigError(
+                f"{variant.name} has groups of another size than the record's {run.group_size}; "
+                "leave group_size out."
+            )
+        taken.add(variant.name)
+    return found
+
+
+def _variants(name: str, run: SchedulerFlags) -> list[Variant]:
+    preset, colon, changes = name.partition(":")
+    if preset == RECORDED:
+        # Its settings are read as those of any preset, and put onto the run's own.
+        stand_in = next(iter(PRESETS))
+        return [
+            Variant(
+                name=policy.name.replace(stand_in, RECORDED, 1),
+                folder=policy.folder.replace(stand_in, RECORDED, 1),
+                what="Its own settings but for what is named.",
+                scheduler=replace(run, **dict(policy.changes)),
+            )
+            for policy in chosen(f"{stand_in}{colon}{changes}")
+        ]
+    defaults = SchedulerFlags()
+    base = replace(run, **{name: getattr(defaults, name) for name in _DECIDED})
+    return [
+        Variant(name=p.name, folder=p.folder, what=p.what, scheduler=p.apply(base))
+        for p in chosen(name)
+    ]

@@ -1,0 +1,90 @@
+"""What the servers of a run can take, asked before the built-in workload is made.
+
+A token id beyond the model's vocabulary, and a response beyond its context, is refused request by
+request, group by group. So the workload is fitted to the servers, and what was asked for and does
+not fit is refused at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.engines.sglang.fleet import SGLangFleet
+from aprilsched.errors import ConfigError
+from aprilsched.runs.settings import CAP, VOCABULARY, RunSettings, WorkloadSettings
+
+__all__ = ["fitted"]
+
+
+def fitted(settings: RunSettings, fleet: Callable[[], SGLangFleet]) -> RunSettings:
+    """`settings` with the vocabulary and the longest response of the built-in workload.
+
+    Args:
+        settings: as given; those of a file of prompts, or of the embedded engine, come back with
+            the defaults filled in.
+        fleet: makes the fleet of the servers, which is opened and closed again.
+
+    Raises:
+        ConfigError: if the workload that was asked for does not fit the servers.
+        EngineError: if a server cannot be asked.
+    """
+    workload = settings.workload
+    if settings.simulated or settings.prompts is not None:
+        return replace(settings, workload=_filled(workload, VOCABULARY, CAP))
+    return replace(settings, workload=asyncio.run(_fitted(workload, fleet())))
+
+
+async def _fitted(workload: WorkloadSettings, fleet: SGLangFleet) -> WorkloadSettings:
+    await fleet.open()
+    try:
+        if any(engine.facts.vocab_size is None for engine in fleet.engines):
+            # A server that somebody left paused does not tell; the run would continue it anyway.
+            for engine in fleet.engines:
+                await engine.resume()
+            await fleet.close()
+            await fleet.open()
+        for engine in fleet.engines:
+            _check(workload, engine)
+        known = [e.facts.vocab_size for e in fleet.engines if e.facts.vocab_size is not None]
+        room = [_room(workload, e) for e in fleet.engines if e.facts.context_tokens is not None]
+        return _filled(workload, min(known, default=VOCABULARY), min([CAP, *room]))
+    finally:
+        await fleet.close()
+
+
+def _check(workload: WorkloadSettings, engine: SGLangEngine) -> None:
+    known, context = engine.facts.vocab_size, engine.facts.context_tokens
+    if known is not None and (workload.vocab_size or 0) > known:
+        raise ConfigError(
+            f"vocab_size is {workload.vocab_size}, and the model of {engine.name} knows {known} "
+            f"token ids; give {known} or less, or leave it out."
+        )
+    if context is None:
+        return
+    room = _room(workload, engine)
+    if room < 1:
+        raise ConfigError(
+            f"prompt_tokens is {workload.prompt_tokens}, and {engine.name} has room for {context} "
+            "tokens of a prompt and its response together; give fewer."
+        )
+    if (workload.cap or 0) > room:
+        raise ConfigError(
+            f"cap is {workload.cap}, and {engine.name} has room for {room} tokens behind a prompt "
+            f"of {workload.prompt_tokens}; give {room} or less, or leave it out."
+        )
+
+
+def _room(workload: WorkloadSettings, engine: SGLangEngine) -> int:
+    """Tokens of the longest response."""
+    return (engine.facts.context_tokens or 0) - workload.prompt_tokens
+
+
+def _filled(workload: WorkloadSettings, vocab_size: int, cap: int) -> WorkloadSettings:
+    return replace(
+        workload,
+        vocab_size=vocab_size if workload.vocab_size is None else workload.vocab_size,
+        cap=cap if workload.cap is None else workload.cap,
+    )

@@ -1,0 +1,77 @@
+"""The routes of SGLang's HTTP API that are modelled, and which of them want the admin key."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from aprilsched.testing import control, info
+from aprilsched.testing.generate import generate
+from aprilsched.testing.keys import SERVED
+from aprilsched.testing.refusals import as_json, refusing
+from aprilsched.testing.served import ServedEngine
+
+__all__ = ["make_app"]
+
+_LARGEST_BODY = 2**28
+
+_OPEN: Sequence[tuple[str, str, Handler]] = (
+    ("POST", "/generate", generate),
+    ("GET", "/model_info", info.model_info),
+    ("GET", "/get_model_info", info.model_info),
+    ("GET", "/server_info", info.server_info),
+    ("GET", "/get_server_info", info.server_info),
+    ("GET", "/openapi.json", info.openapi),
+    ("GET", "/v1/loads", info.loads),
+    ("GET", "/v1/models", info.models),
+    ("GET", "/ready", info.ready),
+    ("GET", "/health", info.health),
+    ("GET", "/health_generate", info.health),
+)
+_ADMIN: Sequence[tuple[str, str, Handler]] = (
+    ("POST", "/pause_generation", control.pause),
+    ("POST", "/continue_generation", control.resume),
+    ("POST", "/abort_request", control.abort),
+    ("GET", "/flush_cache", control.flush),
+    ("POST", "/flush_cache", control.flush),
+    ("POST", "/update_weights_from_disk", control.update_from_disk),
+    ("POST", "/update_weight_version", control.update_version),
+    ("POST", "/begin_weight_update", control.begin_update),
+    ("POST", "/end_weight_update", control.end_update),
+    ("POST", "/load_lora_adapter", control.load_adapter),
+    ("POST", "/unload_lora_adapter", control.unload_adapter),
+    ("POST", "/release_memory_occupation", control.release),
+    ("POST", "/resume_memory_occupation", control.wake),
+)
+
+
+def make_app(
+    served: ServedEngine, *, admin_key: str | None, outermost: Sequence[Middleware] = ()
+) -> web.Application:
+    """The application over `served`; `outermost` sees every call and every answer."""
+    middlewares: list[Middleware] = [*outermost, refusing]
+    if admin_key is not None:
+        middlewares.insert(-1, _asking_for(admin_key))
+    app = web.Application(middlewares=middlewares, client_max_size=_LARGEST_BODY)
+    app[SERVED] = served
+    for method, path, handler in (*_OPEN, *_ADMIN):
+        app.router.add_route(method, path, handler)
+    return app
+
+
+def _asking_for(key: str) -> Middleware:
+    """Answers 401 to a control call without the key."""
+    closed = {path for _, path, _ in _ADMIN}
+    expected = f"Bearer {key}".encode()
+
+    @web.middleware
+    async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if request.path in closed and not hmac.compare_digest(given, expected):
+            return as_json({"error": "Unauthorized"}, 401)
+        return await handler(request)
+
+    return ask

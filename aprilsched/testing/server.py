@@ -1,0 +1,166 @@
+"""A served engine with its socket, from start to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from types import TracebackType
+
+from aiohttp import web
+
+from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.engine import SimEngine
+from aprilsched.errors import ConfigError
+from aprilsched.testing.app import make_app
+from aprilsched.testing.faults.broken import reset
+from aprilsched.testing.faults.choosing import Faults
+from aprilsched.testing.faults.engine import EngineFaults
+from aprilsched.testing.faults.middleware import spoiling
+from aprilsched.testing.faults.script import FaultScript
+from aprilsched.testing.served import ServedEngine
+
+__all__ = ["SimServer"]
+
+_SHUTDOWN_SECONDS = 1.0
+_LARGEST_PORT = 2**16 - 1
+
+
+class SimServer:
+    """The embedded engine at ``http://host:port``; an async context manager.
+
+    Args:
+        config: the modelled machine; ``stream_at_pause=False`` is SGLang's way.
+        host: loopback unless others shall reach it.
+        port: 0 for any free one.
+        admin_key: control calls want it as a bearer token; None leaves them open.
+        time_scale: wall seconds for each modelled second.
+        refit_seconds: modelled time that new weights need.
+        faults: what shall go wrong with it, from its start on.
+
+    Raises:
+        ConfigError: if a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        config: SimConfig | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        admin_key: str | None = None,
+        time_scale: float = 1.0,
+        refit_seconds: float = 0.0,
+        faults: FaultScript | None = None,
+    ) -> None:
+        if not 0 <= port <= _LARGEST_PORT:
+            raise ConfigError(f"port is {port}; give one from 0 (any) to {_LARGEST_PORT}.")
+        config = config or SimConfig(stream_at_pause=False)
+        self.engine = SimEngine(
+            f"sim-{port}", config, time_scale=time_scale, refit_seconds=refit_seconds
+        )
+        self._config = config
+        self._host = host
+        self._port = port
+        self._admin_key = admin_key
+        self._time_scale = time_scale
+        self._served: ServedEngine | None = None
+        self._runner: web.AppRunner | None = None
+        self._bound: int | None = None
+        self.faults = Faults(faults or FaultScript())
+        """What of the script has happened."""
+        self._engine_faults = EngineFaults(self.faults, self)
+
+    @property
+    def url(self) -> str:
+        """Where it listens, once it is started."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        port = self._port if self._bound is None else self._bound
+        return f"http://{host}:{port}"
+
+    @property
+    def listening(self) -> bool:
+        """Started, and not dead just now."""
+        return self._runner is not None
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: if the address cannot be had.
+        """
+        await self.engine.open()
+        self._served = ServedEngine(self.engine, self._config, time_scale=self._time_scale)
+        await self._listen(self._served)
+        self.faults.begin(asyncio.get_running_loop().time)
+        self._engine_faults.begin()
+
+    async def _listen(self, served: ServedEngine) -> None:
+        outermost = [spoiling(self.faults, self._engine_faults)] if self.faults else []
+        app = make_app(served, admin_key=self._admin_key, outermost=outermost)
+        # Cancelled with its client, a handler gives its request up, as SGLang does.
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS, access_log=None
+        )
+        try:
+            await self._runner.setup()
+            port = self._port if self._bound is None else self._bound
+            await web.TCPSite(self._runner, self._host, port).start()
+            self._bound = self._runner.addresses[0][1]
+        except OSError as error:
+            await self.stop()
+            where, why = f"{self._host}:{self._port}", os.strerror(error.errno or 0)
+            raise ConfigError(
+                f"Cannot listen on {where} ({why}); give another host or port."
+            ) from error
+
+    async def stop(self) -> None:
+        """Break what is open, and stop listening."""
+        await self._engine_faults.end()
+        if self._served is not None:
+            self._served.forget()
+        await self.engine.close()
+        await self._close()
+        self._bound = None
+
+    async def crash(self) -> None:
+        """Die like a killed process: every connection is reset, and nothing listens."""
+        if self._served is not None:
+            self._served.forget()
+        self.engine.crash()
+        if self._runner is not None and self._runner.server is not None:
+            for connection in self._runner.server.connections:
+                reset(connection.transport)
+        await self._close()
+
+    async def restart(self, *, keeps_weights: bool = False) -> None:
+        """Be there again after :meth:`crash`, at the same address, as a new process.
+
+        It has the weights of version 0, or those that the old one had.
+
+        Raises:
+            ConfigError: if the address cannot be had any more.
+        """
+        before = self._served
+        had = (before.model_path, before.label, self.engine.batcher.weights_key) if before else None
+        await self.engine.restart()
+        self._served = ServedEngine(self.engine, self._config, time_scale=self._time_scale)
+        if keeps_weights and had is not None:
+            await self._served.begin_with(*had)
+        await self._listen(self._served)
+
+    async def _close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def __aenter__(self) -> SimServer:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()

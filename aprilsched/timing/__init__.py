@@ -1,0 +1,32 @@
+"""How long an engine takes: the step-time model, and fitting it to what an engine logs.
+
+:func:`read_log` and :func:`windows_of` make windows of steps from a server's log, :func:`fit` makes
+a :class:`StepTimeModel` from them, with errors and residuals, and :class:`OnlineFit` follows an
+engine window by window while it runs.
+"""
+
+from aprilsched.timing.calibration import Fit, fit, predicted_seconds
+from aprilsched.timing.model import StepTimeModel
+from aprilsched.timing.model_file import load_model, model_toml, save_model
+from aprilsched.timing.online import Observation, OnlineFit
+from aprilsched.timing.residuals import Bucket, Residuals, residuals_of
+from aprilsched.timing.server_log import LogLine, Windows, read_log, windows_of
+
+__all__ = [
+    "Bucket",
+    "Fit",
+    "LogLine",
+    "Observation",
+    "OnlineFit",
+    "Residuals",
+    "StepTimeModel",
+    "Windows",
+    "fit",
+    "load_model",
+    "model_toml",
+    "predicted_seconds",
+    "read_log",
+    "residuals_of",
+    "save_model",
+    "windows_of",
+]

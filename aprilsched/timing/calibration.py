@@ -1,0 +1,216 @@
+"""Fits a :class:`~aprilsched.timing.model.StepTimeModel` to windows of steps, with errors.
+
+Terms beyond the linear ones are chosen by cross-validation, the fewest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from aprilsched.errors import ConfigError
+from aprilsched.timing.least_squares import robust
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.residuals import Residuals, residuals_of
+from aprilsched.timing.server_log import Floats, Windows
+
+__all__ = ["BLOCK", "LINEAR", "WITHIN", "Fit", "Shape", "choose_shape", "fit", "predicted_seconds"]
+
+BLOCK = 10
+"""Neighbouring windows drawn together for the standard errors: they share their sequences."""
+_LEAST_WINDOWS = 20
+_DECODING = ("t0", "t1", "t2", "t0_wide")
+_PREFILL = ("prefill_pass", "prefill_rate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A model, how sure it is, and where it misses.
+
+    Attributes:
+        model: with the fitted parameters.
+        errors: standard errors of fitted coefficients, given the shape (`fill`, `wide_from`).
+        assumed: parameters that the windows do not tell.
+        steady: how steady windows are met.
+        stalled: how windows with prefill passes are met; None without any.
+        ignored: windows whose batch changed too much.
+    """
+
+    model: StepTimeModel
+    errors: Mapping[str, float]
+    assumed: tuple[str, ...]
+    steady: Residuals
+    stalled: Residuals | None
+    ignored: int
+
+
+def fit(
+    windows: Windows,
+    *,
+    linear: bool = False,
+    assumed: StepTimeModel = H200_QWEN3_4B,
+    replicates: int = 200,
+    seed: int = 0,
+) -> Fit:
+    """Fit a model to `windows`.
+
+    Args:
+        windows: of one engine or of several alike.
+        linear: no terms beyond t0, t1 and t2.
+        assumed: where parameters come from that the windows cannot tell.
+        replicates: of the bootstrap over blocks of windows; at least 2.
+        seed: of the bootstrap.
+
+    Raises:
+        ConfigError: if there are fewer than 20 steady windows.
+    """
+    used = windows.where(windows.steady | windows.stalled)
+    steady, stalled = used.where(used.steady), used.where(used.stalled)
+    if len(steady) < _LEAST_WINDOWS:
+        raise ConfigError(
+            f"{len(steady)} windows of undisturbed decoding are too few; "
+            f"give a log with at least {_LEAST_WINDOWS}."
+        )
+    shape = LINEAR if linear else choose_shape(used)
+    model, missing = _model(shape, used, assumed)
+    rng = np.random.default_rng(seed)
+    draws = [_model(shape, _resampled(used, rng), model)[0] for _ in range(replicates)]
+    return Fit(
+        model=model,
+        errors=_errors(draws, shape, missing),
+        assumed=missing,
+        steady=residuals_of(steady, predicted_seconds(model, steady)),
+        stalled=residuals_of(stalled, predicted_seconds(model, stalled)) if len(stalled) else None,
+        ignored=len(windows) - len(used),
+    )
+
+
+def predicted_seconds(model: StepTimeModel, windows: Windows) -> Floats:
+    """What the model says each window takes, float64 [windows]."""
+    step = [model.step_seconds(b, kv) for b, kv in zip(windows.running, windows.kv, strict=True)]
+    passes = windows.passes * model.prefill_pass + windows.prefilled / model.prefill_rate
+    return windows.steps * np.array(step, dtype=np.float64) + passes
+
+
+def _model(
+    shape: Shape, windows: Windows, assumed: StepTimeModel
+) -> tuple[StepTimeModel, tuple[str, ...]]:
+    x = robust(shape.window_rows(windows), windows.seconds)
+    each_pass, each_token = x[-2:]
+    model = replace(
+        assumed,
+        t0=float(x[0]),
+        t1=float(x[1]),
+        t2=float(x[2]),
+        fill=shape.fill,
+        wide_from=shape.wide_from or 0,
+        t0_wide=0.0 if shape.wide_from is None else float(x[3]),
+    )
+    if not windows.stalled.any():
+        return model, _PREFILL
+    model = replace(model, prefill_pass=float(each_pass))
+    if each_token <= 0:
+        return model, ("prefill_rate",)
+    return replace(model, prefill_rate=float(1 / each_token)), ()
+
+
+def _resampled(windows: Windows, rng: np.random.Generator) -> Windows:
+    """As many windows, drawn in blocks of neighbours with replacement."""
+    count = len(windows)
+    starts = rng.integers(0, max(1, count - BLOCK + 1), -(-count // BLOCK))
+    chosen = (starts[:, None] + np.arange(BLOCK)).ravel()[:count]
+    return windows.where(np.minimum(chosen, count - 1))
+
+
+def _errors(draws: list[StepTimeModel], shape: Shape, missing: tuple[str, ...]) -> dict[str, float]:
+    decoding = _DECODING if shape.wide_from is not None else _DECODING[:3]
+    names = [name for name in (*decoding, *_PREFILL) if name not in missing]
+    return {name: float(np.std([getattr(d, name) for d in draws], ddof=1)) for name in names}
+
+
+WITHIN = 0.05
+_FOLDS = 12
+_OUTLIER = 0.10
+_ROUNDS = 8
+_FILLS = (4.0, 6.0, 8.0, 9.0, 10.0, 12.0, 16.0)
+_WIDE = (64, 128, 192, 256, 320, 384)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """The part of a :class:`~aprilsched.timing.model.StepTimeModel` that is no coefficient.
+
+    Attributes:
+        fill: as there.
+        wide_from: as there; None without the term.
+    """
+
+    fill: float = 0.0
+    wide_from: int | None = None
+
+    def step_rows(self, running: Floats, kv: Floats) -> Floats:
+        """What t0, t1, t2 and, with the term, t0_wide are multiplied by: [windows, 3 or 4]."""
+        read = kv * np.maximum(1.0, self.fill / np.maximum(running, 1.0))
+        columns = [np.ones_like(running), running, read]
+        if self.wide_from is not None:
+            columns.append((running > self.wide_from).astype(np.float64))
+        return np.stack(columns, axis=1)
+
+    def window_rows(self, windows: Windows) -> Floats:
+        """The same for the seconds of whole windows, and then those of a pass and of a token."""
+        steps = windows.steps * self.step_rows(windows.running, windows.kv)
+        return np.column_stack([steps, windows.passes, windows.prefilled])
+
+
+LINEAR = Shape()
+
+
+def choose_shape(windows: Windows) -> Shape:
+    """The simplest shape that is nearly the best on left-out stretches of `windows`."""
+    wide = _wide(windows.running)
+    kinds: list[list[Shape]] = [
+        [LINEAR],
+        [Shape(fill=fill) for fill in _FILLS],
+        [Shape(wide_from=start) for start in wide],
+        [Shape(fill=fill, wide_from=start) for fill in _FILLS for start in wide],
+    ]
+    losses = [_held_out_loss(kind, windows) for kind in kinds]
+    good = (1 + WITHIN) * min(losses)
+    kind = next(kind for kind, loss in zip(kinds, losses, strict=True) if loss <= good)
+    return _best(kind, windows)
+
+
+def _wide(running: Floats) -> Sequence[int]:
+    """Starts with at least a tenth of the windows above, and a tenth below."""
+    return [start for start in _WIDE if 0.1 <= (running > start).mean() <= 0.9]
+
+
+def _best(shapes: Sequence[Shape], windows: Windows) -> Shape:
+    return min(shapes, key=lambda shape: _loss(shape, windows, windows), default=LINEAR)
+
+
+def _held_out_loss(shapes: Sequence[Shape], windows: Windows) -> float:
+    """Mean loss on each fold of the best of `shapes` without that fold."""
+    if not shapes:
+        return np.inf
+    folds = list(_folds(len(windows)))
+    losses = [
+        _loss(_best(shapes, windows.where(rest)), windows.where(rest), windows.where(left_out))
+        for left_out, rest in folds
+    ]
+    return float(np.mean(losses))
+
+
+def _loss(shape: Shape, fitted: Windows, tested: Windows) -> float:
+    """Mean relative error on `tested`, each at most :data:`_OUTLIER`, as fitted on `fitted`."""
+    x = robust(shape.window_rows(fitted), fitted.seconds, rounds=_ROUNDS)
+    error = np.abs(shape.window_rows(tested) @ x / tested.seconds - 1)
+    return float(np.minimum(error, _OUTLIER).mean())
+
+
+def _folds(count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Stretches of neighbours, because neighbouring windows have the same sequences."""
+    for left_out in np.array_split(np.arange(count), _FOLDS):
+        yield left_out, np.setdiff1d(np.arange(count), left_out)

@@ -1,0 +1,81 @@
+"""How far predictions are from measured windows, in all and by batch and context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from aprilsched.timing.server_log import Floats, Windows
+
+__all__ = ["Bucket", "Residuals", "residuals_of"]
+
+_BATCH = (0, 4, 16, 64, 128, 256, 384)
+_KV = (0, 10_000, 30_000, 100_000, 200_000, 300_000)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Windows with more than `above` and at most `upto` (None: any more) of something.
+
+    `bias` is the median of predicted / measured - 1; `error` that of its absolute value.
+    """
+
+    above: int
+    upto: int | None
+    windows: int
+    bias: float
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Residuals:
+    """Relative errors of predicted seconds.
+
+    Attributes:
+        windows: how many.
+        median: of the absolute error.
+        p90: its 90th percentile.
+        total: predicted over measured seconds, summed.
+        by_batch: by mean batch.
+        by_kv: by mean context tokens of a step.
+    """
+
+    windows: int
+    median: float
+    p90: float
+    total: float
+    by_batch: tuple[Bucket, ...]
+    by_kv: tuple[Bucket, ...]
+
+
+def residuals_of(windows: Windows, predicted: Floats) -> Residuals:
+    """`predicted` seconds, one for each of at least one window, against the measured ones."""
+    error = predicted / windows.seconds - 1
+    return Residuals(
+        windows=len(error),
+        median=float(np.median(np.abs(error))),
+        p90=float(np.percentile(np.abs(error), 90)),
+        total=float(predicted.sum() / windows.seconds.sum()),
+        by_batch=_buckets(windows.running, error, _BATCH),
+        by_kv=_buckets(windows.kv, error, _KV),
+    )
+
+
+def _buckets(values: Floats, error: Floats, edges: Sequence[int]) -> tuple[Bucket, ...]:
+    """Those with at least one window."""
+    found: list[Bucket] = []
+    for above, upto in zip(edges, (*edges[1:], None), strict=True):
+        chosen = error[(values > above) & (values <= (np.inf if upto is None else upto))]
+        if len(chosen):
+            found.append(
+                Bucket(
+                    above=above,
+                    upto=upto,
+                    windows=len(chosen),
+                    bias=float(np.median(chosen)),
+                    error=float(np.median(np.abs(chosen))),
+                )
+            )
+    return tuple(found)

@@ -1,0 +1,221 @@
+"""What a server logs of its decoding, and the windows of decode steps made from it."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TextIO, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.errors import ConfigError
+
+__all__ = ["MAX_CHANGE", "MAX_LINES", "Floats", "LogLine", "Windows", "read_log", "windows_of"]
+
+Floats: TypeAlias = NDArray[np.float64]
+
+MAX_CHANGE = 0.15
+"""Of the larger of the two batches at a window's ends. Batches that shrink as their responses
+end change by a few per cent a window; a new wave or an abort changes them at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogLine:
+    """One line about decoding, and the prefill passes since the one before.
+
+    Attributes:
+        engine: whose line it is: a run's name, or a data-parallel rank.
+        time: of day, as it was written.
+        running: requests in the batch.
+        kv: tokens of context in use.
+        tokens_per_s: decoded since the line before, pauses included.
+        passes: prefill passes since the line before.
+        prefilled: tokens computed in them.
+    """
+
+    engine: str
+    time: str
+    running: int
+    kv: int
+    tokens_per_s: float
+    passes: int = 0
+    prefilled: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Columns of equal length, one entry for each window.
+
+    Attributes:
+        engine: as in :class:`LogLine`.
+        running: mean batch.
+        kv: mean context tokens that a step reads.
+        seconds: of the whole window.
+        passes: prefill passes in it.
+        prefilled: tokens computed in them.
+        change: of the batch, as a share of the larger one.
+        steps: decode steps in every window.
+    """
+
+    engine: NDArray[np.str_]
+    running: Floats
+    kv: Floats
+    seconds: Floats
+    passes: Floats
+    prefilled: Floats
+    change: Floats
+    steps: int
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    @property
+    def steady(self) -> NDArray[np.bool_]:
+        """Windows of decoding only."""
+        return (self.passes == 0) & (self.change <= MAX_CHANGE)
+
+    @property
+    def stalled(self) -> NDArray[np.bool_]:
+        """Windows with prefill passes."""
+        return (self.passes > 0) & (self.change <= MAX_CHANGE)
+
+    def where(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> Windows:
+        """The chosen ones: a mask, or indices, which may repeat."""
+        return Windows(
+            engine=self.engine[chosen],
+            running=self.running[chosen],
+            kv=self.kv[chosen],
+            seconds=self.seconds[chosen],
+            passes=self.passes[chosen],
+            prefilled=self.prefilled[chosen],
+            change=self.change[chosen],
+            steps=self.steps,
+        )
+
+
+def windows_of(lines: Sequence[LogLine], *, steps: int = 40) -> Windows:
+    """The windows between the lines of each engine, in order; `steps` decode steps in each.
+
+    Lines without throughput or context (an engine that has just emptied) end no window.
+    """
+    before: dict[str, LogLine] = {}
+    pairs: list[tuple[LogLine, LogLine]] = []
+    for line in lines:
+        last = before.get(line.engine)
+        before[line.engine] = line
+        if last is not None and line.tokens_per_s > 0 and line.kv > 0 and line.running > 0:
+            pairs.append((last, line))
+    rows = np.array([_row(old, new, steps) for old, new in pairs]).reshape(-1, 6)
+    running, kv, seconds, passes, prefilled, change = rows.T
+    return Windows(
+        engine=np.array([new.engine for _, new in pairs], dtype=np.str_),
+        running=running,
+        kv=kv,
+        seconds=seconds,
+        passes=passes,
+        prefilled=prefilled,
+        change=change,
+        steps=steps,
+    )
+
+
+def _row(old: LogLine, new: LogLine, steps: int) -> tuple[float, ...]:
+    running = (old.running + new.running) / 2
+    # An unchanged batch grows by a token each step; one that changes, from one line to the other.
+    grown = new.kv - (steps - 1) / 2 * new.running
+    kv = grown if old.running == new.running and not new.passes else (old.kv + new.kv) / 2
+    change = abs(new.running - old.running) / max(new.running, old.running)
+    seconds = steps * running / new.tokens_per_s
+    return running, kv, seconds, float(new.passes), float(new.prefilled), change
+
+
+MAX_LINES = 500_000
+_MAX_CHARACTERS = 4096
+
+_PREFIX = re.compile(
+    r"\[(?:\d{4}-\d{2}-\d{2} )?(\d{2}:\d{2}:\d{2})[^\]]*?(?: (DP\d+))?(?: [^\]]*)?\]"
+)
+_RUNNING = re.compile(r"#running-req: (\d+)")
+_KV = re.compile(r"#(?:full )?token: (\d+)")
+_RATE = re.compile(r"gen throughput \(token/s\): ([\d.]+)")
+_NEW = re.compile(r"#new-token: (\d+)")
+_NEEDED = ("running_requests", "kv_tokens", "decode_tokens_per_s")
+
+
+def read_log(path: Path) -> list[LogLine]:
+    """The decode lines of a server's log or of a table of them, in their order.
+
+    Raises:
+        ConfigError: if the file cannot be read, or is neither, or has too many lines.
+    """
+    try:
+        with path.open(encoding="utf-8", errors="replace", newline="") as file:
+            first = file.readline(_MAX_CHARACTERS)
+            file.seek(0)
+            table = all(name in first for name in _NEEDED)
+            found = list(islice(_table(file) if table else _log(file), MAX_LINES + 1))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); name a log file.") from None
+    if not found:
+        raise ConfigError(f"{path} has no decode lines; give the log of an SGLang server.")
+    if len(found) > MAX_LINES:
+        raise ConfigError(f"{path} has more than {MAX_LINES:,} decode lines; cut it.")
+    return found
+
+
+def _pieces(file: TextIO) -> Iterator[str]:
+    """The start of each line."""
+    whole = True
+    while piece := file.readline(_MAX_CHARACTERS):
+        if whole:
+            yield piece
+        whole = piece.endswith("\n")
+
+
+def _log(file: TextIO) -> Iterator[LogLine]:
+    since: dict[str, tuple[int, int]] = {}
+    for piece in _pieces(file):
+        prefix = _PREFIX.search(piece)
+        engine = (prefix and prefix[2]) or ""
+        passes, prefilled = since.get(engine, (0, 0))
+        if "Prefill batch" in piece and (new := _NEW.search(piece)):
+            since[engine] = (passes + 1, prefilled + int(new[1]))
+        elif line := _decode_line(piece, engine, prefix[1] if prefix else ""):
+            yield replace(line, passes=passes, prefilled=prefilled)
+            since[engine] = (0, 0)
+
+
+def _decode_line(piece: str, engine: str, time: str) -> LogLine | None:
+    if "Decode batch" not in piece:
+        return None
+    running, kv, rate = (field.search(piece) for field in (_RUNNING, _KV, _RATE))
+    if running is None or kv is None or rate is None:
+        return None
+    return LogLine(
+        engine=engine,
+        time=time,
+        running=int(running[1]),
+        kv=int(kv[1]),
+        tokens_per_s=float(rate[1]),
+    )
+
+
+def _table(file: TextIO) -> Iterator[LogLine]:
+    for number, row in enumerate(csv.DictReader(_pieces(file)), start=2):
+        try:
+            yield LogLine(
+                engine=row.get("run") or "",
+                time=row.get("time") or "",
+                running=int(row["running_requests"]),
+                kv=int(row["kv_tokens"]),
+                tokens_per_s=float(row["decode_tokens_per_s"]),
+                passes=int(row.get("prefill_batches_since") or 0),
+                prefilled=int(row.get("prefill_tokens_since") or 0),
+            )
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"Line {number} of the table is not in order; mend it.") from None
