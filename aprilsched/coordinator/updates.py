@@ -71,8 +71,8 @@ class Updates:
         again = new == state.weights.versions.trainer and not state.fleet.control.engines
         if new <= state.weights.versions.trainer and not again:
             raise ConfigError(
-                f"version {new} is not newer than {state.weights.versions.trainer}, which is in use; give "
-                "a larger number."
+                f"version {new} is not newer than {state.weights.versions.trainer}, which is in "
+                "use; give a larger number."
             )
         beside = isinstance(publisher, AdapterPublisher)
         if state.weights.adapter is not None and not beside:

@@ -35,8 +35,9 @@ def _conservation(state: SchedulerState) -> None:
     known = in_flight.counters.delivered + in_flight.ledger.total + len(in_flight.rollouts)
     if in_flight.counters.launched != known:
         raise InvariantViolation(
-            f"{in_flight.counters.launched} rollouts launched, but {in_flight.counters.delivered} delivered, "
-            f"{in_flight.ledger.total} in the ledger and {len(in_flight.rollouts)} in flight"
+            f"{in_flight.counters.launched} rollouts launched, but "
+            f"{in_flight.counters.delivered} delivered, {in_flight.ledger.total} in the "
+            f"ledger and {len(in_flight.rollouts)} in flight"
         )
 
 
@@ -154,7 +155,8 @@ def _engines(state: SchedulerState) -> None:
         version = state.weights.versions.engines[control.name]
         if version != state.weights.versions.trainer:
             raise InvariantViolation(
-                f"{control.name} is in use with version {version}, not {state.weights.versions.trainer}"
+                f"{control.name} is in use with version {version}, not "
+                f"{state.weights.versions.trainer}"
             )
         if control.mode is Mode.REFITTING and state.weights.update is None:
             raise InvariantViolation(f"{control.name} is refitting without an update")

@@ -33,8 +33,8 @@ TokenChunks: TypeAlias = Sequence[tuple[TokensReceived, float]]
 
 @runtime_checkable
 class FactListener(Protocol):
-    """Sees the facts of a run (:mod:`aprilsched.core.messages.facts`). It is called between decisions, so it
-    must return at once. One that raises is told no more."""
+    """Sees the facts of a run (:mod:`aprilsched.core.messages.facts`). It is called between
+    decisions, so it must return at once. One that raises is told no more."""
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         """These have come true at `now`, seconds of the event loop's clock, in this order."""

@@ -844,12 +844,14 @@ class _Life:
         state = self.scheduler.state
         in_flight = state.in_flight
         lines = [
-            f"wanted {state.delivery.batch_requested}, update {state.weights.update}, sleep {state.sleep}, fetching "
-            f"{state.prompts.fetching}, exhausted {state.prompts.exhausted}, stock {len(state.prompts.stock)}, ready "
-            f"{len(list(in_flight.ready))} groups, in flight {len(in_flight.rollouts)} rollouts, queue "
-            f"{len(in_flight.queue)}, source dry {self.source.dry}",
-            f"engines in use {list(state.fleet.control.engines)}, standby {list(state.fleet.control.standby)}, "
-            f"lost {state.fleet.lost}",
+            f"wanted {state.delivery.batch_requested}, update {state.weights.update}, "
+            f"sleep {state.sleep}, fetching {state.prompts.fetching}, "
+            f"exhausted {state.prompts.exhausted}, stock {len(state.prompts.stock)}, "
+            f"ready {len(list(in_flight.ready))} groups, "
+            f"in flight {len(in_flight.rollouts)} rollouts, "
+            f"queue {len(in_flight.queue)}, source dry {self.source.dry}",
+            f"engines in use {list(state.fleet.control.engines)}, "
+            f"standby {list(state.fleet.control.standby)}, lost {state.fleet.lost}",
         ]
         for engine in self.trial.fleet.all:
             inside = engine.batcher

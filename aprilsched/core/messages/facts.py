@@ -6,9 +6,9 @@ its mode. The core emits them beside its commands, in the order in which they co
 else has to work out again what the core knew.
 
 A fact has counts and names only. Tokens, log-probabilities and prompt keys are added where a
-listener asks for them (:attr:`~aprilsched.core.state.state.SchedulerState.tells_tokens`). Whatever the
-core passes over (an answer to an attempt that is closed, a reward for a group that was dropped) is
-no fact. A fact has no time of its own: it is handed on with the time of its event.
+listener asks for them (:attr:`~aprilsched.core.state.state.SchedulerState.tells_tokens`). Whatever
+the core passes over (an answer to an attempt that is closed, a reward for a group that was
+dropped) is no fact. A fact has no time of its own: it is handed on with the time of its event.
 
 The names of the facts and of their fields are the format of events.jsonl.
 """
@@ -430,9 +430,9 @@ class EngineLost(Fact, frozen=True):
 
 
 class EngineModeChanged(Fact, frozen=True):
-    """The engine's control mode (:class:`~aprilsched.core.state.engine_control.Mode`) went from `start` to
-    `finish`. `pause`: the kind of a pause that begins. `tags`: the memory that is being released or
-    taken back."""
+    """The engine's control mode (:class:`~aprilsched.core.state.engine_control.Mode`) went from
+    `start` to `finish`. `pause`: the kind of a pause that begins. `tags`: the memory that
+    is being released or taken back."""
 
     engine: str
     start: str

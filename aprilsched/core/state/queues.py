@@ -1,9 +1,9 @@
 """Ordered collections of groups and requests.
 
 :class:`Ready` has the complete groups and their numbers of samples and tokens, which change only
-when a group comes or goes, because a complete group does not grow. :class:`Waiting` has the requests
-that wait to be sent. :class:`DueGroups` has the groups that the next batch must contain under the
-staleness rule "finish".
+when a group comes or goes, because a complete group does not grow. :class:`Waiting` has the
+requests that wait to be sent. :class:`DueGroups` has the groups that the next batch must contain
+under the staleness rule "finish".
 """
 
 from __future__ import annotations

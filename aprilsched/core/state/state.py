@@ -1,8 +1,13 @@
-"""Everything a scheduler knows. The other modules of the core are functions on it."""
+"""Everything that a scheduler knows, in records with names.
+
+The steps (:mod:`aprilsched.core.steps`) are functions on :class:`SchedulerState`. Each record below
+belongs to one subject, and only the few steps that deal with the subject change it.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import EvaluationRequested
@@ -21,98 +26,180 @@ from aprilsched.core.state.records import GroupRecord, group_lengths
 from aprilsched.core.state.versions import PolicyVersionTracker
 from aprilsched.types import Batch, Prompt, RefusedPrompt
 
-__all__ = ["SchedulerState"]
+__all__ = [
+    "Delivery",
+    "Evaluations",
+    "Fleet",
+    "Plan",
+    "PromptSupply",
+    "SchedulerState",
+    "Stragglers",
+    "Weights",
+]
+
+
+@dataclass(slots=True)
+class Delivery:
+    """The batch that the trainer asks for, and the batches that it was given. Steps: ``batch``."""
+
+    batch_requested: bool = False
+    """The trainer waits for a batch."""
+    offer: Offered | None = None
+    """The batch that the trainer may take and has not taken yet."""
+    batches_since_update: int = 0
+    """Batches that were delivered since the policy version last changed."""
+    unacknowledged: dict[int, DeliveredBatch] = field(default_factory=dict[int, DeliveredBatch])
+    """Delivered batches, by index, that a resumed run would have to deliver again."""
+    redelivery: deque[Batch] = field(default_factory=deque[Batch])
+    """Unacknowledged batches that the trainer has not been given since the run was resumed."""
+
+
+@dataclass(slots=True)
+class PromptSupply:
+    """Prompts between their source and their launch. Steps: ``launch``."""
+
+    stock: deque[Prompt | RefusedPrompt] = field(default_factory=deque["Prompt | RefusedPrompt"])
+    """Prompts that were read from the source and are not launched yet."""
+    cursor: int = 0
+    """Number of the source's prompts that were launched."""
+    fetching: bool = False
+    """Prompts have been asked for and have not all arrived."""
+    dry: bool = False
+    """The source has no prompt at the moment; nobody knows when it will have one."""
+    exhausted: bool = False
+    """The source has ended."""
+    consecutive_failures: int = 0
+    """Groups dropped for a failure since a group was last accepted."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """How many groups to start and when. Steps: ``launch``, ``target``, ``replan``, ``buckets``."""
+
+    schedule: Schedule
+    """The schedule that is in force."""
+    usual_group: float
+    """What one group is expected to count towards a batch, in the unit of the stop rule."""
+    wave_due: bool
+    """The next wave of groups may be launched."""
+    target_groups: int = 0
+    """Groups to keep open for the current batch."""
+    round_due: bool = False
+    """The open groups that run in the next batch are to be chosen (length buckets)."""
+    requested: bool = False
+    """A new schedule has been asked for and has not arrived (automatic over-provisioning)."""
+    planned_at: int = 0
+    """Batches that had been delivered when a schedule was last asked for."""
+    planned_for: float | None = None
+    """The median response length, in tokens, that it was asked for."""
+    looked_at: int = 0
+    """Batches that had been delivered when it was last checked whether a schedule is due."""
+
+
+@dataclass(slots=True)
+class Stragglers:
+    """Rollouts that still run when their batch is full. Steps: ``stragglers``."""
+
+    run_on: dict[int, int] = field(default_factory=dict[int, int])
+    """Requests that may continue although their batch is full, and up to which output length."""
+    calling_back: set[int] = field(default_factory=set[int])
+    """Requests that are being aborted before the engines are paused."""
+    resolved: bool = True
+    """It is decided what happens to the stragglers of the current stop."""
+
+
+@dataclass(slots=True)
+class Evaluations:
+    """Evaluations by their id. Steps: ``launch``, ``batch``."""
+
+    running: dict[int, list[GroupRecord]] = field(default_factory=dict[int, list[GroupRecord]])
+    """Groups of the evaluations that have begun, in the order of their prompts."""
+    waiting: list[EvaluationRequested] = field(default_factory=list[EvaluationRequested])
+    """Evaluations that were asked for during an update and begin after it."""
+
+
+@dataclass(slots=True)
+class Weights:
+    """The policy versions of the run. Steps: ``refit``."""
+
+    versions: PolicyVersionTracker = field(default_factory=PolicyVersionTracker)
+    """The version of the trainer and of each engine."""
+    update: Update | None = None
+    """The update that is under way."""
+    republishable: bool = False
+    """The fleet's version can be published again, to an engine that comes back."""
+    base: int = 0
+    """The last version that was a full model and no adapter."""
+    adapter: int | None = None
+    """The version of the adapter that new requests sample with; None for the model itself."""
+    adapters: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
+    """Versions of the adapters that are loaded on each engine."""
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The engines. Steps: ``dispatch``, ``engines``, ``health``, ``outage``, ``verify``."""
+
+    control: FleetControl
+    """The control state of each engine: running, paused, being refitted, and so on."""
+    health: EngineHealth = field(default_factory=EngineHealth)
+    """Token rates, by which silent and slow engines are found."""
+    sends: int = 0
+    """Number of attempts that were sent."""
+    outage: Outage | None = None
+    """The outage, while no engine is in use."""
+    lost: dict[str, str] = field(default_factory=dict[str, str])
+    """Causes by engine, for engines that were lost and have not come back."""
+    hoped_until: float = 0.0
+    """While no engine is in use, one with the fleet's version may come back until this time."""
 
 
 class SchedulerState:
-    """The state of one scheduler, and the commands that the event in work has given so far."""
+    """The state of one scheduler, with the commands and facts of the event that is being handled.
+
+    Attributes:
+        rules: the settings; they never change.
+        now: the time of the event that is being handled, in seconds.
+        commands: what the shell is to do, in order.
+        facts: what the event has made true, in order.
+        tells_tokens: facts have the tokens themselves and not only their number.
+        resumed: the run continues one that was saved.
+        sleep: the sleep that is under way: the trainer has the engines' memory.
+        must_deliver: groups that the next batch must contain (staleness rule "finish").
+    """
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.expectations = Expectations()
-        self.in_flight = InFlight(lambda r: place_of(r, rules.resume, self.expectations.remaining))
-        self.weights.versions = PolicyVersionTracker()
-        self.fleet.control = FleetControl(
-            pause_mode=rules.behaviour.pause_mode(rules.kv),
-            flushes=rules.kv == "recompute",
-            tell=self.tell,
-        )
-        self.plan.schedule = (
-            first_schedule(parks=rules.parks)
-            if rules.automatic
-            else Schedule(over_provision=rules.over_provision, refill=rules.refill)
-        )
-        """What is in force now."""
-        self.plan.usual_group = rules.stop.amount / rules.batch_groups
-        """What one group counts towards a batch, in the unit of the stop rule."""
-        self.plan.target_groups = 0
-        """Groups to keep open for the batch in work."""
-        self.stragglers.run_on: dict[int, int] = {}
-        """Requests that may run on although their batch is full, and to which length."""
-        self.stragglers.calling_back: set[int] = set()
-        """Requests that come back before the engines are paused."""
-        self.stragglers.resolved = True
-        """What becomes of the stragglers of this stop is decided."""
-        self.plan.requested = False
-        """A schedule has been asked for."""
-        self.plan.planned_at = 0
-        """Batches that had been delivered then."""
-        self.plan.planned_for: float | None = None
-        """The median length that was planned for."""
-        self.plan.looked_at = 0
-        """Batches that had been delivered when it was last asked whether a plan is due."""
         self.now = 0.0
         self.commands: list[Command] = []
         self.facts: list[Fact] = []
-        """What the event in work has made true so far."""
         self.tells_tokens = False
-        """Facts have the tokens themselves, and not only their number: a listener asks for them."""
-        self.delivery.batch_requested = False
-        """The trainer waits for a batch."""
-        self.delivery.offer: Offered | None = None
-        """The batch that the trainer may take, and has not yet."""
-        self.plan.wave_due = rules.pace == "asynchronous"
-        self.plan.round_due = False
-        """The rollouts of the next round are to be chosen."""
-        self.must_deliver = DueGroups(rules.staleness)
-        self.delivery.batches_since_update = 0
-        self.prompts.stock: deque[Prompt | RefusedPrompt] = deque()
-        self.prompts.cursor = 0
-        """Prompts of the source that were launched."""
-        self.delivery.unacknowledged: dict[int, DeliveredBatch] = {}
-        """Batches that the trainer may have to be given again, by index."""
-        self.delivery.redelivery: deque[Batch] = deque()
-        """Those of them that it has not been given since the run was resumed."""
         self.resumed = False
-        """The run goes on where a former one ended."""
-        self.prompts.fetching = False
-        self.prompts.dry = False
-        """What is being fetched is not there yet, and nobody knows when it will be."""
-        self.prompts.exhausted = False
-        self.prompts.consecutive_failures = 0
-        """Groups dropped for a failure since the last one that was accepted."""
-        self.weights.update: Update | None = None
-        self.weights.republishable = False
-        """The fleet's version can be published again."""
-        self.weights.base = 0
-        """The last version that was no adapter."""
-        self.weights.adapter: int | None = None
-        """The version of the adapter that new requests sample with."""
-        self.weights.adapters: dict[str, set[int]] = {}
-        """Adapters loaded on each engine."""
+        self.expectations = Expectations()
+        self.in_flight = InFlight(lambda r: place_of(r, rules.resume, self.expectations.remaining))
+        self.delivery = Delivery()
+        self.prompts = PromptSupply()
+        self.plan = Plan(
+            schedule=(
+                first_schedule(parks=rules.parks)
+                if rules.automatic
+                else Schedule(over_provision=rules.over_provision, refill=rules.refill)
+            ),
+            usual_group=rules.stop.amount / rules.batch_groups,
+            wave_due=rules.pace == "asynchronous",
+        )
+        self.stragglers = Stragglers()
+        self.evaluations = Evaluations()
+        self.weights = Weights()
+        self.fleet = Fleet(
+            control=FleetControl(
+                pause_mode=rules.behaviour.pause_mode(rules.kv),
+                flushes=rules.kv == "recompute",
+                tell=self.tell,
+            )
+        )
         self.sleep: Sleep | None = None
-        self.fleet.sends = 0
-        """Attempts that were sent."""
-        self.fleet.health = EngineHealth()
-        self.fleet.outage: Outage | None = None
-        self.fleet.lost: dict[str, str] = {}
-        """Engines that were lost last and are not back, with causes."""
-        self.fleet.hoped_until = 0.0
-        """While none is in use, another may come back with the fleet's version until then."""
-        self.evaluations.running: dict[int, list[GroupRecord]] = {}
-        """Groups of the evaluations under way, in the order of their prompts."""
-        self.evaluations.waiting: list[EvaluationRequested] = []
-        """Evaluations that were asked for during an update and begin after it."""
+        self.must_deliver = DueGroups(rules.staleness)
 
     def tell(self, fact: Fact) -> None:
         """Something has come true in the event in work."""

@@ -87,8 +87,8 @@ def _possible(state: SchedulerState, request: RequestRecord) -> tuple[int, int]:
 
 def _wanted(state: SchedulerState) -> str:
     return (
-        f"where the fleet has {state.weights.base}, so it was restarted, or somebody else has changed its "
-        "weights"
+        f"where the fleet has {state.weights.base}, so it was restarted, or somebody else has "
+        "changed its weights"
     )
 
 
