@@ -451,7 +451,8 @@ class Interleavings(RuleBasedStateMachine):
             return
         if driver.controls or driver.refits:
             return
-        assert len(driver.updates_wanted) > told or not state.delivery.batch_requested, (
+        # Once a batch is offered, the trainer waits for no tokens.
+        assert len(driver.updates_wanted) > told or not state.collecting, (
             f"it waits for ever: {state.fleet.control.standby}, {driver.verifications}"
         )
         if state.weights.adapter is not None and not any(

@@ -151,9 +151,9 @@ class Restarts(Interleavings):
             return
         if driver.state.weights.versions.trainer == version:
             after = picture(driver.state)
-            after = self._without_evaluations(after, evaluating)
-            by_tokens = driver.rules.stop.unit == "tokens"
-            if stood or by_tokens:
+            launches = stood or driver.rules.stop.unit == "tokens"
+            self._without_new_entries(before, after, evaluating, launches=launches)
+            if launches:
                 # What was due is launched as soon as engines are there again; and how many groups
                 # hold so many tokens is estimated anew, from all that was seen.
                 after["groups"] = {
@@ -168,23 +168,30 @@ class Restarts(Interleavings):
         assert {b.index for b in driver.state.delivery.redelivery} == set(waiting)
 
     @staticmethod
-    def _without_evaluations(
-        after: dict[str, Any], evaluating: Sequence[tuple[int, int, int]]
-    ) -> dict[str, Any]:
-        """What evaluations had under way is in the ledger, and nothing else is new there."""
+    def _without_new_entries(
+        before: dict[str, Any],
+        after: dict[str, Any],
+        evaluating: Sequence[tuple[int, int, int]],
+        *,
+        launches: bool,
+    ) -> None:
+        """What evaluations had under way is in the ledger. Nothing else is new there, but for bad
+        prompts that were met in launching."""
         rollouts, tokens = after["dropped"]
-        if evaluating:
-            new = after["entries"][-len(evaluating) :]
-            assert [(e.rollout_id, e.group_id, e.tokens) for e in new] == list(evaluating)
-            assert {e.reason for e in new} == {Reason.RESTARTED}
-            lost = sum(e.tokens for e in new)
-            rollouts[Reason.RESTARTED] -= len(new)
-            tokens[Reason.RESTARTED] -= lost
-            counters = after["counters"]
-            after["counters"] = replace(counters, tokens_discarded=counters.tokens_discarded - lost)
-            after["entries"] = after["entries"][: -len(evaluating)]
+        new = after["entries"][len(before["entries"]) :]
+        abandoned, refused = new[: len(evaluating)], new[len(evaluating) :]
+        assert [(e.rollout_id, e.group_id, e.tokens) for e in abandoned] == list(evaluating)
+        assert {e.reason for e in abandoned} <= {Reason.RESTARTED}
+        assert {e.reason for e in refused} <= {Reason.BAD_PROMPT}
+        assert launches or not refused
+        for entry in new:
+            rollouts[entry.reason] -= 1
+            tokens[entry.reason] -= entry.tokens
+        counters = after["counters"]
+        lost = sum(entry.tokens for entry in new)
+        after["counters"] = replace(counters, tokens_discarded=counters.tokens_discarded - lost)
+        after["entries"] = after["entries"][: len(before["entries"])]
         after["dropped"] = (+rollouts, +tokens)
-        return after
 
     def teardown(self) -> None:
         super().teardown()
