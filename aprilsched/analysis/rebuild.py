@@ -15,19 +15,30 @@ from aprilsched.analysis.lines import PROGRESS, Line
 from aprilsched.analysis.typed_lines import chunk, typed
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event
-from aprilsched.telemetry.base import Listener
-from aprilsched.telemetry.books import Books
+from aprilsched.core.messages.facts import Fact
+from aprilsched.telemetry.base import FactListener
+from aprilsched.telemetry.event_log.version_1 import Protocol1
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
+from aprilsched.telemetry.run_state import RunState
+from aprilsched.telemetry.summary import Remainder
 
-__all__ = ["Rebuilding", "Teller", "rebuilt_summary", "replay", "summary_of_run", "written_summary"]
+__all__ = [
+    "Rebuilding",
+    "Teller",
+    "rebuilt_summary",
+    "remainder_of",
+    "replay",
+    "summary_of_run",
+    "written_summary",
+]
 
 NOT_ENDED = "The run was cut off or goes on; the figures are those of its event log so far."
 
 
 def replay(
     path: Path,
-    listeners: Sequence[Listener],
+    listeners: Sequence[FactListener],
     *,
     batches: int | None = None,
     readers: Sequence[Callable[[Line], None]] = (),
@@ -46,6 +57,7 @@ def replay(
     teller = Teller(listeners, readers=readers)
     for raw in whole_lines(path, batches=batches):
         at = teller.tell(raw)
+    teller.flush()
     return at
 
 
@@ -53,12 +65,16 @@ class Teller:
     """Shows `listeners` what lines say, one by one, and `readers` the lines themselves."""
 
     def __init__(
-        self, listeners: Sequence[Listener], *, readers: Sequence[Callable[[Line], None]] = ()
+        self,
+        listeners: Sequence[FactListener],
+        *,
+        readers: Sequence[Callable[[Line], None]] = (),
     ) -> None:
         self._listeners = tuple(listeners)
         self._readers = tuple(readers)
         self._as_line = msgspec.json.Decoder(Line)
         self._as_fields = msgspec.json.Decoder(dict[str, Any])
+        self._protocol = Protocol1(self._show)
 
     def tell(self, raw: bytes) -> float:
         """The time of this line, which is shown.
@@ -81,9 +97,21 @@ class Teller:
                 what = typed(fields)
             except (KeyError, TypeError) as error:
                 raise ValueError(f"a line of {EVENTS} lacks something: {error}") from error
-        if what is not None:
-            _show(self._listeners, what, at, is_event=is_event)
+        if what is None:
+            pass
+        elif is_event:
+            self._protocol.event(cast("Event", what), at)
+        else:
+            self._protocol.command(cast("Command", what), at)
         return at
+
+    def flush(self) -> None:
+        """There are no more lines for now."""
+        self._protocol.flush()
+
+    def _show(self, facts: Sequence[Fact], at: float) -> None:
+        for listener in self._listeners:
+            listener.on_facts(facts, at)
 
 
 def summary_of_run(folder: Path) -> RunSummary:
@@ -128,22 +156,23 @@ class Rebuilding:
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._basis, self._books = basis_of(config), Books()
+        self._basis, self._state = basis_of(config), RunState()
         self._summary = self._basis.summary()
-        self._summary.ledger, self._summary.warns = self._books.ledger, False
-        self.listeners: tuple[Listener, ...] = (self._books, self._summary)
+        self._summary.ledger, self._summary.warns = self._state.ledger, False
+        self.listeners: tuple[FactListener, ...] = (self._state, self._summary)
 
     def result(self) -> RunSummary:
         """Up to now."""
-        remainder = self._books.remainder()
-        return self._summary.result(remainder, clock=self._basis.clock, error=NOT_ENDED)
+        return self._summary.result(
+            remainder_of(self._state), clock=self._basis.clock, error=NOT_ENDED
+        )
 
 
-def _show(
-    listeners: Sequence[Listener], what: Event | Command, at: float, *, is_event: bool
-) -> None:
-    for listener in listeners:
-        if is_event:
-            listener.on_event(cast("Event", what), at)
-        else:
-            listener.on_command(cast("Command", what), at)
+def remainder_of(state: RunState) -> Remainder:
+    """What the scheduler would say of itself at the end."""
+    return Remainder(
+        in_flight=list(state.rollouts),
+        counters=state.counters,
+        ledger=state.ledger,
+        open_groups=state.open_groups(),
+    )

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from aprilsched.analysis.rebuild import replay
 from aprilsched.analysis.run import readable
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS
-from aprilsched.telemetry.usage.at_work import Moved
-from aprilsched.telemetry.usage.occupancy import Occupancy
+from aprilsched.telemetry.run_state import RunState
+from aprilsched.telemetry.usage.engine_time import Moved
 from aprilsched.telemetry.usage.parts import (
     BUSY,
     PART_INDEX,
@@ -100,14 +100,13 @@ class UsageRecorder:
     def __init__(self, *, batch_groups: int | None = None) -> None:
         self._stretches: dict[str, list[Stretch]] = {}
         self._moved: dict[str, list[Moved]] = {}
-        self._occupancy = Occupancy(batch_groups=batch_groups, recording=self)
-        self.on_event = self._occupancy.on_event
-        self.on_command = self._occupancy.on_command
+        self._state = RunState(batch_groups=batch_groups, recording=self)
+        self.on_facts = self._state.on_facts
 
     def usage(self, end: float) -> RunUsage:
         """Up to `end`."""
-        self._occupancy.advance(end)
-        engines = self._occupancy.engines
+        self._state.advance(end)
+        engines = self._state.engines
         columns = [self._spent(name, engine.peak) for name, engine in engines.items()]
         return RunUsage(
             engines=tuple(engines),
@@ -119,11 +118,11 @@ class UsageRecorder:
         )
 
     def stretch(self, stretch: Stretch) -> None:
-        """It has ended."""
+        """This stretch has ended."""
         self._stretches.setdefault(stretch.engine, []).append(stretch)
 
     def moved(self, moved: Moved) -> None:
-        """That was counted wrongly."""
+        """Some of an earlier stretch was decoding."""
         self._moved.setdefault(moved.engine, []).append(moved)
 
     def _spent(self, name: str, capacity: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

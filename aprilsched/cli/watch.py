@@ -19,7 +19,7 @@ from aprilsched.analysis.rebuild import Teller, summary_of_run
 from aprilsched.analysis.run import readable
 from aprilsched.errors import RunFolderError
 from aprilsched.runs.tables import run_table
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import FactListener
 from aprilsched.telemetry.batch_meter import BatchMeter
 from aprilsched.telemetry.live.display import LiveView, can_draw
 from aprilsched.telemetry.live.facts import RunFacts
@@ -154,6 +154,8 @@ class Watched:
             self._teller = Teller(self._begin())
         for raw in news.lines:
             self._teller.tell(raw)
+        if news.lines:
+            self._teller.flush()
         now = time.monotonic()
         if news.lines:
             self._heard_at = now
@@ -166,7 +168,7 @@ class Watched:
         self.view.model.note = ""
         return self.view.frame(whole=not self._console.is_terminal)
 
-    def _begin(self) -> Sequence[Listener]:
+    def _begin(self) -> Sequence[FactListener]:
         """Who is told the log from its first line. A process that goes on with the run may have
         other settings than the one before."""
         config: dict[str, Any] = tomllib.loads((self._folder / CONFIG).read_text(encoding="utf-8"))
@@ -179,11 +181,11 @@ class Watched:
             modelled=basis.clock == "virtual",
         )
         meter = BatchMeter(trainer_waits=basis.trainer_waits, bound=basis.bound)
+        figures = LiveFigures(meter=meter, batch_groups=facts.batch_groups, clock=None)
         if not self.draws:
             said = 0 if self._plain is None else self._plain.said
-            self._plain = PlainLines(self._console, facts, meter, said=said)
+            self._plain = PlainLines(self._console, facts, figures, said=said)
             return (meter, *self._plain.listeners)
-        figures = LiveFigures(meter=meter, batch_groups=facts.batch_groups, clock=None)
         if self.view is None:
             self.view = LiveView(self._console, facts, figures)
         else:

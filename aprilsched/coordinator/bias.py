@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +16,10 @@ from numpy.typing import NDArray
 
 from aprilsched.core.lengths.groups import pooled
 from aprilsched.core.lengths.identity import bias_without, expected_lengths
-from aprilsched.core.messages.commands import CancelWork, Command, Deliver
-from aprilsched.core.messages.events import Event
+from aprilsched.core.messages.facts import BatchDelivered, Fact, GroupDropped, PromptRefused
 from aprilsched.core.state.records import group_lengths
 from aprilsched.core.state.state import SchedulerState
-from aprilsched.telemetry.base import Chunks
+from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.bias_figures import InFlightFigures, LawFigures
 from aprilsched.telemetry.censoring import warning_now
 from aprilsched.telemetry.laws import in_flight_figures, law_figures, sample_law
@@ -66,23 +66,21 @@ class LiveBias:
         self._tokens = 0
         self._warned = False
 
-    def on_event(self, event: Event, now: float) -> None:
-        pass
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            if isinstance(fact, BatchDelivered) and not fact.again:
+                lengths = np.array([rollout.tokens for rollout in fact.rollouts], dtype=np.int64)
+                self._recent.append(lengths)
+                self._delivered += lengths.size
+                self._tokens += int(lengths.sum())
+            elif isinstance(fact, GroupDropped | PromptRefused) and not self._warned:
+                warning = self._warning()
+                if warning is not None:
+                    self._warned = True
+                    log.warning("%s", warning)
 
-    def on_progress(self, chunks: Chunks, now: float) -> None:
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
         pass
-
-    def on_command(self, command: Command, now: float) -> None:
-        if isinstance(command, Deliver):
-            lengths = np.array([len(r) for r in command.batch.rollouts], dtype=np.int64)
-            self._recent.append(lengths)
-            self._delivered += lengths.size
-            self._tokens += int(lengths.sum())
-        elif isinstance(command, CancelWork) and not self._warned:
-            warning = self._warning()
-            if warning is not None:
-                self._warned = True
-                log.warning("%s", warning)
 
     def now(self) -> BiasNow:
         """The figures so far."""

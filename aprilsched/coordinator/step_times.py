@@ -10,13 +10,13 @@ errors evens out over many, and the fit counts none of them for more than a tent
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts as of
+from aprilsched.core.messages.facts import Fact
 from aprilsched.planning import Planner
+from aprilsched.telemetry.base import TokenChunks
 from aprilsched.timing.online import Observation, OnlineFit
 
 __all__ = ["WINDOW", "StepTimes"]
@@ -36,12 +36,12 @@ class _Window:
 
     began: float
     at: float
-    running: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    """Context tokens of each open attempt."""
+    running: dict[int, int] = field(default_factory=dict[int, int])
+    """Context tokens of each open attempt, by request."""
     held: int = 0
     running_time: float = 0.0
     held_time: float = 0.0
-    since: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    since: dict[int, float] = field(default_factory=dict[int, float])
     """When the last chunk of those that are timed arrived."""
     timed: float = 0.0
     tokens: int = 0
@@ -61,7 +61,7 @@ class _Window:
         self.running_time = self.held_time = self.timed = 0.0
         self.tokens = self.passes = self.prefilled = 0
 
-    def arrived(self, key: tuple[int, int], tokens: int, now: float) -> None:
+    def arrived(self, key: int, tokens: int, now: float) -> None:
         """A chunk of a request."""
         if not self.since:
             self.restart(now)  # it was idle or prefilled, or nobody knows what it did
@@ -91,28 +91,30 @@ class StepTimes:
         self._planner = planner
         self._fit = OnlineFit(planner.model)
         self._engines: dict[str, _Window] = {}
-        self._where: dict[tuple[int, int], str] = {}
-        self._handlers: dict[type, Callable[[Any, float], None]] = {
-            do.Send: self._send,
-            ev.Progress: self._progress,
-            ev.Finished: self._end,
-            ev.Interrupted: self._end,
-            ev.Failed: self._end,
-            do.Pause: self._stop,
-            ev.Continued: self._begin,
-            do.LoseEngine: self._lose,
-        }
+        self._where: dict[int, str] = {}
+        """The engine of each request with an open attempt."""
 
-    def on_event(self, event: ev.Event, now: float) -> None:
-        self._on(event, now)
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            match fact:
+                case of.AttemptSent():
+                    self._send(fact, now)
+                case of.TokensReceived():
+                    self._tokens(fact, now)
+                case of.AttemptEnded():
+                    self._end(fact, now)
+                case of.EngineModeChanged(finish="pausing"):
+                    self._stop(fact.engine, now)
+                case of.EngineModeChanged(start="continuing"):
+                    self._window(fact.engine, now).since.clear()
+                case of.EngineLost():
+                    self._lose(fact.engine)
+                case _:
+                    pass
 
-    def on_command(self, command: do.Command, now: float) -> None:
-        self._on(command, now)
-
-    def _on(self, what: object, now: float) -> None:
-        handler = self._handlers.get(type(what))
-        if handler is not None:
-            handler(what, now)
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        for fact, at in chunks:
+            self._tokens(fact, at)
 
     def _window(self, engine: str, now: float) -> _Window:
         window = self._engines.get(engine)
@@ -121,31 +123,30 @@ class StepTimes:
         window.advance(now)
         return window
 
-    def _send(self, command: do.Send, now: float) -> None:
-        window = self._window(command.engine, now)
-        key, tokens = (command.request_id, command.attempt), len(command.input_ids)
-        self._where[key] = command.engine
-        window.running[key] = tokens
-        window.held += tokens
+    def _send(self, fact: of.AttemptSent, now: float) -> None:
+        window = self._window(fact.engine, now)
+        self._where[fact.request_id] = fact.engine
+        window.running[fact.request_id] = fact.tokens
+        window.held += fact.tokens
         if window.since:
-            window.prefilled += tokens
+            window.prefilled += fact.tokens
             window.passes += now - window.sent_at > _BURST
         window.sent_at = now
 
-    def _progress(self, event: ev.Progress, now: float) -> None:
-        key = (event.request_id, event.attempt)
+    def _tokens(self, fact: of.TokensReceived, now: float) -> None:
+        key = fact.request_id
         engine = self._where.get(key)
         if engine is None:
             return
-        window, tokens = self._window(engine, now), len(event.token_ids)
+        window, tokens = self._window(engine, now), fact.tokens
         window.running[key] += tokens
         window.held += tokens
         window.arrived(key, tokens, now)
         if now - window.began >= WINDOW:
             self._close(window, now)
 
-    def _end(self, event: ev.Finished | ev.Interrupted | ev.Failed, now: float) -> None:
-        key = (event.request_id, event.attempt)
+    def _end(self, fact: of.AttemptEnded, now: float) -> None:
+        key = fact.request_id
         engine = self._where.pop(key, None)
         if engine is not None:
             window = self._window(engine, now)
@@ -154,16 +155,13 @@ class StepTimes:
             if not window.since:
                 self._close(window, now)
 
-    def _stop(self, command: do.Pause, now: float) -> None:
-        window = self._window(command.engine, now)
+    def _stop(self, engine: str, now: float) -> None:
+        window = self._window(engine, now)
         self._close(window, now)
         window.since.clear()
 
-    def _begin(self, event: ev.Continued, now: float) -> None:
-        self._window(event.engine, now).since.clear()
-
-    def _lose(self, command: do.LoseEngine, _: float) -> None:
-        window = self._engines.pop(command.engine, None)
+    def _lose(self, engine: str) -> None:
+        window = self._engines.pop(engine, None)
         for key in window.running if window is not None else ():
             self._where.pop(key, None)
 

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, cast
 
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event, Progress
-from aprilsched.core.messages.facts import Fact, TokensReceived
+from aprilsched.core.messages.facts import Fact, TokensReceived, by_delivery
 from aprilsched.driver.callbacks import called_now
 from aprilsched.errors import InvariantViolation
 from aprilsched.telemetry.base import (
@@ -93,7 +93,8 @@ class Listeners:
             return
         if self._held_tokens:
             self.release_tokens()
-        self._tell(self._on_facts, facts, now)
+        for part in by_delivery(facts):
+            self._tell(self._on_facts, part, now)
 
     def release_tokens(self) -> None:
         """Show the chunks of tokens that are held."""

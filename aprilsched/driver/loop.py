@@ -68,6 +68,9 @@ class EventLoop:
             self._listeners.event(event, now)
         if self.core.facts:
             self._listeners.facts(self.core.facts, now)
+        if commands:
+            # A command may be carried out by what a listener has learnt from the tokens.
+            self._listeners.release_tokens()
         for command in commands:
             self._listeners.command(command, now)
             self.performers[type(command)](command)

@@ -25,12 +25,12 @@ from aprilsched.runs.remainder import remainder
 from aprilsched.runs.setup import Setup, run_on_clock
 from aprilsched.runs.showing import Screen
 from aprilsched.store.base import Store
-from aprilsched.telemetry.base import Listener
-from aprilsched.telemetry.books import Books
+from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.onward import Onward
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, RunFolder
+from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.summary import Remainder, Summary
 
 __all__ = ["Former", "Run"]
@@ -69,7 +69,7 @@ class Run:
         self._sampler = sampler_of(setup, folder, self._log)
         self._summary = summary_of(setup)
         self._figures = account_of(setup, self._summary)
-        self._exported: list[Listener] = []
+        self._exported: list[AnyListener] = []
         self._shown = None if screen is None else screen.shown(self._summary, self._figures)
         self._former = Former(folder.path, self._summary) if folder.resumed else None
         self._scheduler: RolloutScheduler | None = None
@@ -118,7 +118,7 @@ class Run:
     async def _run(self) -> None:
         setup = self._setup
         summary = self._summary if self._former is None else self._former.listener
-        listeners: list[Listener] = [self._log, summary]
+        listeners: list[AnyListener] = [self._log, summary]
         if self._shown is not None:
             listeners += self._shown.listeners
         if self._exported and self._figures not in listeners:
@@ -267,7 +267,7 @@ class Former:
         return batches - len(state.delivery.redelivery)
 
     def _replay(self, batches: int) -> float:
-        books = Books()
-        self._summary.ledger, self._summary.warns = books.ledger, False
+        run = RunState()
+        self._summary.ledger, self._summary.warns = run.ledger, False
         with readable(self._folder):
-            return replay(self._folder / EVENTS, [books, self._summary], batches=batches)
+            return replay(self._folder / EVENTS, [run, self._summary], batches=batches)

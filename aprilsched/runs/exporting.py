@@ -14,7 +14,7 @@ from pathlib import Path
 
 from aprilsched.runs.config_file import as_toml
 from aprilsched.runs.setup import Setup
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.extras import extra
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.metrics import Metrics, serve_metrics
@@ -46,7 +46,7 @@ def account_of(setup: Setup, summary: Summary) -> LiveFigures:
 
 
 @contextmanager
-def exporters(setup: Setup, folder: Path, figures: LiveFigures) -> Generator[list[Listener]]:
+def exporters(setup: Setup, folder: Path, figures: LiveFigures) -> Generator[list[AnyListener]]:
     """Those that the settings ask for, without `figures`, which they need; none are asked for
     unless a setting says so.
 
@@ -58,7 +58,7 @@ def exporters(setup: Setup, folder: Path, figures: LiveFigures) -> Generator[lis
         yield [listener for export in _EXPORTERS for listener in export(run)]
 
 
-def _metrics(run: _Exported) -> Sequence[Listener]:
+def _metrics(run: _Exported) -> Sequence[AnyListener]:
     port = run.setup.settings.metrics_port
     if not port:
         return ()
@@ -67,7 +67,7 @@ def _metrics(run: _Exported) -> Sequence[Listener]:
     return (metrics,)
 
 
-def _trackers(run: _Exported) -> Sequence[Listener]:
+def _trackers(run: _Exported) -> Sequence[AnyListener]:
     config = as_toml(run.setup.settings)
     # One at a time, so that what has begun is closed if the next one refuses.
     return [
@@ -76,7 +76,7 @@ def _trackers(run: _Exported) -> Sequence[Listener]:
     ]
 
 
-def _spans(run: _Exported) -> Sequence[Listener]:
+def _spans(run: _Exported) -> Sequence[AnyListener]:
     if not run.setup.settings.otel:
         return ()
     with extra("otel"):
@@ -93,4 +93,4 @@ def _spans(run: _Exported) -> Sequence[Listener]:
     return (run.stack.enter_context(QueuedListener(spans, kinds=spans.kinds)),)
 
 
-_EXPORTERS: tuple[Callable[[_Exported], Sequence[Listener]], ...] = (_metrics, _trackers, _spans)
+_EXPORTERS: tuple[Callable[[_Exported], Sequence[AnyListener]], ...] = (_metrics, _trackers, _spans)

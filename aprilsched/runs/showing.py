@@ -31,13 +31,13 @@ class Screen:
     def shown(self, summary: Summary, figures: LiveFigures | None = None) -> Shown:
         """What shows the run that `summary` is told of, and told of first. `figures` are the run's
         account, where others read it too."""
-        if not can_draw(self.console):
-            return PlainLines(self.console, self.facts, summary.meter)
         figures = figures or LiveFigures(
             meter=summary.meter,
             batch_groups=self.facts.batch_groups,
             clock=None if self.facts.modelled else time.monotonic,
         )
+        if not can_draw(self.console):
+            return PlainLines(self.console, self.facts, figures)
         return LiveView(self.console, self.facts, figures, compact=self.compact)
 
 

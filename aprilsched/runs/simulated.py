@@ -13,7 +13,7 @@ from aprilsched.runs.remainder import remainder
 from aprilsched.runs.setup import Setup
 from aprilsched.runs.showing import Screen
 from aprilsched.simulation import Costs, Simulation, rare_collections
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.generation import Generation
@@ -63,7 +63,7 @@ class SimulatedRun:
         log = None if self._folder is None else self._log(self._folder)
         summary = summary_of(self._setup)
         shown = None if self._screen is None else self._screen.shown(summary)
-        listeners: list[Listener] = [summary, self._generation]
+        listeners: list[AnyListener] = [summary, self._generation]
         listeners += [] if log is None else [log]
         listeners += [] if shown is None else shown.listeners
         simulation = self._simulation(listeners)
@@ -96,7 +96,7 @@ class SimulatedRun:
         if self._setup.config.over_provision == "auto":
             self.schedule = simulation.state.plan.schedule.why
 
-    def _simulation(self, listeners: list[Listener]) -> Simulation:
+    def _simulation(self, listeners: list[AnyListener]) -> Simulation:
         setup, settings = self._setup, self._setup.settings
         sim = settings.sim
         engine = SimConfig(

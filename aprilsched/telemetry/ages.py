@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
+from aprilsched.core.messages.facts import DeliveredRollout
+from aprilsched.types import NO_VERSION
 
-from aprilsched.types import NO_VERSION, Rollout
-
-__all__ = ["Ages", "ages_of"]
+__all__ = ["Ages", "ages_of", "sampled_tokens"]
 
 
 class Ages(NamedTuple):
@@ -29,21 +28,35 @@ class Ages(NamedTuple):
     masked: int
 
 
-def ages_of(rollout: Rollout, version: int) -> Ages:
+def ages_of(rollout: DeliveredRollout, version: int) -> Ages:
     """The ages when `version` consumes the rollout."""
     sampled = off_policy = total = oldest = oldest_trained = 0
-    trained = int(np.count_nonzero(rollout.loss_mask))
-    for run in rollout.segments:
-        if run.version == NO_VERSION:
+    # What is masked is whatever is older than some version, so it is taken from the oldest run on.
+    masked = rollout.masked
+    segments = sorted(rollout.segments, key=_version) if masked else rollout.segments
+    for start, end, sampled_under, _ in segments:
+        if sampled_under == NO_VERSION:
             continue
-        tokens = run.end - run.start
+        tokens = end - start
         sampled += tokens
+        is_masked = 0 < tokens <= masked
+        if is_masked:
+            masked -= tokens
         # Of a newer version than the trainer's, which somebody else has loaded: not negative.
-        age = max(0, version - run.version)
+        age = max(0, version - sampled_under)
         total += age * tokens
-        off_policy += tokens if run.version != version else 0
+        off_policy += tokens if sampled_under != version else 0
         if age > 0:
             oldest = max(oldest, age)
-            if age > oldest_trained and rollout.loss_mask[run.start : run.end].any():
+            if age > oldest_trained and not is_masked:
                 oldest_trained = age
-    return Ages(sampled, off_policy, total, oldest, oldest_trained, sampled - trained)
+    return Ages(sampled, off_policy, total, oldest, oldest_trained, rollout.masked)
+
+
+def sampled_tokens(rollout: DeliveredRollout) -> int:
+    """Tokens of the response that a policy sampled."""
+    return sum([end - start for start, end, version, _ in rollout.segments if version >= 0])
+
+
+def _version(segment: tuple[int, int, int, str | None]) -> int:
+    return segment[2]

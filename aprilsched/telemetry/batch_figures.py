@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.core.messages.facts import BatchDelivered
 from aprilsched.telemetry.ages import ages_of
 from aprilsched.telemetry.figures import (
     BatchFigures,
@@ -15,7 +16,6 @@ from aprilsched.telemetry.figures import (
     StalenessFigures,
     SteadyState,
 )
-from aprilsched.types import Batch
 
 __all__ = [
     "Bound",
@@ -58,24 +58,24 @@ class Measured:
 
 
 def measure(
-    batch: Batch, *, seconds: float, trainer_seconds: float, bound: Bound | None
+    batch: BatchDelivered, *, seconds: float, trainer_seconds: float, bound: Bound | None
 ) -> Measured:
     """The figures of a batch that took `seconds`."""
-    rollouts = list(batch.rollouts)
+    rollouts = batch.rollouts
     ages = [ages_of(rollout, batch.version) for rollout in rollouts]
-    lengths = [len(rollout) for rollout in rollouts]
+    lengths = [rollout.tokens for rollout in rollouts]
     length = sum(lengths)
-    t_bound = None if bound is None else bound([len(r.prompt_ids) for r in rollouts], lengths)
+    t_bound = None if bound is None else bound([r.prompt_tokens for r in rollouts], lengths)
     tokens = sum(age.sampled for age in ages)
     off_policy = sum(age.off_policy for age in ages)
     staleness_sum = sum(age.total for age in ages)
     return Measured(
         figures=BatchFigures(
-            index=batch.index,
+            index=batch.batch,
             version=batch.version,
             seconds=seconds,
             trainer_seconds=trainer_seconds,
-            groups=len(batch.groups),
+            groups=len({rollout.group_id for rollout in rollouts}),
             rollouts=len(rollouts),
             tokens=tokens,
             mean_length=length / len(lengths),

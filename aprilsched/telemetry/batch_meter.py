@@ -5,11 +5,9 @@ Invariant: only what is needed for the batch in work is kept, however long a run
 
 from __future__ import annotations
 
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts as of
 from aprilsched.telemetry.batch_figures import Bound, Measured, measure
 from aprilsched.telemetry.dispatching import DispatchingListener
-from aprilsched.types import Batch
 
 __all__ = ["BatchMeter"]
 
@@ -38,15 +36,14 @@ class BatchMeter(DispatchingListener):
         self._idle_since: float | None = None
         """The trainer has the last batch and nothing else goes on."""
         self._handlers = {
-            ev.Opened: self._opened,
-            ev.BatchRequested: self._busy,
-            ev.UpdateRequested: self._busy,
-            do.FinishUpdate: self._idle,
-            do.Deliver: self._deliver,
-            do.Redeliver: self._idle,
+            of.RunOpened: self._opened,
+            of.BatchRequested: self._busy,
+            of.UpdateBegun: self._busy,
+            of.UpdateFinished: self._idle,
+            of.BatchDelivered: self._delivered,
         }
 
-    def deliver(self, batch: Batch, now: float) -> Measured:
+    def deliver(self, batch: of.BatchDelivered, now: float) -> Measured:
         """The figures of `batch`, which is delivered `now`."""
         took = now - self._delivered_at - self._trainer
         self.latest = measure(batch, seconds=took, trainer_seconds=self._trainer, bound=self._bound)
@@ -54,10 +51,13 @@ class BatchMeter(DispatchingListener):
         self._delivered_at = self._idle_since = now
         return self.latest
 
-    def _deliver(self, command: do.Deliver) -> None:
-        self.deliver(command.batch, self._now)
+    def _delivered(self, fact: of.BatchDelivered) -> None:
+        if fact.again:
+            self._idle(fact)
+        else:
+            self.deliver(fact, self._now)
 
-    def _opened(self, _: ev.Opened) -> None:
+    def _opened(self, _: of.RunOpened) -> None:
         if self._began:
             self._stop_idling()
         else:
@@ -65,10 +65,10 @@ class BatchMeter(DispatchingListener):
             self._delivered_at = self._now
         self._idle_since = self._now
 
-    def _busy(self, _: ev.BatchRequested | ev.UpdateRequested) -> None:
+    def _busy(self, _: of.BatchRequested | of.UpdateBegun) -> None:
         self._stop_idling()
 
-    def _idle(self, _: do.FinishUpdate | do.Redeliver) -> None:
+    def _idle(self, _: of.UpdateFinished | of.BatchDelivered) -> None:
         self._idle_since = self._now
 
     def _stop_idling(self) -> None:

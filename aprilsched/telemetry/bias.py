@@ -19,15 +19,14 @@ from numpy.typing import NDArray
 from aprilsched.core.lengths.groups import GroupLengths, pooled
 from aprilsched.core.lengths.identity import batches_until, bias_without, expected_lengths
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
+from aprilsched.core.messages.facts import DeliveredRollout
 from aprilsched.core.state.ledger import Ledger
 from aprilsched.telemetry.batch_figures import Measured
 from aprilsched.telemetry.bias_figures import TransientFigures
 from aprilsched.telemetry.censoring import Drops, censoring
-from aprilsched.telemetry.endings import Endings
 from aprilsched.telemetry.figures import BiasFigures
 from aprilsched.telemetry.laws import deciles, in_flight_figures, law_figures, sample_law
 from aprilsched.telemetry.transients import running_bias, transient_by_batch
-from aprilsched.types import Batch
 
 __all__ = ["BiasCollector"]
 
@@ -38,7 +37,10 @@ class BiasCollector:
     """Gathers what :meth:`figures` needs while a run goes on."""
 
     def __init__(self) -> None:
-        self.endings = Endings()
+        self.finished: set[int] = set()
+        """The rollouts that are generated to their end, and neither delivered nor dropped yet."""
+        self.newest = -1
+        """The largest id among the rollouts launched; ids follow the order of launches."""
         self._drops = Drops()
         self._newest: list[int] = []
         """The newest rollout's id at each delivery."""
@@ -47,24 +49,25 @@ class BiasCollector:
         self._delivered = 0
         self._delivered_tokens = 0
 
-    def deliver(self, batch: Batch, measured: Measured) -> None:
-        self._newest.append(self.endings.newest)
-        rollouts = list(batch.rollouts)
+    def deliver(self, rollouts: Sequence[DeliveredRollout], measured: Measured) -> None:
+        self._newest.append(self.newest)
         self._groups.append(np.array([r.group_id for r in rollouts], dtype=np.int64))
         self._delivered += len(rollouts)
         self._delivered_tokens += measured.length
-        self.endings.left(rollout.rollout_id for rollout in rollouts)
+        self.finished.difference_update(rollout.rollout_id for rollout in rollouts)
 
     def drop(self, ledger: Ledger, *, warn: bool) -> None:
         """Something went to the ledger; warn if that censors lengths."""
-        self._drops.take(ledger, self.endings.finished)
+        self._drops.take(ledger, self.finished)
         if warn:
             self._drops.warn(ledger, self._delivered, self._delivered_tokens)
 
     def restart(self, gone: Collection[int]) -> None:
         """The run goes on in another process, with its own ledger; `gone` has the rollouts that
         were delivered or dropped before."""
-        self.endings.restart(gone)
+        # What else is there is launched again.
+        self.finished.intersection_update(gone)
+        self.newest = max(gone, default=-1)
         self._drops = Drops()
 
     def figures(
@@ -75,7 +78,7 @@ class BiasCollector:
         ledger: Ledger,
     ) -> BiasFigures:
         """`basis` and what is estimated here. `open_groups`: training groups not delivered."""
-        self._drops.take(ledger, self.endings.finished)
+        self._drops.take(ledger, self.finished)
         lengths = _joined([batch.lengths for batch in batches])
         tokens, finished = pooled(open_groups)
         law = self._law(lengths, tokens, finished)

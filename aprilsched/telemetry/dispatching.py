@@ -1,13 +1,12 @@
-"""A listener that is a table: what each kind of event and command does to it."""
+"""A listener that is a table: what each kind of fact does to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event, Progress
-from aprilsched.telemetry.base import Chunks
+from aprilsched.core.messages.facts import Fact, TokensReceived
+from aprilsched.telemetry.base import TokenChunks
 
 __all__ = ["DispatchingListener"]
 
@@ -21,26 +20,27 @@ class DispatchingListener:
 
     @property
     def kinds(self) -> Collection[type]:
-        """What it has handlers for."""
+        """The facts that it has handlers for."""
         return self._handlers.keys()
 
-    def on_event(self, event: Event, now: float) -> None:
-        self.hear(event, now)
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        self._now = now
+        for fact in facts:
+            handler = self._handlers.get(fact.__class__)
+            if handler is not None:
+                handler(fact)
 
-    def on_command(self, command: Command, now: float) -> None:
-        self.hear(command, now)
-
-    def on_progress(self, chunks: Chunks, now: float) -> None:
-        handler = self._handlers.get(Progress)
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        handler = self._handlers.get(TokensReceived)
         if handler is not None:
-            for event, at in chunks:
+            for fact, at in chunks:
                 self._now = at
-                handler(event)
+                handler(fact)
         self._now = now
 
-    def hear(self, what: Event | Command, now: float) -> None:
-        """Either of them."""
+    def hear(self, fact: Fact, now: float) -> None:
+        """A single fact."""
         self._now = now
-        handler = self._handlers.get(type(what))
+        handler = self._handlers.get(fact.__class__)
         if handler is not None:
-            handler(what)
+            handler(fact)

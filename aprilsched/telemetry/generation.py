@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from collections.abc import Sequence
+
+from aprilsched.core.messages.facts import BatchDelivered, Fact, TokensReceived
+from aprilsched.telemetry.base import TokenChunks
 
 __all__ = ["Generation"]
 
@@ -15,13 +17,15 @@ class Generation:
         self._tokens = 0
         self._deliveries: list[tuple[float, int]] = []
 
-    def on_event(self, event: ev.Event, now: float) -> None:
-        if isinstance(event, ev.Progress):
-            self._tokens += len(event.token_ids)
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            if isinstance(fact, TokensReceived):
+                self._tokens += fact.tokens
+            elif isinstance(fact, BatchDelivered) and not fact.again:
+                self._deliveries.append((now, self._tokens))
 
-    def on_command(self, command: do.Command, now: float) -> None:
-        if isinstance(command, do.Deliver):
-            self._deliveries.append((now, self._tokens))
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        self._tokens += sum([fact.tokens for fact, _ in chunks])
 
     def tokens_per_s(self, burn_in: int) -> float | None:
         """Over the batches after the first `burn_in`; None if there are none."""

@@ -1,25 +1,23 @@
 """What can be said of a run while it goes on: one account for all listeners that export it.
 
-Invariants: nothing is counted here that the scheduler, its summary or another part of telemetry
-counts already; the account is read under :attr:`LiveFigures.lock`, so that another thread sees the
-figures of one moment.
+Invariants: nothing is counted here that the scheduler, its summary or the state of the run counts
+already; the account is read under :attr:`LiveFigures.lock`, so that another thread sees the figures
+of one moment.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
+from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Counters, Ledger
-from aprilsched.telemetry.base import BulkListener, Chunks
+from aprilsched.telemetry.base import BulkFactListener, TokenChunks
 from aprilsched.telemetry.batch_figures import Measured
 from aprilsched.telemetry.batch_meter import BatchMeter
-from aprilsched.telemetry.books import Books
 from aprilsched.telemetry.dispatching import DispatchingListener
-from aprilsched.telemetry.usage.usage import Usage
+from aprilsched.telemetry.run_state import RunState
 
 __all__ = ["FiguresListener", "LiveFigures"]
 
@@ -31,8 +29,8 @@ class LiveFigures:
         meter: one that is told of the run by somebody else before this listener is; None makes
             one for an asynchronous trainer.
         batch_groups: that of the scheduler; None is learnt from the first batch.
-        clock: the one that events are timed with; None for one that cannot be read from another
-            thread (a virtual one, a log's), whose time is that of the last event then.
+        clock: the one that facts are timed with; None for one that cannot be read from another
+            thread (a virtual one, a log's), whose time is that of the last fact then.
     """
 
     def __init__(
@@ -43,23 +41,24 @@ class LiveFigures:
         clock: Callable[[], float] | None = time.monotonic,
     ) -> None:
         self.lock = threading.Lock()
-        self.now = 0.0
-        """Of the last event or command."""
-        self.usage = Usage(batch_groups=batch_groups)
+        self.state = RunState(batch_groups=batch_groups)
         self._meter = meter or BatchMeter(trainer_waits=False)
         self._clock = clock
-        books = Books()
-        self.counters: Counters = books.counters
-        self.ledger: Ledger = books.ledger
-        self._books = books
-        self._told: tuple[BulkListener, ...] = (self.usage, books)
+        self.counters: Counters = self.state.counters
+        self.ledger: Ledger = self.state.ledger
+        self._told: tuple[BulkFactListener, ...] = (self.state,)
         if meter is None:
-            self._told = (self._meter, *self._told)
+            self._told = (self._meter, self.state)
 
     def count_with(self, counters: Counters, ledger: Ledger) -> None:
-        """Take the scheduler's own counts (``rollouts.state.book``) and keep none beside them."""
+        """Show the scheduler's own counts (``rollouts.state.book``), which are those of the whole
+        run where it goes on from a former process."""
         self.counters, self.ledger = counters, ledger
-        self._told = tuple(each for each in self._told if each is not self._books)
+
+    @property
+    def now(self) -> float:
+        """The time of the last fact."""
+        return self.state.now
 
     @property
     def batch(self) -> Measured | None:
@@ -69,26 +68,18 @@ class LiveFigures:
     def advance(self) -> float:
         """Bring the engines' seconds up to now, which it says. Call it with the lock held."""
         now = self.now if self._clock is None else max(self.now, self._clock())
-        self.usage.advance(now)
+        self.state.advance(now)
         return now
 
-    def on_event(self, event: Event, now: float) -> None:
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         with self.lock:
-            self.now = now
             for each in self._told:
-                each.on_event(event, now)
+                each.on_facts(facts, now)
 
-    def on_progress(self, chunks: Chunks, now: float) -> None:
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
         with self.lock:
-            self.now = now
             for each in self._told:
-                each.on_progress(chunks, now)
-
-    def on_command(self, command: Command, now: float) -> None:
-        with self.lock:
-            self.now = now
-            for each in self._told:
-                each.on_command(command, now)
+                each.on_tokens(chunks, now)
 
 
 class FiguresListener(DispatchingListener):
@@ -100,16 +91,19 @@ class FiguresListener(DispatchingListener):
         self._figures = figures or LiveFigures()
         self._inside = figures is None
 
-    def on_event(self, event: Event, now: float) -> None:
-        if self._inside:
-            self._figures.on_event(event, now)
-        self.hear(event, now)
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        if not self._inside:
+            self.react(facts, now)
+            return
+        # One at a time, so that each is seen as it was when it came true.
+        for fact in facts:
+            self._figures.on_facts((fact,), now)
+            self.react((fact,), now)
 
-    def on_progress(self, chunks: Chunks, now: float) -> None:
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
         if self._inside:
-            self._figures.on_progress(chunks, now)
+            self._figures.on_tokens(chunks, now)
 
-    def on_command(self, command: Command, now: float) -> None:
-        if self._inside:
-            self._figures.on_command(command, now)
-        self.hear(command, now)
+    def react(self, facts: Sequence[Fact], now: float) -> None:
+        """The account has heard of these facts."""
+        super().on_facts(facts, now)

@@ -6,12 +6,11 @@ rest arrives in order; the thread ends with :meth:`QueuedListener.close`, or wit
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Self
 
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
-from aprilsched.telemetry.base import Chunks, Listener
+from aprilsched.core.messages.facts import Fact, TokensReceived
+from aprilsched.telemetry.base import FactListener, TokenChunks
 from aprilsched.telemetry.queued_calls import QueuedCalls
 
 __all__ = ["QueuedListener"]
@@ -27,9 +26,9 @@ class QueuedListener:
 
     Args:
         listener: writes to a database, a web service, a slow disk.
-        kinds: the types of events and commands that it is told; None for all. Leaving out
-            Progress, as most events are, saves most of the queue's time.
-        max_pending: events and commands that wait for it at most; what comes on top is dropped.
+        kinds: the facts that it is told; None for all. Leaving out TokensReceived, as most facts
+            are, saves most of the queue's time.
+        max_pending: events whose facts wait for it at most; what comes on top is dropped.
         close_seconds: that the end of the block waits for what is pending.
 
     Raises:
@@ -38,7 +37,7 @@ class QueuedListener:
 
     def __init__(
         self,
-        listener: Listener,
+        listener: FactListener,
         *,
         kinds: Collection[type] | None = None,
         max_pending: int = 100_000,
@@ -48,14 +47,14 @@ class QueuedListener:
         self._kinds = None if kinds is None else frozenset(kinds)
         self._calls = QueuedCalls(
             f"the listener {type(listener).__qualname__}",
-            "events and commands",
+            "facts",
             max_pending=max_pending,
             close_seconds=close_seconds,
         )
 
     @property
     def dropped(self) -> int:
-        """Events and commands that the listener was never told."""
+        """Events whose facts the listener was never told."""
         return self._calls.dropped
 
     @property
@@ -63,17 +62,16 @@ class QueuedListener:
         """What the listener raised; it is told nothing more."""
         return self._calls.error
 
-    def on_event(self, event: Event, now: float) -> None:
-        if self._kinds is None or type(event) in self._kinds:
-            self._calls.put(self._listener.on_event, event, now)
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        if self._kinds is not None:
+            facts = [fact for fact in facts if fact.__class__ in self._kinds]
+        if facts:
+            self._calls.put(self._listener.on_facts, facts, now)
 
-    def on_progress(self, chunks: Chunks, now: float) -> None:
-        for event, at in chunks:
-            self.on_event(event, at)
-
-    def on_command(self, command: Command, now: float) -> None:
-        if self._kinds is None or type(command) in self._kinds:
-            self._calls.put(self._listener.on_command, command, now)
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        if self._kinds is None or TokensReceived in self._kinds:
+            for fact, at in chunks:
+                self._calls.put(self._listener.on_facts, (fact,), at)
 
     def __enter__(self) -> Self:
         return self

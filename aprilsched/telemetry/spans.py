@@ -18,7 +18,7 @@ the time of the last thing that happened.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from opentelemetry.trace import (
@@ -31,12 +31,9 @@ from opentelemetry.trace import (
 )
 from opentelemetry.util.types import AttributeValue
 
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
+from aprilsched.core.messages import facts as of
+from aprilsched.core.messages.facts import DeliveredRollout, Fact
 from aprilsched.telemetry.dispatching import DispatchingListener
-from aprilsched.types import Batch, Rollout
 
 __all__ = ["Spans", "epoch_of_monotonic"]
 
@@ -86,42 +83,33 @@ class Spans(DispatchingListener):
         """When each rollout was that is in flight."""
         self._ended: dict[int, float] = {}
         """When their responses did."""
-        self._requests: dict[int, int] = {}
-        """The rollout of each request under way."""
-        self._episodes: set[int] = set()
         self._handlers = {
-            ev.Opened: self._opened,
-            ev.UpdateRequested: self._update_requested,
-            ev.UpdateWithdrawn: self._update_withdrawn,
-            ev.EvaluationRequested: self._evaluation_requested,
-            ev.Finished: self._finished,
-            ev.EpisodeFinished: self._episode_finished,
-            ev.Paused: self._paused,
-            ev.Refitted: self._refitted,
-            ev.Continued: self._continued,
-            ev.ControlFailed: self._control_failed,
-            do.Launch: self._launch,
-            do.Send: self._send,
-            do.StartEpisode: self._start_episode,
-            do.CancelWork: self._cancel_work,
-            do.Pause: self._pause,
-            do.Refit: self._refit,
-            do.Continue: self._continue,
-            do.LoseEngine: self._lose_engine,
-            do.FinishUpdate: self._finish_update,
-            do.Deliver: self._deliver,
-            do.DeliverEvaluation: self._deliver_evaluation,
+            of.RunOpened: self._opened,
+            of.BatchDelivered: self._batch_delivered,
+            of.EvaluationRequested: self._evaluation_requested,
+            of.EvaluationDelivered: self._evaluation_delivered,
+            of.GroupLaunched: self._launched_group,
+            of.RolloutFinished: self._finished,
+            of.GroupDropped: self._group_dropped,
+            of.UpdateBegun: self._update_begun,
+            of.UpdateWithdrawn: self._update_withdrawn,
+            of.UpdateFinished: self._update_finished,
+            of.RefitBegun: self._refit_begun,
+            of.EngineRefitted: self._refitted,
+            of.EngineModeChanged: self._mode_changed,
+            of.ControlCallFailed: self._control_failed,
+            of.EngineLost: self._engine_lost,
         }
 
     @property
     def kinds(self) -> frozenset[type]:
-        """The types of events and commands that it looks at."""
+        """The facts that it looks at."""
         return frozenset(self._handlers)
 
-    def hear(self, what: Event | Command, now: float) -> None:
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         if self._epoch_ns is None:
             self._epoch_ns = time.time_ns() - round(now * _NANOSECONDS)
-        super().hear(what, now)
+        super().on_facts(facts, now)
 
     def __enter__(self) -> Self:
         return self
@@ -181,71 +169,61 @@ class Spans(DispatchingListener):
 
     # --- the run and its batches ---------------------------------------------------------------
 
-    def _opened(self, event: ev.Opened) -> None:
+    def _opened(self, fact: of.RunOpened) -> None:
         if self._run is not None:
             return
-        names = tuple(engine.name for engine in event.engines)
+        names = tuple(engine.name for engine in fact.engines)
         self._run = self._begin("run", None, {**self._attributes, "aprilsched.run.engines": names})
         self._batch = self._begin("batch", self._run)
 
-    def _deliver(self, command: do.Deliver) -> None:
-        batch = command.batch
-        self._rollouts(batch, self._batch)
+    def _batch_delivered(self, fact: of.BatchDelivered) -> None:
+        if fact.again:
+            return
+        self._rollouts(fact.rollouts, self._batch)
         self._end(
             self._batch,
             {
-                "aprilsched.batch.index": batch.index,
-                "aprilsched.batch.groups": len(batch.groups),
-                "aprilsched.policy.version": batch.version,
-                "gen_ai.usage.output_tokens": batch.tokens,
+                "aprilsched.batch.index": fact.batch,
+                "aprilsched.batch.groups": len(of.group_ids(fact.rollouts)),
+                "aprilsched.policy.version": fact.version,
+                "gen_ai.usage.output_tokens": sum(rollout.tokens for rollout in fact.rollouts),
             },
         )
         self._batch = self._begin("batch", self._run)
 
-    def _evaluation_requested(self, event: ev.EvaluationRequested) -> None:
-        self._evaluations[event.evaluation_id] = self._begin("evaluation", self._run)
+    def _evaluation_requested(self, fact: of.EvaluationRequested) -> None:
+        self._evaluations[fact.evaluation_id] = self._begin("evaluation", self._run)
 
-    def _deliver_evaluation(self, command: do.DeliverEvaluation) -> None:
-        span = self._evaluations.pop(command.evaluation_id, None)
-        self._rollouts(command.batch, span)
-        self._end(span, {"aprilsched.policy.version": command.batch.version})
+    def _evaluation_delivered(self, fact: of.EvaluationDelivered) -> None:
+        span = self._evaluations.pop(fact.evaluation_id, None)
+        self._rollouts(fact.rollouts, span)
+        self._end(span, {"aprilsched.policy.version": fact.version})
 
     # --- rollouts ------------------------------------------------------------------------------
 
-    def _launch(self, command: do.Launch) -> None:
-        self._launched.update(dict.fromkeys(command.rollout_ids, self._now))
+    def _launched_group(self, fact: of.GroupLaunched) -> None:
+        self._launched.update(dict.fromkeys(fact.rollout_ids, self._now))
 
-    def _send(self, command: do.Send) -> None:
-        self._requests[command.request_id] = command.rollout_id
+    def _finished(self, fact: of.RolloutFinished) -> None:
+        if fact.rollout_id in self._launched:
+            self._ended[fact.rollout_id] = self._now
 
-    def _start_episode(self, command: do.StartEpisode) -> None:
-        self._episodes.add(command.rollout_id)
-
-    def _finished(self, event: ev.Finished) -> None:
-        rollout_id = self._requests.pop(event.request_id, None)
-        if rollout_id in self._launched and rollout_id not in self._episodes:
-            self._ended[rollout_id] = self._now
-
-    def _episode_finished(self, event: ev.EpisodeFinished) -> None:
-        if event.rollout_id in self._launched:
-            self._ended[event.rollout_id] = self._now
-
-    def _rollouts(self, batch: Batch, parent: Span | None) -> None:
-        for rollout in batch.rollouts:
+    def _rollouts(self, rollouts: Sequence[DeliveredRollout], parent: Span | None) -> None:
+        for rollout in rollouts:
             at = self._launched.pop(rollout.rollout_id, self._now)
-            ended = self._forget(rollout.rollout_id)
+            ended = self._ended.pop(rollout.rollout_id, self._now)
             span = self._rollout_span(rollout.rollout_id, at, parent, _attributes(rollout))
             self._end(span, at=ended)
 
-    def _cancel_work(self, command: do.CancelWork) -> None:
-        for rollout_id in command.rollout_ids:
+    def _group_dropped(self, fact: of.GroupDropped) -> None:
+        for rollout_id in fact.rollout_ids:
             at = self._launched.pop(rollout_id, None)
-            ended = self._forget(rollout_id)
+            ended = self._ended.pop(rollout_id, self._now)
             if at is None:
                 continue
-            attributes = {"aprilsched.drop.reason": command.reason}
+            attributes = {"aprilsched.drop.reason": fact.reason}
             span = self._rollout_span(rollout_id, at, self._batch, attributes)
-            self._end(span, at=ended, error=command.cause or command.reason)
+            self._end(span, at=ended, error=fact.cause or fact.reason)
 
     def _rollout_span(
         self, rollout_id: int, at: float, parent: Span | None, attributes: _Attributes
@@ -253,36 +231,37 @@ class Spans(DispatchingListener):
         named = {"aprilsched.rollout.id": rollout_id, **attributes}
         return self._begin("rollout", parent, named, at=at)
 
-    def _forget(self, rollout_id: int) -> float:
-        self._episodes.discard(rollout_id)
-        return self._ended.pop(rollout_id, self._now)
-
     # --- updates -------------------------------------------------------------------------------
 
-    def _update_requested(self, event: ev.UpdateRequested) -> None:
-        attributes = {"aprilsched.policy.version": event.version}
+    def _update_begun(self, fact: of.UpdateBegun) -> None:
+        attributes = {"aprilsched.policy.version": fact.version}
         self._update = self._begin("update", self._batch, attributes)
 
-    def _update_withdrawn(self, _: ev.UpdateWithdrawn) -> None:
+    def _update_withdrawn(self, _: of.UpdateWithdrawn) -> None:
         if self._update is not None:
             self._update.set_attribute("aprilsched.update.withdrawn", True)
 
-    def _finish_update(self, command: do.FinishUpdate) -> None:
-        lost = tuple(name for name, _ in command.failed)
+    def _update_finished(self, fact: of.UpdateFinished) -> None:
+        lost = tuple(name for name, _ in fact.failed)
         if self._update is not None:
-            self._end(self._update, {"aprilsched.update.failed_engines": lost}, error=command.cause)
+            self._end(self._update, {"aprilsched.update.failed_engines": lost}, error=fact.cause)
             self._updated = (self._update, self._now)
         self._update = None
 
-    def _pause(self, command: do.Pause) -> None:
-        self._call(command.engine, "pause", {"aprilsched.pause.mode": command.mode})
+    def _refit_begun(self, fact: of.RefitBegun) -> None:
+        for engine in fact.engines:
+            self._call(engine, "refit", {"aprilsched.policy.version": fact.version})
 
-    def _refit(self, command: do.Refit) -> None:
-        for engine in command.engines:
-            self._call(engine, "refit", {"aprilsched.policy.version": command.version})
+    def _refitted(self, fact: of.EngineRefitted) -> None:
+        self._answer(fact.engine, "refit", fact.cause)
 
-    def _continue(self, command: do.Continue) -> None:
-        self._call(command.engine, "continue", {})
+    def _mode_changed(self, fact: of.EngineModeChanged) -> None:
+        if fact.start in ("pausing", "continuing"):
+            self._answer(fact.engine, "pause" if fact.start == "pausing" else "continue")
+        if fact.finish == "pausing":
+            self._call(fact.engine, "pause", {"aprilsched.pause.mode": fact.pause})
+        elif fact.finish == "continuing":
+            self._call(fact.engine, "continue", {})
 
     def _call(self, engine: str, call: _Call, attributes: _Attributes) -> None:
         parent = self._update or self._batch
@@ -296,38 +275,27 @@ class Spans(DispatchingListener):
     def _answer(self, engine: str, call: _Call, error: str = "") -> None:
         self._end(self._calls.pop((engine, call), None), error=error)
 
-    def _paused(self, event: ev.Paused) -> None:
-        self._answer(event.engine, "pause")
+    def _control_failed(self, fact: of.ControlCallFailed) -> None:
+        if fact.call == "pause" or fact.call == "refit" or fact.call == "continue":
+            self._answer(fact.engine, fact.call, fact.cause)
 
-    def _refitted(self, event: ev.Refitted) -> None:
-        self._answer(event.engine, "refit", event.cause)
-
-    def _continued(self, event: ev.Continued) -> None:
-        self._answer(event.engine, "continue")
-
-    def _control_failed(self, event: ev.ControlFailed) -> None:
-        if event.call == "pause" or event.call == "refit" or event.call == "continue":
-            self._answer(event.engine, event.call, event.cause)
-
-    def _lose_engine(self, command: do.LoseEngine) -> None:
+    def _engine_lost(self, fact: of.EngineLost) -> None:
         for engine, call in list(self._calls):
-            if engine == command.engine:
-                self._answer(engine, call, command.cause)
+            if engine == fact.engine:
+                self._answer(engine, call, fact.cause)
         if self._run is not None:
-            attributes = {"aprilsched.engine.name": command.engine, "error.message": command.cause}
+            attributes = {"aprilsched.engine.name": fact.engine, "error.message": fact.cause}
             self._run.add_event("aprilsched.engine.lost", attributes, self._ns(self._now))
 
 
-def _attributes(rollout: Rollout) -> dict[str, Any]:
-    engines = dict.fromkeys(run.engine for run in rollout.segments if run.engine is not None)
+def _attributes(rollout: DeliveredRollout) -> dict[str, Any]:
+    sampled = [(version, engine) for _, _, version, engine in rollout.segments if engine]
     return {
         "aprilsched.group.id": rollout.group_id,
-        "aprilsched.rollout.engines": tuple(engines),
-        "aprilsched.rollout.versions": tuple(
-            dict.fromkeys(run.version for run in rollout.segments if run.engine is not None)
-        ),
+        "aprilsched.rollout.engines": tuple(dict.fromkeys(engine for _, engine in sampled)),
+        "aprilsched.rollout.versions": tuple(dict.fromkeys(version for version, _ in sampled)),
         "aprilsched.rollout.turns": rollout.turns,
         "gen_ai.response.finish_reasons": (rollout.finish_reason,),
-        "gen_ai.usage.input_tokens": len(rollout.prompt_ids),
-        "gen_ai.usage.output_tokens": len(rollout),
+        "gen_ai.usage.input_tokens": rollout.prompt_tokens,
+        "gen_ai.usage.output_tokens": rollout.tokens,
     }

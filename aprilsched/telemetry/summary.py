@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aprilsched.core.lengths.groups import GroupLengths
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.batch_figures import Bound, Measured
@@ -30,7 +29,6 @@ from aprilsched.telemetry.figures import (
     TokenFigures,
 )
 from aprilsched.telemetry.stopwatch import Stopwatch
-from aprilsched.types import Batch
 
 __all__ = ["Remainder", "Summary", "default_burn_in"]
 
@@ -100,22 +98,20 @@ class Summary(DispatchingListener):
         self.warns = True
         self._bias = BiasCollector()
         self._handlers = {
-            ev.Opened: self._opened,
-            ev.BatchRequested: self._measure,
-            ev.UpdateRequested: self._update_requested,
-            ev.Continued: self._continued,
-            ev.Finished: self._bias.endings.request_finished,
-            ev.EpisodeFinished: self._bias.endings.episode_finished,
-            do.Launch: self._launch,
-            do.Send: self._send,
-            do.StartEpisode: self._start_episode,
-            do.CancelWork: self._cancel_work,
-            do.Pause: self._pause,
-            do.LoseEngine: self._continued,
-            do.FinishUpdate: self._finish_update,
-            do.Deliver: self._deliver,
-            do.Redeliver: self._redeliver,
-            do.DeliverEvaluation: self._deliver_evaluation,
+            facts.RunOpened: self._opened,
+            facts.BatchRequested: self._measure,
+            facts.UpdateBegun: self._update_begun,
+            facts.UpdateFinished: self._update_finished,
+            facts.GroupLaunched: self._launched,
+            facts.EpisodeStarted: self._episode_started,
+            facts.AttemptSent: self._sent_to_engine,
+            facts.RolloutFinished: self._finished,
+            facts.GroupDropped: self._group_dropped,
+            facts.PromptRefused: self._prompt_refused,
+            facts.EngineModeChanged: self._mode_changed,
+            facts.EngineLost: self._engine_lost,
+            facts.BatchDelivered: self._batch_delivered,
+            facts.EvaluationDelivered: self._evaluation_delivered,
         }
 
     # --- the result ----------------------------------------------------------------------------
@@ -193,67 +189,77 @@ class Summary(DispatchingListener):
 
     # --- rollouts ------------------------------------------------------------------------------
 
-    def _launch(self, command: do.Launch) -> None:
-        ids = command.rollout_ids
+    def _launched(self, fact: facts.GroupLaunched) -> None:
+        ids = fact.rollout_ids
         # What a resumed scheduler had not saved is undone, and its ids may be another's.
         self._dropped.difference_update(ids)
-        if command.evaluation_id is not None:
+        if fact.evaluation_id is not None:
             self._evaluating.update(ids)
-        if command.restored is not None:
+        if fact.restored is not None:
             self._sent.update(ids)
-            self._bias.endings.restored(command, command.restored)
+            finished = zip(ids, fact.restored.finished, strict=True)
+            self._bias.finished.update(rollout_id for rollout_id, ended in finished if ended)
+            self._bias.newest = max(self._bias.newest, *ids)
         elif not self._delivered.isdisjoint(ids):
             self._reissued += len(self._delivered.intersection(ids))
             self._delivered.difference_update(ids)
 
-    def _send(self, command: do.Send) -> None:
-        self._sent.add(command.rollout_id)
-        self._bias.endings.sent(command)
+    def _sent_to_engine(self, fact: facts.AttemptSent) -> None:
+        self._sent.add(fact.rollout_id)
+        self._bias.newest = max(self._bias.newest, fact.rollout_id)
 
-    def _start_episode(self, command: do.StartEpisode) -> None:
-        self._sent.add(command.rollout_id)
-        self._bias.endings.episode_started(command)
+    def _episode_started(self, fact: facts.EpisodeStarted) -> None:
+        self._sent.add(fact.rollout_id)
+        self._bias.newest = max(self._bias.newest, fact.rollout_id)
 
-    def _cancel_work(self, command: do.CancelWork) -> None:
-        self._dropped.update(command.rollout_ids)
-        self._evaluating.difference_update(command.rollout_ids)
+    def _finished(self, fact: facts.RolloutFinished) -> None:
+        self._bias.finished.add(fact.rollout_id)
+
+    def _group_dropped(self, fact: facts.GroupDropped) -> None:
+        self._drop(fact.rollout_ids)
+
+    def _prompt_refused(self, fact: facts.PromptRefused) -> None:
+        self._drop((fact.rollout_id,))
+
+    def _drop(self, rollout_ids: tuple[int, ...]) -> None:
+        self._dropped.update(rollout_ids)
+        self._evaluating.difference_update(rollout_ids)
         if self.ledger is not None:
             self._bias.drop(self.ledger, warn=self.warns)
 
-    def _deliver(self, command: do.Deliver) -> None:
-        self._arrive(command.batch)
-        measured = self.meter.deliver(command.batch, self._now)
+    def _batch_delivered(self, fact: facts.BatchDelivered) -> None:
+        if fact.again and any(each.rollout_id in self._delivered for each in fact.rollouts):
+            # The trainer has a batch again that counts already.
+            self._measure(fact)
+            return
+        # Otherwise the process that delivered it first ended before it could write that down.
+        self._arrive(fact.rollouts)
+        measured = self.meter.deliver(fact, self._now)
         self.batches.append(measured)
-        self._bias.deliver(command.batch, measured)
+        self._bias.deliver(fact.rollouts, measured)
 
-    def _redeliver(self, command: do.Redeliver) -> None:
-        """The trainer has a batch again that counts already."""
-        if any(rollout.rollout_id in self._delivered for rollout in command.batch.rollouts):
-            self._measure(command)
-        else:  # its process ended before it could write that down
-            self._deliver(do.Deliver(batch=command.batch))
+    def _evaluation_delivered(self, fact: facts.EvaluationDelivered) -> None:
+        ids = {rollout.rollout_id for rollout in fact.rollouts}
+        self._evaluated += len(fact.rollouts)
+        self._bias.finished -= ids
+        self._evaluating -= ids
+        self._arrive(fact.rollouts)
 
-    def _deliver_evaluation(self, command: do.DeliverEvaluation) -> None:
-        self._evaluated += sum(1 for _ in command.batch.rollouts)
-        self._bias.endings.left(rollout.rollout_id for rollout in command.batch.rollouts)
-        self._evaluating.difference_update(r.rollout_id for r in command.batch.rollouts)
-        self._arrive(command.batch)
-
-    def _arrive(self, batch: Batch) -> None:
-        for rollout in batch.rollouts:
+    def _arrive(self, rollouts: Sequence[facts.DeliveredRollout]) -> None:
+        for rollout in rollouts:
             if rollout.rollout_id in self._delivered:
                 self._duplicated.add(rollout.rollout_id)
             self._delivered.add(rollout.rollout_id)
 
     # --- time ----------------------------------------------------------------------------------
 
-    def _opened(self, event: ev.Opened) -> None:
+    def _opened(self, fact: facts.RunOpened) -> None:
         if self._began is None:
             self._began = self._now
         else:
             self._restart()
-        self._measure(event)
-        self._engines = len(event.engines)
+        self._measure(fact)
+        self._engines = len(fact.engines)
 
     def _restart(self) -> None:
         self._resumed = True
@@ -265,19 +271,22 @@ class Summary(DispatchingListener):
         self._sent &= gone
         self._bias.restart(gone)
 
-    def _measure(self, what: ev.Event | do.Command) -> None:
-        self.meter.hear(what, self._now)
+    def _measure(self, fact: facts.Fact) -> None:
+        self.meter.hear(fact, self._now)
 
-    def _update_requested(self, event: ev.UpdateRequested) -> None:
+    def _update_begun(self, fact: facts.UpdateBegun) -> None:
         self._updates.start("update", self._now)
-        self._measure(event)
+        self._measure(fact)
 
-    def _finish_update(self, command: do.FinishUpdate) -> None:
+    def _update_finished(self, fact: facts.UpdateFinished) -> None:
         self._updates.stop("update", self._now)
-        self._measure(command)
+        self._measure(fact)
 
-    def _pause(self, command: do.Pause) -> None:
-        self._pauses.start(command.engine, self._now)
+    def _mode_changed(self, fact: facts.EngineModeChanged) -> None:
+        if fact.finish == "pausing":
+            self._pauses.start(fact.engine, self._now)
+        elif fact.start == "continuing":
+            self._pauses.stop(fact.engine, self._now)
 
-    def _continued(self, event: ev.Continued | do.LoseEngine) -> None:
-        self._pauses.stop(event.engine, self._now)
+    def _engine_lost(self, fact: facts.EngineLost) -> None:
+        self._pauses.stop(fact.engine, self._now)

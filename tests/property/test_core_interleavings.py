@@ -31,6 +31,7 @@ from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.stop import StopUnit
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.rules import Pace, RewardScope
+from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.store import MemoryStore
 from aprilsched.types import SamplingParams, VersionSpan
 from tests.property.conftest import RecordSteps
@@ -525,27 +526,52 @@ class Interleavings(RuleBasedStateMachine):
     # --- the count -----------------------------------------------------------------------------
 
     @invariant()
-    def usage_agrees(self) -> None:
-        """What listeners make of the events is what the core knows, and all time has a cause."""
-        driver, in_flight = self.driver, self.driver.state.in_flight
-        driver.usage.advance(driver.now)
-        for name, engine in driver.usage.engines.items():
+    def facts_agree(self) -> None:
+        """What the facts say is what the core knows, and all time has a cause."""
+        driver, state = self.driver, self.driver.state
+        in_flight, run = state.in_flight, self.driver.run
+        assert set(run.rollouts) == set(in_flight.rollouts)
+        for rollout_id, rollout in run.rollouts.items():
+            record = in_flight.rollouts[rollout_id]
+            assert rollout.sampled + rollout.environment == len(record.log)
+            assert rollout.sampled == record.log.sampled_tokens
+            assert rollout.finished == (record.state not in GENERATING)
+        assert len(run.growing) == sum(group.unfinished for group in in_flight.groups.values())
+        assert run.open_attempts == in_flight.open_attempts
+        offered = state.offered_groups
+        assert run.groups_ready == sum(bool(group.accepted) for group in in_flight.ready) + offered
+        if not state.resumed:
+            assert run.counters == in_flight.counters
+            assert run.ledger.rollouts == in_flight.ledger.rollouts
+            assert run.ledger.tokens == in_flight.ledger.tokens
+        run.advance(driver.now)
+        for name, engine in run.engine_usage.items():
             if engine.state != "lost":
                 assert engine.in_flight == in_flight.open[name]
             assert min(engine.seconds.values()) >= -1e-9
-        walls = [engine.wall for engine in driver.usage.engines.values()]
+        walls = [engine.wall for engine in run.engine_usage.values()]
         assert walls == pytest.approx([driver.now - OPENED_AT] * len(walls))
-        occupancy = driver.usage._occupancy
-        awaited = occupancy._awaited
-        asked = (occupancy._free, occupancy._paused, occupancy._outside)
-        assert asked == (awaited.free, awaited.paused, awaited.outside)
-        contexts = dict.fromkeys(driver.usage.engines, 0)
-        for request in occupancy._requests.values():
-            contexts[request.engine.name] += request.context
-        assert contexts == {n: e.context_tokens for n, e in driver.usage.engines.items()}
-        offered = driver.state.offered_groups
-        assert awaited._generated == len(in_flight.ready) + offered
-        assert awaited._ready == sum(bool(group.accepted) for group in in_flight.ready) + offered
+        contexts = dict.fromkeys(run.engines, 0)
+        for attempt in run.attempts.values():
+            contexts[attempt.engine.name] += attempt.context
+        assert contexts == {n: e.context_tokens for n, e in run.engines.items()}
+
+    @invariant()
+    def the_protocol_says_the_same(self) -> None:
+        """An old log, which has events and commands, is read as what it would be as facts."""
+        if self.driver.state.resumed:
+            return  # what the former process has said is not at hand here
+        run, retold = self.driver.run, self.driver.retold
+        retold.advance(self.driver.now)
+        assert retold.counters == run.counters
+        assert list(retold.ledger.entries) == list(run.ledger.entries)
+        assert retold.ledger.tokens == run.ledger.tokens
+        found = {i: (r.length, r.sampled, r.finished) for i, r in retold.rollouts.items()}
+        assert found == {i: (r.length, r.sampled, r.finished) for i, r in run.rollouts.items()}
+        assert retold.groups_ready == run.groups_ready
+        assert retold.outside == run.outside
+        assert retold.carried == run.carried
+        assert retold.engine_usage == run.engine_usage
 
     @invariant()
     def count(self) -> None:

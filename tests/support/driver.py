@@ -14,12 +14,14 @@ import numpy as np
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.facts import by_delivery
 from aprilsched.core.rules import RewardScope
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.snapshot import take_changes
 from aprilsched.store import Store
-from aprilsched.telemetry.usage.usage import Usage
+from aprilsched.telemetry.event_log.version_1 import Protocol1
+from aprilsched.telemetry.run_state import RunState
 from aprilsched.types import Batch, Int32Array, Prompt, RefusedPrompt, SamplingParams, VersionSpan
 from tests.support.dialogues import Dialogues
 
@@ -114,8 +116,10 @@ class Driver:
     """The source answers with half of what is asked for, and gives the rest when told."""
     owed: list[int] = field(default_factory=list[int])
     sent: list[do.Send] = field(default_factory=list[do.Send])
-    usage: Usage = field(default_factory=Usage)
-    """Hears everything."""
+    run: RunState = field(default_factory=RunState)
+    """Hears the facts."""
+    retold: RunState = field(default_factory=RunState)
+    """Hears the facts that are worked out from the events and commands."""
 
     def __post_init__(self) -> None:
         rules = self.config.rules(
@@ -123,6 +127,7 @@ class Driver:
         )
         self.rules = rules
         self.core = Scheduler(rules)
+        self._protocol = Protocol1(self.retold.on_facts)
         self.state.in_flight.journal.active = self.journal or self.store is not None
         infos = tuple(self.info(name) for name in self.engines)
         self.feed(ev.Opened(engines=infos))
@@ -145,9 +150,12 @@ class Driver:
         self.now += 0.001
         commands = self.core.handle(event, self.now)
         self.core.check_invariants()
-        self.usage.on_event(event, self.now)
+        for part in by_delivery(self.core.facts):
+            self.run.on_facts(part, self.now)
+        self._protocol.event(event, self.now)
         for command in commands:
-            self.usage.on_command(command, self.now)
+            self._protocol.command(command, self.now)
+        self._protocol.flush()
         if any(isinstance(command, do.Offer) for command in commands):
             self.save()
         for command in commands:

@@ -16,6 +16,7 @@ from aprilsched.telemetry.live.snapshot import EngineRow, Snapshot
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.usage.usage import EngineUsage
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment
+from tests.support.told import Told as Protocol
 
 PROMPT = Prompt(input_ids=np.zeros(10, dtype=np.int32))
 SAMPLING = SamplingParams(max_new_tokens=1_000)
@@ -47,20 +48,18 @@ class Told:
         figures = LiveFigures(meter=meter, batch_groups=1, clock=None)
         facts = RunFacts(title="run", batches=batches, batch_groups=1)
         self.model = LiveModel(facts, figures)
-        self.listeners = (meter, figures, self.model)
+        self._told = Protocol(meter, figures, self.model)
         infos = [ev.EngineInfo(name=name, version=0, kv_tokens=100, max_running=1) for name in "ab"]
         self.event(ev.Opened(engines=tuple(infos)))
         self.event(ev.BatchRequested())
 
     def event(self, event: ev.Event, *, after: float = 0.0) -> None:
         self.now += after
-        for listener in self.listeners:
-            listener.on_event(event, self.now)
+        self._told.tell(event, self.now)
 
     def command(self, command: do.Command, *, after: float = 0.0) -> None:
         self.now += after
-        for listener in self.listeners:
-            listener.on_command(command, self.now)
+        self._told.tell(command, self.now)
 
     def launch(self, group: int) -> None:
         ids = (2 * group, 2 * group + 1)
@@ -96,6 +95,7 @@ class Told:
 
     @property
     def seen(self) -> Snapshot:
+        self._told.flush()
         return self.model.snapshot()
 
     def engine(self, name: str) -> EngineRow:
@@ -140,15 +140,17 @@ def test_scoring_is_seen_until_every_answer_is_there():
     assert told.seen.in_flight == {"scoring": 1}
     told.command(do.Score(rollout=group.rollouts[1], prompt=PROMPT))
     told.event(ev.Rewarded(rollout_id=0, reward=1.0))
+    assert told.seen.in_flight == {"scoring": 1}
     told.event(ev.Rewarded(rollout_id=1, reward=0.0))
-    assert told.seen.in_flight == {}
     told.command(do.Judge(group=group))
     assert (told.seen.in_flight, told.seen.ready) == ({"scoring": 2}, 0)
     told.event(ev.Judged(group_id=0, accepted=True))
     assert (told.seen.in_flight, told.seen.ready) == ({}, 1)
     told.command(do.ScoreGroup(group=group))
     assert told.seen.in_flight == {"scoring": 2}
-    told.event(ev.RewardFailed(group_id=0, cause="no\nmodel"))
+    told.command(
+        do.CancelWork(group_id=0, rollout_ids=(0, 1), reason="reward_failed", cause="no\nmodel")
+    )
     assert told.seen.in_flight == {}
     assert told.seen.faults.latest == "a reward failed: no model"
 

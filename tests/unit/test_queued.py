@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 
 import pytest
 
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.facts import BatchRequested, Fact, PromptsEnded, TokensReceived
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.queued import QueuedListener
 
@@ -22,45 +22,50 @@ class Slow:
         self.may_go_on = threading.Event()
         self.thread: threading.Thread | None = None
 
-    def on_event(self, event: ev.Event, now: float) -> None:
-        self._take(event, now)
-
-    def on_command(self, command: do.Command, now: float) -> None:
-        self._take(command, now)
-
-    def _take(self, what: object, now: float) -> None:
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         self.thread = threading.current_thread()
         self.begun.set()
         self.may_go_on.wait()
-        self.told.append((type(what).__name__, now))
+        self.told += [(type(fact).__name__, now) for fact in facts]
 
 
 class Raising(Slow):
     """Raises at the first thing it is told."""
 
-    def _take(self, what: object, now: float) -> None:
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         self.begun.set()
         self.may_go_on.wait()
         raise OSError("no route")
 
 
-EVENT = ev.BatchRequested()
-COMMAND = do.EndOfPrompts()
+ASKED = (BatchRequested(),)
+ENDED = (PromptsEnded(),)
 
 
 def test_everything_arrives_in_order_and_in_another_thread() -> None:
     slow = Slow()
     with QueuedListener(slow) as queued:
         for now in range(100):
-            queued.on_event(EVENT, float(now))
-            queued.on_command(COMMAND, now + 0.5)
+            queued.on_facts(ASKED, float(now))
+            queued.on_facts(ENDED, now + 0.5)
         slow.may_go_on.set()
-    names = ["BatchRequested", "EndOfPrompts"] * 100
+    names = ["BatchRequested", "PromptsEnded"] * 100
     assert slow.told == [(name, index / 2) for index, name in enumerate(names)]
     assert queued.dropped == 0
     assert slow.thread is not threading.current_thread()
     assert slow.thread is not None
     assert not slow.thread.is_alive()
+
+
+def test_of_chunks_and_of_other_facts_only_those_asked_for_are_passed_on() -> None:
+    slow = Slow()
+    slow.may_go_on.set()
+    with QueuedListener(slow, kinds={PromptsEnded}) as queued:
+        queued.on_facts((BatchRequested(), PromptsEnded()), 1.0)
+        queued.on_tokens([(TokensReceived(request_id=1, tokens=2), 2.0)], 2.0)
+    with QueuedListener(slow) as queued:
+        queued.on_tokens([(TokensReceived(request_id=1, tokens=2), 3.0)], 3.0)
+    assert slow.told == [("PromptsEnded", 1.0), ("TokensReceived", 3.0)]
 
 
 def test_nobody_waits_and_what_does_not_fit_is_counted_and_said_once(
@@ -71,10 +76,10 @@ def test_nobody_waits_and_what_does_not_fit_is_counted_and_said_once(
         caplog.at_level(logging.WARNING, logger="aprilsched"),
         QueuedListener(slow, max_pending=10) as queued,
     ):
-        queued.on_event(EVENT, -1.0)
+        queued.on_facts(ASKED, -1.0)
         slow.begun.wait()
         for now in range(1000):
-            queued.on_event(EVENT, float(now))
+            queued.on_facts(ASKED, float(now))
         assert queued.dropped == 990
         slow.may_go_on.set()
     assert [now for _, now in slow.told] == [-1.0, *map(float, range(10))]
@@ -88,9 +93,9 @@ def test_one_that_raises_is_told_no_more(caplog: pytest.LogCaptureFixture) -> No
         QueuedListener(raising) as queued,
     ):
         for now in range(5):
-            queued.on_event(EVENT, float(now))
+            queued.on_facts(ASKED, float(now))
         raising.may_go_on.set()
-    queued.on_event(EVENT, 9.0)
+    queued.on_facts(ASKED, 9.0)
     assert isinstance(queued.error, OSError)
     assert queued.dropped == 5
     assert ["no route" in record.getMessage() for record in caplog.records] == [True]
@@ -100,7 +105,7 @@ def test_one_that_hangs_does_not_hold_up_the_end(caplog: pytest.LogCaptureFixtur
     slow = Slow()
     queued = QueuedListener(slow, close_seconds=0.01)
     for now in range(5):
-        queued.on_event(EVENT, float(now))
+        queued.on_facts(ASKED, float(now))
     slow.begun.wait()
     with caplog.at_level(logging.WARNING, logger="aprilsched"):
         queued.close()

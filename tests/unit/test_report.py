@@ -26,6 +26,8 @@ from aprilsched.cli.main import main
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.telemetry.usage.parts import BUSY, PARTS
+from aprilsched.types import SamplingParams
+from tests.support.told import Told
 
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--median", "60", "--cap", "600"]
 STEP = ["--batches", "6", "--sim.engines", "2", "--sim.stream-interval", "8"]
@@ -113,16 +115,32 @@ def test_the_size_of_a_report_does_not_grow_with_the_run(tmp_path: Path):
 
 def heard(*what: tuple[float, Any]) -> Faults:
     faults = Faults()
+    told = Told(faults)
     for at, thing in what:
-        faults.hear(thing, at)
+        told.tell(thing, at)
+    told.flush()
     return faults
 
 
-def test_faults_are_told_from_events():
+def send(request_id: int) -> do.Send:
+    return do.Send(
+        engine="a",
+        request_id=request_id,
+        attempt=1,
+        rollout_id=request_id,
+        group_id=1,
+        input_ids=np.zeros(3, dtype=np.int32),
+        sampling=SamplingParams(max_new_tokens=9),
+    )
+
+
+def test_faults_are_told_from_facts():
     opened = ev.Opened(engines=(ev.EngineInfo(name="a", version=0),))
     broken = "the server reset the connection"
     ledger = heard(
         (0.0, opened),
+        (0.5, send(1)),
+        (0.5, send(2)),
         (1.0, ev.Failed(request_id=1, attempt=1, cause=broken)),
         (1.0, ev.Failed(request_id=2, attempt=1, cause=broken)),
         (2.0, do.LoseEngine(engine="a", cause="no answer", last=True)),

@@ -17,6 +17,7 @@ from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Remainder, Summary, default_burn_in
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment
+from tests.support.told import Told
 
 PROMPT = Prompt(input_ids=np.array([1, 2, 3], dtype=np.int32))
 
@@ -87,11 +88,10 @@ def summed(
         workload_mean=workload_mean,
         burn_in=burn_in,
     )
+    told = Told(summary)
     for now, what in steps:
-        if type(what).__module__.endswith("events"):
-            summary.on_event(what, now)  # type: ignore[arg-type]
-        else:
-            summary.on_command(what, now)  # type: ignore[arg-type]
+        told.tell(what, now)  # type: ignore[arg-type]
+    told.flush()
     remainder = Remainder(
         in_flight=in_flight,
         counters=Counters(),
@@ -358,6 +358,17 @@ def test_a_policy_that_censors_is_named_with_its_effect():
     assert summed((0.0, OPENED)).bias.censoring.policies == []
 
 
+def answer(rollout_id: int) -> do.ResolveTurn:
+    nothing = np.zeros(0, dtype=np.int32)
+    return do.ResolveTurn(
+        rollout_id=rollout_id,
+        token_ids=nothing,
+        logprobs=nothing.astype(np.float32),
+        versions=nothing,
+        finish_reason="stop",
+    )
+
+
 def test_an_episode_has_finished_when_it_says_so():
     ledger = Ledger()
     ledger.add(entry(3, 30))
@@ -371,6 +382,7 @@ def test_an_episode_has_finished_when_it_says_so():
         *steps,
         (1.0, finish(3)),
         (1.0, finish(4)),
+        (1.0, answer(4)),
         (2.0, ev.EpisodeFinished(rollout_id=4)),
         (3.0, deliver(0, 0, rollout(1, [0] * 10))),
         ledger=ledger,
@@ -385,13 +397,16 @@ def test_drops_of_long_responses_are_warned_of_once_while_the_run_goes_on(
     summary = Summary(trainer_waits=True)
     summary.ledger = ledger = Ledger()
     cancel = do.CancelWork(group_id=9, rollout_ids=(), reason="stale", cause="old")
-    summary.on_event(OPENED, 0.0)
+    told = Told(summary)
+    told.tell(OPENED, 0.0)
     with caplog.at_level(logging.WARNING, "aprilsched"):
-        summary.on_command(deliver(0, 0, *(rollout(i, [0] * 10) for i in range(20))), 1.0)
+        told.tell(deliver(0, 0, *(rollout(i, [0] * 10) for i in range(20))), 1.0)
+        told.flush()
         assert caplog.messages == []
         for i in range(20, 40):
             ledger.add(entry(i, 40))
-            summary.on_command(cancel, 2.0)
+            told.tell(cancel, 2.0)
+            told.flush()
     (message,) = caplog.messages
     assert "stale" in message
     assert "shorter" in message

@@ -11,9 +11,11 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event
+from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.usage.parts import PARTS, Part, Stretch, seconds_by_part
-from aprilsched.telemetry.usage.usage import Usage
+from aprilsched.telemetry.usage.usage import EngineUsage
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams
+from tests.support.told import Told
 
 PROMPT = Prompt(input_ids=np.array([1, 2], dtype=np.int32))
 SAMPLING = SamplingParams(max_new_tokens=100)
@@ -23,26 +25,30 @@ class Story:
     """A run of one engine with batches of one group of two, told step by step."""
 
     def __init__(self, *engines: str) -> None:
-        self.usage = Usage(batch_groups=1)
+        self.run = RunState(batch_groups=1)
+        self._told = Told(self.run)
         self.now = 0.0
         infos = tuple(ev.EngineInfo(name=name, version=0) for name in engines or ("a",))
         self.tell(ev.Opened(engines=infos), ev.BatchRequested())
 
     def tell(self, *things: Event | Command) -> None:
         for thing in things:
-            if type(thing).__module__ == ev.__name__:
-                self.usage.on_event(thing, self.now)  # type: ignore[arg-type]
-            else:
-                self.usage.on_command(thing, self.now)  # type: ignore[arg-type]
+            self._told.tell(thing, self.now)
 
     def after(self, seconds: float, *things: Event | Command) -> None:
         self.now += seconds
         self.tell(*things)
 
+    @property
+    def engines(self) -> dict[str, EngineUsage]:
+        self._told.flush()
+        return self.run.engine_usage
+
     def parts(self, engine: str = "a") -> dict[Part, float]:
         """Those that are not zero."""
-        self.usage.advance(self.now)
-        one = self.usage.engines[engine]
+        self._told.flush()
+        self.run.advance(self.now)
+        one = self.engines[engine]
         assert one.wall == pytest.approx(self.now)
         return {part: seconds for part, seconds in one.seconds.items() if seconds > 1e-12}
 
@@ -168,7 +174,7 @@ def test_a_dropped_group_is_not_waited_for():
     story = Story()
     story.tell(*launch(), chunk(0), chunk(1), finished(0), finished(1))
     story.tell(do.Score(rollout=rollout(0), prompt=PROMPT))
-    story.after(1, do.CancelWork(group_id=0, rollout_ids=(0, 1), reason="x", cause="y"))
+    story.after(1, do.CancelWork(group_id=0, rollout_ids=(0, 1), reason="stale", cause="y"))
     story.after(1)
     assert story.parts() == {"rewards": 1, "tail": 1}
 
@@ -180,7 +186,7 @@ def test_a_pause_a_refit_and_what_follows():
     story.after(1, ev.Paused(engine="a"), do.Refit(version=1, engines=("a",)))
     story.after(2, ev.Refitted(engine="a", version=1), do.Continue(engine="a"))
     story.after(0.5, ev.Continued(engine="a"), do.FinishUpdate(version=1))
-    assert story.usage.engines["a"].version == 1
+    assert story.engines["a"].version == 1
     story.after(4, chunk(0))
     story.after(2, chunk(1))
     assert story.parts() == {"pause": 1.5, "refit": 2, "re_prefill": 4 + 1, "decode": 1}
@@ -250,7 +256,7 @@ def test_an_engine_that_is_lost_and_comes_back():
     story = Story("a", "b")
     story.tell(*launch(), chunk(0), chunk(1))
     story.after(2, do.LoseEngine(engine="a", cause="burnt", last=False))
-    assert story.usage.engines["a"].in_flight == 0
+    assert story.engines["a"].in_flight == 0
     story.after(3, ev.EngineJoined(info=ev.EngineInfo(name="a", version=0)))
     story.after(1, do.AdmitEngine(engine="a", version=0))
     story.after(1, send(0, attempt=2), send(1, attempt=2))
@@ -263,9 +269,9 @@ def test_an_engine_that_joins_late_is_counted_from_then_on():
     story.after(5, ev.EngineJoined(info=ev.EngineInfo(name="b", version=0)))
     story.after(1, do.AdmitEngine(engine="b", version=0))
     story.after(2)
-    story.usage.advance(story.now)
-    assert story.usage.engines["b"].wall == pytest.approx(3)
-    assert story.usage.engines["b"].seconds["lost"] == pytest.approx(1)
+    story.parts("a")
+    assert story.engines["b"].wall == pytest.approx(3)
+    assert story.engines["b"].seconds["lost"] == pytest.approx(1)
 
 
 def test_episodes_that_are_with_their_tools():
@@ -311,7 +317,7 @@ def test_slots_are_those_of_the_fullest_time_so_far():
     story.after(2, *launch(group_id=1), chunk(10), chunk(11))
     story.after(3, finished(0))
     story.after(3)
-    assert story.usage.engines["a"].capacity == 3
+    assert story.engines["a"].capacity == 3
     assert story.parts() == {"decode": 2 + 3 + 2, "tail": 1}
 
 

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from aprilsched.cli.main import main
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.runs import exporting
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import FactListener
 
 SHORT = ["--median", "60", "--cap", "600", "--batches", "3"]
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--quiet", *SHORT]
@@ -66,16 +65,13 @@ def test_metrics_are_served_while_the_run_goes_on(tmp_path: Path, monkeypatch: p
     class Scraping:
         """In the middle of the run, as Prometheus would."""
 
-        def on_event(self, event: ev.Event, now: float) -> None:
-            pass
-
-        def on_command(self, command: do.Command, now: float) -> None:
-            if isinstance(command, do.Deliver) and command.batch.index == 1:
+        def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+            if any(isinstance(fact, BatchDelivered) and fact.batch == 1 for fact in facts):
                 url = f"http://127.0.0.1:{port}/metrics"
                 with urllib.request.urlopen(url, timeout=600) as answer:
                     scraped.append(answer.read().decode())
 
-    def looking(_: object) -> Sequence[Listener]:
+    def looking(_: object) -> Sequence[FactListener]:
         return (Scraping(),)
 
     monkeypatch.setattr(exporting, "_EXPORTERS", (*exporting._EXPORTERS, looking))

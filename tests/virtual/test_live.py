@@ -13,13 +13,12 @@ import pytest
 from aprilsched.cli.main import main
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import RolloutScheduler
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event, Progress
+from aprilsched.core.messages.facts import Fact, TokensReceived
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.rules import Pace
 from aprilsched.core.state.in_flight import InFlight
 from aprilsched.engines.sim import SimFleet, SimPublisher, run_virtual
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import FactListener
 from aprilsched.telemetry.batch_meter import BatchMeter
 from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.live.model import LiveModel
@@ -42,22 +41,18 @@ class Watching:
     """Holds a model against the scheduler itself, at some chunks of tokens: of those nothing
     follows, so whatever the scheduler has done has been told."""
 
-    def __init__(self, model: LiveModel, told: Sequence[Listener]) -> None:
+    def __init__(self, model: LiveModel, told: Sequence[FactListener]) -> None:
         self.book: InFlight | None = None
         self.seen: list[Snapshot] = []
         self._model = model
         self._told = told
         self._random = random.Random(0)
 
-    def on_event(self, event: Event, now: float) -> None:
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         for listener in self._told:
-            listener.on_event(event, now)
-        if isinstance(event, Progress) and self._random.random() < 0.05:
+            listener.on_facts(facts, now)
+        if isinstance(facts[0], TokensReceived) and self._random.random() < 0.05:
             self._compare()
-
-    def on_command(self, command: Command, now: float) -> None:
-        for listener in self._told:
-            listener.on_command(command, now)
 
     def _compare(self) -> None:
         assert self.book is not None

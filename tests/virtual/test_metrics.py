@@ -19,11 +19,10 @@ from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimF
 from aprilsched.analysis.rebuild import replay
 from aprilsched.analysis.usage import usage_of
 from aprilsched.cli.main import main
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.facts import Fact
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import FactListener
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.metrics import Metrics, serve_metrics
 from aprilsched.telemetry.metrics.table import METRICS
@@ -62,7 +61,7 @@ class Scraped:
 
 
 def driven(
-    listeners: Sequence[Listener], *, batches: int = 4, pace: Pace = "synchronous"
+    listeners: Sequence[FactListener], *, batches: int = 4, pace: Pace = "synchronous"
 ) -> list[Batch]:
     """Two engines, an update after each batch, stale rollouts dropped."""
     config = SchedulerConfig(
@@ -167,18 +166,15 @@ def test_counters_never_go_down():
     scrapes = 0
 
     class Looking:
-        def on_event(self, event: ev.Event, now: float) -> None:
+        def on_facts(self, facts: Sequence[Fact], now: float) -> None:
             nonlocal scrapes
-            metrics.on_event(event, now)
+            metrics.on_facts(facts, now)
             scrapes += 1
             for sample in metrics.scrape().samples:
                 if METRICS[sample.name].kind == "counter":
                     key = (sample.name, sample.labels)
                     assert sample.value >= before.get(key, 0.0), key
                     before[key] = sample.value
-
-        def on_command(self, command: do.Command, now: float) -> None:
-            metrics.on_command(command, now)
 
     driven([figures, Looking()], batches=2)
     assert scrapes > 100

@@ -25,7 +25,7 @@ from aprilsched import (
     SimPublisher,
     Turn,
 )
-from aprilsched.analysis.rebuild import rebuilt_summary, replay
+from aprilsched.analysis.rebuild import rebuilt_summary, remainder_of, replay
 from aprilsched.analysis.run import read_run
 from aprilsched.cli.main import main
 from aprilsched.core.messages.events import EngineLost
@@ -33,9 +33,9 @@ from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EngineError, EngineRejected
 from aprilsched.runs.remainder import remainder
-from aprilsched.telemetry.books import Books
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary
+from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.summary import Summary
 
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--quiet"]
@@ -146,8 +146,8 @@ def check_rebuilt(
     """Run `program` with a log; what is rebuilt of it is what its scheduler says. The summary."""
     path = tmp_path / "events.jsonl"
     own = Summary(trainer_waits=True)
-    books, rebuilt = Books(), Summary(trainer_waits=True)
-    rebuilt.ledger, rebuilt.warns = books.ledger, False
+    again_state, rebuilt = RunState(), Summary(trainer_waits=True)
+    rebuilt.ledger, rebuilt.warns = again_state.ledger, False
     log = EventLog(path)
     log.start()
 
@@ -166,8 +166,8 @@ def check_rebuilt(
     state = run_virtual(run()).state
     log.close()
     assert log.error is None
-    replay(path, [books, rebuilt])
-    live, found = remainder(state), books.remainder()
+    replay(path, [again_state, rebuilt])
+    live, found = remainder(state), remainder_of(again_state)
     assert sorted(found.in_flight) == sorted(live.in_flight)
     assert differences(found.counters, live.counters) == {}
     pairs = zip(found.ledger.entries, live.ledger.entries, strict=True)

@@ -17,6 +17,7 @@ from aprilsched.core.messages import events as ev
 from aprilsched.telemetry.queued import QueuedListener
 from aprilsched.telemetry.spans import Spans, epoch_of_monotonic
 from aprilsched.types import Batch
+from tests.support.told import Told
 from tests.virtual.test_metrics import driven
 
 NS = 1_000_000_000
@@ -132,9 +133,12 @@ def test_batches_follow_each_other_and_updates_take_their_time(run: tuple[Kept, 
 def test_virtual_seconds_run_on_from_the_begin():
     kept, before = Kept(), time.time_ns()
     with Spans(kept.tracer) as spans:
-        spans.on_event(ev.Opened(engines=INFOS), 1000.0)
+        told = Told(spans)
+        told.tell(ev.Opened(engines=INFOS), 1000.0)
+        told.flush()
         after = time.time_ns()
-        spans.on_event(ev.BatchRequested(), 4600.0)
+        told.tell(ev.BatchRequested(), 4600.0)
+        told.flush()
     (run,) = kept.named("run")
     assert run.start_time is not None
     assert before <= run.start_time + 1 <= after + 2
@@ -144,31 +148,35 @@ def test_virtual_seconds_run_on_from_the_begin():
 def test_the_machine_s_clock_is_mapped_exactly():
     kept, epoch = Kept(), epoch_of_monotonic()
     with Spans(kept.tracer, epoch_ns=epoch) as spans:
-        spans.on_event(ev.Opened(engines=INFOS), 5.0)
+        told = Told(spans)
+        told.tell(ev.Opened(engines=INFOS), 5.0)
+        told.flush()
     assert kept.named("run")[0].start_time == epoch + 5 * NS
 
 
 def test_what_fails_says_so():
     kept = Kept()
     with Spans(kept.tracer) as spans:
-        spans.on_event(ev.Opened(engines=INFOS), 0.0)
-        spans.on_event(ev.UpdateRequested(version=1), 1.0)
+        told = Told(spans)
+        told.tell(ev.Opened(engines=INFOS), 0.0)
+        told.tell(ev.UpdateRequested(version=1), 1.0)
         for engine in ("a", "b"):
-            spans.on_command(do.Pause(engine=engine, mode="retract"), 1.0)
-        spans.on_event(ev.Paused(engine="a"), 1.5)
-        spans.on_event(ev.ControlFailed(engine="b", call="pause", cause="no answer"), 2.0)
-        spans.on_command(do.LoseEngine(engine="b", cause="no answer", last=False), 2.0)
-        spans.on_command(do.Refit(version=1, engines=("a",)), 2.0)
-        spans.on_event(ev.Refitted(engine="a", version=None, cause="torn"), 3.0)
-        spans.on_command(do.FinishUpdate(version=1, cause="no engine took it"), 3.0)
-    told = {
+            told.tell(do.Pause(engine=engine, mode="retract"), 1.0)
+        told.tell(ev.Paused(engine="a"), 1.5)
+        told.tell(ev.ControlFailed(engine="b", call="pause", cause="no answer"), 2.0)
+        told.tell(do.LoseEngine(engine="b", cause="no answer", last=False), 2.0)
+        told.tell(do.Refit(version=1, engines=("a",)), 2.0)
+        told.tell(ev.Refitted(engine="a", version=None, cause="torn"), 3.0)
+        told.tell(do.FinishUpdate(version=1, cause="no engine took it"), 3.0)
+        told.flush()
+    by_name = {
         (span.name.removeprefix("aprilsched."), about(span, "aprilsched.engine.name")): span
         for span in kept.spans
     }
-    assert told["pause", "a"].status.status_code is StatusCode.UNSET
-    assert told["pause", "b"].status.description == "no answer"
-    assert told["refit", "a"].status.description == "torn"
-    assert told["update", None].status.description == "no engine took it"
+    assert by_name["pause", "a"].status.status_code is StatusCode.UNSET
+    assert by_name["pause", "b"].status.description == "no answer"
+    assert by_name["refit", "a"].status.description == "torn"
+    assert by_name["update", None].status.description == "no engine took it"
     (lost,) = kept.named("run")[0].events
     assert lost.name == "aprilsched.engine.lost"
     assert lost.timestamp == (kept.named("run")[0].start_time or 0) + 2 * NS

@@ -25,8 +25,9 @@ from aprilsched.analysis.usage import RunUsage, UsageRecorder, usage_of
 from aprilsched.cli.main import main
 from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.sim import run_virtual
+from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.usage.parts import PARTS
-from aprilsched.telemetry.usage.usage import Usage
+from aprilsched.telemetry.usage.usage import utilization_of
 
 Program = Callable[[RolloutScheduler], Coroutine[Any, Any, None]]
 
@@ -84,7 +85,7 @@ def run(program: Program, *, fleet: SimFleet | None = None, **arguments: Any) ->
     """The seconds of each part in a run; live and afterwards they are the same ones."""
     config = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
     config.update(arguments.pop("config", {}))
-    live = Usage(batch_groups=4)
+    live = RunState(batch_groups=4)
     recorder = UsageRecorder(batch_groups=4)
     prompts = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
 
@@ -103,12 +104,12 @@ def run(program: Program, *, fleet: SimFleet | None = None, **arguments: Any) ->
     live.advance(end)
     usage = recorder.usage(end)
     seconds = check(usage)
-    for index, engine in enumerate(live.engines.values()):
+    for index, engine in enumerate(live.engine_usage.values()):
         assert engine.wall == pytest.approx(usage.seconds[index].sum())
         assert engine.tokens == usage.tokens[index]
         assert engine.capacity == usage.capacity[index]
     # Live, time is divided by the slots known until then, which can only be fewer.
-    assert live.utilization() >= usage.utilization * 0.999
+    assert utilization_of(live.seconds()) >= usage.utilization * 0.999
     return seconds
 
 

@@ -1,12 +1,12 @@
-"""What went wrong in a run and what was done about it, told from its events and commands."""
+"""What went wrong in a run and what was done about it, told from its facts."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from aprilsched.analysis.report.model import Drop, FaultEvent, FaultLedger, Retry
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts as of
+from aprilsched.core.state.ledger import Reason
 from aprilsched.telemetry.dispatching import DispatchingListener
 
 __all__ = ["Faults"]
@@ -28,22 +28,23 @@ class Faults(DispatchingListener):
         self._groups: Counter[tuple[str, str]] = Counter()
         self._rollouts: Counter[tuple[str, str]] = Counter()
         self._handlers = {
-            ev.Opened: self._open,
-            ev.Failed: lambda event: self._failed.update([_short(event.cause)]),
-            ev.ControlFailed: lambda event: self._note(
-                event.engine, f"its {event.call} call failed", event.cause
+            of.RunOpened: self._open,
+            of.AttemptEnded: self._attempt_ended,
+            of.ControlCallFailed: lambda fact: self._note(
+                fact.engine, f"its {fact.call} call failed", fact.cause
             ),
-            ev.EngineJoined: lambda event: self._note(event.info.name, "joined", ""),
-            do.LoseEngine: self._lose,
-            do.AdmitEngine: self._admit,
-            do.ReportSlow: lambda command: self._note(
-                command.engine, "is slow, and stays in use", command.cause
+            of.EngineJoined: lambda fact: self._note(fact.info.name, "joined", ""),
+            of.EngineLost: self._lose,
+            of.EngineAdmitted: self._admit,
+            of.EngineSlow: lambda fact: self._note(
+                fact.engine, "is slow, and stays in use", fact.cause
             ),
-            do.AwaitFleet: lambda _: self._note("", "no engine was left: waiting for one", ""),
-            do.GiveUpFleet: lambda _: self._note("", "no engine came back in time", ""),
-            do.GiveUp: lambda command: self._note("", "the run was given up", command.cause),
-            do.FinishUpdate: self._finish_update,
-            do.CancelWork: self._cancel,
+            of.FleetAwaited: lambda _: self._note("", "no engine was left: waiting for one", ""),
+            of.FleetGivenUp: lambda _: self._note("", "no engine came back in time", ""),
+            of.GroupsFailed: lambda fact: self._note("", "the run was given up", fact.cause),
+            of.UpdateFinished: self._update_finished,
+            of.GroupDropped: lambda fact: self._drop(fact.reason, fact.cause, len(fact.rollouts)),
+            of.PromptRefused: lambda fact: self._drop(Reason.BAD_PROMPT.value, fact.cause, 1),
         }
 
     def ledger(self) -> FaultLedger:
@@ -70,28 +71,32 @@ class Faults(DispatchingListener):
                 FaultEvent(time=self._now, engine=engine, what=what, cause=_short(cause))
             )
 
-    def _open(self, event: ev.Opened) -> None:
+    def _open(self, _: of.RunOpened) -> None:
         self._opened += 1
         if self._opened > 1:
             self._note("", "another process went on with the run", "")
 
-    def _lose(self, command: do.LoseEngine) -> None:
+    def _attempt_ended(self, fact: of.AttemptEnded) -> None:
+        if fact.outcome == "failed":
+            self._failed[_short(fact.cause)] += 1
+
+    def _lose(self, fact: of.EngineLost) -> None:
         self._lost += 1
-        what = "lost; it waits for the next weights" if command.standby else "lost; quarantined"
-        self._note(command.engine, what, command.cause)
+        what = "lost; it waits for the next weights" if fact.standby else "lost; quarantined"
+        self._note(fact.engine, what, fact.cause)
 
-    def _admit(self, command: do.AdmitEngine) -> None:
+    def _admit(self, fact: of.EngineAdmitted) -> None:
         self._admitted += 1
-        self._note(command.engine, f"takes part again, with version {command.version}", "")
+        self._note(fact.engine, f"takes part again, with version {fact.version}", "")
 
-    def _finish_update(self, command: do.FinishUpdate) -> None:
-        if command.cause:
-            self._note("", f"the update to version {command.version} failed", command.cause)
+    def _update_finished(self, fact: of.UpdateFinished) -> None:
+        if fact.cause:
+            self._note("", f"the update to version {fact.version} failed", fact.cause)
 
-    def _cancel(self, command: do.CancelWork) -> None:
-        key = (command.reason, _short(command.cause))
+    def _drop(self, reason: str, cause: str, rollouts: int) -> None:
+        key = (reason, _short(cause))
         self._groups[key] += 1
-        self._rollouts[key] += len(command.rollout_ids)
+        self._rollouts[key] += rollouts
 
 
 def _short(cause: str) -> str:

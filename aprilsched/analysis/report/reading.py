@@ -17,7 +17,7 @@ from aprilsched.analysis.report.faults import Faults
 from aprilsched.analysis.report.model import FaultLedger
 from aprilsched.analysis.run import History, Run, readable
 from aprilsched.analysis.usage import RunUsage, UsageRecorder
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import FactListener
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS
 
@@ -69,7 +69,7 @@ def read_material(folder: Path) -> Material:
 
 def _summing(
     folder: Path, config: dict[str, Any]
-) -> tuple[Sequence[Listener], Callable[[], RunSummary]]:
+) -> tuple[Sequence[FactListener], Callable[[], RunSummary]]:
     """What has to listen so that the summary can be had after the log."""
     written = written_summary(folder)
     if written is not None:

@@ -15,7 +15,7 @@ The names of the facts and of their fields are the format of events.jsonl.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -79,6 +79,7 @@ __all__ = [
     "UpdateWithdrawn",
     "VerdictRequested",
     "WakeRequested",
+    "by_delivery",
     "delivered_rollouts",
     "group_ids",
 ]
@@ -586,3 +587,15 @@ def _delivered(rollout: Rollout, key: str | int | None, *, tokens: bool) -> Deli
 def group_ids(rollouts: Iterable[DeliveredRollout]) -> list[int]:
     """The groups of these rollouts, each once, in their order."""
     return list(dict.fromkeys(rollout.group_id for rollout in rollouts))
+
+
+def by_delivery(facts: Sequence[Fact]) -> Iterator[Sequence[Fact]]:
+    """The facts of one event in parts that end with a delivery: whoever reads the state of the run
+    at a delivery reads it as it was then, and not as what followed at once has left it."""
+    begin = 0
+    for end, fact in enumerate(facts, start=1):
+        if fact.__class__ is BatchDelivered:
+            yield facts[begin:end]
+            begin = end
+    if begin < len(facts):
+        yield facts[begin:]

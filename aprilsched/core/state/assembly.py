@@ -69,8 +69,7 @@ def launched(record: GroupRecord, *, restored: bool = False, tokens: bool = Fals
     if restored:
         members = record.members
         lengths = RestoredLengths(
-            # A response that ended with nothing has the length 1, as in the estimates.
-            tokens=tuple(max(len(m.log), m.state not in GENERATING) for m in members),
+            tokens=tuple(len(m.log) for m in members),
             sampled=tuple(m.log.sampled_tokens for m in members),
             finished=tuple(m.state not in GENERATING for m in members),
         )

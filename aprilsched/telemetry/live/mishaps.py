@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts as of
+from aprilsched.core.state.ledger import Reason
 from aprilsched.telemetry.dispatching import DispatchingListener
 
 __all__ = ["Mishap", "Mishaps"]
+
+
+_FAILED = {Reason.REWARD_FAILED.value: "a reward", Reason.EPISODE_FAILED.value: "an episode"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,28 +31,32 @@ class Mishaps(DispatchingListener):
         """So often; some may be back."""
         self.latest: Mishap | None = None
         self._handlers = {
-            ev.RewardFailed: lambda event: self._note(f"a reward failed: {event.cause}"),
-            ev.EpisodeFailed: lambda event: self._note(f"an episode failed: {event.cause}"),
-            do.LoseEngine: self._lose,
-            do.ReportSlow: lambda command: self._note(f"{command.engine} is slow: {command.cause}"),
-            do.AwaitFleet: lambda command: self._note(
-                f"no engine is left; waited {command.waited_s:.0f} s, {command.left_s:.0f} s more"
+            of.GroupDropped: self._group_dropped,
+            of.EngineLost: self._lost,
+            of.EngineSlow: lambda fact: self._note(f"{fact.engine} is slow: {fact.cause}"),
+            of.FleetAwaited: lambda fact: self._note(
+                f"no engine is left; waited {fact.waited_s:.0f} s, {fact.left_s:.0f} s more"
             ),
-            do.GiveUpFleet: lambda _: self._note("no engine came back in time"),
-            do.GiveUp: lambda command: self._note(
-                f"{command.groups} groups failed in a row: {command.cause}"
+            of.FleetGivenUp: lambda _: self._note("no engine came back in time"),
+            of.GroupsFailed: lambda fact: self._note(
+                f"{fact.groups} groups failed in a row: {fact.cause}"
             ),
-            do.WantUpdate: lambda _: self._note("engines wait for weights to be published"),
-            do.FinishUpdate: self._updated,
+            of.UpdateWanted: lambda _: self._note("engines wait for weights to be published"),
+            of.UpdateFinished: self._updated,
         }
 
-    def _lose(self, command: do.LoseEngine) -> None:
-        self.engines_lost += 1
-        self._note(f"{command.engine} lost: {command.cause}")
+    def _group_dropped(self, fact: of.GroupDropped) -> None:
+        what = _FAILED.get(fact.reason)
+        if what is not None:
+            self._note(f"{what} failed: {fact.cause}")
 
-    def _updated(self, command: do.FinishUpdate) -> None:
-        if command.cause:
-            self._note(f"version {command.version} did not get in: {command.cause}")
+    def _lost(self, fact: of.EngineLost) -> None:
+        self.engines_lost += 1
+        self._note(f"{fact.engine} lost: {fact.cause}")
+
+    def _updated(self, fact: of.UpdateFinished) -> None:
+        if fact.cause:
+            self._note(f"version {fact.version} did not get in: {fact.cause}")
 
     def _note(self, text: str) -> None:
         self.latest = Mishap(text=" ".join(text.split()), time=self._now)

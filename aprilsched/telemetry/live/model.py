@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
-from aprilsched.telemetry.base import Chunks
+from aprilsched.core.messages import facts as of
+from aprilsched.core.messages.facts import Fact
+from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.batch_figures import Measured, efficiency
 from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.live.history import History
 from aprilsched.telemetry.live.mishaps import Mishaps
-from aprilsched.telemetry.live.rollouts import Rollouts
 from aprilsched.telemetry.live.snapshot import (
     RECENT_BATCHES,
     EngineRow,
@@ -29,7 +27,7 @@ from aprilsched.telemetry.live.snapshot import (
 )
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.usage.parts import BUSY, Part
-from aprilsched.telemetry.usage.usage import EngineUsage
+from aprilsched.telemetry.usage.usage import EngineUsage, utilization_of
 
 __all__ = ["LiveModel"]
 
@@ -45,15 +43,8 @@ class LiveModel:
         self.note = ""
         self._facts = facts
         self._figures = figures
-        self._rollouts = Rollouts()
         self._mishaps = Mishaps()
         self._history = History()
-        parts = (self._rollouts, self._mishaps)
-        self._parts = {
-            kind: tuple(part for part in parts if kind in part.kinds)
-            for kind in {kind for part in parts for kind in part.kinds}
-        }
-        """Who listens to what: most kinds concern nobody here."""
         self._recent: deque[Measured] = deque(maxlen=RECENT_BATCHES)
         self._batches = 0
         self._version = 0
@@ -66,31 +57,22 @@ class LiveModel:
 
     # --- what happens --------------------------------------------------------------------------
 
-    def on_event(self, event: Event, now: float) -> None:
-        self._hear(event, now)
-
-    def on_command(self, command: Command, now: float) -> None:
-        self._hear(command, now)
-
-    def on_progress(self, chunks: Chunks, now: float) -> None:
-        if now >= self._history.due:
-            with self._figures.lock:
-                self._sample(now)
-
-    def _hear(self, what: Event | Command, now: float) -> None:
-        parts = self._parts.get(type(what), ())
-        if not parts and now < self._history.due:
-            return
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         with self._figures.lock:
             if self._began is None:
                 self._began = self._batch_began = now
-            for part in parts:
-                part.hear(what, now)
-            if isinstance(what, do.Deliver | do.Redeliver):
-                self._delivered(what.batch.index, now)
-            elif isinstance(what, do.FinishUpdate) and not what.cause:
-                self._version = what.version
+            self._mishaps.on_facts(facts, now)
+            for fact in facts:
+                if isinstance(fact, of.BatchDelivered):
+                    self._delivered(fact.batch, now)
+                elif isinstance(fact, of.UpdateFinished) and not fact.cause:
+                    self._version = fact.version
             if now >= self._history.due:
+                self._sample(now)
+
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        if now >= self._history.due:
+            with self._figures.lock:
                 self._sample(now)
 
     def _delivered(self, index: int, now: float) -> None:
@@ -104,8 +86,9 @@ class LiveModel:
             self._version = max(self._version, measured.figures.version)
 
     def _sample(self, now: float) -> None:
-        self._figures.usage.advance(now)
-        self._history.add(now, self._figures.usage.engines)
+        state = self._figures.state
+        state.advance(now)
+        self._history.add(now, state.engine_usage)
 
     # --- what is shown -------------------------------------------------------------------------
 
@@ -118,20 +101,20 @@ class LiveModel:
             return self._snapshot(now)
 
     def _snapshot(self, now: float) -> Snapshot:
-        usage = self._figures.usage
-        engines = usage.engines
+        state = self._figures.state
+        engines = state.engine_usage
         rows = tuple(self._row(engine, now) for engine in engines.values())
-        seconds = usage.seconds()
+        seconds = state.seconds()
         return Snapshot(
             facts=self._facts,
             elapsed=0.0 if self._began is None else max(0.0, now - self._began),
             left=self._left(now),
             batches=self._batches,
             version=max([self._version, *(row.version or 0 for row in rows)]),
-            ready=usage.groups_ready,
+            ready=state.groups_ready,
             in_flight=self._in_flight(engines),
-            carried=len(self._rollouts.carried),
-            utilization=usage.utilization(),
+            carried=len(state.carried),
+            utilization=utilization_of(seconds),
             columns=self._history.utilization(),
             idle=_idle(seconds),
             tokens_per_s=sum(row.tokens_per_s for row in rows),
@@ -162,11 +145,12 @@ class LiveModel:
 
     def _in_flight(self, engines: Mapping[str, EngineUsage]) -> dict[Phase, int]:
         at_work = [engine for engine in engines.values() if engine.state == "generating"]
-        usage, carried = self._figures.usage, self._rollouts.carried
+        state = self._figures.state
+        carried, outside = state.carried, len(state.outside)
         decoding = sum(engine.decoding for engine in at_work)
-        stragglers = len(carried.intersection(usage.decoding())) if carried else 0
+        stragglers = len(carried.intersection(state.decoding())) if carried else 0
         open_requests = sum(engine.in_flight for engine in engines.values())
-        waiting = len(self._rollouts.growing) - open_requests - usage.outside
+        waiting = len(state.growing) - open_requests - outside
         counts: dict[Phase, int] = {
             "decoding": decoding - stragglers,
             "straggler": stragglers,
@@ -174,8 +158,8 @@ class LiveModel:
             "re-prefilling": sum(engine.re_prefilling for engine in at_work),
             "paused": open_requests - sum(engine.in_flight for engine in at_work),
             "waiting": waiting,
-            "tools": usage.outside,
-            "scoring": len(self._rollouts.scored),
+            "tools": outside,
+            "scoring": len(state.scoring),
         }
         return {phase: count for phase, count in counts.items() if count > 0}
 

@@ -8,43 +8,41 @@ from typing import Self
 
 from rich.console import Console
 
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
+from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.core.state.ledger import Counters, Ledger
-from aprilsched.telemetry.base import Chunks, Listener
+from aprilsched.telemetry.base import FactListener, TokenChunks
 from aprilsched.telemetry.batch_figures import Measured, efficiency
-from aprilsched.telemetry.batch_meter import BatchMeter
 from aprilsched.telemetry.live.facts import RunFacts
-from aprilsched.telemetry.live.rollouts import Rollouts
 from aprilsched.telemetry.live.snapshot import RECENT_BATCHES
+from aprilsched.telemetry.live_figures import LiveFigures
 
 __all__ = ["PlainLines"]
 
 
 class PlainLines:
-    """Prints to `console`; `meter` is told of everything before this listener.
+    """Prints to `console`; `figures` are the account of the run, which is told first.
 
     Attributes:
         said: so many batches have their lines already.
     """
 
     def __init__(
-        self, console: Console, facts: RunFacts, meter: BatchMeter, *, said: int = 0
+        self, console: Console, facts: RunFacts, figures: LiveFigures, *, said: int = 0
     ) -> None:
         self._console = console
         self._facts = facts
-        self._meter = meter
-        self._rollouts = Rollouts()
+        self._figures = figures
         self._recent: deque[Measured] = deque(maxlen=RECENT_BATCHES)
         self.said = said
 
     @property
-    def listeners(self) -> Sequence[Listener]:
-        return (self,)
+    def listeners(self) -> Sequence[FactListener]:
+        """In their order."""
+        return (self._figures, self)
 
     def begin(self, counters: Counters, ledger: Ledger, *, batches: int) -> None:
         """So many batches were delivered before, in the same run."""
+        self._figures.count_with(counters, ledger)
         self.said = batches
 
     def __enter__(self) -> Self:
@@ -53,17 +51,15 @@ class PlainLines:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def on_event(self, event: Event, now: float) -> None:
-        self._rollouts.hear(event, now)
-
-    def on_progress(self, chunks: Chunks, now: float) -> None:
-        pass
-
-    def on_command(self, command: Command, now: float) -> None:
-        self._rollouts.hear(command, now)
-        measured = self._meter.latest
-        if isinstance(command, do.Deliver) and measured is not None:
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        measured = self._figures.batch
+        if measured is None:
+            return
+        if any(isinstance(fact, BatchDelivered) and not fact.again for fact in facts):
             self._delivered(measured)
+
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        pass
 
     def _delivered(self, measured: Measured) -> None:
         # A log that is read anew tells of what was said already.
@@ -81,7 +77,7 @@ class PlainLines:
         return (
             f"{self._facts.title}  batch {figures.index + 1}/{self._facts.batches}"
             f"  {figures.seconds + figures.trainer_seconds:.1f} s  {figures.tokens:,} tokens"
-            f"  {len(self._rollouts.growing)} carried  version {figures.version}"
+            f"  {len(self._figures.state.growing)} carried  version {figures.version}"
             f"  staleness {figures.staleness_mean:.2f}"
             + ("" if latest is None else f"  efficiency lately {latest:.0%}")
         )

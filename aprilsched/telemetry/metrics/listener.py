@@ -7,14 +7,12 @@ somebody asks; a counter never goes down.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
+from aprilsched.core.messages import facts as of
+from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Reason
 from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
 from aprilsched.telemetry.metrics.histogram import Buckets, Histogram
@@ -69,26 +67,23 @@ class Metrics(FiguresListener):
             if metric.kind == "histogram"
         }
         self._handlers = {
-            ev.Opened: self._opened,
-            ev.BatchRequested: self._requested,
-            ev.BatchWithdrawn: self._withdrawn,
-            ev.UpdateRequested: self._update_requested,
-            ev.UpdateWithdrawn: self._update_withdrawn,
-            ev.Refitted: self._refitted,
-            ev.Continued: self._continued,
-            do.EndOfPrompts: self._withdrawn,
-            do.Pause: self._pause,
-            do.Refit: self._refit,
-            do.LoseEngine: self._lose_engine,
-            do.FinishUpdate: self._finish_update,
-            do.Deliver: self._deliver,
-            do.Redeliver: self._redeliver,
+            of.RunOpened: self._opened,
+            of.BatchRequested: self._requested,
+            of.BatchRequestWithdrawn: self._withdrawn,
+            of.PromptsEnded: self._withdrawn,
+            of.BatchDelivered: self._delivered,
+            of.UpdateBegun: self._update_begun,
+            of.UpdateWithdrawn: self._update_withdrawn,
+            of.UpdateFinished: self._update_finished,
+            of.RefitBegun: self._refit_begun,
+            of.EngineRefitted: self._refitted,
+            of.EngineModeChanged: self._mode_changed,
+            of.EngineLost: self._engine_lost,
         }
 
-    def hear(self, what: Event | Command, now: float) -> None:
-        if type(what) in self._handlers:
-            with self._figures.lock:
-                super().hear(what, now)
+    def react(self, facts: Sequence[Fact], now: float) -> None:
+        with self._figures.lock:
+            super().react(facts, now)
 
     def scrape(self) -> Scrape:
         """The values now; from any thread."""
@@ -113,7 +108,7 @@ class Metrics(FiguresListener):
             ("rollouts_launched_total", counters.launched),
             ("rollouts_delivered_total", counters.delivered),
             ("rollouts_in_flight", in_flight),
-            ("groups_ready", self._figures.usage.groups_ready),
+            ("groups_ready", self._figures.state.groups_ready),
             ("request_retries_total", counters.retries),
             ("tokens_generated_total", counters.tokens_generated),
             ("tokens_delivered_total", counters.tokens_delivered),
@@ -140,7 +135,7 @@ class Metrics(FiguresListener):
             yield _sample("updates_total", updates, outcome)
 
     def _of_engines(self) -> Iterator[Sample]:
-        for name, engine in self._figures.usage.engines.items():
+        for name, engine in self._figures.state.engine_usage.items():
             yield _sample("engine_up", engine.state != "lost", name)
             for state in _STATES:
                 yield _sample("engine_state", state == engine.state, name, state)
@@ -162,63 +157,58 @@ class Metrics(FiguresListener):
 
     # --- batches -------------------------------------------------------------------------------
 
-    def _opened(self, event: ev.Opened) -> None:
-        self._version = max((engine.version or 0 for engine in event.engines), default=0)
+    def _opened(self, fact: of.RunOpened) -> None:
+        self._version = max((engine.version or 0 for engine in fact.engines), default=0)
 
-    def _requested(self, _: ev.BatchRequested) -> None:
+    def _requested(self, _: of.BatchRequested) -> None:
         if self._asked_at is None:
             self._asked_at = self._now
 
-    def _withdrawn(self, _: ev.BatchWithdrawn | do.EndOfPrompts) -> None:
+    def _withdrawn(self, _: of.BatchRequestWithdrawn | of.PromptsEnded) -> None:
         self._asked_at = None
 
-    def _deliver(self, _: do.Deliver) -> None:
-        self._handed_over()
+    def _delivered(self, fact: of.BatchDelivered) -> None:
+        self._observe_since("batch_wait_seconds", self._asked_at)
+        self._asked_at = None
         batch = self._figures.batch
-        if batch is None:
+        if fact.again or batch is None:
             return
         self._observe("batch_duration_seconds", batch.figures.seconds)
         self._histograms["aprilsched_response_length_tokens"].observe(batch.lengths)
         self._histograms["aprilsched_rollout_staleness_versions"].observe(batch.oldest_by_rollout)
 
-    def _redeliver(self, _: do.Redeliver) -> None:
-        self._handed_over()
-
-    def _handed_over(self) -> None:
-        self._observe_since("batch_wait_seconds", self._asked_at)
-        self._asked_at = None
-
     # --- updates and engines -------------------------------------------------------------------
 
-    def _update_requested(self, _: ev.UpdateRequested) -> None:
+    def _update_begun(self, _: of.UpdateBegun) -> None:
         self._update_at = self._now
 
-    def _update_withdrawn(self, _: ev.UpdateWithdrawn) -> None:
+    def _update_withdrawn(self, _: of.UpdateWithdrawn) -> None:
         self._update_at = None
 
-    def _finish_update(self, command: do.FinishUpdate) -> None:
-        self._updates["failed" if command.cause else "succeeded"] += 1
-        if not command.cause:
-            self._version = command.version
+    def _update_finished(self, fact: of.UpdateFinished) -> None:
+        self._updates["failed" if fact.cause else "succeeded"] += 1
+        if not fact.cause:
+            self._version = fact.version
         self._observe_since("update_duration_seconds", self._update_at)
         self._update_at = None
 
-    def _pause(self, command: do.Pause) -> None:
-        self._paused_at.setdefault(command.engine, self._now)
+    def _mode_changed(self, fact: of.EngineModeChanged) -> None:
+        if fact.finish == "pausing":
+            self._paused_at.setdefault(fact.engine, self._now)
+        elif fact.start == "continuing":
+            since = self._paused_at.pop(fact.engine, None)
+            self._observe_since("pause_duration_seconds", since)
 
-    def _continued(self, event: ev.Continued) -> None:
-        self._observe_since("pause_duration_seconds", self._paused_at.pop(event.engine, None))
+    def _refit_begun(self, fact: of.RefitBegun) -> None:
+        self._refit_at.update(dict.fromkeys(fact.engines, self._now))
 
-    def _refit(self, command: do.Refit) -> None:
-        self._refit_at.update(dict.fromkeys(command.engines, self._now))
+    def _refitted(self, fact: of.EngineRefitted) -> None:
+        self._observe_since("refit_duration_seconds", self._refit_at.pop(fact.engine, None))
 
-    def _refitted(self, event: ev.Refitted) -> None:
-        self._observe_since("refit_duration_seconds", self._refit_at.pop(event.engine, None))
-
-    def _lose_engine(self, command: do.LoseEngine) -> None:
-        self._losses[command.engine] += 1
-        self._paused_at.pop(command.engine, None)
-        self._refit_at.pop(command.engine, None)
+    def _engine_lost(self, fact: of.EngineLost) -> None:
+        self._losses[fact.engine] += 1
+        self._paused_at.pop(fact.engine, None)
+        self._refit_at.pop(fact.engine, None)
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[f"aprilsched_{name}"].observe(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from aprilsched.core.messages import commands as do
+from aprilsched.core.messages.facts import BatchDelivered
 from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
 from aprilsched.telemetry.queued_calls import QueuedCalls
 from aprilsched.telemetry.trackers.base import Writer
@@ -39,7 +39,7 @@ class StepTracker(FiguresListener):
         close_seconds: float = _CLOSE_SECONDS,
     ) -> None:
         super().__init__(figures)
-        self._handlers = {do.Deliver: self._step}
+        self._handlers = {BatchDelivered: self._step}
         self._writer = writer
         self._seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
         """Of all engines, at the batch before."""
@@ -66,12 +66,14 @@ class StepTracker(FiguresListener):
         if self._calls.close():
             self._writer.close()
 
-    def _step(self, command: do.Deliver) -> None:
+    def _step(self, fact: BatchDelivered) -> None:
+        if fact.again:
+            return
         account = self._figures
         with account.lock:
             # To the delivery, and not to now: a scrape may have looked further.
-            account.usage.advance(account.now)
-            seconds, batch = account.usage.seconds(), account.batch
+            account.state.advance(account.now)
+            seconds, batch = account.state.seconds(), account.batch
             if batch is None:
                 return
             moment = Moment(
@@ -79,8 +81,8 @@ class StepTracker(FiguresListener):
                 counters=account.counters,
                 ledger=account.ledger,
                 spent={part: max(0.0, seconds[part] - self._seconds[part]) for part in PARTS},
-                groups_ready=account.usage.groups_ready,
+                groups_ready=account.state.groups_ready,
             )
             self._seconds = seconds
             figures = figures_of(moment)
-        self._calls.put(self._writer.write, command.batch.index, figures)
+        self._calls.put(self._writer.write, fact.batch, figures)

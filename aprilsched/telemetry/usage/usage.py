@@ -1,15 +1,15 @@
-"""Where the engines' time has gone so far; a listener, for whoever shows or exports it live."""
+"""An engine and where its time has gone so far, as data for whoever shows or exports it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from aprilsched.core.messages.events import EngineInfo
-from aprilsched.telemetry.usage.occupancy import Occupancy
+from aprilsched.telemetry.usage.engine_time import EngineNow
 from aprilsched.telemetry.usage.parts import BUSY, PARTS, EngineState, Part
 
-__all__ = ["EngineUsage", "Usage"]
+__all__ = ["EngineUsage", "engine_usage", "seconds_of", "utilization_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,66 +53,31 @@ class EngineUsage:
         return sum(self.seconds.values())
 
 
-class Usage:
-    """Adds the parts up for each engine of a run, while it goes on.
+def engine_usage(engine: EngineNow) -> EngineUsage:
+    """The engine as it is now."""
+    return EngineUsage(
+        name=engine.name,
+        state=engine.state,
+        in_flight=engine.in_flight,
+        version=engine.version,
+        tokens=engine.tokens,
+        capacity=engine.peak,
+        decoding=engine.decode,
+        prefilling=engine.prefill,
+        re_prefilling=engine.re_prefill,
+        context_tokens=engine.context_tokens,
+        info=engine.info,
+        seconds=dict(zip(PARTS, engine.seconds, strict=True)),
+    )
 
-    A stretch is divided by the capacity that the engine had shown until then. `batch_groups` is
-    that of the scheduler; None is learnt from the first batch.
-    """
 
-    def __init__(self, *, batch_groups: int | None = None) -> None:
-        self._occupancy = Occupancy(batch_groups=batch_groups)
-        self.on_event = self._occupancy.on_event
-        self.on_progress = self._occupancy.on_progress
-        self.on_command = self._occupancy.on_command
+def seconds_of(engines: Iterable[EngineNow]) -> dict[Part, float]:
+    """The parts of these engines' time together."""
+    sums = [sum(column) for column in zip(*(engine.seconds for engine in engines), strict=True)]
+    return dict(zip(PARTS, sums or [0.0] * len(PARTS), strict=True))
 
-    def advance(self, now: float) -> None:
-        """Count the time up to `now`, the clock's of the events."""
-        self._occupancy.advance(now)
 
-    @property
-    def engines(self) -> dict[str, EngineUsage]:
-        """By name, in the order in which they came."""
-        return {
-            name: EngineUsage(
-                name=name,
-                state=engine.state,
-                in_flight=engine.in_flight,
-                version=engine.version,
-                tokens=engine.tokens,
-                capacity=engine.peak,
-                decoding=engine.decode,
-                prefilling=engine.prefill,
-                re_prefilling=engine.re_prefill,
-                context_tokens=engine.context_tokens,
-                info=engine.info,
-                seconds=dict(zip(PARTS, engine.seconds, strict=True)),
-            )
-            for name, engine in self._occupancy.engines.items()
-        }
-
-    @property
-    def groups_ready(self) -> int:
-        """Groups that are complete, and wait for their batch."""
-        return self._occupancy.groups_ready
-
-    @property
-    def outside(self) -> int:
-        """Episodes that are with their tools."""
-        return self._occupancy.outside
-
-    def decoding(self) -> Iterator[int]:
-        """The rollouts that grow now, on engines that generate."""
-        return self._occupancy.decoding()
-
-    def seconds(self) -> dict[Part, float]:
-        """The parts of all engines together."""
-        engines = self._occupancy.engines.values()
-        sums = [sum(column) for column in zip(*(e.seconds for e in engines), strict=True)]
-        return dict(zip(PARTS, sums or [0.0] * len(PARTS), strict=True))
-
-    def utilization(self) -> float:
-        """The busy share of the time so far, 0 to 1."""
-        seconds = self.seconds()
-        wall = sum(seconds.values())
-        return sum(seconds[part] for part in BUSY) / wall if wall else 0.0
+def utilization_of(seconds: Mapping[Part, float]) -> float:
+    """The busy share of this time, 0 to 1."""
+    wall = sum(seconds.values())
+    return sum(seconds[part] for part in BUSY) / wall if wall else 0.0

@@ -1,0 +1,594 @@
+"""What a run is now, from its facts: the one projection behind everything that shows or exports it.
+
+It hears the facts of a run that goes on, or those of an event log, and says the same of both: which
+rollouts are in flight and how far they have come, what is counted, what is in the ledger, what each
+engine does and where its time has gone. Whoever shows, sums up or exports a run reads it here, and
+keeps for itself only what concerns nobody else.
+
+A second :class:`~aprilsched.core.messages.facts.RunOpened` is that of a process that goes on with
+the run: whatever was in flight is gone, but for the groups that are launched as restored then. What
+was generated and lost stays counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.messages import facts as of
+from aprilsched.core.messages.facts import Fact
+from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
+from aprilsched.telemetry.ages import sampled_tokens
+from aprilsched.telemetry.base import TokenChunks
+from aprilsched.telemetry.usage.engine_time import AttemptNow, EngineNow, EngineTime, Recording
+from aprilsched.telemetry.usage.parts import Cause, Part
+from aprilsched.telemetry.usage.usage import EngineUsage, engine_usage, seconds_of
+
+__all__ = ["GroupNow", "RolloutNow", "RunState"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RolloutNow:
+    """A rollout in flight; `sampled` and `environment` are tokens of its response so far."""
+
+    group_id: int
+    sampled: int = 0
+    environment: int = 0
+    finished: bool = False
+
+    @property
+    def length(self) -> int:
+        # A response that ended with nothing has the length 1, as in the core.
+        return max(self.sampled + self.environment, self.finished)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GroupNow:
+    """A group in flight."""
+
+    rollout_ids: tuple[int, ...]
+    evaluated: bool
+    growing: int
+    """Members that are not generated to their end."""
+    accepted: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Trainer:
+    """What the trainer waits for, and what it has."""
+
+    waits: bool = False
+    """It waits for a batch."""
+    offered: bool = False
+    """The batch that it waits for is there."""
+    updating: bool = False
+    evaluations: set[int] = field(default_factory=set[int])
+
+
+class RunState:
+    """Listens to the facts of a run.
+
+    Args:
+        batch_groups: that of the scheduler; None is learnt from the first batch.
+        recording: is given each stretch of each engine's time.
+
+    Attributes:
+        now: the time of the last fact.
+        growing: the rollouts that are not generated to their end.
+        carried: those of them that an earlier batch was delivered without.
+        scoring: the rollouts whose reward, or the verdict about whose group, is waited for.
+        outside: the episodes that are with their tools, and have nothing for an engine.
+        fetching: prompts are waited for.
+        version: the policy version of the fleet.
+        batches: how many the trainer has had.
+    """
+
+    def __init__(
+        self, *, batch_groups: int | None = None, recording: Recording | None = None
+    ) -> None:
+        self.now = 0.0
+        self.counters = Counters()
+        self.ledger = Ledger()
+        self.rollouts: dict[int, RolloutNow] = {}
+        self.groups: dict[int, GroupNow] = {}
+        self.growing: set[int] = set()
+        self.carried: set[int] = set()
+        self.scoring: set[int] = set()
+        self.outside: set[int] = set()
+        self.fetching = False
+        self.version = 0
+        self.batches = 0
+        self._time = EngineTime(recording)
+        self.engines = self._time.engines
+        self._attempts = self._time.attempts
+        self._trainer = _Trainer()
+        self._generated = 0
+        """Training groups of which no member grows."""
+        self._ready = 0
+        """Those of them that are accepted."""
+        self._training = 0
+        """Training groups in flight."""
+        self._batch_groups = batch_groups
+        self._prompts_ended = False
+        self._launches_unasked = False
+        """Groups are launched although the trainer waits for nothing: so it is on the asynchronous
+        pace. On the synchronous one, an engine that has nothing is not even paused while the
+        trainer trains."""
+        self._began = False
+        self._cause_may_differ = True
+        """What slots are free for may be another reason now; asked after each event that may
+        change it, and not after the many that do not."""
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            of.RunOpened: self._opened,
+            of.BatchRequested: self._batch_requested,
+            of.BatchRequestWithdrawn: self._trainer_waits_no_longer,
+            of.PromptsEnded: self._trainer_waits_no_longer,
+            of.BatchOffered: self._batch_offered,
+            of.OfferWithdrawn: self._offer_withdrawn,
+            of.BatchDelivered: self._batch_delivered,
+            of.EvaluationRequested: self._evaluation_requested,
+            of.EvaluationWithdrawn: self._evaluation_over,
+            of.EvaluationDelivered: self._evaluation_delivered,
+            of.UpdateWanted: self._update_wanted,
+            of.PromptsRequested: self._prompts_requested,
+            of.PromptsReceived: self._prompts_received,
+            of.PromptRefused: self._prompt_refused,
+            of.GroupLaunched: self._group_launched,
+            of.EpisodeStarted: self._episode_started,
+            of.TurnBegun: self._turn_begun,
+            of.TurnEnded: self._turn_ended,
+            of.TokensDiscarded: self._tokens_discarded,
+            of.RolloutFinished: self._rollout_finished,
+            of.RewardRequested: self._reward_requested,
+            of.RolloutScored: self._rollout_scored,
+            of.VerdictRequested: self._verdict_requested,
+            of.GroupAccepted: self._group_accepted,
+            of.GroupDropped: self._group_dropped,
+            of.AttemptSent: self._attempt_sent,
+            of.TokensReceived: self._tokens_received,
+            of.AttemptEnded: self._attempt_ended,
+            of.EngineJoined: self._engine_joined,
+            of.EngineAdmitted: self._engine_admitted,
+            of.EngineLost: self._engine_lost,
+            of.EngineModeChanged: self._engine_mode_changed,
+            of.EngineRefitted: self._engine_refitted,
+            of.UpdateBegun: self._update_begun,
+            of.UpdateWithdrawn: self._update_over,
+            of.UpdateFinished: self._update_finished,
+        }
+
+    # --- listening -----------------------------------------------------------------------------
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        self.now = self._time.now = now
+        handlers = self._handlers
+        for fact in facts:
+            handler = handlers.get(fact.__class__)
+            if handler is not None:
+                handler(fact)
+        if self._cause_may_differ:
+            self._cause_may_differ = False
+            self._time.wait_for(self._free_for(), self._paused_for(), len(self.outside))
+
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        # The most frequent fact of all, so it is taken in one loop without a call for each.
+        attempts, rollouts, counters = self._attempts, self.rollouts, self.counters
+        for fact, at in chunks:
+            tokens = fact.tokens
+            counters.tokens_generated += tokens
+            if fact.recomputed:
+                counters.tokens_reprefilled += fact.recomputed
+            attempt = attempts.get(fact.request_id)
+            if attempt is None:
+                continue
+            attempt.context += tokens
+            attempt.engine.tokens += tokens
+            rollout = rollouts.get(attempt.rollout_id)
+            if rollout is not None:
+                rollout.sampled += tokens
+            elif fact.dropped is not None:
+                counters.tokens_discarded += tokens
+                self.ledger.late_tokens(Reason(fact.dropped), tokens)
+            if attempt.watched:
+                self._time.watch(attempt, tokens, at)
+        self.now = self._time.now = now
+
+    def _tokens_received(self, fact: of.TokensReceived) -> None:
+        self.on_tokens([(fact, self.now)], self.now)
+
+    # --- what is asked -------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """Count the engines' time up to `now`, by the clock of the facts."""
+        self._time.advance(now)
+
+    @property
+    def groups_ready(self) -> int:
+        """Groups that are accepted, and wait for their batch."""
+        return self._ready
+
+    @property
+    def attempts(self) -> Mapping[int, AttemptNow]:
+        """The open attempts, by request."""
+        return self._attempts
+
+    @property
+    def open_attempts(self) -> int:
+        """Attempts that are with engines."""
+        return len(self._attempts)
+
+    @property
+    def engine_usage(self) -> dict[str, EngineUsage]:
+        """Each engine and where its time has gone, by name, in the order in which they came."""
+        return {name: engine_usage(engine) for name, engine in self.engines.items()}
+
+    def seconds(self) -> dict[Part, float]:
+        """The parts of all engines' time together."""
+        return seconds_of(self.engines.values())
+
+    def decoding(self) -> Iterable[int]:
+        """The rollouts that grow now, on engines that generate."""
+        return self._time.decoding()
+
+    def open_groups(self) -> list[GroupLengths]:
+        """The training groups in flight, with the lengths of their responses so far."""
+        return [
+            self._lengths(group_id, group.rollout_ids)
+            for group_id, group in self.groups.items()
+            if not group.evaluated
+        ]
+
+    def _lengths(self, group_id: int, rollout_ids: tuple[int, ...]) -> GroupLengths:
+        members = [self.rollouts[rollout_id] for rollout_id in rollout_ids]
+        return GroupLengths(
+            launched=group_id,
+            tokens=np.array([member.length for member in members], dtype=np.int64),
+            finished=np.array([member.finished for member in members], dtype=np.bool_),
+        )
+
+    # --- why engines have nothing to do --------------------------------------------------------
+
+    @property
+    def _wanted(self) -> bool:
+        """The trainer waits for a batch that is still to be generated. A batch that is offered
+        waits for the trainer, or for the store."""
+        return self._trainer.waits and not self._trainer.offered
+
+    def _free_for(self) -> Cause:
+        """Why an engine that generates has free slots."""
+        wanted = self._wanted or bool(self._trainer.evaluations)
+        if not wanted and not self._launches_unasked:
+            return "trainer"
+        if self.fetching or self._prompts_ended:
+            return "prompts"
+        full = self._batch_groups
+        if wanted:
+            short = full is not None and self._ready < full <= self._generated
+            return "rewards" if short else "tail"
+        # Without a bound known, a batch is full when nothing grows.
+        if full is None:
+            return "tail" if self._generated < self._training else "trainer"
+        if self._ready >= full or not self._training:
+            return "trainer"
+        return "rewards" if self._generated >= full else "tail"
+
+    def _paused_for(self) -> Literal["pause", "trainer"]:
+        """Why an engine is paused while no weights come in."""
+        trainer = self._trainer
+        busy = self._wanted or trainer.updating or bool(trainer.evaluations)
+        return "pause" if busy else "trainer"
+
+    # --- the trainer and the prompts -----------------------------------------------------------
+
+    def _opened(self, fact: of.RunOpened) -> None:
+        self._cause_may_differ = True
+        self.version = max(self.version, fact.version)
+        self._time.forget_requests()
+        for info in fact.engines:
+            self._time.enlist(info).state = "generating"
+        if self._began:
+            self._forget_former()
+        self._began = True
+
+    def _forget_former(self) -> None:
+        """The process that had everything in flight has ended."""
+        for group_id, group in list(self.groups.items()):
+            if group.evaluated:
+                cause = "its evaluation ended with the process that asked for it"
+                rows = [(i, Reason.RESTARTED, self.rollouts[i].sampled) for i in group.rollout_ids]
+                self._drop(group_id, rows, cause)
+        self.counters.launched -= len(self.rollouts)
+        for held in (self.rollouts, self.groups):
+            held.clear()
+        for ids in (self.growing, self.carried, self.scoring, self.outside):
+            ids.clear()
+        self._trainer = _Trainer()
+        self._generated = self._ready = self._training = 0
+        self.fetching = self._prompts_ended = False
+
+    def _batch_requested(self, _: of.BatchRequested) -> None:
+        self._trainer.waits = self._cause_may_differ = True
+
+    def _trainer_waits_no_longer(self, _: of.BatchRequestWithdrawn | of.PromptsEnded) -> None:
+        self._trainer.waits = False
+        self._cause_may_differ = True
+
+    def _batch_offered(self, _: of.BatchOffered) -> None:
+        self._trainer.offered = self._cause_may_differ = True
+
+    def _offer_withdrawn(self, _: of.OfferWithdrawn) -> None:
+        self._trainer.offered = False
+        self._cause_may_differ = True
+
+    def _batch_delivered(self, fact: of.BatchDelivered) -> None:
+        self._trainer.waits = self._trainer.offered = False
+        self._cause_may_differ = True
+        self.batches = fact.batch + 1
+        if not fact.again:
+            self.counters.batches += 1
+            self._arrive(fact.rollouts)
+        groups = of.group_ids(fact.rollouts)
+        self._batch_groups = len(groups)
+        self._forget(groups)
+        self.carried.update(self.growing)
+
+    def _evaluation_requested(self, fact: of.EvaluationRequested) -> None:
+        self._trainer.evaluations.add(fact.evaluation_id)
+        self._cause_may_differ = True
+
+    def _evaluation_over(self, fact: of.EvaluationWithdrawn | of.EvaluationDelivered) -> None:
+        self._trainer.evaluations.discard(fact.evaluation_id)
+        self._cause_may_differ = True
+
+    def _evaluation_delivered(self, fact: of.EvaluationDelivered) -> None:
+        self._evaluation_over(fact)
+        self._arrive(fact.rollouts)
+        self._forget(of.group_ids(fact.rollouts))
+
+    def _update_wanted(self, fact: of.UpdateWanted) -> None:
+        self._trainer.evaluations.difference_update(fact.evaluations)
+        if fact.batch:
+            self._trainer.waits = False
+        self._cause_may_differ = True
+
+    def _prompts_requested(self, _: of.PromptsRequested) -> None:
+        self._launches_unasked |= not self._wanted
+        self.fetching = self._cause_may_differ = True
+
+    def _prompts_received(self, fact: of.PromptsReceived) -> None:
+        self.fetching = fact.partial
+        self._prompts_ended = self._prompts_ended or fact.last
+        self._cause_may_differ = True
+
+    def _prompt_refused(self, fact: of.PromptRefused) -> None:
+        # For a prompt that cannot be used nothing is launched but its entry.
+        self.counters.launched += 1
+        self._drop(fact.group_id, [(fact.rollout_id, Reason.BAD_PROMPT, 0)], fact.cause)
+
+    # --- groups and rollouts -------------------------------------------------------------------
+
+    def _group_launched(self, fact: of.GroupLaunched) -> None:
+        ids, lengths = fact.rollout_ids, fact.restored
+        self._cause_may_differ = True
+        self.counters.launched += len(ids)
+        for place, rollout_id in enumerate(ids):
+            rollout = self.rollouts[rollout_id] = RolloutNow(group_id=fact.group_id)
+            if lengths is not None:
+                rollout.sampled = lengths.sampled[place]
+                rollout.environment = lengths.tokens[place] - rollout.sampled
+                rollout.finished = lengths.finished[place]
+            if not rollout.finished:
+                self.growing.add(rollout_id)
+        growing = len(ids) if lengths is None else lengths.finished.count(False)
+        evaluated = fact.evaluation_id is not None
+        self.groups[fact.group_id] = GroupNow(rollout_ids=ids, evaluated=evaluated, growing=growing)
+        if evaluated:
+            return
+        self._training += 1
+        self._generated += not growing
+        if lengths is None:
+            self._launches_unasked |= not self._wanted
+
+    def _episode_started(self, fact: of.EpisodeStarted) -> None:
+        self.outside.add(fact.rollout_id)
+        self._cause_may_differ = True
+
+    def _turn_begun(self, fact: of.TurnBegun) -> None:
+        self.outside.discard(fact.rollout_id)
+        self._cause_may_differ = True
+        rollout = self.rollouts.get(fact.rollout_id)
+        if rollout is not None:
+            rollout.environment += fact.environment
+
+    def _turn_ended(self, fact: of.TurnEnded) -> None:
+        self.outside.add(fact.rollout_id)
+        self._cause_may_differ = True
+
+    def _tokens_discarded(self, fact: of.TokensDiscarded) -> None:
+        self.counters.tokens_discarded += fact.sampled
+        self.ledger.late_tokens(Reason(fact.reason), fact.sampled)
+        rollout = self.rollouts.get(fact.rollout_id)
+        if rollout is not None:
+            rollout.sampled -= fact.sampled
+            rollout.environment -= fact.environment
+
+    def _rollout_finished(self, fact: of.RolloutFinished) -> None:
+        self.growing.discard(fact.rollout_id)
+        self.carried.discard(fact.rollout_id)
+        self.outside.discard(fact.rollout_id)
+        rollout = self.rollouts.get(fact.rollout_id)
+        group = self.groups.get(fact.group_id)
+        if rollout is None or group is None or rollout.finished:
+            return
+        rollout.finished = True
+        group.growing -= 1
+        if not group.growing and not group.evaluated:
+            self._generated += 1
+        self._cause_may_differ = True
+
+    def _reward_requested(self, fact: of.RewardRequested) -> None:
+        if fact.rollout_id is not None:
+            self.scoring.add(fact.rollout_id)
+        else:
+            self._await_group(fact)
+
+    def _verdict_requested(self, fact: of.VerdictRequested) -> None:
+        self._await_group(fact)
+
+    def _await_group(self, fact: of.RewardRequested | of.VerdictRequested) -> None:
+        group = self.groups.get(fact.group_id)
+        if group is not None:
+            self.scoring.update(group.rollout_ids)
+
+    def _rollout_scored(self, fact: of.RolloutScored) -> None:
+        self.scoring.discard(fact.rollout_id)
+
+    def _group_accepted(self, fact: of.GroupAccepted) -> None:
+        group = self.groups.get(fact.group_id)
+        if group is None or group.accepted:
+            return
+        group.accepted = True
+        self.scoring.difference_update(group.rollout_ids)
+        self._ready += not group.evaluated
+        self._cause_may_differ = True
+
+    def _arrive(self, rollouts: Sequence[of.DeliveredRollout]) -> None:
+        self.counters.delivered += len(rollouts)
+        for rollout in rollouts:
+            self.counters.tokens_delivered += sampled_tokens(rollout)
+            self.counters.tokens_masked += rollout.masked
+
+    def _group_dropped(self, fact: of.GroupDropped) -> None:
+        rows = [(each.rollout_id, Reason(each.reason), each.tokens) for each in fact.rollouts]
+        self._drop(fact.group_id, rows, fact.cause)
+        self._forget([fact.group_id])
+
+    def _drop(self, group_id: int, rows: Sequence[tuple[int, Reason, int]], cause: str) -> None:
+        for rollout_id, reason, tokens in rows:
+            self.rollouts.pop(rollout_id, None)
+            self.counters.tokens_discarded += tokens
+            self.ledger.add(
+                Entry(
+                    rollout_id=rollout_id,
+                    group_id=group_id,
+                    reason=reason,
+                    cause=cause,
+                    tokens=tokens,
+                    at=self.now,
+                )
+            )
+
+    def _forget(self, group_ids: Iterable[int]) -> None:
+        """These groups are in flight no more."""
+        self._cause_may_differ = True
+        for group_id in group_ids:
+            group = self.groups.pop(group_id, None)
+            if group is None:
+                continue
+            if not group.evaluated:
+                self._training -= 1
+                self._generated -= not group.growing
+                self._ready -= group.accepted
+            for rollout_id in group.rollout_ids:
+                self.rollouts.pop(rollout_id, None)
+                for ids in (self.growing, self.carried, self.scoring, self.outside):
+                    ids.discard(rollout_id)
+
+    # --- attempts ------------------------------------------------------------------------------
+
+    def _attempt_sent(self, fact: of.AttemptSent) -> None:
+        engine = self.engines.get(fact.engine)
+        if engine is None:
+            return
+        self._time.close(fact.request_id)
+        self._time.open(
+            AttemptNow(
+                request_id=fact.request_id,
+                attempt=fact.attempt,
+                rollout_id=fact.rollout_id,
+                engine=engine,
+                phase="re_prefill" if fact.attempt > 1 else "prefill",
+                context=fact.tokens,
+                since=self.now,
+                timed=False,
+            )
+        )
+
+    def _attempt_ended(self, fact: of.AttemptEnded) -> None:
+        self._time.close(fact.request_id)
+        self.counters.retries += fact.retried
+
+    # --- engines -------------------------------------------------------------------------------
+
+    def _engine_joined(self, fact: of.EngineJoined) -> None:
+        """The engine takes part once it is admitted."""
+        self._time.enter(self._time.enlist(fact.info), "lost")
+
+    def _engine_admitted(self, fact: of.EngineAdmitted) -> None:
+        engine = self.engines.get(fact.engine)
+        if engine is not None:
+            engine.version = fact.version
+            self._time.enter(engine, "generating")
+
+    def _engine_lost(self, fact: of.EngineLost) -> None:
+        engine = self.engines.get(fact.engine)
+        if engine is not None:
+            engine.released = frozenset()
+            self._time.enter(engine, "lost")
+
+    def _engine_mode_changed(self, fact: of.EngineModeChanged) -> None:
+        engine = self.engines.get(fact.engine)
+        if engine is not None:
+            _enter_mode(self._time, engine, fact)
+
+    def _engine_refitted(self, fact: of.EngineRefitted) -> None:
+        engine = self.engines.get(fact.engine)
+        if engine is not None:
+            engine.version = fact.version
+
+    def _update_begun(self, _: of.UpdateBegun) -> None:
+        self._trainer.updating = self._cause_may_differ = True
+
+    def _update_over(self, _: of.UpdateWithdrawn | of.UpdateFinished) -> None:
+        self._trainer.updating = False
+        self._cause_may_differ = True
+
+    def _update_finished(self, fact: of.UpdateFinished) -> None:
+        self._update_over(fact)
+        if not fact.cause:
+            self.counters.updates += 1
+            self.version = fact.version
+
+
+def _enter_mode(time: EngineTime, engine: EngineNow, fact: of.EngineModeChanged) -> None:
+    """An engine that is out of use stays so, whatever is done to it there."""
+    lost = engine.state == "lost"
+    match fact.finish:
+        case "pausing":
+            engine.drops_kv = fact.pause == "retract"
+            if not lost:
+                time.enter(engine, "paused")
+        case "flushing":
+            engine.drops_kv = True
+        case "refitting" if engine.state == "paused":
+            time.enter(engine, "refitting")
+        case "releasing":
+            engine.drops_kv = True
+            engine.released |= set(fact.tags)
+            if not lost:
+                time.enter(engine, "asleep")
+        case "waking":
+            engine.waking = frozenset(fact.tags)
+        case "paused":
+            if fact.start == "waking":
+                engine.released -= engine.waking
+            if not lost and not engine.released:
+                time.enter(engine, "paused")
+        case "running" if fact.start == "continuing" and not lost:
+            time.go_on(engine)
+        case _:
+            pass
