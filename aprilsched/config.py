@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal, TypeAlias, get_args
 
+from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, OverProvision
-from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
+from aprilsched.core.policies.placement import Placement
+from aprilsched.core.policies.pool import Pool
+from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.resume import ResumeOrder
-from aprilsched.core.policies.rounds import Rounds
-from aprilsched.core.policies.staleness import StalenessGate, StalenessRule
-from aprilsched.core.policies.stop import StopAt, StopUnit
+from aprilsched.core.policies.staleness import Staleness, StalenessRule
+from aprilsched.core.policies.start_up import StartUp, StartUpRule
+from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
 from aprilsched.core.policies.straggler import (
     BEHAVIOURS,
     CachedKV,
@@ -18,11 +21,14 @@ from aprilsched.core.policies.straggler import (
     StragglerRule,
     rules_that,
 )
-from aprilsched.core.rules import Pace, RewardScope, Rules, StartUp
+from aprilsched.core.policies.wave import Wave
+from aprilsched.core.rules import Pace, RewardScope, Rules
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
 
-__all__ = ["KVAfterRefit", "RefillRule", "SchedulerConfig"]
+__all__ = ["KVAfterRefit", "RefillRule", "SchedulerConfig", "StopUnit"]
+
+StopUnit: TypeAlias = Literal["groups", "samples", "tokens"]
 
 RefillRule: TypeAlias = Literal["wave", "pool", "rounds"]
 
@@ -66,10 +72,10 @@ class SchedulerConfig:
     resume_order: ResumeOrder = "carried"
     """Which waiting request goes first: "carried" ones, those with the "shortest" or those with
     the "longest" expected rest."""
-    placement: Literal["prefix", "spread"] = "prefix"
+    placement: Placement = "prefix"
     """"prefix" keeps a group on one engine, which has its prompt cached; "spread" sends each
     rollout to the engine with the least to do."""
-    start_up: StartUp = "at_once"
+    start_up: StartUpRule = "at_once"
     """How the run begins: "at_once" with all groups, whose shortest make the first batches;
     "wait" for every response of the first start_up_batches, which are then not biased; "ramp":
     over-provisioning grows over them, and the bias is spread evenly."""
@@ -150,16 +156,15 @@ class SchedulerConfig:
             refill=self._refill(),
             automatic=self.over_provision == "auto",
             resume=self.resume_order,
-            spread=self.placement == "spread",
-            start_up=self.start_up,
-            start_up_batches=self.start_up_batches,
+            placement=self.placement,
+            start_up=StartUp(rule=self.start_up, batches=self.start_up_batches),
             rebalance=self.rebalance,
-            stop=StopAt(unit=self.stop, amount=self._amount()),
+            stop=self._stop(),
             straggler=self.straggler,
             prices=self.prices,
             kv=self.cached_kv,
             pace=self.pace,
-            staleness=StalenessGate(bound=self.max_staleness, rule=self.staleness_rule),
+            staleness=Staleness(bound=self.max_staleness, rule=self.staleness_rule),
             sampling=self.sampling,
             max_attempts=self.max_attempts,
             max_breaks=self.max_breaks,
@@ -186,8 +191,10 @@ class SchedulerConfig:
         if self.refill == "wave":
             return Wave()
         if self.refill == "rounds":
-            return Rounds(store=self.store_batches, probes=self.probes, oldest=self.oldest_batches)
-        return ConstantPool(together=self.refill_groups, until=self.refill_until)
+            return LengthBuckets(
+                store=self.store_batches, probes=self.probes, oldest=self.oldest_batches
+            )
+        return Pool(together=self.refill_groups, until=self.refill_until)
 
     def _over_provision(self) -> OverProvision:
         if self.over_provision == "kv":
@@ -195,12 +202,12 @@ class SchedulerConfig:
         ratio = self.over_provision
         return FixedRatio(ratio=1.0 if isinstance(ratio, str) else ratio)
 
-    def _amount(self) -> int:
+    def _stop(self) -> Stop:
         if self.stop == "samples":
-            return self.batch_samples or self.batch_groups * self.group_size
+            return Samples(self.batch_samples or self.batch_groups * self.group_size)
         if self.stop == "tokens":
-            return self.batch_tokens or 0
-        return self.batch_groups
+            return Tokens(self.batch_tokens or 0)
+        return Groups(self.batch_groups)
 
     def _check_ranges(self) -> None:
         for name, least in _LEAST.items():
@@ -298,6 +305,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "pace": get_args(Pace),
     "staleness_rule": get_args(StalenessRule),
     "resume_order": get_args(ResumeOrder),
-    "placement": ("prefix", "spread"),
-    "start_up": get_args(StartUp),
+    "placement": get_args(Placement),
+    "start_up": get_args(StartUpRule),
 }

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from aprilsched.core.policies.over_provision import OverProvision
+from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.resume import ResumeOrder
-from aprilsched.core.policies.staleness import StalenessGate
-from aprilsched.core.policies.stop import StopAt
+from aprilsched.core.policies.staleness import Staleness
+from aprilsched.core.policies.start_up import StartUp
+from aprilsched.core.policies.stop import Stop
 from aprilsched.core.policies.straggler import (
     BEHAVIOURS,
     Behaviour,
@@ -19,13 +21,12 @@ from aprilsched.core.policies.straggler import (
 )
 from aprilsched.types import SamplingParams
 
-__all__ = ["Pace", "RewardScope", "Rules", "StartUp"]
+__all__ = ["Pace", "RewardScope", "Rules"]
 
 LONG_WAIT = 8
-"""Versions that a parked group may wait."""
+"""Versions that a deferred group may wait."""
 
 Pace: TypeAlias = Literal["synchronous", "asynchronous"]
-StartUp: TypeAlias = Literal["at_once", "ramp", "wait"]
 RewardScope: TypeAlias = Literal["none", "rollout", "group"]
 
 
@@ -40,21 +41,18 @@ class Rules:
     automatic: bool
     """Both are chosen while the run goes on, and these are not looked at."""
     resume: ResumeOrder
-    spread: bool
-    """The rollouts of a group go to whichever engine has least to do, not to one of them."""
+    placement: Placement
     start_up: StartUp
-    start_up_batches: int
-    """How the run begins, and for how many batches."""
     rebalance: bool
     """Carried rollouts of an engine that holds more than its share move to others."""
-    stop: StopAt
+    stop: Stop
     straggler: StragglerRule
     prices: Prices
     """What interrupting and waiting cost, for the straggler rule "choose"."""
     kv: CachedKV
     """What becomes of the cached KV at a refit: flushed, kept, or kept apart by version."""
     pace: Pace
-    staleness: StalenessGate
+    staleness: Staleness
     sampling: SamplingParams
     max_attempts: int
     """Attempts in a row that fail without a token before a request is given up."""
@@ -84,14 +82,11 @@ class Rules:
         """How stragglers are treated."""
         return BEHAVIOURS[self.straggler]
 
-    def starting_up(self, batches: int) -> bool:
-        """Is a run that has delivered so many batches still beginning?"""
-        return self.start_up != "at_once" and batches < self.start_up_batches
-
     @property
-    def parks(self) -> bool:
-        """May rounds be chosen? They call back what they do not run, so nothing may be meant to
-        stay in the engines, and they let it wait, so the bound on staleness must be wide."""
+    def may_defer(self) -> bool:
+        """May a refill rule be chosen that defers groups? It calls back what it does not run, so
+        nothing may be meant to stay in the engines, and lets it wait, so the bound on staleness
+        must be wide."""
         able = self.pace == "synchronous" and self.behaviour.deferrable
-        able = able and self.start_up == "at_once"
+        able = able and self.start_up.at_once
         return able and (self.staleness.bound is None or self.staleness.bound >= LONG_WAIT)

@@ -92,7 +92,7 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     batch.offer,
     replan.plan,
     launch.launch,
-    buckets.begin_round,
+    buckets.choose_groups,
     stragglers.settle_stragglers,
     dispatch.interrupt,
     refit.catch_up,

@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 
 from aprilsched.core.lengths.observed import ObservedLengths
 from aprilsched.core.messages.commands import Plan
+from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
-from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.policies.pool import Pool
+from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.policies.wave import Wave
 from aprilsched.core.rules import Rules
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import try_out
@@ -74,7 +76,7 @@ class Planner:
     def plan(self, command: Plan, rules: Rules) -> Schedule:
         """The schedule to follow, with what is expected of it: perhaps the one in force again."""
         setting = self.setting(command, rules)
-        tried = trials(setting, parks=rules.parks, current=command.current)
+        tried = trials(setting, may_defer=rules.may_defer, current=command.current)
         best = choose(tried)
         now = next((t for t in tried if t.schedule.same_as(command.current)), None)
         if now is not None and _may_stay(now, best, tried):
@@ -107,13 +109,15 @@ class Planner:
         )
 
 
-def trials(setting: Setting, *, parks: bool, current: Schedule | None = None) -> list[Tried]:
+def trials(setting: Setting, *, may_defer: bool, current: Schedule | None = None) -> list[Tried]:
     """Candidates tried out, with what they are expected to do written into them.
 
     All of them briefly; those that are near the fastest then, and `current`, for longer. What
     turns out to pass a bound only in the longer trial makes room for the next fastest.
     """
-    several = candidates(batch_groups=setting.batch_groups, engines=setting.engines, parks=parks)
+    several = candidates(
+        batch_groups=setting.batch_groups, engines=setting.engines, may_defer=may_defer
+    )
     brief = replace(setting, batches=_BRIEF)
     first = [(schedule, try_out(schedule, brief)) for schedule in several]
     longer: dict[int, Outcome] = {}
@@ -185,24 +189,24 @@ def _groups_needed(batch_groups: int) -> int:
 RATIOS = (1.0, 1.0625, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0)
 _POOL_RATIOS = (0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
 _POOL_UNTIL = (0.25, 1.0)
-_ROUND_RATIOS = (1.125, 1.25, 1.375, 1.5, 1.5625, 1.625, 1.6875, 1.75, 2.0, 2.25, 2.5, 3.0)
-_STORES = (Rounds(store=5.0, oldest=16), Rounds(store=3.5, oldest=6))
+_BUCKET_RATIOS = (1.125, 1.25, 1.375, 1.5, 1.5625, 1.625, 1.6875, 1.75, 2.0, 2.25, 2.5, 3.0)
+_STORES = (LengthBuckets(store=5.0, oldest=16), LengthBuckets(store=3.5, oldest=6))
 _TOGETHER = 4
 """Groups of 8: one pass for 32 rollouts loses a tenth of what one for each loses."""
 
 
-def candidates(*, batch_groups: int, engines: int, parks: bool) -> list[Schedule]:
-    """All of them; pools refill every engine with a few groups at a time. `parks`: rounds can be
-    had, which call back what they do not choose."""
+def candidates(*, batch_groups: int, engines: int, may_defer: bool) -> list[Schedule]:
+    """All of them; pools refill every engine with a few groups at a time. `may_defer`: length
+    buckets can be had, which call back what they do not choose."""
     together = min(_TOGETHER * engines, batch_groups)
     refills: list[tuple[float, Refill]] = [(ratio, Wave()) for ratio in RATIOS]
     refills += [
-        (ratio, ConstantPool(together=together, until=until))
+        (ratio, Pool(together=together, until=until))
         for ratio in _POOL_RATIOS
         for until in _POOL_UNTIL
     ]
-    if parks:
-        refills += [(ratio, store) for ratio in _ROUND_RATIOS for store in _STORES]
+    if may_defer:
+        refills += [(ratio, store) for ratio in _BUCKET_RATIOS for store in _STORES]
     return [
         Schedule(over_provision=FixedRatio(ratio=ratio), refill=refill) for ratio, refill in refills
     ]
@@ -210,11 +214,4 @@ def candidates(*, batch_groups: int, engines: int, parks: bool) -> list[Schedule
 
 def named(schedule: Schedule) -> str:
     """In words."""
-    over, refill = schedule.over_provision, schedule.refill
-    ratio = f"{over.ratio:g}" if isinstance(over, FixedRatio) else type(over).__name__
-    if isinstance(refill, ConstantPool):
-        taper = "" if refill.until == 1 else f" until {refill.until:.0%} of a batch is complete"
-        return f"a pool of {ratio} batches, refilled {refill.together} groups together{taper}"
-    if isinstance(refill, Rounds):
-        return f"rounds of {ratio} batches of like length, out of {refill.store:g} open ones"
-    return f"waves of {ratio} batches"
+    return schedule.refill.told(schedule.over_provision.told)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.policies.stop import StopAt
+from aprilsched.core.policies.stop import Groups, Stop
 from aprilsched.timing.model import StepTimeModel
 
 __all__ = ["Outcome", "Setting"]
@@ -46,23 +46,20 @@ class Setting:
     shared: float = 0.5
     batches: int = 24
     burn_in: int = 5
-    stop: StopAt | None = None
+    stop: Stop | None = None
 
     @property
-    def full_at(self) -> StopAt:
+    def full_at(self) -> Stop:
         """When a batch is full."""
-        return self.stop or StopAt(unit="groups", amount=self.batch_groups)
+        return self.stop or Groups(self.batch_groups)
 
     @property
     def usual_group(self) -> float:
         """What a group counts towards that."""
-        match self.full_at.unit:
-            case "groups":
-                return 1.0
-            case "samples":
-                return float(self.lengths.shape[1])
-            case "tokens":
-                return float(self.lengths.sum(axis=1).mean())
+        usual = self.full_at.usual_group(
+            self.lengths.shape[1], lambda: float(self.lengths.sum(axis=1).mean())
+        )
+        return 1.0 if usual is None else usual
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,9 +23,9 @@ from collections import deque
 
 import numpy as np
 
+from aprilsched.core.lengths.log_law import LogLaw
 from aprilsched.core.policies.over_provision import PoolLoad
-from aprilsched.core.policies.refill import PoolView, Refill
-from aprilsched.core.policies.rounds import LogLaw, Rounds, rest_of_groups, window
+from aprilsched.core.policies.refill import OpenGroups, PoolView, Refill
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.planning.setting import Outcome, Setting
 
@@ -50,8 +50,7 @@ class _Trial:
         self._batch_groups = self._stop_at.batch_groups(self._usual)
         load = PoolLoad(batch_groups=self._batch_groups, current=0)
         self._target = schedule.over_provision.target_groups(load)
-        rounds = isinstance(schedule.refill, Rounds)
-        self._store = Store(schedule.refill, setting) if rounds else None
+        self._store = Store(schedule.refill, setting) if schedule.refill.defers else None
         self._rows: list[list[int]] = setting.lengths.tolist()
         self._next = 0
         self._limit = setting.max_running * setting.engines
@@ -161,7 +160,7 @@ class _Trial:
                 self._store.groups.append(group)
 
     def _choose(self) -> None:
-        """The next round, where there are rounds."""
+        """What runs next, where groups are deferred."""
         if self._store is not None:
             wanted = self._target - self._stop_at.as_groups(self._ready, self._usual)
             self._queue.extend(self._store.choose(wanted, self._batches))
@@ -330,8 +329,6 @@ class Store:
     """Groups that are open, in the order in which they were opened."""
 
     def __init__(self, refill: Refill, setting: Setting) -> None:
-        if not isinstance(refill, Rounds):
-            raise TypeError(f"{refill} parks nothing")
         self.groups: list[TrialGroup] = []
         self._refill = refill
         logs = np.log(setting.lengths)
@@ -343,22 +340,22 @@ class Store:
         )
 
     def choose(self, count: int, batch: int) -> list[tuple[TrialGroup, int]]:
-        """The members that run in this batch: those of chosen groups, and probes of others."""
-        groups, refill = self.groups, self._refill
-        tokens = np.array([group.have for group in groups], dtype=np.int64)
-        finished = np.array([group.finished for group in groups], dtype=np.bool_)
-        age = np.array([batch - group.opened for group in groups], dtype=np.int64)
-        rest = rest_of_groups(tokens, finished, self._law)
-        chosen = set(window(rest, age, max(1, count)).tolist())
+        """The members that run in this batch."""
+        groups = self.groups
+        since = [-1 if g.first_run is None else batch - g.first_run for g in groups]
+        view = OpenGroups(
+            tokens=np.array([group.have for group in groups], dtype=np.int64),
+            finished=np.array([group.finished for group in groups], dtype=np.bool_),
+            sizes=np.array([len(group.lengths) for group in groups], dtype=np.int64),
+            ages=np.array([batch - group.opened for group in groups], dtype=np.int64),
+            since_first_run=np.array(since, dtype=np.int64),
+            running=np.zeros(len(groups), dtype=np.bool_),
+            wanted=count,
+            law=self._law,
+        )
         runs: list[tuple[TrialGroup, int]] = []
-        for place, group in enumerate(groups):
-            first = group.first_run
-            if place in chosen or (first is not None and batch - first >= refill.oldest):
-                members = [m for m, done in enumerate(group.finished) if not done]
-            else:
-                probes = refill.probed(len(group.lengths))
-                members = list(range(probes)) if first is None else []
-            if members and first is None:
+        for group, started in zip(groups, self._refill.members(view).tolist(), strict=True):
+            if started and group.first_run is None:
                 group.first_run = batch
-            runs += [(group, member) for member in members]
+            runs += [(group, m) for m in range(started) if not group.finished[m]]
         return runs

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from aprilsched.core.lengths.groups import GroupLengths
-from aprilsched.core.policies.over_provision import FixedRatio, KvTarget
-from aprilsched.core.policies.refill import ConstantPool, Wave
-from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.policies.kinds import OVER_PROVISIONS, REFILLS
+from aprilsched.core.policies.over_provision import OverProvision
+from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.saved import SavedGroup, SavedMember
 from aprilsched.errors import ConfigError
@@ -65,8 +65,14 @@ class _Schedule(msgspec.Struct, array_like=True):
     why: str
 
 
-_OVER_PROVISION = {kind.__name__: kind for kind in (FixedRatio, KvTarget)}
-_REFILL = {kind.__name__: kind for kind in (Wave, ConstantPool, Rounds)}
+_FORMER_NAMES = {
+    "FixedRatio": "fixed",
+    "KvTarget": "kv",
+    "Wave": "wave",
+    "ConstantPool": "pool",
+    "Rounds": "buckets",
+}
+"""What stores of version 0.1 call the rules of a schedule."""
 
 
 def _plain(value: Any) -> Any:
@@ -216,16 +222,18 @@ def schedule_from(body: bytes) -> Schedule | None:
     """The schedule in `body`; None if it has a rule that this version does not know."""
     record = decode(body, _Schedule)
     (ratio, ratio_settings), (refill, refill_settings) = record.over_provision, record.refill
-    if ratio not in _OVER_PROVISION or refill not in _REFILL:
+    over_provision = OVER_PROVISIONS.get(_FORMER_NAMES.get(ratio, ratio))
+    refills = REFILLS.get(_FORMER_NAMES.get(refill, refill))
+    if over_provision is None or refills is None:
         return None
     return Schedule(
-        over_provision=msgspec.convert(ratio_settings, type=_OVER_PROVISION[ratio]),
-        refill=msgspec.convert(refill_settings, type=_REFILL[refill]),
+        over_provision=msgspec.convert(ratio_settings, type=over_provision),
+        refill=msgspec.convert(refill_settings, type=refills),
         efficiency=record.efficiency,
         off_policy_share=record.off_policy_share,
         why=record.why,
     )
 
 
-def _named(rule: object) -> tuple[str, dict[str, Any]]:
-    return type(rule).__name__, msgspec.to_builtins(rule)
+def _named(rule: OverProvision | Refill) -> tuple[str, dict[str, Any]]:
+    return rule.name, msgspec.to_builtins(rule)

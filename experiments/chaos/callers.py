@@ -326,7 +326,7 @@ class ChaosPlanner(Planner):
         if self._draw.random() < 0.05:
             raise ValueError("of the campaign")
         several = candidates(
-            batch_groups=rules.batch_groups, engines=command.engines, parks=rules.parks
+            batch_groups=rules.batch_groups, engines=command.engines, may_defer=rules.may_defer
         )
         return self._draw.choice(several)
 

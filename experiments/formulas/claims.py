@@ -10,9 +10,9 @@ import numpy as np
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.refill import ConstantPool
-from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.planning.planner import choose, trials
@@ -119,7 +119,7 @@ def _both(straggler: StragglerRule) -> tuple[Schedule, Schedule]:
         kv_tokens=1_000_000,
         keeps_kv=keeps,
     )
-    tried = trials(setting, parks=not keeps)
+    tried = trials(setting, may_defer=not keeps)
     fastest = max(tried, key=lambda one: one.outcome.efficiency)
     return fastest.schedule, choose(tried).schedule
 
@@ -128,7 +128,7 @@ def _config(schedule: Schedule, straggler: StragglerRule) -> SchedulerConfig:
     assert isinstance(schedule.over_provision, FixedRatio)
     config = SchedulerConfig(straggler=straggler, over_provision=schedule.over_provision.ratio)
     refill = schedule.refill
-    if isinstance(refill, Rounds):
+    if isinstance(refill, LengthBuckets):
         return replace(
             config,
             refill="rounds",
@@ -136,7 +136,7 @@ def _config(schedule: Schedule, straggler: StragglerRule) -> SchedulerConfig:
             probes=refill.probes,
             oldest_batches=refill.oldest,
         )
-    if isinstance(refill, ConstantPool):
+    if isinstance(refill, Pool):
         return replace(
             config, refill="pool", refill_groups=refill.together, refill_until=refill.until
         )

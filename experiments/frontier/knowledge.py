@@ -17,10 +17,12 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.core.lengths.log_law import LogLaw, rest_of_groups
+from aprilsched.core.policies.length_buckets import LengthBuckets, window
 from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.refill import Refill, Wave
-from aprilsched.core.policies.rounds import LogLaw, Rounds, rest_of_groups, window
+from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.policies.wave import Wave
 from aprilsched.planning import trial
 from aprilsched.planning.setting import Setting
 from aprilsched.planning.trial import Store, TrialGroup
@@ -58,7 +60,7 @@ class VariantStore(Store):
         self, refill: Refill, setting: Setting, variant: Variant, earlier: dict[bytes, list[int]]
     ) -> None:
         super().__init__(refill, setting)
-        assert isinstance(refill, Rounds)
+        assert isinstance(refill, LengthBuckets)
         self._rule, self._variant, self._earlier = refill, variant, earlier
         logs = np.log(setting.lengths)
         self._known_law = LogLaw(
@@ -139,7 +141,7 @@ def stores(variant: Variant, earlier: dict[bytes, list[int]]) -> Generator[None]
 
 def rounds(groups: int, variant: Variant, **settings: int) -> Callable[[int], tuple[float, float]]:
     """Efficiency and off-policy share by seed, for so many groups a round."""
-    rule = replace(Rounds(), **settings)
+    rule = replace(LengthBuckets(), **settings)
     schedule = Schedule(over_provision=FixedRatio(ratio=groups / _GROUPS), refill=rule)
 
     def tried(seed: int) -> tuple[float, float]:
@@ -223,7 +225,8 @@ def variants() -> list[tuple[str, str, Callable[[int], tuple[float, float]]]]:
         for ratio in (1.25, 1.5, 2.0)
     ]
     found += [
-        ("free prefill, rounds", f"{n} groups", free_prefill(Rounds(), n / _GROUPS)) for n in sizes
+        ("free prefill, rounds", f"{n} groups", free_prefill(LengthBuckets(), n / _GROUPS))
+        for n in sizes
     ]
     return found
 

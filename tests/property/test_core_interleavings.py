@@ -20,16 +20,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from aprilsched.config import RefillRule, SchedulerConfig
+from aprilsched.config import RefillRule, SchedulerConfig, StopUnit
 from aprilsched.core.messages import events as ev
+from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
+from aprilsched.core.policies.pool import Pool
+from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.resume import ResumeOrder
-from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.staleness import StalenessRule
-from aprilsched.core.policies.stop import StopUnit
 from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.core.policies.wave import Wave
 from aprilsched.core.rules import Pace, RewardScope
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.store import MemoryStore
@@ -210,9 +211,9 @@ class Interleavings(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 99))
     def planned(self, choice: int) -> None:
         self.driver.plans.pop(0)
-        refills: list[Refill | None] = [None, Wave(), ConstantPool(together=1)]
-        if self.driver.state.rules.parks:
-            refills += [Rounds(store=2.5)] * 3
+        refills: list[Refill | None] = [None, Wave(), Pool(together=1)]
+        if self.driver.state.rules.may_defer:
+            refills += [LengthBuckets(store=2.5)] * 3
         refill = refills[choice % len(refills)]
         ratio = FixedRatio(ratio=1.0 + choice % 3 / 2)
         schedule = None if refill is None else Schedule(over_provision=ratio, refill=refill)

@@ -16,16 +16,18 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
-from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.policies.pool import Pool
+from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.policies.wave import Wave
 from aprilsched.core.rules import Rules
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.planning.planner import TOLERANCE, Tried, candidates, choose, named, trials
 from aprilsched.planning.setting import Outcome, Setting
-from aprilsched.planning.trial import Store, try_out
+from aprilsched.planning.trial import try_out
 from aprilsched.simulation import Simulation
 from aprilsched.simulation.engine import ModelledEngine
 from aprilsched.simulation.simulation import NEVER
@@ -161,7 +163,7 @@ def test_a_new_schedule_is_in_force_from_the_next_batch_on() -> None:
     while len(driver.batches) == batches_before:
         driver.finish(driver.attempts()[0])
     driver.update()
-    driver.feed(ev.Planned(schedule=schedule(1.0, ConstantPool(together=1))))
+    driver.feed(ev.Planned(schedule=schedule(1.0, Pool(together=1))))
     driver.request_batch()
     while driver.sends:
         assert driver.state.in_flight.generating <= 2 * 2 + 4 * 2
@@ -169,13 +171,13 @@ def test_a_new_schedule_is_in_force_from_the_next_batch_on() -> None:
 
 
 @pytest.mark.parametrize("straggler", ["retract", "abort"])
-@pytest.mark.parametrize("refill", [Wave(), ConstantPool(together=1)], ids=["wave", "pool"])
+@pytest.mark.parametrize("refill", [Wave(), Pool(together=1)], ids=["wave", "pool"])
 def test_from_rounds_to_anything_else_everything_parked_is_released(
     straggler: str, refill: Refill
 ) -> None:
     driver = Driver(config(straggler=straggler))
     driver.request_batch()
-    assert isinstance(driver.state.plan.schedule.refill, Rounds)
+    assert isinstance(driver.state.plan.schedule.refill, LengthBuckets)
     running = [g for g in driver.group_ids() if len(driver.attempts(g)) == 2]
     for group_id in running[:2]:
         driver.finish_group(group_id)
@@ -211,7 +213,7 @@ def test_from_waves_to_rounds_what_runs_goes_on(straggler: str) -> None:
     driver.feed(ev.Planned(schedule=schedule(3.0)))
     batches(driver, 1)
     carried = {group.group_id for group in driver.state.in_flight.training_groups()}
-    driver.feed(ev.Planned(schedule=schedule(1.5, Rounds(store=5.0))))
+    driver.feed(ev.Planned(schedule=schedule(1.5, LengthBuckets(store=5.0))))
     driver.request_batch()
     assert driver.state.in_flight.training == 10
     assert carried <= set(driver.group_ids())
@@ -347,7 +349,7 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
     meter.engines = list(simulation.engines.values())
     simulation.run()
     rules = settings.rules(reward_scope="none", accepts=False, episodes=False)
-    rounds = isinstance(rules.refill, Rounds)
+    rounds = isinstance(rules.refill, LengthBuckets)
     outcome = try_out(
         Schedule(over_provision=rules.over_provision, refill=rules.refill),
         Setting(
@@ -372,7 +374,7 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
     assert outcome.off_policy_share == pytest.approx(stale / tokens, abs=near)
 
 
-@pytest.mark.parametrize("refill", [Wave(), Rounds()], ids=["wave", "rounds"])
+@pytest.mark.parametrize("refill", [Wave(), LengthBuckets()], ids=["wave", "rounds"])
 def test_a_trial_is_repeatable(refill: Refill) -> None:
     assert try_out(schedule(1.5, refill), setting()) == try_out(schedule(1.5, refill), setting())
 
@@ -393,11 +395,6 @@ def test_kept_kv_saves_prefill_and_nothing_else() -> None:
     again, kept = try_out(schedule(2.0), setting()), try_out(schedule(2.0), setting(keeps_kv=True))
     assert kept.efficiency > 1.05 * again.efficiency
     assert kept.off_policy_share == again.off_policy_share
-
-
-def test_only_rounds_have_a_store() -> None:
-    with pytest.raises(TypeError, match="parks nothing"):
-        Store(Wave(), setting())
 
 
 # --- the choice ----------------------------------------------------------------------------------
@@ -486,7 +483,7 @@ def test_no_candidate_is_faster_by_more_than_the_tolerance_nor_fresher_at_that_s
     tried_on = Planner().setting(plan(POOR), settings)
     outcomes = [
         try_out(candidate, tried_on)
-        for candidate in candidates(batch_groups=16, engines=1, parks=settings.parks)
+        for candidate in candidates(batch_groups=16, engines=1, may_defer=settings.may_defer)
     ]
     own = try_out(best, tried_on)
     fastest = max(o.efficiency for o in outcomes)
@@ -526,7 +523,7 @@ def test_a_full_kv_pool_is_a_cost_and_no_limit(straggler: str) -> None:
     assert own.peak_kv <= 0.9 * needs, "a pool holds no more"
     outcomes = [
         try_out(candidate, tried_on)
-        for candidate in candidates(batch_groups=16, engines=1, parks=settings.parks)
+        for candidate in candidates(batch_groups=16, engines=1, may_defer=settings.may_defer)
     ]
     assert own.efficiency >= (1 - TOLERANCE) * max(o.efficiency for o in outcomes)
     assert own.efficiency > 1.1 * try_out(POOR, tried_on).efficiency, "and not that of waiting"
@@ -534,7 +531,7 @@ def test_a_full_kv_pool_is_a_cost_and_no_limit(straggler: str) -> None:
 
 @pytest.mark.parametrize("keeps_kv", [False, True])
 def test_a_smaller_pool_makes_every_schedule_slower(keeps_kv: bool) -> None:
-    for candidate in (schedule(1.0), schedule(2.0), schedule(1.5, ConstantPool(together=4))):
+    for candidate in (schedule(1.0), schedule(2.0), schedule(1.5, Pool(together=4))):
         speeds = [
             try_out(candidate, setting(kv_tokens=pool, keeps_kv=keeps_kv)).efficiency
             for pool in (15_000, 30_000, 60_000, None)
@@ -584,23 +581,23 @@ def test_rounds_are_begun_with_only_where_parking_works(
     changes: dict[str, object], parks: bool
 ) -> None:
     settings = rules(**changes)
-    assert settings.parks is parks
+    assert settings.may_defer is parks
     driver = Driver(config(**{"straggler": "retract", **changes}))
-    assert isinstance(driver.state.plan.schedule.refill, Rounds) is parks
+    assert isinstance(driver.state.plan.schedule.refill, LengthBuckets) is parks
 
 
 @pytest.mark.parametrize("parks", [True, False])
 def test_rounds_are_candidates_only_where_parking_works(parks: bool) -> None:
-    several = candidates(batch_groups=32, engines=1, parks=parks)
-    assert any(isinstance(c.refill, Rounds) for c in several) is parks
-    tried = trials(setting(batches=4, burn_in=1), parks=parks)
-    assert parks or not any(isinstance(t.schedule.refill, Rounds) for t in tried)
+    several = candidates(batch_groups=32, engines=1, may_defer=parks)
+    assert any(isinstance(c.refill, LengthBuckets) for c in several) is parks
+    tried = trials(setting(batches=4, burn_in=1), may_defer=parks)
+    assert parks or not any(isinstance(t.schedule.refill, LengthBuckets) for t in tried)
 
 
 @pytest.mark.parametrize("changes", [{"pace": "asynchronous"}, {"straggler": "in_place"}], ids=str)
 def test_rounds_are_not_chosen_where_nothing_can_be_parked(changes: dict[str, object]) -> None:
     best = Planner().plan(plan(POOR), rules(**changes))
-    assert not isinstance(best.refill, Rounds)
+    assert not isinstance(best.refill, LengthBuckets)
 
 
 @pytest.mark.parametrize(
@@ -616,7 +613,7 @@ def test_a_large_batch_is_tried_out_as_an_equal_share_of_it(
     assert tried_on.kv_tokens == 1000
 
 
-@pytest.mark.parametrize("candidate", [schedule(1.25), schedule(1.5, ConstantPool(together=8))])
+@pytest.mark.parametrize("candidate", [schedule(1.25), schedule(1.5, Pool(together=8))])
 def test_an_equal_share_does_about_what_the_whole_does(candidate: Schedule) -> None:
     lengths = drawn(32 * 48)[:, :2]
     whole = setting(lengths=lengths, batch_groups=256, engines=4, batches=8)

@@ -17,9 +17,10 @@ from aprilsched.coordinator.opening import check_engines
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, PoolLoad
 from aprilsched.core.policies.placement import Places
-from aprilsched.core.policies.refill import ConstantPool, PoolView
+from aprilsched.core.policies.pool import Pool
+from aprilsched.core.policies.refill import PoolView
 from aprilsched.core.policies.resume import ResumeOrder, place_of
-from aprilsched.core.policies.stop import StopAt, StopUnit
+from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
 from aprilsched.core.policies.straggler import (
     BEHAVIOURS,
     Behaviour,
@@ -72,16 +73,16 @@ def view(**changes: object) -> PoolView:
 def test_a_tapering_pool_is_not_refilled_near_its_batchs_end_unless_nothing_runs(
     changes: dict[str, object], groups: int
 ) -> None:
-    assert ConstantPool(together=2, until=0.5).launches(view(**changes)) == groups
+    assert Pool(together=2, until=0.5).launches(view(**changes)) == groups
 
 
 @pytest.mark.parametrize(("in_flight", "groups"), [(9, 2), (12, 2), (13, 0), (16, 0), (18, 0)])
 def test_a_pool_is_refilled_by_whole_bunches(in_flight: int, groups: int) -> None:
-    assert ConstantPool(together=2).launches(view(in_flight=in_flight)) == groups
+    assert Pool(together=2).launches(view(in_flight=in_flight)) == groups
 
 
 def test_a_pool_smaller_than_a_bunch_is_refilled_at_all() -> None:
-    assert ConstantPool(together=64).launches(view(in_flight=0)) == 8
+    assert Pool(together=64).launches(view(in_flight=0)) == 8
 
 
 def test_a_tapered_batch_still_fills_when_everything_else_has_ended() -> None:
@@ -500,24 +501,21 @@ GROUPS = [FakeGroup([0] * 2, 10), FakeGroup([0] * 4, 5), FakeGroup([0] * 1, 100)
 
 
 @pytest.mark.parametrize(
-    ("unit", "amount", "count"),
+    ("stop", "count"),
     [
-        ("groups", 1, 1),
-        ("groups", 3, 3),
-        ("groups", 4, None),
-        ("samples", 2, 1),
-        ("samples", 3, 2),
-        ("samples", 8, None),
-        ("tokens", 10, 1),
-        ("tokens", 15, 2),
-        ("tokens", 16, 3),
-        ("tokens", 116, None),
+        (Groups(1), 1),
+        (Groups(3), 3),
+        (Groups(4), None),
+        (Samples(2), 1),
+        (Samples(3), 2),
+        (Samples(8), None),
+        (Tokens(10), 1),
+        (Tokens(15), 2),
+        (Tokens(16), 3),
+        (Tokens(116), None),
     ],
 )
-def test_a_batch_is_the_fewest_whole_groups_that_hold_enough(
-    unit: StopUnit, amount: int, count: int | None
-) -> None:
-    stop = StopAt(unit=unit, amount=amount)
+def test_a_batch_is_the_fewest_whole_groups_that_hold_enough(stop: Stop, count: int | None) -> None:
     held = FakeReady(samples=7, tokens=115, groups=3)
     assert stop.take(GROUPS) == count
     assert stop.enough(held) is (count is not None)

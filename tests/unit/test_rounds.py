@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aprilsched.config import SchedulerConfig
+from aprilsched.core.lengths.log_law import LogLaw, rest_of_groups
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.policies.length_buckets import LengthBuckets, window
 from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.refill import PoolView, Wave
-from aprilsched.core.policies.rounds import LogLaw, Rounds, rest_of_groups, window
+from aprilsched.core.policies.refill import PoolView
 from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.policies.wave import Wave
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.errors import ConfigError
 from aprilsched.types import Prompt
@@ -179,7 +181,7 @@ def test_the_store_is_filled_at_a_batchs_begin_and_when_it_has_run_dry(
         batch_open=batch_open,
         asynchronous=False,
     )
-    assert Rounds(store=2.5).launches(view) == groups
+    assert LengthBuckets(store=2.5).launches(view) == groups
 
 
 # --- in the core ---------------------------------------------------------------------------------
@@ -520,7 +522,9 @@ def test_what_runs_when_rounds_begin_goes_on_and_is_counted() -> None:
     carried = driver.group_ids()[2:]
     fill(driver)
     assert driver.group_ids() == carried
-    rounds = Schedule(over_provision=FixedRatio(ratio=2.5), refill=Rounds(store=5.0, probes=0))
+    rounds = Schedule(
+        over_provision=FixedRatio(ratio=2.5), refill=LengthBuckets(store=5.0, probes=0)
+    )
     driver.feed(ev.Planned(schedule=rounds))
     driver.update()
     driver.request_batch()

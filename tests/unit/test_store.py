@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -27,10 +28,12 @@ from hypothesis.extra.numpy import arrays
 
 from aprilsched import MemoryStore, Prompt, SamplingParams, SqliteStore
 from aprilsched.core.messages import events as ev
+from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio, KvTarget
-from aprilsched.core.policies.refill import ConstantPool, Refill, Wave
-from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.policies.pool import Pool
+from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.policies.wave import Wave
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.saved import Cut, RunState, Saved, SavedGroup, SavedMember
 from aprilsched.core.steps.snapshot import take_anew, take_changes, take_everything
@@ -654,13 +657,36 @@ def test_a_record_of_before_types_were_kept_is_read():
     assert group.prompt.metadata == {"a": [1, b"y"]}
 
 
-@pytest.mark.parametrize("refill", [Wave(), ConstantPool(together=3), Rounds(store=2.5, probes=2)])
+@pytest.mark.parametrize("refill", [Wave(), Pool(together=3), LengthBuckets(store=2.5, probes=2)])
 @pytest.mark.parametrize("ratio", [FixedRatio(ratio=1.7), KvTarget(target=0.6)])
 def test_a_schedule_is_the_same_after_the_way_through_bytes(
     refill: Refill, ratio: FixedRatio | KvTarget
 ):
     schedule = Schedule(over_provision=ratio, refill=refill, efficiency=0.7, why="because")
     assert schedule_from(schedule_record(schedule)) == schedule
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "refill"),
+    [
+        ("Wave", {}, Wave()),
+        ("ConstantPool", {"together": 3, "until": 0.5}, Pool(together=3, until=0.5)),
+        (
+            "Rounds",
+            {"store": 2.5, "probes": 2, "oldest": 9},
+            LengthBuckets(store=2.5, probes=2, oldest=9),
+        ),
+    ],
+)
+def test_a_schedule_that_an_earlier_version_wrote_is_read(
+    name: str, settings: dict[str, float], refill: Refill
+):
+    body = msgspec.msgpack.encode(
+        [["FixedRatio", {"ratio": 1.7}], [name, settings], 0.7, None, "because"]
+    )
+    schedule = schedule_from(body)
+    assert schedule is not None
+    assert (schedule.over_provision, schedule.refill) == (FixedRatio(ratio=1.7), refill)
 
 
 def test_a_cut_of_nothing_is_small():

@@ -24,8 +24,8 @@ from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.refill import Wave
 from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.policies.wave import Wave
 from aprilsched.core.rules import Rules
 from aprilsched.engines.sim import SimConfig, run_virtual
 from aprilsched.errors import PromptsExhausted

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Mapping
+from typing import Literal, TypeAlias
 
-__all__ = ["Places"]
+__all__ = ["Placement", "Places", "places"]
+
+Placement: TypeAlias = Literal["prefix", "spread"]
 
 
 class Places:
@@ -51,3 +54,9 @@ class Places:
             return top[1]
         others = (other for other in self._loads if other not in avoid)
         return min(others, key=lambda other: (self._loads[other], other), default=top[1])
+
+
+def places(loads: Mapping[str, int], placement: Placement, *, group_size: int) -> Places:
+    """The engines for one round of sending: "prefix" prefers a group's engine while that has less
+    than a group more to do than the least loaded one, "spread" prefers none."""
+    return Places(loads, slack=group_size if placement == "prefix" else -1)

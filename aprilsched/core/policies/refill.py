@@ -1,17 +1,27 @@
-"""When to start new groups, and how many together.
+"""When to start new groups, and which of the open ones run: what a refill rule is.
 
 Every arriving request costs the running ones a prefill pass (hazard 15 of SGLang's: 19 ms for a
-4B model), so a trickle of single requests can cost a third of the throughput. Both rules start
+4B model), so a trickle of single requests can cost a third of the throughput. All rules start
 whole groups, many together.
+
+A new rule is a subclass of :class:`Refill` in a file of its own, and a line in
+:mod:`aprilsched.core.policies.kinds` if it shall have a name on the command line and in stores.
+Nothing else asks for a rule's type: the scheduler and the trials of automatic over-provisioning
+know :class:`Refill` alone.
 """
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
-__all__ = ["ConstantPool", "PoolView", "Refill", "Wave"]
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.core.lengths.log_law import LogLaw
+
+__all__ = ["OpenGroups", "PoolView", "Refill"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,57 +46,50 @@ class PoolView:
     """Generation goes on behind a full batch."""
 
 
-class Refill(Protocol):
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OpenGroups:
+    """What a rule that defers groups sees of the open ones when a batch begins: one row each."""
+
+    tokens: NDArray[np.int64]
+    """int64 [groups, members]: so far; 0 if the member was not started."""
+    finished: NDArray[np.bool_]
+    """bool [groups, members]: also where a smaller group has no member."""
+    sizes: NDArray[np.int64]
+    """int64 [groups]: members of each."""
+    ages: NDArray[np.int64]
+    """int64 [groups]: batches since it was opened."""
+    since_first_run: NDArray[np.int64]
+    """int64 [groups]: batches since a member first ran; -1 if none has."""
+    running: NDArray[np.bool_]
+    """bool [groups]: whether a member is with an engine."""
+    wanted: int
+    """Groups that should run for the batch."""
+    law: LogLaw
+    """Of the lengths, as far as they are known."""
+
+
+class Refill(ABC):
+    """A refill rule. Rules are frozen dataclasses of their settings."""
+
+    __slots__ = ()
+
+    name: ClassVar[str]
+    """What the configuration calls it."""
+    defers: ClassVar[bool] = False
+    """More groups are open than run: a rollout waits, with its tokens, until :meth:`members`
+    starts it, and is called back when its batch is full."""
+
+    @abstractmethod
     def launches(self, view: PoolView) -> int:
         """Groups to start now."""
-        ...
 
+    def members(self, groups: OpenGroups) -> NDArray[np.int64]:
+        """How many members of each group run now, from its first one on; for a rule that defers.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wave:
-    """One wave at the begin of each batch, as APRIL and slime do; carried rollouts count.
+        Asked for when a batch begins, and when all that was started has ended.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defers nothing")
 
-    Within a batch only what rejections and failures have taken is started again, times the
-    over-provision ratio, never a full extra wave.
-    """
-
-    def launches(self, view: PoolView) -> int:
-        have = view.open_groups + view.ready_groups
-        if view.wave_due:
-            return max(0, view.target_groups - have)
-        if not view.batch_open:
-            return 0
-        short = view.batch_groups - have
-        if view.open_groups == 0:
-            # Everything is in, and the batch is still not full.
-            short = max(short, 1)
-        if short <= 0:
-            return 0
-        return math.ceil(short * view.target_groups / view.batch_groups)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConstantPool:
-    """Keep the same number of rollouts generating, refilled `together` groups at a time.
-
-    `until`: the share of a batch that is complete when refilling ends for that batch (a taper).
-    What is started near a batch's end is interrupted at once, so under recompute it costs more
-    prefill than it fills idle steps.
-    """
-
-    together: int
-    until: float = 1.0
-
-    def launches(self, view: PoolView) -> int:
-        if not (view.batch_open or view.wave_due or view.asynchronous):
-            return 0
-        if not view.wave_due and view.batch_open and self._tapers(view):
-            return 0
-        # An automatic schedule may have made the pool smaller than what is in it.
-        free = max(0, view.target_groups * view.group_size - view.in_flight)
-        together = min(self.together, view.target_groups)
-        return free // (together * view.group_size) * together
-
-    def _tapers(self, view: PoolView) -> bool:
-        # As long as something generates, the batch fills without new groups.
-        return view.ready_groups >= self.until * view.batch_groups and view.in_flight > 0
+    @abstractmethod
+    def told(self, ratio: str) -> str:
+        """What it does with `ratio` batches of groups, in a few words."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio, OverProvision
-from aprilsched.core.policies.refill import Refill, Wave
-from aprilsched.core.policies.rounds import Rounds
+from aprilsched.core.policies.refill import Refill
+from aprilsched.core.policies.wave import Wave
 
 __all__ = ["Schedule", "first_schedule"]
 
@@ -37,13 +38,14 @@ class Schedule:
         return self.over_provision == other.over_provision and self.refill == other.refill
 
 
-def first_schedule(*, parks: bool) -> Schedule:
+def first_schedule(*, may_defer: bool) -> Schedule:
     """What is in force until something is known of the lengths.
 
-    `parks`: rounds can be had. Their store takes batches to fill, so that is begun at once.
+    `may_defer`: length buckets can be had. Their store takes batches to fill, so that is begun at
+    once.
     """
     return Schedule(
         over_provision=FixedRatio(ratio=FIRST_RATIO),
-        refill=Rounds() if parks else Wave(),
+        refill=LengthBuckets() if may_defer else Wave(),
         why="nothing is known of the lengths yet: half a batch more than needed",
     )

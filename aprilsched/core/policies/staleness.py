@@ -18,17 +18,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["StalenessGate", "StalenessRule"]
+__all__ = ["Staleness", "StalenessRule"]
 
 StalenessRule: TypeAlias = Literal["mask", "evict", "finish"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StalenessGate:
+class Staleness:
     """The bound (None: unbounded) and the rule for what would pass it."""
 
-    bound: int | None
-    rule: StalenessRule
+    bound: int | None = None
+    rule: StalenessRule = "mask"
 
     def admissible(
         self, *, batch_groups: int, outstanding: int, batches_since_update: int, wanted: bool
@@ -48,9 +48,14 @@ class StalenessGate:
             limit = max(limit, batch_groups)
         return max(0, limit - outstanding)
 
+    @property
+    def finishes(self) -> bool:
+        """Must groups that come due be in the next batch?"""
+        return self.rule == "finish"
+
     def due(self, oldest: int | None, version: int) -> bool:
         """Rule ``finish``: must this be in the batch that `version` consumes?"""
-        return self.rule == "finish" and self._reaches(oldest, version, self.bound)
+        return self.finishes and self._reaches(oldest, version, self.bound)
 
     def evicts(self, oldest: int | None, version: int) -> bool:
         """Rule ``evict``: is this too stale for `version`?"""

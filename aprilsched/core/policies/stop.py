@@ -3,18 +3,20 @@
 Everything else thinks in groups: gates, refill rules and ratios. How many of them a batch takes,
 and how many the complete ones stand for, is said here and nowhere else, from the *usual* group:
 what one is expected to count in the unit of the rule. It is exact for groups and samples.
+
+A new unit is one class here: everything that depends on it, automatic over-provisioning too, asks
+the rule for what it needs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import ClassVar, Protocol
 
-__all__ = ["GroupSize", "Held", "StopAt", "StopUnit"]
-
-StopUnit: TypeAlias = Literal["groups", "samples", "tokens"]
+__all__ = ["GroupSize", "Groups", "Held", "Samples", "Stop", "Tokens"]
 
 
 class GroupSize(Protocol):
@@ -35,16 +37,40 @@ class Held(Protocol):
     def __len__(self) -> int: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StopAt:
-    """A batch is full when its groups hold at least `amount` of `unit`."""
+@dataclass(frozen=True, slots=True)
+class Stop(ABC):
+    """A batch is full when its groups hold at least `amount` of the rule's unit."""
 
-    unit: StopUnit
     amount: int
+
+    name: ClassVar[str]
+    fixed_groups: ClassVar[bool] = False
+    """Every batch has the same number of groups."""
+    learns: ClassVar[bool] = False
+    """What a group counts is known better and better while the run goes on."""
+
+    @abstractmethod
+    def usual_group(
+        self, group_size: int, group_tokens: Callable[[], float | None]
+    ) -> float | None:
+        """What one group counts; None while that is not known.
+
+        Args:
+            group_size: rollouts of one prompt.
+            group_tokens: gives the mean tokens of a group, None while no length is known.
+        """
+
+    @abstractmethod
+    def held(self, held: Held) -> int:
+        """What the complete groups count together."""
+
+    @abstractmethod
+    def measure(self, group: GroupSize) -> int:
+        """What one complete group counts."""
 
     def enough(self, held: Held, *, batches: int = 1) -> bool:
         """Are there so many batches in all of `held`?"""
-        return self._held(held) >= batches * self.amount
+        return self.held(held) >= batches * self.amount
 
     def batch_groups(self, usual: float) -> int:
         """Groups that a batch takes if each counts `usual`."""
@@ -54,23 +80,65 @@ class StopAt:
     def as_groups(self, held: Held, usual: float) -> int:
         """For how many usual groups `held` stands: fewer than a batch takes, if it is not enough
         for one."""
-        return math.floor(self._held(held) / usual + 1e-9)
+        return math.floor(self.held(held) / usual + 1e-9)
 
     def take(self, groups: Sequence[GroupSize]) -> int | None:
         """How many of `groups`, from the front, make a batch; None if all are not enough."""
         held = 0
         for count, group in enumerate(groups, 1):
-            held += self._measure(group)
+            held += self.measure(group)
             if held >= self.amount:
                 return count
         return None
 
-    def _held(self, held: Held) -> int:
-        if self.unit == "groups":
-            return len(held)
-        return held.samples if self.unit == "samples" else held.tokens
 
-    def _measure(self, group: GroupSize) -> int:
-        if self.unit == "groups":
-            return 1
-        return len(group.members) if self.unit == "samples" else group.tokens
+@dataclass(frozen=True, slots=True)
+class Groups(Stop):
+    """A number of groups."""
+
+    name: ClassVar[str] = "groups"
+    fixed_groups: ClassVar[bool] = True
+
+    def usual_group(self, group_size: int, group_tokens: Callable[[], float | None]) -> float:
+        return 1.0
+
+    def held(self, held: Held) -> int:
+        return len(held)
+
+    def measure(self, group: GroupSize) -> int:
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class Samples(Stop):
+    """Whole groups that hold at least so many rollouts."""
+
+    name: ClassVar[str] = "samples"
+
+    def usual_group(self, group_size: int, group_tokens: Callable[[], float | None]) -> float:
+        return float(group_size)
+
+    def held(self, held: Held) -> int:
+        return held.samples
+
+    def measure(self, group: GroupSize) -> int:
+        return len(group.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens(Stop):
+    """Whole groups that hold at least so many response tokens."""
+
+    name: ClassVar[str] = "tokens"
+    learns: ClassVar[bool] = True
+
+    def usual_group(
+        self, group_size: int, group_tokens: Callable[[], float | None]
+    ) -> float | None:
+        return group_tokens()
+
+    def held(self, held: Held) -> int:
+        return held.tokens
+
+    def measure(self, group: GroupSize) -> int:
+        return group.tokens

@@ -17,8 +17,8 @@ import math
 import numpy as np
 
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier
+from aprilsched.core.lengths.log_law import LogLaw
 from aprilsched.core.lengths.observed import ObservedLengths
-from aprilsched.core.policies.rounds import LogLaw
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.core.state.records import GroupRecord, RequestRecord
 
@@ -51,7 +51,7 @@ class Expectations:
         self._limit = max(self._limit, tokens)
 
     def log_law(self) -> LogLaw:
-        """The law of log lengths, for :mod:`~aprilsched.core.policies.rounds`."""
+        """The law of log lengths, for :mod:`~aprilsched.core.lengths.log_law`."""
         if self._stale:
             self._estimate()
         if self._law is None:

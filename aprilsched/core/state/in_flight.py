@@ -72,9 +72,9 @@ class InFlight:
         evaluation_id: int | None,
         episodes: bool,
         opened: int,
-        parked: bool = False,
+        deferred: bool = False,
     ) -> GroupRecord:
-        """Launch a group: one rollout for each of `samplings`, waiting or `parked`."""
+        """Launch a group: one rollout for each of `samplings`, waiting or `deferred`."""
         group = GroupRecord(
             group_id=self._next_id(),
             prompt=prompt,
@@ -90,13 +90,13 @@ class InFlight:
                 sampling=sampling,
                 state=State.THINKING,
                 prompt_ids=prompt.input_ids,
-                due=not parked,
+                due=not deferred,
             )
             group.members.append(rollout)
             self.rollouts[rollout.rollout_id] = rollout
             if not episodes:
                 self.add_request(rollout, prompt.input_ids, sampling)
-            elif parked:
+            elif deferred:
                 self.journal.change(rollout)
         group.unfinished = group.unscored = len(samplings)
         self.counters.launched += len(samplings)

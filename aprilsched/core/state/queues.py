@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import overload
 
 from aprilsched.core.policies.resume import Place
-from aprilsched.core.policies.staleness import StalenessGate
+from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.state.records import GroupRecord, RequestRecord
 
 __all__ = ["DueGroups", "Ready", "Waiting"]
@@ -107,14 +107,14 @@ class Waiting:
 class DueGroups:
     """Nothing is done while `gate` has another rule."""
 
-    def __init__(self, gate: StalenessGate) -> None:
+    def __init__(self, gate: Staleness) -> None:
         self._gate = gate
         self._version: int | None = None
         self._candidates: dict[int, GroupRecord] = {}
 
     def has(self, group: GroupRecord, version: int) -> bool:
         """Must the group be in the batch that `version` consumes?"""
-        if self._gate.rule != "finish" or group.evaluation_id is not None:
+        if not self._gate.finishes or group.evaluation_id is not None:
             return False
         return self._gate.due(group.oldest_version, version)
 
@@ -125,7 +125,7 @@ class DueGroups:
 
     def open(self, groups: Mapping[int, GroupRecord], version: int) -> Iterator[GroupRecord]:
         """Those of `groups`, neither delivered nor dropped, that are due."""
-        if self._gate.rule != "finish":
+        if not self._gate.finishes:
             return
         if self._version != version:
             self._version = version

@@ -116,7 +116,7 @@ class RolloutRecord:
     request: RequestRecord | None = None
     turns: int = 0
     due: bool = True
-    """It may generate now; otherwise it is parked until its group's round."""
+    """It may generate now; otherwise it is deferred until its group is chosen."""
     reward: float | None = None
     finish_reason: FinishReason = "length"
     answered: list[tuple[int, int, FinishReason]] = field(

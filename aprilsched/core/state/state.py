@@ -84,7 +84,7 @@ class Plan:
     """The next wave of groups may be launched."""
     target_groups: int = 0
     """Groups to keep open for the current batch."""
-    round_due: bool = False
+    choice_due: bool = False
     """The open groups that run in the next batch are to be chosen (length buckets)."""
     requested: bool = False
     """A new schedule has been asked for and has not arrived (automatic over-provisioning)."""
@@ -181,7 +181,7 @@ class SchedulerState:
         self.prompts = PromptSupply()
         self.plan = Plan(
             schedule=(
-                first_schedule(parks=rules.parks)
+                first_schedule(may_defer=rules.may_defer)
                 if rules.automatic
                 else Schedule(over_provision=rules.over_provision, refill=rules.refill)
             ),

@@ -54,7 +54,7 @@ def on_batch_requested(state: SchedulerState, _: BatchRequested) -> None:
     state.delivery.batch_requested = True
     if not state.asynchronous:
         state.plan.wave_due = True
-        state.plan.round_due = True
+        state.plan.choice_due = True
 
 
 def on_batch_withdrawn(state: SchedulerState, _: BatchWithdrawn) -> None:
@@ -121,12 +121,12 @@ def offer(state: SchedulerState) -> None:
         return
     accepted = [group for group in state.in_flight.ready if group.accepted]
     due, version = 0, state.weights.versions.trainer
-    if state.rules.staleness.rule == "finish":
+    if state.rules.staleness.finishes:
         # What is due first; within both kinds in the order of completion.
         accepted.sort(key=lambda group: not state.must_deliver.has(group, version))
         due = sum(state.must_deliver.has(group, version) for group in accepted)
     count = state.rules.stop.take(accepted)
-    if count is not None and state.rules.stop.unit != "groups":
+    if count is not None and not state.rules.stop.fixed_groups:
         # How much a group counts was not known when it was admitted, and at least is no more.
         count = max(count, due)
     if count is None:

@@ -1,40 +1,41 @@
-"""Parking and choosing: the store of open groups behind rounds of like length.
+"""Deferred groups: which of the open ones run, under a refill rule that keeps more open than run.
 
-A rollout that is not *due* is parked: its request neither waits to be sent nor is with an engine.
-At the stop of a batch everything is called back and parked; at the next begin the chosen groups,
-and a few members of others as probes, are made due.
+A rollout that is not *due* is deferred: its request neither waits to be sent nor is with an
+engine. At the stop of a batch everything is called back and deferred; at the next begin the
+members that the rule chooses are made due.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from aprilsched.core.policies.rounds import Rounds, rest_of_groups, window
+from aprilsched.core.policies.refill import OpenGroups, Refill
 from aprilsched.core.state.lifecycle import GENERATING, State
 from aprilsched.core.state.records import GroupRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import training_runs
 
-__all__ = ["begin_round", "park_all", "release_all"]
+__all__ = ["choose_groups", "defer_all", "release_all"]
 
 
-def begin_round(state: SchedulerState) -> None:
+def choose_groups(state: SchedulerState) -> None:
     """Choose what runs, when a batch begins, or when all that was chosen has ended."""
     refill = state.plan.schedule.refill
-    if not isinstance(refill, Rounds) or not training_runs(state):
+    if not refill.defers or not training_runs(state):
         return
     if state.prompts.fetching and not state.prompts.dry:
         return
-    if not (state.plan.round_due or _idle(state)):
+    if not (state.plan.choice_due or _idle(state)):
         return
-    # The round is chosen again, and filled, when a source that is dry for now gives more.
-    state.plan.round_due = state.prompts.dry and state.in_flight.training < state.plan.target_groups
+    # They are chosen again, and more of them, when a source that is dry for now gives more.
+    supplied = state.in_flight.training >= state.plan.target_groups
+    state.plan.choice_due = state.prompts.dry and not supplied
     groups = [group for group in state.in_flight.training_groups() if not group.complete]
     if groups:
         _choose(state, refill, groups)
 
 
-def park_all(state: SchedulerState) -> None:
+def defer_all(state: SchedulerState) -> None:
     """The batch is full: nothing is due any more. What is with engines is called back elsewhere."""
     for group in state.in_flight.training_groups():
         for member in group.members:
@@ -46,7 +47,7 @@ def park_all(state: SchedulerState) -> None:
 
 
 def release_all(state: SchedulerState) -> None:
-    """No rounds any more: everything is due."""
+    """Nothing is deferred any more: everything is due."""
     for group in state.in_flight.training_groups():
         _release(state, group.members)
 
@@ -59,33 +60,31 @@ def _idle(state: SchedulerState) -> bool:
     return not any(member.due and member.state in GENERATING for member in members)
 
 
-def _choose(state: SchedulerState, refill: Rounds, groups: list[GroupRecord]) -> None:
-    batch = state.begun
-    running = [i for i, group in enumerate(groups) if _runs(group)]
-    count = state.plan.target_groups - state.ready_groups - len(running)
-    age = np.array([batch - group.opened for group in groups], dtype=np.int64)
-    age[running] = -1
-    parked = np.flatnonzero(age >= 0)
-    rest = _rest(state, [groups[i] for i in parked])
-    chosen = {*running, *parked[window(rest, age[parked], max(1, count))].tolist()}
-    for place, group in enumerate(groups):
-        first = group.first_run
-        if place in chosen or (first is not None and batch - first >= refill.oldest):
-            _start(state, group, group.members)
-        elif first is None:
-            _start(state, group, group.members[: refill.probed(len(group.members))])
+def _choose(state: SchedulerState, refill: Refill, groups: list[GroupRecord]) -> None:
+    view = _view(state, groups)
+    for group, started in zip(groups, refill.members(view).tolist(), strict=True):
+        _start(state, group, group.members[:started])
 
 
-def _rest(state: SchedulerState, groups: list[GroupRecord]) -> np.ndarray:
-    size = max((len(group.members) for group in groups), default=0)
+def _view(state: SchedulerState, groups: list[GroupRecord]) -> OpenGroups:
+    batch, size = state.begun, max(len(group.members) for group in groups)
     tokens = np.zeros((len(groups), size), dtype=np.int64)
-    # Places beyond a smaller group's end count as finished members without a length.
     finished = np.ones((len(groups), size), dtype=np.bool_)
     for row, group in enumerate(groups):
         for column, member in enumerate(group.members):
             tokens[row, column] = len(member.log)
             finished[row, column] = member.state not in GENERATING
-    return rest_of_groups(tokens, finished, state.expectations.log_law())
+    since = [-1 if group.first_run is None else batch - group.first_run for group in groups]
+    return OpenGroups(
+        tokens=tokens,
+        finished=finished,
+        sizes=np.array([len(group.members) for group in groups], dtype=np.int64),
+        ages=np.array([batch - group.opened for group in groups], dtype=np.int64),
+        since_first_run=np.array(since, dtype=np.int64),
+        running=np.array([_runs(group) for group in groups], dtype=np.bool_),
+        wanted=state.plan.target_groups - state.ready_groups,
+        law=state.expectations.log_law(),
+    )
 
 
 def _runs(group: GroupRecord) -> bool:

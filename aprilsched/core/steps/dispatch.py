@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aprilsched.core.messages.commands import Send, Verify
 from aprilsched.core.messages.facts import AttemptSent
-from aprilsched.core.policies.placement import Places
+from aprilsched.core.policies.placement import places
 from aprilsched.core.state.engine_control import RUN, EngineControl, Goal, Mode
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
@@ -65,13 +65,12 @@ def dispatch(state: SchedulerState) -> None:
         # After a pause the first engine to go on would draw the whole wave otherwise, and with
         # no more than its share still all that was carried: the longest contexts there are.
         return
-    # The other way to place a group: no engine is preferred for its prefix.
-    places = Places(loads, slack=-1 if rules.spread else rules.group_size)
+    free = places(loads, rules.placement, group_size=rules.group_size)
     while limit is None or in_flight.open_attempts < limit:
         request = in_flight.queue.first(training=training)
         if request is None:
             return
-        engine = places.take(prefer=request.rollout.group.engine, avoid=request.avoid)
+        engine = free.take(prefer=request.rollout.group.engine, avoid=request.avoid)
         if engine is None:
             return
         _send(state, request, engine)

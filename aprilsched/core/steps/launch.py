@@ -15,7 +15,6 @@ from aprilsched.core.messages.facts import (
 from aprilsched.core.messages.facts import EvaluationRequested as RequestedFact
 from aprilsched.core.messages.facts import EvaluationWithdrawn as WithdrawnFact
 from aprilsched.core.policies.refill import PoolView
-from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.state.assembly import launched
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import GroupRecord
@@ -146,7 +145,7 @@ def _count(state: SchedulerState) -> int:
     if not state.plan.target_groups:
         retarget(state)
     count = refill_now(state).launches(_pool_view(state))
-    if count and rules.stop.unit == "tokens":
+    if count and rules.stop.learns:
         # What a group counts is better known than when the batch began.
         resize(state)
         count = refill_now(state).launches(_pool_view(state))
@@ -195,7 +194,7 @@ def _launch_group(
         evaluation_id=evaluation_id,
         episodes=episodes,
         opened=state.begun,
-        parked=evaluation_id is None and isinstance(state.plan.schedule.refill, Rounds),
+        deferred=evaluation_id is None and state.plan.schedule.refill.defers,
     )
     state.expectations.note_limit(max(m.sampling.max_new_tokens for m in group.members))
     state.tell(launched(group, tokens=state.tells_tokens))

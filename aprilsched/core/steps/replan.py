@@ -15,7 +15,6 @@ from aprilsched.core.lengths.kaplan_meier import kaplan_meier
 from aprilsched.core.messages.commands import Plan
 from aprilsched.core.messages.events import Planned
 from aprilsched.core.messages.facts import ScheduleChanged
-from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.state.records import group_lengths
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.buckets import release_all
@@ -39,7 +38,7 @@ def plan(state: SchedulerState) -> None:
     if not state.fleet.control.engines:
         return
     state.plan.looked_at = batches
-    if state.rules.starting_up(batches):
+    if state.rules.start_up.lasts(batches):
         return
     groups = _begun(state)
     recent = groups[-_RECENT_BATCHES * state.batch_groups :]
@@ -51,7 +50,7 @@ def plan(state: SchedulerState) -> None:
     # A run that was resumed with larger groups knows nothing yet of what is left of them.
     groups = [group for group in groups if len(group.tokens) >= state.rules.group_size]
     ended = [group for group in groups if group.complete]
-    # Of a group that waits for its round nothing is known that its siblings have in common.
+    # Of a deferred group nothing is known that its siblings have in common.
     open_groups = [group for group in groups if not group.complete and group.tokens.all()]
     if not ended:
         return
@@ -75,7 +74,7 @@ def on_planned(state: SchedulerState, event: Planned) -> None:
     state.plan.requested = False
     if event.schedule is None:
         return
-    if not isinstance(event.schedule.refill, Rounds):
+    if not event.schedule.refill.defers:
         release_all(state)
     state.plan.schedule = event.schedule
     state.tell(ScheduleChanged(schedule=event.schedule.why))
@@ -90,8 +89,8 @@ def _begun(state: SchedulerState) -> list[GroupLengths]:
 
 
 def _median(groups: list[GroupLengths]) -> float | None:
-    """Of one response of each group: rounds run the siblings of some groups and not of others,
-    by their length."""
+    """Of one response of each group: length buckets run the siblings of some groups and not of
+    others, by their length."""
     tokens = np.array([group.tokens[0] for group in groups], dtype=np.int64)
     finished = np.array([group.finished[0] for group in groups], dtype=np.bool_)
     if not finished.any():

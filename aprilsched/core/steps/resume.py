@@ -5,7 +5,7 @@ generating waits to be sent again with its tokens; rewards and verdicts that wer
 asked for again; evaluations were the caller's and are in the ledger.
 
 The settings may be others than those it was saved under. So what follows from them is not taken
-over but made anew from the present ones: who is parked, the schedule and how many groups it keeps
+over but made anew from the present ones: who is deferred, the schedule and how many groups it keeps
 open, and what is still to be scored and judged. A state that only the former ones would move on
 from would stand still.
 """
@@ -19,7 +19,6 @@ import numpy as np
 
 from aprilsched.core.messages.commands import Launch, Score, ScoreGroup, StartEpisode
 from aprilsched.core.messages.facts import EpisodeStarted, GroupAccepted, RewardRequested
-from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.assembly import batch_of, group_of, launched, rollout_of
 from aprilsched.core.state.journal import DeliveredBatch
@@ -98,7 +97,7 @@ def restore(state: SchedulerState, saved: Saved) -> None:
     for batch in saved.batches:
         _restore_batch(state, batch, groups)
     _drop_damaged(state, saved, delivered)
-    if not isinstance(state.plan.schedule.refill, Rounds):
+    if not state.plan.schedule.refill.defers:
         release_all(state)
     if saved.run.target_groups:
         resize(state)
@@ -184,7 +183,7 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
 def _possible(state: SchedulerState, schedule: Schedule) -> bool:
     """May the schedule of the former process be in force in this one?"""
     rules = state.rules
-    return rules.automatic and (rules.parks or not isinstance(schedule.refill, Rounds))
+    return rules.automatic and (rules.may_defer or not schedule.refill.defers)
 
 
 def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecord:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from aprilsched.core.policies.rounds import Rounds
 from aprilsched.core.policies.straggler import Situation, Straggler
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import training_runs
-from aprilsched.core.steps.buckets import park_all
+from aprilsched.core.steps.buckets import defer_all
 from aprilsched.core.steps.drop import abort
 
 __all__ = ["settle_stragglers"]
@@ -25,8 +24,8 @@ def settle_stragglers(state: SchedulerState) -> None:
     """Decide when it is time, and forget those whose time has come."""
     if state.stragglers.run_on or state.stragglers.calling_back:
         _prune(state)
-    parks = isinstance(state.plan.schedule.refill, Rounds)
-    if not (parks or state.rules.behaviour.decide or state.rules.rebalance):
+    defers = state.plan.schedule.refill.defers
+    if not (defers or state.rules.behaviour.decide or state.rules.rebalance):
         return
     if training_runs(state):
         state.stragglers.resolved = False
@@ -34,12 +33,12 @@ def settle_stragglers(state: SchedulerState) -> None:
     if state.stragglers.resolved:
         return
     state.stragglers.resolved = True
-    if parks:
-        park_all(state)
+    if defers:
+        defer_all(state)
     stragglers = [r for r in state.in_flight.open_requests() if _training(r) and not r.aborting]
     if not stragglers:
         return
-    if parks:
+    if defers:
         for request in stragglers:
             _call_back(state, request)
         return

@@ -1,10 +1,4 @@
-"""Rounds of like length: which of the open groups run in the next batch.
-
-More groups are kept open than run. At each batch's begin those run that are expected to need
-about the same number of further steps, so that no batch waits for one long response and few
-siblings of a long one go stale in vain; what is not chosen is parked with its tokens, which cost
-nothing until it runs again. Of every parked group some members run once as probes: half of a
-response's log variance is typically its prompt's, so one finished sibling tells a lot.
+"""What open groups still need, in steps, by the lengths of their members so far.
 
 The expected steps of a group are the median of its longest member's rest. Log lengths are normal
 with mean mu and deviation sigma, of whose square a share w is the group's own. Each member gives
@@ -18,7 +12,6 @@ variance around M; and the rest of an unfinished member is the quantile of that 
 has h tokens, at which all u unfinished ones together end with probability one half.
 
 How well mu, sigma and w are known hardly matters: wrong by a third they cost 1 % of the time.
-Found by search over schedules on the built-in workload (experiments/frontier).
 """
 
 from __future__ import annotations
@@ -29,9 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.policies.refill import PoolView
-
-__all__ = ["LogLaw", "Rounds", "rest_of_groups", "window"]
+__all__ = ["LogLaw", "rest_of_groups"]
 
 _MILLS_MOST = 1.5
 _LEAST_DEVIATION = 0.05
@@ -40,38 +31,6 @@ _GRID: NDArray[np.float64] = np.linspace(-8.0, 8.0, 4001)
 _NORMAL: NDArray[np.float64] = np.array(
     [0.5 * math.erfc(-z / math.sqrt(2)) for z in _GRID.tolist()], dtype=np.float64
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rounds:
-    """The rule's settings. How many groups run is the over-provision ratio's.
-
-    Attributes:
-        store: groups kept open, in batches.
-        probes: members of a parked group that run once, as evidence.
-        oldest: batches after its first token at which a group runs whatever its length: the
-            bound on staleness, but for the batches that it then takes.
-    """
-
-    store: float = 5.0
-    probes: int = 1
-    oldest: int = 16
-
-    def probed(self, members: int) -> int:
-        """How many of a group's members are probes: at most half of them, or a lone sample, or a
-        pair, would be run whole as its own probe."""
-        return min(self.probes, members // 2)
-
-    def launches(self, view: PoolView) -> int:
-        """Groups to open; which of them run is decided by :func:`window`.
-
-        Within a batch only if none is left: all were rejected, or were too few of the samples or
-        tokens that fill it, and the trainer would wait for ever.
-        """
-        dry = view.batch_open and view.open_groups == 0
-        if not (view.wave_due or dry):
-            return 0
-        return max(0, math.ceil(self.store * view.batch_groups - 1e-9) - view.open_groups)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,21 +74,6 @@ def rest_of_groups(
     ends = np.exp(np.minimum(level + spread * _inverse(quantile), math.log(law.cap)))
     rest = np.where(finished, 0.0, np.maximum(ends - tokens, 1.0))
     return rest.max(axis=1)
-
-
-def window(rest: NDArray[np.float64], age: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """The `count` groups of neighbouring `rest` that have waited longest in the mean.
-
-    Places int64 in the arguments, float64 [G] and int64 [G] (batches since they were opened).
-    """
-    order = np.argsort(rest, kind="stable")
-    if count >= len(order):
-        return order
-    if count <= 0:
-        return order[:0]
-    sums = np.concatenate(([0], np.cumsum(age[order])))
-    first = int(np.argmax(sums[count:] - sums[:-count]))
-    return order[first : first + count]
 
 
 def _levels(

@@ -1,0 +1,45 @@
+"""A constant number of rollouts in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from aprilsched.core.policies.refill import PoolView, Refill
+
+__all__ = ["Pool"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool(Refill):
+    """Keep the same number of rollouts generating, refilled `together` groups at a time.
+
+    `until`: the share of a batch that is complete when refilling ends for that batch (a taper).
+    What is started near a batch's end is interrupted at once, so under recompute it costs more
+    prefill than it fills idle steps.
+    """
+
+    name: ClassVar[str] = "pool"
+
+    together: int = 4
+    """Groups that are started together; one by one costs a third of the throughput."""
+    until: float = 1.0
+    """Share of a batch that is complete when its pool is no longer refilled."""
+
+    def launches(self, view: PoolView) -> int:
+        if not (view.batch_open or view.wave_due or view.asynchronous):
+            return 0
+        if not view.wave_due and view.batch_open and self._tapers(view):
+            return 0
+        # An automatic schedule may have made the pool smaller than what is in it.
+        free = max(0, view.target_groups * view.group_size - view.in_flight)
+        together = min(self.together, view.target_groups)
+        return free // (together * view.group_size) * together
+
+    def _tapers(self, view: PoolView) -> bool:
+        # As long as something generates, the batch fills without new groups.
+        return view.ready_groups >= self.until * view.batch_groups and view.in_flight > 0
+
+    def told(self, ratio: str) -> str:
+        taper = "" if self.until == 1 else f" until {self.until:.0%} of a batch is complete"
+        return f"a pool of {ratio} batches, refilled {self.together} groups together{taper}"
