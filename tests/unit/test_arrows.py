@@ -102,6 +102,15 @@ RULES: dict[str, Rule] = {
         others=NUMPY,
         pure=True,
     ),
+    "aprilsched.core.policies": Rule(
+        ours=(
+            "aprilsched.core.lengths",
+            "aprilsched.core.policies",
+            "aprilsched.errors",
+        ),
+        others=NUMPY,
+        pure=True,
+    ),
     "aprilsched.core.messages": Rule(
         ours=(
             "aprilsched.core.lengths",
@@ -430,6 +439,7 @@ def test_the_arrows_hold(module: str, path: Path):
         ("aprilsched.core.x", "from aprilsched import coordinator", "against the arrows"),
         ("aprilsched.core.x", "from aprilsched.config import X", "against the arrows"),
         ("aprilsched.core.x", "from . import events", "relative"),
+        ("aprilsched.core.policies.x", "from aprilsched.core.state import records", "against"),
         ("aprilsched.core.x", "def f():\n import torch", "no dependency of this part"),
         (
             "aprilsched.core.x",

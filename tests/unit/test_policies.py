@@ -19,7 +19,7 @@ from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, PoolLo
 from aprilsched.core.policies.placement import Places
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import PoolView
-from aprilsched.core.policies.resume import ResumeOrder, place_of
+from aprilsched.core.policies.resume import Place, ResumeOrder, place_of
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
 from aprilsched.core.policies.straggler import (
     BEHAVIOURS,
@@ -276,6 +276,19 @@ def test_groups_go_on_in_the_order_of_what_they_are_expected_to_need(order: Resu
     assert rests == sorted(rests, reverse=order == "longest")
 
 
+def placed(request: RequestRecord, order: ResumeOrder, remaining: float) -> Place:
+    """The place of a request that is expected to need so many further tokens."""
+    rollout = request.rollout
+    return place_of(
+        order,
+        training=rollout.group.evaluation_id is None,
+        carried=rollout.carried,
+        group_id=rollout.group.group_id,
+        index=rollout.index,
+        remaining=lambda: remaining,
+    )
+
+
 @pytest.mark.parametrize("order", ["carried", "shortest", "longest"])
 def test_an_evaluation_goes_before_whatever_is_expected(order: ResumeOrder) -> None:
     driver = interrupted(order, tokens=[12, 5, 38, 4, 30, 2])
@@ -284,8 +297,8 @@ def test_an_evaluation_goes_before_whatever_is_expected(order: ResumeOrder) -> N
     )
     evaluated = next(driver.state.in_flight.open_requests())
     assert evaluated.rollout.group.evaluation_id == 1
-    place = place_of(evaluated, order, lambda _: 1e9)
-    assert all(place < place_of(request, order, lambda _: 0.0) for request in waiting(driver))
+    place = placed(evaluated, order, 1e9)
+    assert all(place < placed(request, order, 0.0) for request in waiting(driver))
 
 
 @pytest.mark.parametrize(("order", "first"), [("shortest", "short"), ("longest", "long")])
@@ -319,10 +332,8 @@ def test_what_was_never_sent_goes_last_unless_the_longest_go_first() -> None:
     fresh.attempt = 0
     carried.rollout.group.group_id = 10**6  # launched later, but sent before
     for order in ("carried", "shortest"):
-        assert place_of(carried, order, lambda _: 9.0) < place_of(fresh, order, lambda _: 1.0)
-    assert place_of(fresh, "longest", lambda r: float(r is fresh)) < place_of(
-        carried, "longest", lambda r: float(r is fresh)
-    )
+        assert placed(carried, order, 9.0) < placed(fresh, order, 1.0)
+    assert placed(fresh, "longest", 1.0) < placed(carried, "longest", 0.0)
 
 
 # --- stragglers ----------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
-"""In which order waiting requests are sent.
+"""The order in which waiting requests are sent (``resume_order``).
 
 ==========  ============================================================================
-carried     what was interrupted first, then in the order of launching (APRIL, CoPRIS)
-shortest    what is expected to need the fewest tokens still: most nearly done first
-longest     what is expected to need the most: nothing long is begun at a batch's end
+carried     interrupted requests first, then the others in the order of their launch (APRIL,
+            CoPRIS)
+shortest    interrupted requests first, the one that is expected to need the fewest further
+            tokens before all others
+longest     the request that is expected to need the most further tokens first, so that nothing
+            long is begun at the end of a batch
 ==========  ============================================================================
 
-What is expected is told by the caller; a group's finished members are evidence for the others.
-Evaluations go before training, which they delay only briefly.
+Requests of evaluations go before those of training, which they delay only briefly.
 """
 
 from __future__ import annotations
@@ -15,25 +17,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
-from aprilsched.core.state.records import RequestRecord
-
-__all__ = ["Expectation", "Place", "ResumeOrder", "place_of"]
+__all__ = ["Place", "ResumeOrder", "place_of"]
 
 ResumeOrder: TypeAlias = Literal["carried", "shortest", "longest"]
 
 Place: TypeAlias = tuple[bool, bool, float, int, int]
 
-Expectation: TypeAlias = Callable[[RequestRecord], float]
-"""Tokens that a request is expected to need still."""
 
+def place_of(
+    order: ResumeOrder,
+    *,
+    training: bool,
+    carried: bool,
+    group_id: int,
+    index: int,
+    remaining: Callable[[], float],
+) -> Place:
+    """The sort key of a request that begins to wait.
 
-def place_of(request: RequestRecord, order: ResumeOrder, expected: Expectation) -> Place:
-    """Sort key of a request that begins to wait."""
-    rollout = request.rollout
-    group, training = rollout.group.group_id, rollout.group.evaluation_id is None
+    Args:
+        order: the setting.
+        training: False for a request of an evaluation.
+        carried: the rollout was sent before.
+        group_id: groups have ascending ids in the order of their launch.
+        index: the rollout's place in its group.
+        remaining: the number of tokens that the rollout is expected to need yet; it is only asked
+            for where the order depends on it.
+    """
     if not training or order == "carried":
-        return (training, training and not rollout.carried, 0.0, group, rollout.index)
-    tokens = expected(request)
+        return (training, training and not carried, 0.0, group_id, index)
     if order == "shortest":
-        return (training, not rollout.carried, tokens, group, rollout.index)
-    return (training, False, -tokens, group, rollout.index)
+        return (training, not carried, remaining(), group_id, index)
+    return (training, False, -remaining(), group_id, index)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import EvaluationRequested
 from aprilsched.core.messages.facts import Fact
-from aprilsched.core.policies.resume import place_of
+from aprilsched.core.policies.resume import Place, place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
 from aprilsched.core.rules import Rules
 from aprilsched.core.state.engine_control import FleetControl, Mode
@@ -22,7 +22,7 @@ from aprilsched.core.state.in_flight import InFlight
 from aprilsched.core.state.journal import DeliveredBatch, Offered
 from aprilsched.core.state.phases import Outage, Sleep, Update
 from aprilsched.core.state.queues import DueGroups
-from aprilsched.core.state.records import GroupRecord, group_lengths
+from aprilsched.core.state.records import GroupRecord, RequestRecord, group_lengths
 from aprilsched.core.state.versions import PolicyVersionTracker
 from aprilsched.types import Batch, Prompt, RefusedPrompt
 
@@ -176,7 +176,7 @@ class SchedulerState:
         self.tells_tokens = False
         self.resumed = False
         self.expectations = Expectations()
-        self.in_flight = InFlight(lambda r: place_of(r, rules.resume, self.expectations.remaining))
+        self.in_flight = InFlight(self._place)
         self.delivery = Delivery()
         self.prompts = PromptSupply()
         self.plan = Plan(
@@ -200,6 +200,18 @@ class SchedulerState:
         )
         self.sleep: Sleep | None = None
         self.must_deliver = DueGroups(rules.staleness)
+
+    def _place(self, request: RequestRecord) -> Place:
+        """Where the request goes among those that wait to be sent."""
+        rollout = request.rollout
+        return place_of(
+            self.rules.resume,
+            training=rollout.group.evaluation_id is None,
+            carried=rollout.carried,
+            group_id=rollout.group.group_id,
+            index=rollout.index,
+            remaining=lambda: self.expectations.remaining(request),
+        )
 
     def tell(self, fact: Fact) -> None:
         """Something has come true in the event in work."""
