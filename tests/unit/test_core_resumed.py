@@ -89,3 +89,17 @@ def test_they_are_once_the_engine_has_told():
     ((rollout,),) = (group.rollouts for group in driver.batches[0].groups)
     assert rollout.versions_exact
     assert rollout.versions.tolist() == [0, 1, 1, 1, 1]
+
+
+def test_tokens_under_a_newer_label_in_a_refit_are_not_of_a_known_version_after_a_restart():
+    driver = Driver(CONFIG, store=MemoryStore())
+    driver.feed(ev.BatchRequested())
+    driver.feed(ev.UpdateRequested(version=1, beside=True))
+    # Who takes part in the refit is not put on standby for the label: its request stays open.
+    driver.progress(driver.attempts()[0], 2, label=1)
+    driver.save()
+    driver.restart()
+    driver.request_batch()
+    driver.finish(driver.attempts()[0], 3)
+    ((rollout,),) = (group.rollouts for group in driver.batches[0].groups)
+    assert not rollout.versions_exact

@@ -105,6 +105,7 @@ def _book_as_said(state: SchedulerState, request: RequestRecord, label: int) -> 
     """
     if request.adapter is not None or label > request.sent_version:
         request.rollout.log.exact = False
+        state.in_flight.journal.change(request.rollout)
     if request.adapter is None:
         request.version = label
 
