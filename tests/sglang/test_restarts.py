@@ -47,7 +47,6 @@ def versions(batch: Batch) -> set[int]:
     return {int(version) for rollout in batch.rollouts for version in rollout.versions}
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "held",
     [
@@ -72,22 +71,29 @@ async def test_a_server_restarted_in_the_trainers_pause_samples_nothing_under_it
         )
         await rollouts.update_weights(publisher)
         batches.append(await rollouts.next_batch())
-        assert (rollouts.state.in_flight.open_attempts > 0) is held
+        in_flight = rollouts.state.in_flight
+        assert (in_flight.open_attempts > 0) is held
+        # Of these nobody will ever hear which tokens are of before the update and which of after.
+        untold = {
+            request.rollout.rollout_id
+            for request in in_flight.open_requests(name(first))
+            if request.crossed
+        }
         first.kill()
         first.start()
         await asyncio.to_thread(first.wait_ready)
 
         evaluation = await rollouts.evaluate(questions(6), group_size=4)
         batches.append(await rollouts.next_batch())
-        await until(lambda: name(first) in rollouts.state.fleet.control.engines, 120)
+        await until(lambda: name(first) in rollouts.state.fleet.control.engines)
         batches.append(await rollouts.next_batch())
 
         assert versions(evaluation) == {evaluation.version} == {1}
         assert versions(batches[-1]) <= {0, 1}
-        assert not rollouts.state.in_flight.ledger.total
+        assert not in_flight.ledger.total
     delivered = [rollout for batch in (*batches, evaluation) for rollout in batch.rollouts]
-    assert all(rollout.versions_exact for rollout in delivered)
-    check_greedy(delivered, models, tmp_path)
+    assert {rollout.rollout_id for rollout in delivered if not rollout.versions_exact} <= untold
+    check_greedy([r for r in delivered if r.versions_exact], models, tmp_path)
     losses = [r for r in caplog.records if r.getMessage().startswith(f"engine {name(first)} is o")]
     assert len(losses) == 1, "one line says so"
 
@@ -113,7 +119,6 @@ async def load_behind_its_back(server: CpuServer, model: Path, version: int) -> 
     await engine.close()
 
 
-@pytest.mark.timeout(400)
 async def test_weights_that_somebody_else_loads_are_never_taken_for_those_of_before(
     clean_pair: Pair,
     models: tuple[Path, Path],
