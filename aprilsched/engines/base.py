@@ -1,7 +1,7 @@
-"""What the coordinator asks of an engine, and nothing else.
+"""The protocol of an engine and of a fleet: all that the coordinator asks of them.
 
 An engine is one inference server (or the model of one). The coordinator never assumes what a
-server can do: :class:`Capabilities` is probed when the engine is opened.
+server can do: the engine finds out its :class:`Capabilities` when it is opened.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PauseMode: TypeAlias = Literal["retract", "in_place"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What one engine can do, as it said itself when it was opened."""
+    """What one engine can do, as it said when it was opened."""
 
     version_spans: bool
     """A finished or aborted request reports which version sampled each of its tokens."""
@@ -38,22 +38,22 @@ class Capabilities:
     max_running_requests: int | None = None
     kv_tokens: int | None = None
     ranks: int = 1
-    """Processes that hold a part of the weights: tensor-parallel times pipeline-parallel."""
+    """Number of processes that hold a part of the weights: tensor times pipeline parallel."""
     release_while_paused: bool = False
     """Memory can be released while requests wait in a pause(retract)."""
     keeps_released_weights: bool = False
-    """Weights that were released come back as they were (a copy on the CPU, or no release)."""
+    """Released weights come back unchanged (a copy on the CPU, or they are not really freed)."""
     adapters: bool = False
     """Several LoRA adapters can be served at a time."""
     server: str = ""
-    """Name and version of the server, for people."""
+    """Name and version of the server, for people to read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GenerationRequest:
-    """One call for tokens: the whole context so far, and how to go on.
+    """One request for tokens: the whole context so far, and the sampling parameters.
 
-    `request_id` has one fixed length in a run, because SGLang aborts by prefix.
+    All `request_id` of a run have the same length, because SGLang aborts by prefix.
     `affinity` is equal for requests that share a prompt prefix. `adapter` names the LoRA adapter
     to sample with. Cached KV is shared only between requests of equal `cache_key`.
     """
@@ -68,14 +68,14 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Chunk:
-    """New tokens of one request; the last one has `finish`.
+    """New tokens of one request; only the last chunk has a `finish`.
 
-    `token_ids` int32 [n] and `logprobs` float32 [n] belong together; n may be 0. They are the
-    receiver's: it may keep them, so whoever made a chunk must not write to them afterwards.
+    `token_ids` int32 [n] and `logprobs` float32 [n] describe the same n tokens; n may be 0. The
+    receiver may keep both arrays, so the engine must not write to them after it gave them away.
     `spans`, on the last chunk only, covers the request's whole output; None where the engine
-    cannot tell (``Capabilities.version_spans`` is False). `label` is the version of the base model
-    that the engine has when it sends the chunk; None where it does not say, or where `spans` say
-    it of each token.
+    does not report it (``Capabilities.version_spans`` is False). `label` is the version of the
+    base model that the engine has when it sends the chunk; None where it does not say, or where
+    `spans` gives the version of each token.
     """
 
     token_ids: Int32Array
@@ -89,29 +89,29 @@ class Chunk:
 class Engine(Protocol):
     """One inference engine. All methods may be called concurrently.
 
-    Errors: :class:`~aprilsched.errors.EngineError` and its children, nothing else.
+    Every method raises only :class:`~aprilsched.errors.EngineError` and its subclasses.
     """
 
     @property
     def name(self) -> str:
-        """Unique in its fleet; appears in segments, events and errors."""
+        """The engine's name: unique in its fleet, and shown in segments, events and errors."""
         ...
 
     @property
     def capabilities(self) -> Capabilities:
-        """Known after :meth:`open`."""
+        """What the engine can do; known after :meth:`open`."""
         ...
 
     async def open(self) -> None:
-        """Connect and probe. Refuses a server that does not speak the protocol."""
+        """Connect and probe; raise if the server does not speak the protocol."""
         ...
 
     async def close(self) -> None:
-        """Release connections. Does not touch the server."""
+        """Release the connections. The server itself is left as it is."""
         ...
 
     async def version(self) -> int:
-        """The policy version the engine says it has now.
+        """Ask the engine for its current policy version.
 
         A label that is not an integer (SGLang's is "default" before the first refit) counts
         as version 0.
@@ -122,10 +122,10 @@ class Engine(Protocol):
         ...
 
     async def verify(self) -> int:
-        """The same, of the process that was opened.
+        """Ask for the version, and check that the process is still the one that was opened.
 
         Raises:
-            EngineRestarted: if another process answers now; open the engine anew to use it.
+            EngineRestarted: if another process answers now; open the engine again to use it.
             TornWeights: as :meth:`version`.
         """
         ...
@@ -133,39 +133,40 @@ class Engine(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Stream one response to its end, or to its abort.
 
-        The stream stays open through pause and continue, for as long as that takes. Whenever
-        it is left before its last chunk (an error, a cancellation), the engine has been told
-        to abort the request, so that nothing decodes unseen.
+        The stream stays open through pause and continue, however long they take. If the caller
+        leaves it before its last chunk (by an error or a cancellation), the engine is told to
+        abort the request, so that it does not go on decoding for nobody.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End one request: its stream gives what is there, with ``finish="abort"``.
+        """End one request; its stream then ends with the tokens so far and ``finish="abort"``.
 
-        Unknown ids are ignored. A request that the engine has not yet registered survives an
-        abort, so the caller repeats it until the stream has ended.
+        Unknown ids are ignored. An abort has no effect on a request that the engine has not yet
+        registered, so the caller repeats it until the stream has ended.
         """
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding; streams stay open. Pausing twice is harmless."""
+        """Stop decoding; streams stay open. A second pause has no effect."""
         ...
 
     async def flush(self) -> None:
-        """Forget all cached KV, so that no token attends to keys of older weights.
+        """Drop all cached KV, so that no token attends to keys of older weights.
 
-        Only while paused with "retract", and only where ``flush_while_paused``.
+        It is allowed only while the engine is paused with "retract", and only where
+        ``Capabilities.flush_while_paused`` is True.
         """
         ...
 
     async def resume(self) -> None:
-        """Go on after a pause (SGLang: continue). Harmless when not paused."""
+        """Continue after a pause. It has no effect when the engine is not paused."""
         ...
 
 
 @runtime_checkable
 class HasAddress(Protocol):
-    """An engine that is a server at an address: another object may stand for the same one."""
+    """An engine that is a server at an address, so that two objects may mean the same server."""
 
     @property
     def address(self) -> str:
@@ -180,7 +181,7 @@ class Fleet(Protocol):
     def engines(self) -> Sequence[Engine]: ...
 
     async def open(self) -> None:
-        """Open every engine, all or none."""
+        """Open every engine; if one fails, close all of them and raise."""
         ...
 
     async def close(self) -> None: ...
@@ -188,10 +189,10 @@ class Fleet(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FleetChange:
-    """What changed in a fleet since it was last asked; `left` comes before `joined`.
+    """What changed in a fleet since the last change; apply `left` before `joined`.
 
-    `joined` are open and probed, of the fleet's model, and of whatever weights they happen to
-    have: ask each for its version. `left` are names; one of them may be back in `joined`.
+    `left` holds names; one of them may be back in `joined`. The engines in `joined` are open and
+    serve the fleet's model, but may have any version of the weights: ask each for its version.
     """
 
     left: tuple[str, ...] = ()
@@ -203,11 +204,11 @@ class WatchesMembership(Protocol):
     """A fleet whose engines join and leave while it is open."""
 
     def watch(self) -> AsyncGenerator[FleetChange, None]:
-        """Every change from now on, as it happens; one reader at a time.
+        """Yield every change from now on, as it happens; one reader at a time.
 
-        ``Fleet.engines`` is already as after the change. An engine that left stays open until
-        the reader of the change closes it, or the fleet is closed: the reader gives up its streams
-        and lets it go on first. Trouble with one engine, or with what lists them, changes nothing
-        and ends nothing: it is logged, and looked at again.
+        ``Fleet.engines`` already includes the change. An engine that left stays open until the
+        reader of the change closes it or the fleet is closed: the reader first gives up the
+        engine's streams and resumes it. A failure of one engine, or of the service that lists
+        them, is logged and looked at again; it ends nothing.
         """
         ...

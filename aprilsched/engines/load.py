@@ -1,7 +1,6 @@
-"""What an engine says of its own work at one moment, for people and pictures; nothing is decided
-by it.
+"""What an engine reports about its own load, for displays and logs; no decision depends on it.
 
-Every figure that an engine does not tell is None: none of them is guessed.
+A figure that an engine does not report is None; no figure is estimated.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ __all__ = ["EngineLoad", "ReportsLoad"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLoad:
-    """One answer of one engine, over all its ranks.
+    """The load of one engine at one moment, over all its ranks.
 
     Attributes:
-        running: requests in the decoding batch.
-        queued: requests that wait for a place in it.
-        max_running: most requests that decode together.
-        kv_tokens: tokens with a place in the KV pool.
-        kv_capacity: tokens that the pool has places for.
-        generated: tokens of decoding steps since the engine was started.
-        decode_seconds, prefill_seconds: that it has computed such steps since then; of several
-            ranks the mean.
-        tokens_per_s: as the engine itself measures it.
-        cache_hit_rate: of the prefix cache, from 0 to 1.
-        age_s: how old these figures were when they were told.
-        series: gauges of its metrics endpoint, where it was asked for those too.
+        running: number of requests in the decoding batch.
+        queued: number of requests that wait for a place in the batch.
+        max_running: largest number of requests that decode together.
+        kv_tokens: number of tokens in the KV pool.
+        kv_capacity: number of tokens that fit in the KV pool.
+        generated: number of tokens that decoding steps made since the engine was started.
+        decode_seconds, prefill_seconds: seconds of such steps since the engine was started; the
+            mean over the ranks.
+        tokens_per_s: decoding rate as the engine itself measures it.
+        cache_hit_rate: hit rate of the prefix cache, from 0 to 1.
+        age_s: age of these figures when the engine reported them.
+        series: gauges of the engine's metrics endpoint, where they were asked for.
     """
 
     running: int
@@ -48,13 +47,14 @@ class EngineLoad:
 
 @runtime_checkable
 class ReportsLoad(Protocol):
-    """An engine that tells its load."""
+    """An engine that reports its load."""
 
     async def load(self, *, metrics: bool = False) -> EngineLoad:
-        """Its load now, in bounded time; `metrics`: with those of its metrics endpoint, if it has
-        one.
+        """The load now, in bounded time.
+
+        With `metrics` it includes the gauges of the metrics endpoint, if the engine has one.
 
         Raises:
-            EngineError: if it does not tell.
+            EngineError: if the engine does not report it.
         """
         ...

@@ -1,12 +1,12 @@
-"""The ways in which an engine takes weights or adapters, and gives memory back.
+"""Protocols for the ways in which an engine takes weights or adapters and releases its memory.
 
-Each is a protocol of its own, because no engine has all of them: a publisher asks for the one it
-needs and refuses engines without it. In all of them the caller has paused the engine, and the KV
-cache is left alone: flushing is a control call of its own (hazard 3).
+Each way is a protocol of its own, because no engine has all of them: a publisher asks for the one
+that it needs and refuses engines without it. In all of them the caller has paused the engine, and
+the KV cache is left alone: flushing is a control call of its own (hazard 3).
 
-An engine whose update was begun and did not end well holds neither the old weights nor the new
-ones, whatever label it still shows. It says so by raising from ``Engine.version()``
-(:class:`~aprilsched.errors.TornWeights`) until a whole update has gone through.
+An engine whose update was begun and did not succeed has inconsistent weights: neither the old
+ones nor the new ones, whatever version it still reports. Its ``Engine.version()`` raises
+:class:`~aprilsched.errors.TornWeights` until a complete update has succeeded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorMeta:
-    """What an engine must know of a tensor before it arrives. `dtype` as torch names it."""
+    """What an engine must know of a tensor before it arrives; `dtype` is torch's name for it."""
 
     name: str
     dtype: str
@@ -42,9 +42,9 @@ class RefitGroup:
     """A torch.distributed group of the trainer (rank 0) and the ranks of all engines.
 
     Attributes:
-        name: of the group, unique on the engine.
-        address: where the trainer's rendezvous listens, as the engines reach it.
-        world_size: the trainer and all ranks of all engines.
+        name: name of the group, unique on the engine.
+        address: address of the trainer's rendezvous, as the engines reach it.
+        world_size: number of ranks: the trainer's one and those of all engines.
         backend: "gloo" or "nccl".
     """
 
@@ -60,20 +60,20 @@ class RefitFromDisk(Protocol):
     """An engine that loads weights from a directory it can read."""
 
     async def update_from_disk(self, path: Path, version: int) -> None:
-        """Load ``path`` (Hugging Face layout, safetensors) and call it `version`."""
+        """Load ``path`` (Hugging Face layout, safetensors) and report it as `version`."""
         ...
 
 
 @runtime_checkable
 class _RefitInBuckets(Protocol):
-    """An engine that takes weights in parts: begin, any number of parts, end."""
+    """An engine that takes weights in parts: one begin, any number of parts, one end."""
 
     async def begin_update(self) -> None:
-        """Open an update; one that was left open by a failure is closed first."""
+        """Begin an update; an update that a failure left open is closed first."""
         ...
 
     async def end_update(self, version: int) -> None:
-        """All parts are in: the weights are `version` now, and only now."""
+        """End the update: all parts have arrived, and the weights are `version` from now on."""
         ...
 
 
@@ -82,22 +82,22 @@ class RefitFromGroup(_RefitInBuckets, Protocol):
     """An engine that receives broadcasts of a torch.distributed group."""
 
     async def join_group(self, group: RefitGroup, *, rank_offset: int) -> None:
-        """Join with its ranks (``Capabilities.ranks`` of them), from `rank_offset` on.
+        """Join the group with the engine's ``Capabilities.ranks`` ranks, from `rank_offset` on.
 
-        Answers only when every member has joined.
+        The call returns only when every member has joined.
         """
         ...
 
     def in_group(self, name: str) -> bool:
-        """Whether it is a member; a server that was started anew is not."""
+        """Whether the engine is a member; a server that was restarted is not."""
         ...
 
     async def leave_group(self, name: str) -> None:
-        """Leave a group; one that it is not in is ignored."""
+        """Leave a group; does nothing if the engine is not in it."""
         ...
 
     async def receive(self, tensors: Sequence[TensorMeta], *, group: str) -> None:
-        """Take one flattened bucket that rank 0 broadcasts; answers when it is loaded."""
+        """Receive one flattened bucket that rank 0 broadcasts; returns when it is loaded."""
         ...
 
 
@@ -106,7 +106,7 @@ class RefitFromTensors(_RefitInBuckets, Protocol):
     """An engine on the trainer's machine that opens the trainer's own memory (CUDA IPC)."""
 
     async def update_from_tensors(self, serialized: Sequence[str], *, load_format: str) -> None:
-        """Load one bucket; one serialized handle for each rank of the engine."""
+        """Load one bucket; `serialized` has one handle for each rank of the engine."""
         ...
 
 
@@ -115,7 +115,7 @@ class RefitFromSockets(Protocol):
     """An engine that takes weights from a checkpoint-engine on its own machine."""
 
     async def update_from_sockets(self, handles: Mapping[str, str], version: int) -> None:
-        """Load from the ZeroMQ socket of each GPU (UUID to path) and call it `version`."""
+        """Load from the ZeroMQ socket of each GPU (UUID to path) and report it as `version`."""
         ...
 
 
@@ -124,34 +124,34 @@ class TakesAdapters(Protocol):
     """An engine that serves several LoRA adapters of one base model at a time."""
 
     async def load_adapter(self, name: str, path: Path) -> None:
-        """Load the adapter in `path` (PEFT layout) beside those that are there. No pause."""
+        """Load the adapter in `path` (PEFT layout) in addition to the others, without a pause."""
         ...
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; its last request has ended. An unknown one is ignored."""
+        """Remove an adapter after its last request has ended. An unknown name is ignored."""
         ...
 
 
 @runtime_checkable
 class SleepingEngine(Protocol):
-    """An engine that gives its memory to a trainer on the same GPU and takes it back."""
+    """An engine that can release its memory to a trainer on the same GPU and take it back."""
 
     async def release(self, tags: Sequence[str]) -> None:
         """Free the memory of `tags` ("kv_cache", "weights", "cuda_graph").
 
-        Only while it is paused with "retract". Requests may wait meanwhile where
-        ``Capabilities.release_while_paused``. A released cache is an empty one.
+        It is allowed only while the engine is paused with "retract". Requests may wait in that
+        pause where ``Capabilities.release_while_paused``. Releasing a cache empties it.
         """
         ...
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take the memory of `tags` back; each was released before.
+        """Take the memory of `tags` back; each of them must be released.
 
-        Only then may the engine be resumed. Weights come back as they were where
+        The engine may be resumed only afterwards. The weights are unchanged where
         ``Capabilities.keeps_released_weights``; elsewhere they need a refit first.
         """
         ...
 
     async def released(self) -> frozenset[str]:
-        """The tags whose memory is released now; none of a server that was started again."""
+        """Ask which tags are released now; a server that was restarted has released none."""
         ...

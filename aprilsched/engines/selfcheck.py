@@ -1,13 +1,13 @@
-"""The checks that stand between an engine's return and its use: seconds, and harmless.
+"""The checks that an engine must pass before it is used again after a loss.
 
-They ask what a run needs of any engine, through its protocol alone, so they are the same for a
-server, for one behind a router and for the embedded engine: it tells its version, it generates as
-many tokens as it is asked for with logprobs that are numbers, it pauses and goes on with a request
-inside, and it gives that request back when it is aborted. A process that answers ``/health`` has
-shown none of these.
+They take seconds and do no harm. They use only the engine's protocol, so they are the same for a
+server, for a server behind a router and for the embedded engine. They check what a run needs: the
+engine tells its version, it generates as many tokens as it is asked for with finite logprobs, it
+pauses and continues with a request in it, and it ends that request when it is aborted. A process
+that answers ``/health`` has shown none of these.
 
-That the same prompt gets the same greedy answer twice is not asked: on a GPU the second one meets
-a cached prefix, which is computed in another order, and a near tie may go the other way.
+The checks do not compare two greedy answers to the same prompt: on a GPU the second one meets a
+cached prefix, which is computed in another order, so that a near tie may go the other way.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ __all__ = ["check"]
 
 _SHORT = 4
 _LONG = 256
-"""Tokens: enough that a pause meets the request in its middle, about a second's work."""
+"""Tokens of the request that is paused: about a second's work, so that the pause meets it."""
 _ABORT_AGAIN_S = 0.25
 _CONTINUE_S = 5.0
-"""For the continue of a check that was given up in its pause."""
+"""Bound for the continue of a check that was cancelled during its pause."""
 
 
 async def check(engine: Engine) -> int | None:
-    """Examine an open engine that nobody else uses; how long it may take is the caller's to bound.
+    """Check an open engine that nobody else uses; the caller bounds how long it may take.
 
     Returns:
-        The version that it says it has; None if its weights are torn: the next refit mends that,
-        so its logprobs may be anything.
+        The version that the engine reports; None if its weights are inconsistent. The next refit
+        repairs such weights, so their logprobs are not checked.
 
     Raises:
-        EngineError: it does not do what a run needs; the message says what.
+        EngineError: if the engine does not do what a run needs; the message says what.
     """
-    # Whoever lost it may have left it paused.
+    # The client that lost the engine may have left it paused.
     await engine.resume()
     try:
         version: int | None = await engine.version()
@@ -71,7 +71,7 @@ async def _check_tokens(engine: Engine, *, finite: bool) -> None:
 async def _check_pause_and_abort(engine: Engine) -> None:
     request = _request(_LONG)
     async with aclosing(engine.generate(request)) as chunks:
-        # With its first tokens it is registered: an abort that comes earlier is lost.
+        # The first tokens show that the request is registered: an earlier abort would be lost.
         first = await anext(chunks, None)
         if first is None or first.finish is not None:
             return
@@ -79,8 +79,8 @@ async def _check_pause_and_abort(engine: Engine) -> None:
             await engine.pause("retract")
             await engine.resume()
         except BaseException:
-            # Whoever gives the check up, because the engine has left the fleet, say, may never look
-            # at it again.
+            # After a cancellation (because the engine has left the fleet, for example) nobody
+            # may ever resume the engine.
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(_CONTINUE_S):
                     await engine.resume()

@@ -404,7 +404,7 @@ def test_a_server_that_answers_no_abort_is_continued_and_costs_one_line(
             await rollouts.close()
             assert loop.time() - began <= 15.0
             assert server.engine.batcher.paused is None
-            lines = [m for m in caplog.messages if "decode unseen" in m]
+            lines = [m for m in caplog.messages if "still decode" in m]
             assert len(lines) == 1
             assert f"of {held} requests that were left early" in lines[0]
 

@@ -1,1 +1,1 @@
-"""HTTP to an inference server: connections, bounds, retries, server-sent events."""
+"""HTTP to an inference server: connections, bounds, retries and server-sent events."""

@@ -1,4 +1,4 @@
-"""Where a server is, and what it is called in segments, events and errors."""
+"""The address of a server, and the name that segments, events and errors use for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ServerAddress:
 
     @classmethod
     def parse(cls, text: str) -> ServerAddress:
-        """The address in `text`.
+        """Parse the address in `text`.
 
         Raises:
             ConfigError: if it is not an http(s) URL of a host without user, query or fragment.
@@ -30,7 +30,7 @@ class ServerAddress:
         except (ValueError, TypeError, AttributeError):
             raise ConfigError(f"{text!r} is no URL; give one like http://10.0.0.1:30000.") from None
         if url.user is not None or url.password is not None:
-            # Not repeated in the message: it may hold a password.
+            # The message does not repeat the URL, because it may hold a password.
             raise ConfigError("A server's URL holds a user or password; use api_key instead.")
         if not usable or url.query_string or url.fragment:
             raise ConfigError(f"{text!r} is no server's URL; give one like http://10.0.0.1:30000.")
@@ -38,6 +38,6 @@ class ServerAddress:
 
     @property
     def name(self) -> str:
-        """``host:port``, and the path where servers share those behind a gateway."""
+        """``host:port``, followed by the path where several servers share a host and port."""
         host = f"[{self.url.host}]" if ":" in (self.url.host or "") else self.url.host
         return f"{host}:{self.url.port}{self.url.path.rstrip('/')}"

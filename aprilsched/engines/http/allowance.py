@@ -1,10 +1,10 @@
-"""How many bytes a streamed answer may take, and how many all of them may hold.
+"""Bounds on the bytes of one streamed answer, and on what all streams of a server hold together.
 
-- Tokens pay for bytes. What a response sends beyond what its tokens can account for is bounded
-  over the whole response, whatever it is: an event that does not end, comments, blank lines,
-  events that bring no token, events that are blown up.
-- What has arrived of events that are not whole yet is bounded over all streams of a server, since
-  thousands of them, each below its own bound, would fill the memory all the same.
+- The bytes of an answer are set off against its tokens. What exceeds the tokens is bounded over
+  the whole answer, whatever it is: an event that does not end, comments, blank lines, events
+  without a token, oversized events.
+- The bytes of incomplete events are bounded over all streams of a server: thousands of streams,
+  each within its own bound, could fill the memory together.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from aprilsched.errors import EngineProtocolError
 __all__ = ["Allowance", "UnfinishedEvents"]
 
 _EVENT_BYTES = 4096
-"""What an event takes beside its tokens: some twenty fields, a few hundred bytes (0.5.21)."""
+"""Bytes of an event without its tokens: about twenty fields, a few hundred bytes (0.5.21)."""
 _TOKEN_BYTES = 256
-"""What a token takes in an event that holds it: id and triple are 40 bytes, its text a few more,
-and an abort repeats the whole response."""
+"""Bytes for each token in an event: id and triple take 40, the text takes a few more, and an abort
+repeats the whole response."""
 _REMEDY = "or start the server with --incremental-streaming-output"
 
 
 class UnfinishedEvents:
-    """The bytes that all streams of one server hold of events whose end has not arrived."""
+    """Counts the bytes of incomplete events that all streams of one server hold."""
 
     def __init__(self, engine: str, max_bytes: int) -> None:
         self._engine = engine
@@ -31,10 +31,10 @@ class UnfinishedEvents:
         self.size = 0
 
     def change(self, by: int) -> None:
-        """One stream holds so much more, or less.
+        """Add what one stream holds more than before; a negative number when it holds less.
 
         Raises:
-            EngineProtocolError: if all of them hold too much; for the stream that asks.
+            EngineProtocolError: in the stream that asks, if all streams together hold too much.
         """
         self.size += by
         if by > 0 and self.size > self._max_bytes:
@@ -46,13 +46,13 @@ class UnfinishedEvents:
 
 
 class Allowance:
-    """The bytes of one response.
+    """Bounds the bytes of one streamed answer.
 
     Args:
-        engine, request_id: for its errors.
-        max_bytes: that its tokens do not account for.
-        unfinished: shared with the server's other streams.
-        inflow: of its connection, where what is no part of a body counts.
+        engine, request_id: names for the error messages.
+        max_bytes: number of bytes that may arrive beyond what the tokens account for.
+        unfinished: the counter that this stream shares with the server's other streams.
+        inflow: the counter of the connection, which also counts bytes outside of the body.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class Allowance:
         self._max_bytes = max_bytes
         self._unfinished = unfinished
         self._inflow = inflow or Inflow()
-        self._unpaid = 0
+        self._excess = 0
         self._held = 0
 
     def take(self, received: int) -> None:
-        """So many bytes have arrived.
+        """Count bytes that have arrived.
 
         Raises:
             EngineProtocolError: if they are too many for the tokens that came with them.
         """
         self._inflow.renew()
-        self._unpaid += received
-        if self._unpaid > self._max_bytes:
+        self._excess += received
+        if self._excess > self._max_bytes:
             raise EngineProtocolError(
                 self._engine,
                 f"request {self._request_id}: sent more than {self._max_bytes} bytes beyond what "
@@ -87,19 +87,19 @@ class Allowance:
             )
 
     def pay(self, event: int, tokens: int) -> None:
-        """An event of so many bytes brought new tokens; they are `tokens` in all by now."""
-        self._unpaid -= min(event, _EVENT_BYTES + _TOKEN_BYTES * tokens)
+        """Set an event of `event` bytes off; the answer has `tokens` tokens in all by now."""
+        self._excess -= min(event, _EVENT_BYTES + _TOKEN_BYTES * tokens)
 
     def hold(self, size: int) -> None:
-        """So much is held of an event that is not whole.
+        """Record that the stream holds `size` bytes of an incomplete event.
 
         Raises:
-            EngineProtocolError: if the server's streams hold too much of them.
+            EngineProtocolError: if all streams of the server hold too much.
         """
         by, self._held = size - self._held, size
         if by and self._unfinished is not None:
             self._unfinished.change(by)
 
     def close(self) -> None:
-        """The response is over; nothing is held of it any more."""
+        """End the answer: the stream holds nothing any more."""
         self.hold(0)

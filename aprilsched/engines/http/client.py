@@ -1,11 +1,11 @@
-"""HTTP to one server: two connection pools, bounded control calls, one layer of retries.
+"""HTTP to one server: two connection pools, bounded control calls, and one layer of retries.
 
-- Control calls have a pool of their own, so that an abort never waits behind generations.
-- A control call is repeated only after a failure to connect, or, where repeating it is
-  harmless, after a dropped connection. A generation is never repeated here.
-- Nothing is believed of what an answer unpacks to, where it redirects to, or which cookies it
-  sets; proxies of the environment are not used.
-- Keys live in the headers of the two sessions and nowhere else: not in a repr, a log, an error.
+- Control calls have their own pool, so that an abort never waits behind generations.
+- A control call is repeated after a failure to connect and, where repeating it is harmless, after
+  a dropped connection. A generation is never repeated here.
+- Answers are not decompressed, redirects are not followed, cookies are not kept, and proxies of
+  the environment are not used.
+- Keys exist only in the headers of the two sessions: not in a repr, a log line or an error.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from aprilsched.errors import (
 __all__ = ["Transport"]
 
 _KEEPALIVE_SECONDS = 2.0
-"""Below the 5 s after which SGLang closes an idle connection: one that is reused at that very
-moment fails after the request was sent, and nobody knows whether it arrived."""
+"""It is below the 5 s after which SGLang closes an idle connection. A connection that is reused at
+that moment fails after the request was sent, and nobody knows whether the request arrived."""
 _CONTROL_CONNECTIONS = 32
 _BUFFER_BYTES = 2**16
-"""Of one connection, twice over, before its reading is paused; there are thousands of them."""
+"""Buffer of one connection; reading pauses at twice this size. There are thousands of them."""
 _NOT_DONE = 300
-"""The first status that is none of success."""
+"""The first status that does not mean success."""
 _ERROR_BYTES = 2**16
-"""Read of an error's body, of which a sentence is used."""
+"""Bytes that are read of an error's body; the message uses one sentence of them."""
 _ATTEMPTS = 3
 _UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError)
-"""What encoding JSON raises; a lone surrogate in a string is a ValueError."""
+"""The exceptions of encoding JSON; a lone surrogate in a string is a ValueError."""
 
 
 class Transport:
-    """The connections to one server. :meth:`open` and :meth:`close` belong to one loop."""
+    """The connections to one server; they belong to one loop from :meth:`open` to :meth:`close`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Transport:
         self._name = name
         self._url = url
         self._limits = limits
-        # A server with one key wants it everywhere; with two, control calls want the admin's.
+        # A server with one key wants it in every call; with two, control calls want the admin key.
         self._control_headers = (
             _headers("api_key", api_key) if admin_key is None else _headers("admin_key", admin_key)
         )
@@ -78,7 +78,7 @@ class Transport:
         self._generate: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Make the two pools; nothing is sent."""
+        """Make the two connection pools; nothing is sent."""
         await self.close()
         self._control = self._session(_CONTROL_CONNECTIONS, self._control_headers)
         self._generate = self._session(self._limits.max_connections, self._generate_headers)
@@ -97,7 +97,7 @@ class Transport:
         """POST /generate, as a context manager over the open response.
 
         Raises:
-            EngineRejected: if the body cannot be written: no other attempt could change that.
+            EngineRejected: if the body cannot be written as JSON; another attempt cannot help.
         """
         try:
             data = msgspec.json.encode(body)
@@ -124,9 +124,13 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         at_most: int | None = None,
     ) -> Answer:
-        """One control call, retried where that is safe; raises unless the status is accepted.
+        """Make one control call, retried where that is safe.
 
-        `at_most`: bytes of the answer, where the limits' would be too many.
+        `at_most` bounds the bytes of the answer below ``max_answer_bytes``.
+
+        Raises:
+            EngineRejected: if the status is not one of `accept`.
+            ControlTimeout: if the call, with its retries, takes longer than `timeout` seconds.
         """
         session = self._opened(self._control if admin else self._generate)
         retries = AsyncRetrying(
@@ -158,7 +162,7 @@ class Transport:
         at_most: int | None,
     ) -> Answer:
         data = None if body is None else msgspec.json.encode(body)
-        if session.closed:  # while a retry waited; aiohttp's own error for that is none of ours
+        if session.closed:  # It was closed while a retry waited; aiohttp raises no error of ours.
             raise EngineError(self._name, "was closed during a call.")
         try:
             async with session.request(
@@ -169,7 +173,7 @@ class Transport:
             raise engine_error(self._name, self._url, error) from error
 
     async def read(self, response: aiohttp.ClientResponse, at_most: int | None = None) -> bytes:
-        """The whole body, if it is not too long; of an error's only the beginning."""
+        """Read the whole body, up to the limit; of an error's body only the beginning."""
         failed = response.status >= _NOT_DONE
         limit = self._limits.max_answer_bytes
         hint = "raise max_answer_bytes if it should"
@@ -206,7 +210,7 @@ class Transport:
         )
         return aiohttp.ClientSession(
             connector=connector,
-            # Neither a total nor a read timeout: a long tail and a pause are silent by nature.
+            # No total timeout and no read timeout: a straggler or a paused stream may be silent.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._limits.connect_timeout),
             trust_env=False,
             cookie_jar=jar,
@@ -219,8 +223,8 @@ class Transport:
 def _headers(what: str, key: str | None) -> dict[str, str]:
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         raise ConfigError(f"{what} is empty or holds characters that no HTTP header can carry.")
-    # identity: an answer that unpacks to more than was received could not be bounded. A server
-    # that packs it all the same is not unpacked.
+    # identity: the size of a decompressed answer could not be bounded. A server that compresses
+    # all the same is not decompressed.
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     return headers if key is None else {**headers, "Authorization": f"Bearer {key}"}
 

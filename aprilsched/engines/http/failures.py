@@ -1,4 +1,4 @@
-"""What a failed or refused HTTP call means, in this package's own errors."""
+"""Translates failed or refused HTTP calls into this package's own errors."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = [
 ]
 
 _MESSAGE_LIMIT = 300
-"""Characters of a server's own message that are kept in an error."""
+"""Number of characters of a server's own message that an error keeps."""
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises; the last one for JSON that is nested by the thousand."""
+"""The exceptions of decoding JSON; RecursionError comes from thousands of nested brackets."""
 
 _MESSAGE_BYTES = 2**14
-"""Of an error's body, in which its message is looked for."""
+"""Number of bytes of an error's body that are searched for its message."""
 
 
 class ConnectionDropped(EngineError):
-    """The connection broke after the request was sent: it may have been carried out."""
+    """The connection broke after the request was sent, so the request may have been executed."""
 
 
 class Answer(NamedTuple):
@@ -47,7 +47,7 @@ class Answer(NamedTuple):
 
 
 def engine_error(name: str, url: URL, error: Exception) -> EngineError:
-    """The error of ours that a failure of aiohttp means."""
+    """The error of this package that stands for a failure of aiohttp."""
     match error:
         case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
             why = error.strerror or "timed out"
@@ -66,7 +66,7 @@ def engine_error(name: str, url: URL, error: Exception) -> EngineError:
 
 
 def _forget_keys(error: aiohttp.ClientResponseError) -> None:
-    """It becomes the cause of ours, and shows the request's headers wherever it is shown."""
+    """Remove the request's headers from aiohttp's error, which is shown as the cause of ours."""
     nothing: Any = error.request_info.headers.copy()
     nothing.clear()
     error.request_info = error.request_info._replace(headers=nothing)
@@ -74,7 +74,7 @@ def _forget_keys(error: aiohttp.ClientResponseError) -> None:
 
 
 def rejection(name: str, what: str, answer: Answer) -> EngineRejected:
-    """The error of ours that an HTTP error status means, with the server's own message."""
+    """The error of this package for an HTTP error status, with the server's own message."""
     message = quoted(_message(answer.body))
     hint = ""
     if answer.status in (401, 403):
@@ -98,6 +98,6 @@ def _message(body: bytes) -> str:
 
 
 def quoted(text: str) -> str:
-    """A server's own words as they may stand in an error: one line, printable, not too long."""
+    """The server's words in a form that an error can hold: one line, printable, not too long."""
     words = " ".join(text[: 4 * _MESSAGE_LIMIT].split())
     return "".join(c if c.isprintable() else "?" for c in words[:_MESSAGE_LIMIT])

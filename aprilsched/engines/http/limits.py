@@ -1,7 +1,7 @@
-"""How long and how much the adapter waits for, opens and reads; all of it can be set.
+"""The settable limits of the adapter: how long it waits, and how much it opens and reads.
 
-There is no limit on how long a generation takes: a long tail is what the scheduler exists
-for, and a paused stream is silent for as long as the pause.
+The duration of a generation has no limit: the scheduler exists for stragglers, and a paused
+stream is silent for as long as the pause lasts.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ __all__ = ["SGLangLimits"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SGLangLimits:
-    """Bounds for one server; times in seconds.
+    """Bounds for one server; times are in seconds.
 
     Args:
-        connect_timeout: to open one connection.
-        control_timeout: for pause, continue, abort and the probes, retries included.
-        flush_timeout: until a flush that is refused as "busy" must have succeeded.
-        update_timeout: to load one version of the weights.
-        abort_timeout: for the last word about a generation that was left early.
-        max_connections: generations in flight on one server; 0 for any number.
-        max_answer_bytes: for one whole control answer, and for what a streamed answer sends
-            beyond what its tokens account for (an event that does not end, empty ones, comments).
-        max_unfinished_bytes: of events that are not whole yet, in all streams of the server.
+        connect_timeout: time to open one connection.
+        control_timeout: time for a pause, continue, abort or probe, retries included.
+        flush_timeout: time until a flush that the server refuses as "busy" must have succeeded.
+        update_timeout: time to load one version of the weights.
+        abort_timeout: time for the abort of a generation that was left early.
+        max_connections: number of generations in flight on one server; 0 for any number.
+        max_answer_bytes: bytes of one whole control answer, and bytes of a streamed answer beyond
+            what its tokens account for (an event that does not end, empty events, comments).
+        max_unfinished_bytes: bytes of incomplete events in all streams of the server.
     """
 
     connect_timeout: float = 10.0

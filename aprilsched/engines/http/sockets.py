@@ -1,8 +1,8 @@
-"""Sockets that notice a dead peer, and one that sends without end what HTTP passes over.
+"""Sockets that notice a dead peer, and a server that sends endless data outside of the body.
 
-An HTTP library takes any number of interim answers, extensions of a chunk and zeros before its
-length, and hands none of them on. Whoever bounds an answer by what is read of it would not see
-them; the socket does.
+An HTTP library skips any number of interim answers, chunk extensions and zeros before a chunk's
+length, and reports none of them. A bound on the body that was read would miss them; a counter in
+the socket does not.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["ENDLESS", "Inflow", "inflow_of", "probed_socket"]
 
 ENDLESS = "it sends without end what HTTP passes over"
 _PASSED_OVER = 4 * 2**20
-"""Bytes, several times what a connection buffers and the longest headers together."""
+"""Number of bytes: several times a connection's buffer and the longest headers together."""
 _TCP_PROBES = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 
 
 class Inflow:
-    """What one connection may still receive before a piece of an answer is read from it."""
+    """Counts the bytes that a connection receives between two reads of an answer's body."""
 
     __slots__ = ("_left",)
 
@@ -31,18 +31,18 @@ class Inflow:
         self._left = _PASSED_OVER
 
     def renew(self) -> None:
-        """A piece of an answer was read."""
+        """Start again: a piece of the body was read."""
         self._left = _PASSED_OVER
 
     def count(self, received: int) -> None:
-        """Raises OSError, which breaks the connection, if it is too much."""
+        """Count received bytes; raise OSError, which breaks the connection, at too many."""
         self._left -= received
         if self._left < 0:
             raise OSError(errno.EMSGSIZE, ENDLESS)
 
 
 class _Socket(socket.socket):
-    """A socket that counts what it receives, by either of the two calls that asyncio uses."""
+    """A socket that counts what it receives, by either of the two methods that asyncio uses."""
 
     def __init__(self, family: int, kind: int, protocol: int) -> None:
         super().__init__(family, kind, protocol)
@@ -60,14 +60,14 @@ class _Socket(socket.socket):
 
 
 _made: WeakValueDictionary[int, _Socket] = WeakValueDictionary()
-"""By number, which only one open socket has."""
+"""The open sockets by file descriptor, which is unique among open sockets."""
 
 
 def probed_socket(address: Any) -> socket.socket:
-    """A socket with TCP keep-alive.
+    """Make a socket with TCP keep-alive.
 
-    A machine that loses power says no goodbye; without these probes its streams would stay
-    open for ever, since silence alone may be a pause.
+    A machine that loses power does not close its connections. Without these probes its streams
+    would stay open for ever, because a silent stream may be a paused one.
     """
     family, kind, protocol, _, _ = address
     made = _Socket(family, kind, protocol)
@@ -80,7 +80,7 @@ def probed_socket(address: Any) -> socket.socket:
 
 
 def inflow_of(response: aiohttp.ClientResponse) -> Inflow:
-    """That of the connection on which `response` arrives; a new one if it is whole already."""
+    """The counter of the connection of `response`; a new one if `response` is complete already."""
     connection = response.connection
     transport = None if connection is None else connection.transport
     found = None if transport is None else transport.get_extra_info("socket")

@@ -1,4 +1,4 @@
-"""Server-sent events: from bytes, cut anywhere, to the payloads of whole ``data:`` lines."""
+"""Parses server-sent events: byte pieces of any size become payloads of ``data:`` lines."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["EventSplitter"]
 
 
 class EventSplitter:
-    """Cuts a byte stream into the payloads of its ``data:`` lines, while its allowance lasts.
+    """Splits a byte stream into the payloads of its ``data:`` lines, within its allowance.
 
-    aiohttp's own ``readline`` gives up at 128 KiB, and one cumulative event can be megabytes.
+    aiohttp's own ``readline`` fails at 128 KiB, and one cumulative event can have megabytes.
     """
 
     def __init__(self, allowance: Allowance) -> None:
@@ -19,7 +19,7 @@ class EventSplitter:
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that `data` completes.
+        """Return the payloads that `data` completes.
 
         Raises:
             EngineProtocolError: if too much has arrived.
@@ -30,8 +30,8 @@ class EventSplitter:
         if lines and self._pieces:
             lines[0] = b"".join((*self._pieces, lines[0]))
             self._pieces, self._size = [], 0
-        # Pieces of an unfinished line are kept apart: joining them at each feed would cost
-        # the square of a long line's length.
+        # The pieces of an unfinished line are joined once: joining them at each call would cost
+        # the square of the line's length.
         if rest:
             self._pieces.append(rest)
             self._size += len(rest)

@@ -1,10 +1,10 @@
-"""The generations in flight on one server, and how one of them is left.
+"""The generations in flight on one server, and how the client ends one of them.
 
-A request that was sent while the server was paused is held before its scheduler has heard of
-it. Aborting it there is lost, and SGLang remembers that it was aborted: no later abort of it
-is passed on, and after continue it decodes to its end (0.5.21). What always works while
-nothing has arrived yet is to hang up: the server then forgets a held request and aborts a
-queued one. No token is lost by that, since none was received or was on its way to be read.
+A paused server holds a request before its scheduler knows of it. An abort of such a request is
+lost, and SGLang remembers that the request was aborted: it passes no later abort on, and after
+continue the request decodes to its end (0.5.21). While nothing has arrived, closing the
+connection always works: the server drops a held request and aborts a queued one. That loses no
+token, because none was received or on its way.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import aiohttp
 
 from aprilsched.errors import ControlTimeout, EngineError, EngineUnreachable
 
-__all__ = ["ABORTS_AT_ONCE", "Call", "HungUp", "LastWords", "despite_cancellation"]
+__all__ = ["ABORTS_AT_ONCE", "Call", "EarlyAborts", "HungUp", "despite_cancellation"]
 
 _log = logging.getLogger(__name__)
 
 ABORTS_AT_ONCE = 16
-"""Abort calls that one server is sent together. Hundreds of them would hold up the client's event
-loop for seconds, and a continue would wait behind them for a connection."""
+"""Number of abort calls that one server gets at a time. Hundreds of them would block the client's
+event loop for seconds, and a continue would wait behind them for a connection."""
 _ABORT_EACH_S = 0.02
-"""What one more abort may take. A real server takes 1.5 to 3 ms for one, alone on its machine."""
+"""Time allowed for each further abort; a real server on its own machine takes 1.5 to 3 ms."""
 
 
 class HungUp(Exception):
-    """Ends the reading of a stream that was closed because it had given nothing yet."""
+    """Ends the reading of a stream that was closed before anything had arrived from it."""
 
 
 class Call:
@@ -38,41 +38,41 @@ class Call:
 
     def __init__(self) -> None:
         self.over = False
-        """Nothing of it is left on the server that an abort could end."""
+        """Whether the server has nothing left of the request that an abort could end."""
         self._response: aiohttp.ClientResponse | None = None
         self._broken_off: Exception | None = None
 
     def attach(self, response: aiohttp.ClientResponse) -> None:
-        """The server has taken the request and will stream into `response`."""
+        """Record that the server took the request and streams its answer into `response`."""
         self._response = response
         if self._broken_off is not None:
             raise self._broken_off
 
     @property
     def silent(self) -> bool:
-        """Whether not one byte of the answer has arrived, read or unread."""
+        """Whether no byte of the answer has arrived, neither read nor unread."""
         return self._response is None or self._response.content.total_bytes == 0
 
     def break_off(self, reason: Exception) -> None:
-        """Close the connection now; whoever reads the stream gets `reason`."""
+        """Close the connection now; the reader of the stream gets `reason` as its error."""
         self._broken_off = reason
         if self._response is not None:
-            # In this order: closing first would leave the reader waiting for ever.
+            # The order matters: after close() first, the reader would wait for ever.
             self._response.content.set_exception(reason)
             self._response.close()
 
 
-class LastWords:
+class EarlyAborts:
     """Tells one server to abort the generations that were left early, a few at a time.
 
-    Generations that are left together have a bound together, which grows with their number. As
-    soon as a whole slice of aborts was not answered the rest is given up. What was not aborted is
-    said in one line.
+    Generations that are left together share a time bound, which grows with their number. When
+    ``ABORTS_AT_ONCE`` aborts in a row get no answer, the rest is given up. One log line says how
+    many were not aborted.
 
     Args:
-        name: of the server, for the log.
+        name: name of the server, for the log.
         timeout: seconds for one abort.
-        aborts: the slots of the server's abort calls.
+        aborts: semaphore that bounds the server's concurrent abort calls.
     """
 
     def __init__(self, name: str, timeout: float, aborts: asyncio.Semaphore) -> None:
@@ -82,14 +82,14 @@ class LastWords:
         self._waiting = 0
         self._until = 0.0
         self._unanswered = 0
-        """In a row."""
+        """Number of aborts in a row that got no answer."""
         self._gone = False
         self._left = 0
         self._not_aborted = 0
         self._why = ""
 
-    async def say(self, abort: Callable[[], Awaitable[None]]) -> None:
-        """Make one abort call; how it ends is nobody's concern any more."""
+    async def send(self, abort: Callable[[], Awaitable[None]]) -> None:
+        """Make one abort call; its failure is logged and not raised."""
         loop = asyncio.get_running_loop()
         if self._waiting == 0:
             self._until = loop.time() + self._timeout
@@ -108,7 +108,7 @@ class LastWords:
             self._waiting -= 1
             if self._waiting == 0 and self._not_aborted:
                 _log.warning(
-                    "%d of %d requests that were left early on %s may decode unseen: %s",
+                    "%d of %d requests that were left early on %s may still decode: %s",
                     self._not_aborted,
                     self._left,
                     self._name,
@@ -119,7 +119,7 @@ class LastWords:
         try:
             await abort()
         except EngineUnreachable as error:
-            # Whoever loses the engine says so once, not for each request.
+            # The loss of the engine is reported once elsewhere, not for each request.
             self._gone = True
             _log.debug("a request on %s was not aborted: %s", self._name, error)
         except EngineError as error:
@@ -131,7 +131,7 @@ class LastWords:
 
 
 async def despite_cancellation(work: Coroutine[Any, Any, None]) -> None:
-    """Run bounded `work` to its end, even if this is cancelled meanwhile; then be cancelled."""
+    """Run bounded `work` to its end even if this task is cancelled, and then raise that."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -140,8 +140,8 @@ async def despite_cancellation(work: Coroutine[Any, Any, None]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if not task.cancelled() and isinstance(task.exception(), KeyboardInterrupt):
-        # It has left the event loop where it was raised. Raised here once more, it would end the
-        # loop in which everything else is cleaned up.
+        # The event loop has raised it already. Raised here again, it would end the loop that
+        # runs the cleanup of everything else.
         raise asyncio.CancelledError
     task.result()
     if cancelled is not None:

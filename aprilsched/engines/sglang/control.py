@@ -1,11 +1,11 @@
-"""The calls that steer a server; all of them bounded in time, none of them a generation.
+"""The control calls of a server: each is bounded in time, and none of them generates.
 
-Their safe order around a refit is pause(retract), flush, update, resume. SGLang dispatches a
-pause without waiting for it to take effect, but keeps the order of later calls.
+The safe order around a refit is pause(retract), flush, update, resume. SGLang starts a pause
+without waiting until it takes effect, but it keeps the order of later calls.
 
-What was released is remembered here, because the server does not look: it dies of waking what was
-not released, and goes on without its memory if it is told to. A call counts as carried out unless
-the server refused it or was not reached.
+The client remembers what was released, because the server does not check: it dies when it wakes
+memory that was not released, and continues without its memory when it is told to. A call counts as
+executed unless the server refused it or could not be reached.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _PAUSED = 503
 _CONFLICT = 409
 _FLUSH_POLL_SECONDS = 0.05
 _LOAD_SECONDS = 5.0
-"""Who asks for a load asks again soon."""
+"""The bound is short, because the caller asks for a load again soon."""
 _MESSAGE_BYTES = 1024
 
 
 class ServerControl:
-    """The steering half of an engine."""
+    """The control calls of an engine."""
 
     def __init__(self, name: str, transport: Transport, limits: SGLangLimits) -> None:
         self._name = name
@@ -48,7 +48,7 @@ class ServerControl:
 
     @property
     def name(self) -> str:
-        """Host and port (and path, behind a gateway)."""
+        """Host and port; also the path, where several servers share them."""
         return self._name
 
     @property
@@ -59,12 +59,12 @@ class ServerControl:
         return self._facts
 
     async def version(self) -> int:
-        """The policy version that the server reports now."""
+        """Ask for the policy version of the server's weights."""
         label = await weight_label(self.name, self._transport, self._limits.control_timeout)
         return version_number(label)
 
     async def is_paused(self) -> bool | None:
-        """Whether somebody left the server paused; None where it cannot tell (before /ready)."""
+        """Whether the server is paused; None where it cannot tell (before SGLang had /ready)."""
         timeout = self._limits.control_timeout
         answer = await self._transport.call(
             "GET", "ready", timeout=timeout, accept=(200, _PAUSED, 404), admin=False
@@ -72,7 +72,7 @@ class ServerControl:
         return None if answer.status == 404 else answer.status == _PAUSED
 
     async def load(self, *, metrics: bool = False) -> EngineLoad:
-        """What is on it; see :class:`~aprilsched.engines.load.ReportsLoad`."""
+        """Ask for the server's load; see :class:`~aprilsched.engines.load.ReportsLoad`."""
         timeout = min(_LOAD_SECONDS, self._limits.control_timeout)
         enabled = self.facts.metrics
         return await read_load(
@@ -80,18 +80,18 @@ class ServerControl:
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding. Always with the mode: SGLang's default aborts every request."""
+        """Stop decoding. The mode is always sent: SGLang's default aborts every request."""
         await self._control("pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Go on after a pause; refused while any of its memory is released."""
+        """Continue after a pause; refused while any of the server's memory is released."""
         if self._released:
             raise self._conflict(f"its {min(self._released)} is released; wake it first.")
         body = {"torch_empty_cache": False} if self.facts.torch_empty_cache else {}
         await self._control("continue_generation", body)
 
     async def flush(self) -> None:
-        """Forget all cached KV; a pause may still be settling, so "busy" is asked again."""
+        """Drop all cached KV; ask again at "busy", since a pause may not have taken effect yet."""
         refused = ""
 
         async def attempt() -> Answer:
@@ -115,26 +115,26 @@ class ServerControl:
             ) from error
 
     async def release(self, tags: Sequence[str]) -> None:
-        """Free memory; the server must be paused with retract: it dies while anything runs."""
+        """Release memory; the server dies unless it is paused with retract."""
         if twice := sorted(self._released.intersection(tags)):
             raise self._conflict(f"{twice[0]} is released already; release each part once.")
-        await self._lend("release_memory_occupation", tags, self._released.union(tags))
+        await self._change_memory("release_memory_occupation", tags, self._released.union(tags))
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take memory back."""
+        """Take released memory back."""
         if awake := sorted(set(tags) - self._released):
             raise self._conflict(f"{awake[0]} was not released; wake only what was.")
-        await self._lend("resume_memory_occupation", tags, self._released.difference(tags))
+        await self._change_memory("resume_memory_occupation", tags, self._released.difference(tags))
 
     async def released(self) -> frozenset[str]:
-        """What is released now; nothing if the server was started again since."""
-        await self._forget_what_is_over()
+        """Ask what is released now; nothing is if the server was restarted since."""
+        await self._forget_releases_of_former_process()
         return self._released
 
-    async def _lend(self, path: str, tags: Sequence[str], then: frozenset[str]) -> None:
-        before, self._released = self._released, then
+    async def _change_memory(self, path: str, tags: Sequence[str], after: frozenset[str]) -> None:
+        before, self._released = self._released, after
         try:
-            # Not repeated: a second wake kills the server.
+            # The call is not repeated: a second wake kills the server.
             await self._transport.call(
                 "POST",
                 path,
@@ -146,8 +146,8 @@ class ServerControl:
             self._released = before
             raise
 
-    async def _forget_what_is_over(self) -> None:
-        """A server that is not paused was started anew, whatever the one before it had lent."""
+    async def _forget_releases_of_former_process(self) -> None:
+        """A server that is not paused was restarted, so it has all of its memory."""
         if self._released and await self.is_paused() is False:
             self._released = frozenset()
 

@@ -1,11 +1,11 @@
 """One SGLang server as an :class:`~aprilsched.engines.base.Engine`.
 
-- A generation is sent once. Whenever its stream is left before the last chunk, the server has
-  been told to abort it, in bounded time, cancellation included.
-- Only a failure to connect is reported as :class:`~aprilsched.errors.EngineUnreachable`: it
-  says that repeating the call cannot make two requests decode side by side.
-- Streams have no timeout; control calls always have one. What a stream may send is bounded by
-  what was asked for, and what follows its last chunk, or an error status, by a few KiB and seconds.
+- A generation is sent once. When its stream is left before the last chunk, even by a
+  cancellation, the server is told in bounded time to abort it.
+- Only a failure to connect is reported as :class:`~aprilsched.errors.EngineUnreachable`: after it
+  the call can be repeated, because two copies of the request cannot decode.
+- Streams have no timeout; control calls always have one. The size of a stream is bounded by what
+  was asked for; what follows the last chunk or an error status is bounded to a few KiB and seconds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from aprilsched.engines.http.sockets import inflow_of
 from aprilsched.engines.sglang.calls import (
     ABORTS_AT_ONCE,
     Call,
+    EarlyAborts,
     HungUp,
-    LastWords,
     despite_cancellation,
 )
 from aprilsched.engines.sglang.probe import probe
@@ -49,11 +49,11 @@ class SGLangEngine(ServerRefit):
     """One SGLang server.
 
     Args:
-        url: where it listens, as ``http://host:port``.
+        url: URL where the server listens, as ``http://host:port``.
         admin_key: the server's ``--admin-api-key``, for control calls.
         api_key: the server's ``--api-key``, for generation.
-        stream_interval: tokens between two events of a stream; a request that is lost with
-            its server, or aborted after a retract, loses at most that many.
+        stream_interval: tokens between two events of a stream. A request that is lost with
+            its server, or aborted after a retract, loses at most this number of tokens.
         limits: timeouts and sizes.
 
     Raises:
@@ -79,12 +79,12 @@ class SGLangEngine(ServerRefit):
         transport = Transport(name, self._url, admin_key=admin_key, api_key=api_key, limits=limits)
         self._unfinished = UnfinishedEvents(name, limits.max_unfinished_bytes)
         super().__init__(name, transport, limits)
-        self._meet_the_loop()
+        self._bind_to_loop()
 
-    def _meet_the_loop(self) -> None:
-        # A semaphore belongs to the loop in which somebody first waited for it.
+    def _bind_to_loop(self) -> None:
+        # A semaphore belongs to the loop in which a task first waits for it.
         self._aborts = asyncio.Semaphore(ABORTS_AT_ONCE)
-        self._last_words = LastWords(self.name, self._limits.abort_timeout, self._aborts)
+        self._early_aborts = EarlyAborts(self.name, self._limits.abort_timeout, self._aborts)
 
     @property
     def address(self) -> str:
@@ -96,17 +96,17 @@ class SGLangEngine(ServerRefit):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Known after :meth:`open`."""
+        """What the server can do; known after :meth:`open`."""
         return self.facts.capabilities
 
     async def open(self) -> None:
-        """Connect and probe; closes again what it opened if the server cannot be used."""
+        """Connect and probe; close the connections again if the server cannot be used."""
         await self._transport.open()
-        self._meet_the_loop()
+        self._bind_to_loop()
         self._groups.clear()
         try:
             self._facts = await probe(self.name, self._transport, self._limits.control_timeout)
-            await self._forget_what_is_over()
+            await self._forget_releases_of_former_process()
         except BaseException:
             await self._transport.close()
             raise
@@ -118,7 +118,7 @@ class SGLangEngine(ServerRefit):
             )
 
     async def close(self) -> None:
-        """Release connections; generations still being read end with an error."""
+        """Release the connections; the streams that are open end with an error."""
         for call in self._calls.values():
             call.break_off(EngineError(self.name, "was closed while it generated."))
         await self._transport.close()
@@ -140,7 +140,7 @@ class SGLangEngine(ServerRefit):
         except HungUp:
             yield nothing(spans_known=self.capabilities.version_spans)
         except (EngineRejected, EngineUnreachable):
-            # The server does not have it. Aborting would end another request of this id.
+            # The server does not have the request. An abort could end another one of this id.
             call.over = True
             raise
         except (aiohttp.ClientError, OSError) as error:
@@ -155,13 +155,13 @@ class SGLangEngine(ServerRefit):
 
     async def _abort_quietly(self, request_id: str) -> None:
         """Tell the server to abort a generation that nobody reads any more."""
-        await self._last_words.say(lambda: self._last_abort(request_id))
+        await self._early_aborts.send(lambda: self._last_abort(request_id))
 
     async def _last_abort(self, request_id: str) -> None:
         await self._abort(request_id, self._limits.abort_timeout)
 
     async def abort(self, request_id: str) -> None:
-        """End one request; one from which nothing has arrived yet is hung up on."""
+        """End one request; if nothing has arrived from it, its connection is closed as well."""
         call = self._calls.get(request_id)
         if call is not None and call.silent:
             call.break_off(HungUp())
@@ -171,14 +171,14 @@ class SGLangEngine(ServerRefit):
     def _sent(
         self, request: GenerationRequest
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """The open answer to the one call that asks for `request`."""
+        """The response to the one POST that asks for `request`."""
         interval = self._stream_interval if self.facts.stream_interval else None
         return self._transport.generate(generate_body(request, stream_interval=interval))
 
     def _check_ids(self, request: GenerationRequest) -> None:
         vocab = self.facts.vocab_size
         largest = int(request.input_ids.max(initial=0))
-        # SGLang 0.5.21 does not look: the lookup in the embedding fails and the server dies.
+        # SGLang 0.5.21 does not check: the lookup in the embedding fails and the server dies.
         if vocab is not None and largest >= vocab:
             raise EngineRejected(
                 self.name,
@@ -191,7 +191,7 @@ class SGLangEngine(ServerRefit):
         if response.status == 200:
             return
         body = b""
-        # The status alone says enough, should its explanation never end.
+        # The status alone is enough for the error if the body does not end in time.
         with suppress(TimeoutError):
             async with asyncio.timeout(self._limits.control_timeout):
                 body = await self._transport.read(response)

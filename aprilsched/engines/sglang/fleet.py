@@ -1,4 +1,4 @@
-"""Several SGLang servers of one model: opened together or not at all, joined and left at will."""
+"""A fleet of SGLang servers of one model, which can be added and removed while it is open."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ class SGLangFleet:
     """The SGLang servers at `urls`.
 
     Args:
-        urls: one for each server, as ``http://host:port``.
+        urls: one URL for each server, as ``http://host:port``.
         admin_key: the servers' ``--admin-api-key``, where they have one.
         api_key: the servers' ``--api-key``, where they have one.
-        model_path: refuse servers that serve another model; None takes any one model.
+        model_path: refuse servers that serve another model; None accepts any one model.
         stream_interval: tokens between two events of a stream.
         limits: timeouts and sizes, for each server.
-
     Raises:
-        ConfigError: if there is no url, a bad one, or the same one twice.
+        ConfigError: if there is no URL, a bad one, or the same one twice.
     """
 
     def __init__(
@@ -61,14 +60,14 @@ class SGLangFleet:
 
     @property
     def engines(self) -> Sequence[SGLangEngine]:
-        """The servers, in the order of their urls; those added later follow."""
+        """The servers in the order of their URLs, followed by those that were added."""
         return self._members.engines
 
     async def open(self) -> None:
-        """Open every server and check that they agree; closes all of them if anything is wrong.
+        """Open every server and check that they agree; close all of them if anything is wrong.
 
         Raises:
-            EngineError: if a server cannot be reached or is no SGLang.
+            EngineError: if a server cannot be reached or is not an SGLang server.
             ConfigError: if the servers differ in model or weights.
         """
         await self._members.open()
@@ -78,24 +77,24 @@ class SGLangFleet:
         await self._members.close()
 
     async def add(self, url: str) -> None:
-        """Take in one more server while the fleet is open; it may have any version's weights.
+        """Add a server while the fleet is open; its weights may be of any version.
 
         Raises:
-            EngineError: if it cannot be reached or is no SGLang.
-            ConfigError: if the url is bad or there already, or the server has another model.
+            EngineError: if the server cannot be reached or is not an SGLang server.
+            ConfigError: if the URL is bad or in the fleet already, or the model is another one.
         """
         await self._members.join(self._engine(url))
 
     async def remove(self, url: str) -> None:
-        """Let a server go; what it generates is lost to the fleet.
+        """Remove a server from the fleet; the generations on it are lost.
 
         Raises:
-            ConfigError: if it is not in the fleet, or is the last one.
+            ConfigError: if the server is not in the fleet, or is the last one.
         """
         self._members.leave(ServerAddress.parse(url).name)
 
     async def watch(self) -> AsyncGenerator[FleetChange, None]:
-        """What :meth:`add` and :meth:`remove` do.
+        """Yield the changes that :meth:`add` and :meth:`remove` make.
 
         See :class:`aprilsched.engines.base.WatchesMembership`.
         """
@@ -116,7 +115,7 @@ class SGLangFleet:
 
 
 class Members:
-    """Engines by name; belongs to one event loop from :meth:`open` to :meth:`close`."""
+    """The engines of a fleet by name; it belongs to one loop from :meth:`open` to :meth:`close`."""
 
     def __init__(self, engines: Sequence[SGLangEngine], model_path: str | None) -> None:
         self._engines = {engine.name: engine for engine in engines}
@@ -128,11 +127,11 @@ class Members:
 
     @property
     def engines(self) -> tuple[SGLangEngine, ...]:
-        """In the order in which they came."""
+        """The engines in the order in which they joined."""
         return tuple(self._engines.values())
 
     async def open(self) -> None:
-        """Open every engine and check that they agree; closes all if anything is wrong."""
+        """Open every engine and check that they agree; close all of them if anything is wrong."""
         self._joined, self._left, self._changed = {}, [], asyncio.Event()
         try:
             outcomes = await asyncio.gather(
@@ -149,16 +148,16 @@ class Members:
             raise
 
     async def close(self) -> None:
-        """Close every engine, those that left included."""
+        """Close every engine, including those that left."""
         await asyncio.gather(*(engine.close() for engine in (*self.engines, *self._departed)))
         self._departed = []
 
     async def join(self, engine: SGLangEngine) -> None:
-        """Open `engine` and take it in.
+        """Open `engine` and add it.
 
         Raises:
-            EngineError: if it cannot be reached or is no SGLang.
-            ConfigError: if it serves another model, or is there already.
+            EngineError: if it cannot be reached or is not an SGLang server.
+            ConfigError: if it serves another model, or is in the fleet already.
         """
         try:
             self._check_new(engine)
@@ -172,7 +171,7 @@ class Members:
         self._changed.set()
 
     def leave(self, name: str) -> None:
-        """Give `name` up.
+        """Remove the engine `name`.
 
         Raises:
             ConfigError: if it is unknown, or the last one.
@@ -187,11 +186,11 @@ class Members:
         self._changed.set()
 
     async def changed(self) -> None:
-        """Wait until :meth:`take` has something to give."""
+        """Wait until :meth:`take` has a change to return."""
         await self._changed.wait()
 
     def take(self) -> FleetChange | None:
-        """What happened since this was last asked; None if it is nothing."""
+        """The change since the last call; None if nothing changed."""
         self._changed.clear()
         if not self._left and not self._joined:
             return None
@@ -221,7 +220,7 @@ def check_fleet(engines: Sequence[SGLangEngine], model_path: str | None) -> None
     """Refuse open engines that differ in model or weights, or serve another than `model_path`.
 
     Raises:
-        ConfigError: naming two that differ, and what to change.
+        ConfigError: if they do; it names two that differ, and what to change.
     """
     first, *others = engines
     if model_path is not None and first.facts.model_path != model_path:
@@ -237,7 +236,7 @@ def check_joiner(first: SGLangEngine, joiner: SGLangEngine) -> None:
     """Refuse an open engine of another model; its weights may be of any version.
 
     Raises:
-        ConfigError: naming both, and what to change.
+        ConfigError: if the models differ; it names both engines, and what to change.
     """
     _agree(first, joiner, _ONE_MODEL)
 

@@ -1,8 +1,8 @@
-"""The load of one server: GET /v1/loads, or /get_load of older ones, and some of /metrics.
+"""The load of one server, from GET /v1/loads (older servers: /get_load) and from /metrics.
 
-What SGLang says there is not always what it seems (seen on 0.5.21): the figures are published
-every 15 decode steps and not at all in a pause, so they carry their age; throughput and hit rate
-stay 0 unless the server runs with --enable-metrics. Counters of decode steps need no such flag.
+SGLang's figures have pitfalls (seen on 0.5.21): it publishes them every 15 decode steps and never
+in a pause, so each answer carries its age; throughput and hit rate stay 0 unless the server runs
+with --enable-metrics. Counters of decode steps need no such flag.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _SERIES_BYTES = 2**22
 _NOT_FOUND = 404
 _MICROSECONDS = 1e-6
 _REQUESTS, _STEP_MICROSECONDS, _TOKENS = 1, 2, 5
-"""Places in decode_moments: sums over decode steps of 1, b, us, b * b, b * us and tokens. A step
-that follows none of its kind is left out, so all of them are a little low."""
+"""Indices in decode_moments, which holds sums over decode steps of 1, b, us, b * b, b * us and
+tokens. SGLang leaves out a step that follows no other decode step, so all sums are a little low."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
@@ -83,11 +83,17 @@ async def read_load(
     enabled: bool,
     metrics: bool,
 ) -> EngineLoad:
-    """Ask a server for its load. `enabled`: it runs with --enable-metrics; `metrics`: ask for
-    those too.
+    """Ask a server for its load.
+
+    Args:
+        engine: name of the engine, for errors.
+        transport: the connections to the server.
+        timeout: seconds for each of the calls, retries included.
+        enabled: whether the server runs with --enable-metrics.
+        metrics: whether to ask for the gauges of its metrics endpoint too.
 
     Raises:
-        EngineError: if it does not tell.
+        EngineError: if the server does not report its load.
     """
     answer = await transport.call(
         "GET",
@@ -113,9 +119,9 @@ async def read_load(
 
 
 def load_of(answer: Loads, *, enabled: bool) -> EngineLoad:
-    """All ranks of an answer as one engine."""
+    """Sum up the ranks of an answer as one engine."""
     ranks = answer.loads
-    # A rank that has not decoded yet leaves its moments out.
+    # A rank that has not decoded yet leaves out its moments.
     moments = [rank.decode_moments for rank in ranks if rank.decode_moments is not None]
     prefill = _sum(rank.total_prefill_busy_us for rank in ranks)
     counts = prefill is not None
@@ -136,7 +142,7 @@ def load_of(answer: Loads, *, enabled: bool) -> EngineLoad:
 
 
 def older_load_of(ranks: Sequence[OlderLoad]) -> EngineLoad:
-    """The same of an older server, which tells less."""
+    """Sum up the ranks of an older server's answer, which has fewer figures."""
     queued = sum(rank.num_waiting_reqs for rank in ranks)
     return EngineLoad(
         running=max(0, sum(rank.num_reqs for rank in ranks) - queued),
@@ -146,12 +152,12 @@ def older_load_of(ranks: Sequence[OlderLoad]) -> EngineLoad:
 
 
 def _tokens(moments: Sequence[float]) -> float:
-    # Without speculation each request of a step gives one.
+    # Without speculative decoding each request of a step yields one token.
     return moments[_TOKENS] if len(moments) > _TOKENS else moments[_REQUESTS]
 
 
 def _sum(values: Iterable[_T | None]) -> _T | None:
-    """None unless every rank tells it."""
+    """The sum, or None unless every rank reports the value."""
     total: Any = 0
     for value in values:
         if value is None:
@@ -166,7 +172,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _age(answer: Loads) -> float:
-    """Both times are the server's own; what is most out of date counts."""
+    """The age of the oldest rank's figures; both times are of the server's own clock."""
     told = [rank.timestamp for rank in answer.loads if rank.timestamp]
     if answer.timestamp is None or not told:
         return 0.0
@@ -184,13 +190,13 @@ SERIES: Mapping[str, Over] = {
     "cache_hit_rate": "mean",
     "utilization": "mean",
 }
-"""SGLang's gauges that are sampled, and how those of several ranks become one."""
+"""The gauges of SGLang that are sampled, and how the values of several ranks become one."""
 
 _LINE = re.compile(rb"^sglang:([a-z_]+)(?:\{[^\n]*\})? ([^ \n]{1,32})(?: \d+)?$", re.MULTILINE)
 
 
 def read_series(page: bytes, wanted: Mapping[str, Over] = SERIES) -> dict[str, float]:
-    """The `wanted` gauges of a page; what is not there, or no finite number, is left out."""
+    """The `wanted` gauges of a page, without those that are missing or not finite."""
     found: dict[str, list[float]] = {}
     for match in _LINE.finditer(page):
         name = match[1].decode()

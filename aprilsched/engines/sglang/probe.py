@@ -1,4 +1,4 @@
-"""What one server is and can do, as it says itself; its version is read, never assumed."""
+"""Finds out what one server is and can do by asking it; its version is read, never assumed."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ __all__ = ["ServerFacts", "decode", "probe", "release", "server_process", "weigh
 T = TypeVar("T")
 
 SPANS_SINCE = (0, 5, 18)
-"""First release that reports `weight_versions` and flushes while requests wait in a pause."""
+"""First release that reports `weight_versions` and can flush while requests wait in a pause."""
 RELEASE_SINCE = (0, 5, 21)
-"""First release known to free memory while requests wait in a pause; 0.5.17 dies of it."""
+"""First release known to release memory while requests wait in a pause; 0.5.17 dies of it."""
 STREAM_INTERVAL_SINCE = (0, 5, 0)
-"""First release known to take `stream_interval` among the sampling parameters; an older one
-fails the request over a name that it does not know."""
+"""First release known to accept `stream_interval` as a sampling parameter; an older one fails the
+request because it does not know the name."""
 
 _SHORT_OF = 4
-"""What SGLang calls the longest input is so much shorter than its context and its KV pool allow.
-It takes 5 off, and the response of the longest one ends one token early (0.5.21)."""
+"""Number of tokens by which SGLang's longest input is shorter than its context and KV pool allow.
+It takes 5 off, and the response to the longest input ends one token early (0.5.21)."""
 _UNKNOWN_REQUEST = "aprilsched-probe-of-the-key"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerFacts:
-    """What :func:`probe` found.
+    """What :func:`probe` found out about a server.
 
     Attributes:
-        label: the label of the weights at that time, as the server words it.
-        incremental: whether streams carry only new tokens; None where the server is silent.
-        stream_interval: whether a request may set it.
-        vocab_size: ids of this and above kill SGLang's scheduler; None where it is not known.
-        torch_empty_cache: whether continue_generation knows this switch.
+        label: the label of the weights at the time of the probe, as the server spells it.
+        incremental: whether streams carry only new tokens; None where the server does not say.
+        stream_interval: whether a request may set its stream interval.
+        vocab_size: smallest token id that kills SGLang's scheduler; None where it is not known.
+        torch_empty_cache: whether continue_generation has this parameter.
         update_sessions: whether tensors are refused outside of begin and end (0.5.21).
-        pipelined: whether its layers are spread over several pipeline stages.
-        metrics: whether it measures itself, and tells Prometheus.
-        process: what tells the server's process from the next one behind its address.
-        context_tokens: of a prompt and its response together; None where it is not known.
+        pipelined: whether the layers are spread over several pipeline stages.
+        metrics: whether the server runs with --enable-metrics.
+        process: what distinguishes the server's process from a later one at its address.
+        context_tokens: tokens of a prompt and its response together; None where it is not known.
     """
 
     model_path: str
@@ -64,7 +64,7 @@ class ServerFacts:
 
 
 def release(version: str) -> tuple[int, int, int]:
-    """The release in a version string; (0, 0, 0) if there is none. "0.5.18.dev3" is 0.5.18."""
+    """The release in a version string: "0.5.18.dev3" is 0.5.18, and no release is (0, 0, 0)."""
     match = re.match(r"v?(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", version)
     if match is None:
         return (0, 0, 0)
@@ -73,7 +73,7 @@ def release(version: str) -> tuple[int, int, int]:
 
 
 def decode(engine: str, what: str, body: bytes, kind: type[T]) -> T:
-    """`body` as a `kind`, or the error that names the call."""
+    """Decode `body` as a `kind`, or raise an error that names the call."""
     try:
         return msgspec.json.decode(body, type=kind)
     except UNREADABLE as error:
@@ -83,11 +83,11 @@ def decode(engine: str, what: str, body: bytes, kind: type[T]) -> T:
 
 
 async def weight_label(engine: str, transport: Transport, timeout: float) -> str:  # noqa: ASYNC109
-    """The label of the weights that the server has now."""
+    """Ask for the label of the weights that the server has now."""
     answer = await transport.call("GET", "model_info", timeout=timeout, admin=False)
     label = decode(engine, "/model_info", answer.body, ModelInfo).weight_version
     if label is None:
-        # Before /model_info carried the label, it had an endpoint of its own.
+        # Older servers have an endpoint for the label, which /model_info lacks.
         answer = await transport.call("GET", "get_weight_version", timeout=timeout, admin=False)
         label = decode(engine, "/get_weight_version", answer.body, Labelled).weight_version
     if label is None:
@@ -96,18 +96,18 @@ async def weight_label(engine: str, transport: Transport, timeout: float) -> str
 
 
 async def probe(engine: str, transport: Transport, timeout: float) -> ServerFacts:  # noqa: ASYNC109
-    """Ask a server what it is; refuses what is no SGLang, or does not take our key.
+    """Ask a server what it is; refuse one that is not SGLang or does not accept our key.
 
     Raises:
         EngineProtocolError: if it does not answer like an SGLang server that generates.
-        EngineRejected: if it wants a key that we do not have.
+        EngineRejected: if the server wants a key that we do not have.
     """
     model = await _model_info(engine, transport, timeout)
     answer = await transport.call("GET", "server_info", timeout=timeout, admin=False)
     server = decode(engine, "/server_info", answer.body, ServerInfo)
     process = decode(engine, "/server_info", answer.body, ServerProcess)
-    # Control calls may want another key than these two; a wrong one must show now and not at
-    # the first pause. Aborting a request that nobody has is the one call that does nothing.
+    # Control calls may want another key than these two calls, and a wrong key must show now and
+    # not at the first pause. Only an abort of an unknown request has no effect.
     await transport.call("POST", "abort_request", {"rid": _UNKNOWN_REQUEST}, timeout=timeout)
     found = release(server.version)
     schema = await _schema(engine, transport, timeout)
@@ -130,7 +130,7 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
 
 
 async def server_process(engine: str, transport: Transport, timeout: float) -> ServerProcess:  # noqa: ASYNC109
-    """What tells the process that answers now from others."""
+    """Ask for what distinguishes the process that answers now from others."""
     answer = await transport.call("GET", "server_info", timeout=timeout, admin=False)
     return decode(engine, "/server_info", answer.body, ServerProcess)
 
@@ -175,7 +175,7 @@ def _capabilities(server: ServerInfo) -> Capabilities:
 
 
 async def _schema(engine: str, transport: Transport, timeout: float) -> OpenApi:  # noqa: ASYNC109
-    """The server's own schema of its calls; an empty one where it publishes none."""
+    """The server's OpenAPI schema; an empty one where it publishes none."""
     try:
         answer = await transport.call("GET", "openapi.json", timeout=timeout, admin=False)
     except EngineRejected:
@@ -184,10 +184,10 @@ async def _schema(engine: str, transport: Transport, timeout: float) -> OpenApi:
 
 
 async def _vocab_size(engine: str, transport: Transport, timeout: float) -> int | None:  # noqa: ASYNC109
-    """The model's vocabulary size, which SGLang tells only in a refusal.
+    """The model's vocabulary size, which SGLang reports only in a refusal.
 
     A bias on an impossible id is refused before the request reaches the scheduler, so nothing
-    is generated. A paused server would hold the request instead: it is not asked.
+    is generated. A paused server is not asked, because it would hold the request instead.
     """
     ready = await transport.call(
         "GET", "ready", timeout=timeout, accept=(200, 404, 503), admin=False

@@ -1,12 +1,13 @@
-"""How a server takes new weights. It must be paused, and its cache is left alone throughout.
+"""The calls by which a server takes new weights; it must be paused, and its cache is left alone.
 
-- An update is *torn* from its first byte to its good end. A server whose update failed half-way
-  holds weights of two versions under its old label, so only what is remembered here tells.
-- The version is set when everything is in, by a call of its own: one that came with the last
-  bucket would name weights that are not finalized yet.
+- The weights count as *inconsistent* from the first byte of an update until it has succeeded. A
+  server whose update failed half-way holds weights of two versions under its old label, so only
+  the client's record shows it.
+- A call of its own sets the version after all weights have arrived: a version that came with the
+  last bucket would name weights that are not finalized yet.
 - Weights are written in place. SGLang 0.5.21 says that it rolls back a failed load from disk, but
   it loads the same broken directory again (read in its source); only a load that failed before
-  the first tensor leaves the old weights whole.
+  the first tensor leaves the old weights intact.
 """
 
 from __future__ import annotations
@@ -29,51 +30,51 @@ __all__ = ["ServerRefit"]
 
 _REFUSED = 400
 _UNTOUCHED = ("Failed to get",)
-"""Beginnings of the messages of a load from disk that failed before the first tensor."""
+"""Starts of the messages of a load from disk that failed before the first tensor."""
 
 
 class ServerRefit(ServerControl):
-    """The weights of an engine."""
+    """The calls that change the weights of an engine."""
 
     def __init__(self, name: str, transport: Transport, limits: SGLangLimits) -> None:
         super().__init__(name, transport, limits)
-        self._torn = ""
-        """What was begun and has not ended well."""
+        self._open_update = ""
+        """Names the update that was begun and has not succeeded; empty if there is none."""
         self._groups: set[str] = set()
 
     async def version(self) -> int:
-        """The policy version that the server reports, unless its weights are torn."""
-        # Asked in any case: a server that is gone is worse than one that is torn.
+        """Ask for the policy version; raise if the weights are inconsistent."""
+        # The server is asked in any case: that it is lost matters more than its weights.
         version = await super().version()
-        if self._torn:
+        if self._open_update:
             raise TornWeights(
                 self.name,
-                f"{self._torn} did not end well, so its weights are neither old nor new; "
-                "it needs a whole refit.",
+                f"{self._open_update} failed, so its weights are a mixture of old and new; it "
+                "needs a complete refit.",
             )
         return version
 
     async def verify(self) -> int:
-        """The version that the server reports, if it is the process that was opened."""
+        """Ask for the policy version; raise if the process is not the one that was opened."""
         timeout = self._limits.control_timeout
         process = await server_process(self.name, self._transport, timeout)
         if process != self.facts.process:
             raise EngineRestarted(
                 self.name,
                 "was restarted since it was opened, so it has the weights that it was started "
-                "with; it is opened anew.",
+                "with; it is opened again.",
             )
         return await self.version()
 
     # --- from disk -----------------------------------------------------------------------------
 
     async def update_from_disk(self, path: Path, version: int) -> None:
-        """Load `path` as `version`; the server reads the path itself."""
-        before = self._torn
+        """Load `path` as `version`; the server itself reads the path."""
+        before = self._open_update
         async with self._update(f"loading {path}"):
             try:
-                # Left out, the format is the one that the server was started with: one that
-                # waits with dummy weights for its first refit then loads nothing.
+                # The default is the format that the server was started with: a server that
+                # was started with dummy weights would load nothing.
                 await self._load(
                     "update_weights_from_disk",
                     {
@@ -84,14 +85,14 @@ class ServerRefit(ServerControl):
                 )
             except EngineRejected as error:
                 if any(message in str(error) for message in _UNTOUCHED):
-                    self._torn = before
+                    self._open_update = before
                 raise
 
     # --- in buckets ----------------------------------------------------------------------------
 
     async def begin_update(self) -> None:
-        """Open an update. A session left open by a failure is closed first."""
-        self._torn = "an update"
+        """Begin an update. A session that a failure left open is closed first."""
+        self._open_update = "an update"
         if not self.facts.update_sessions:
             return
         opened = await self._control(
@@ -102,16 +103,16 @@ class ServerRefit(ServerControl):
             await self._control("begin_weight_update", {"selector": "all"})
 
     async def end_update(self, version: int) -> None:
-        """Finalize, and name the weights. Never with SGLang's default, which aborts everything."""
+        """Finalize and label the weights; SGLang's default would abort all requests."""
         if self.facts.update_sessions:
             await self._control("end_weight_update", {})
         await self._control(
             "update_weight_version", {"new_version": str(version), "abort_all_requests": False}
         )
-        self._torn = ""
+        self._open_update = ""
 
     async def join_group(self, group: RefitGroup, *, rank_offset: int) -> None:
-        """Join a group of the trainer's; answers when all its members have."""
+        """Join the trainer's group; returns when all members have joined."""
         if self.facts.pipelined:
             raise EngineError(
                 self.name,
@@ -133,18 +134,18 @@ class ServerRefit(ServerControl):
         self._groups.add(group.name)
 
     def in_group(self, name: str) -> bool:
-        """Whether it joined, and is the same process since."""
+        """Whether the server joined the group and was not restarted since."""
         return name in self._groups
 
     async def leave_group(self, name: str) -> None:
-        """Leave a group; one that the server does not know is ignored."""
+        """Leave a group; a group that the server does not know is ignored."""
         self._groups.discard(name)
         await self._control(
             "destroy_weights_update_group", {"group_name": name}, accept=(200, _REFUSED)
         )
 
     async def receive(self, tensors: Sequence[TensorMeta], *, group: str) -> None:
-        """Take one bucket that rank 0 broadcasts."""
+        """Receive one bucket that rank 0 broadcasts."""
         await self._load(
             "update_weights_from_distributed",
             {
@@ -157,7 +158,7 @@ class ServerRefit(ServerControl):
         )
 
     async def update_from_tensors(self, serialized: Sequence[str], *, load_format: str) -> None:
-        """Load one bucket out of the trainer's own memory."""
+        """Load one bucket from the trainer's own memory."""
         await self._load(
             "update_weights_from_tensor",
             {"serialized_named_tensors": list(serialized), "load_format": load_format},
@@ -174,16 +175,16 @@ class ServerRefit(ServerControl):
     # --- adapters ------------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, path: Path) -> None:
-        """Load a LoRA adapter beside the others, while they generate."""
+        """Load a LoRA adapter in addition to the others, while requests generate."""
         await self._load(
             "load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, loads=False
         )
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter.
+        """Remove a LoRA adapter.
 
-        The server waits for its last request and loads no other adapter meanwhile. It does not
-        forget the path: a request that names the adapter again would load it again.
+        The server waits for the adapter's last request and loads no other adapter meanwhile. It
+        remembers the path: a request that names the adapter again would load it again.
         """
         await self._transport.call(
             "POST",
@@ -197,16 +198,16 @@ class ServerRefit(ServerControl):
 
     @asynccontextmanager
     async def _update(self, what: str) -> AsyncGenerator[None, None]:
-        """An update of one call: torn unless it ends well."""
-        self._torn = what
+        """One update by one call; the weights are inconsistent unless it succeeds."""
+        self._open_update = what
         yield
-        self._torn = ""
+        self._open_update = ""
 
     async def _load(self, path: str, body: Mapping[str, Any], *, loads: bool = True) -> None:
-        """A long call, never repeated, whose answer says whether it succeeded."""
+        """Make a long call that is never repeated and whose answer says whether it succeeded."""
         if loads:
-            # Flushing here asserts that nothing runs or waits, and kills the scheduler if
-            # something does; aborting would end every straggler.
+            # Flushing here would kill the scheduler if a request runs or waits, and aborting
+            # would end every straggler.
             body = {**body, "flush_cache": False, "abort_all_requests": False}
         answer = await self._transport.call(
             "POST",

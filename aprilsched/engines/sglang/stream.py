@@ -1,15 +1,16 @@
-"""From the bytes of a streamed answer to chunks of tokens.
+"""Turns the bytes of a streamed answer into chunks of tokens.
 
 Invariants:
 
 - A token and its logprob come from one ``[logprob, id, text]`` triple, never from two lists
   paired by position: at an abort SGLang repeats the last output id, and where it joins that
   repeat with a pending event, ``output_ids`` is shifted by one against the logprobs.
-- What is new is known by count (``completion_tokens`` and the tokens already held), never by
-  the form of the event: the incremental form, the cumulative one and repeats read alike. The
-  count never runs backwards, nor beyond the tokens that were asked for.
+- New tokens are found by count (``completion_tokens`` minus the tokens already held), not by the
+  form of the event, so incremental events, cumulative events and repeats are read alike. The
+  count never decreases, and never exceeds the number of tokens that were asked for.
 - The spans of the last chunk cover exactly the tokens that were given.
-- Whatever a server sends ends in chunks or in an error of ours, and in a bounded number of bytes.
+- Whatever a server sends, the result is chunks or an error of this package, and the number of
+  bytes is bounded.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _LOGPROB, _ID = itemgetter(0), itemgetter(1)
 
 
 class ChunkAssembler:
-    """Turns the events of one request into chunks, and knows how many tokens were given.
+    """Turns the events of one request into chunks, and counts the tokens that were given.
 
-    `max_tokens` are those that the request asked for at most.
+    `max_tokens` is the largest number of tokens that the request asked for.
     """
 
     def __init__(self, engine: str, request_id: str, max_tokens: int) -> None:
@@ -59,7 +60,7 @@ class ChunkAssembler:
         """The server's latest label, and the version that it stands for."""
 
     def feed(self, payload: bytes) -> Chunk:
-        """The chunk that one event's payload carries.
+        """Return the chunk that one event's payload carries.
 
         Raises:
             EngineProtocolError: if the payload is not what SGLang sends.
@@ -79,13 +80,13 @@ class ChunkAssembler:
         finish = self._finish(meta.finish_reason)
         fresh = self._fresh(meta, finish)
         tokens = list(map(_ID, fresh))
-        # Not at an abort: its output_ids hold a repeat of the last one.
+        # An abort is exempt: its output_ids hold a repeat of the last one.
         if finish != "abort" and tokens != output_ids[len(output_ids) - len(tokens) :]:
             raise self._broken("sent output_ids that are not the tokens of its logprobs")
         self.held += len(tokens)
         spans = self._spans(meta.weight_versions) if finish else None
         return Chunk(
-            # fromiter: np.array looks twice at every element, three times the cost.
+            # np.array would pass twice over the elements, at three times the cost.
             token_ids=np.fromiter(tokens, np.int32, len(tokens)),
             logprobs=np.fromiter(map(_LOGPROB, fresh), np.float32, len(tokens)),
             finish=finish,
@@ -100,10 +101,10 @@ class ChunkAssembler:
         return self._label[1]
 
     def _fresh(self, meta: MetaInfo, finish: str | None) -> list[Triple]:
-        """The triples of the tokens after the `held` first ones.
+        """The triples of the tokens after the first `held` ones.
 
         The event's list may begin anywhere (at `held` in the incremental form, at 0 in the
-        cumulative one and at an abort), but it ends at a known token: it is read from its end.
+        cumulative one and at an abort), but its end is known: it is read from its end.
         """
         if meta.completion_tokens > self.max_tokens:
             raise self._broken(
@@ -139,14 +140,14 @@ class ChunkAssembler:
             case "abort" if reason.status_code is None:
                 return "abort"
             case "abort":
-                # The server failed the request by itself (too long, timed out in the queue):
-                # taken for our own interruption it would be sent again for ever.
+                # The server itself failed the request (too long, timed out in the queue). Taken
+                # for an abort of ours, it would be sent again for ever.
                 raise self._rejected(reason.message or "aborted", reason.status_code)
             case other:
                 raise self._broken(f"finished with the unknown reason {quoted(other)!r}")
 
     def _spans(self, spans: list[LabelSpan] | None) -> tuple[VersionSpan, ...] | None:
-        """Spans over exactly the held tokens; None where the server reports none."""
+        """The spans over exactly the held tokens; None where the server reports none."""
         if self.held == 0:
             return ()
         if spans is None:
@@ -155,7 +156,7 @@ class ChunkAssembler:
         at = 0
         for span in spans:
             end = min(span.end, self.held)
-            if end <= span.start:  # zero-length spans occur at a change of version
+            if end <= span.start:  # Zero-length spans occur at a change of version.
                 continue
             if span.start != at:
                 break
@@ -186,18 +187,18 @@ def nothing(*, spans_known: bool) -> Chunk:
 async def read_chunks(
     content: AsyncIterator[bytes], allowance: Allowance, assembler: ChunkAssembler
 ) -> AsyncGenerator[Chunk, None]:
-    """Every chunk of one response, to its last one.
+    """Yield every chunk of one response, up to the last one.
 
     Raises:
         EngineError: if the stream ends before the response does.
-        EngineProtocolError: if it sends what it must not, or too much.
+        EngineProtocolError: if the stream holds what SGLang does not send, or too much.
     """
     splitter = EventSplitter(allowance)
     try:
         async for data in content:
             payloads = deque(payload for payload in splitter.feed(data) if payload != _DONE)
-            # A paused stream is silent for long, and thousands of them would hold what they
-            # last read: after a burst that is several times the size of all their tokens.
+            # A paused stream is silent for a long time. Thousands of them would keep their last
+            # read alive: after a burst, several times the size of all their tokens.
             del data
             while payloads:
                 payload = payloads.popleft()

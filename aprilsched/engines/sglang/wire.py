@@ -1,8 +1,8 @@
-"""The JSON that goes to SGLang and comes back, as typed structs; nothing is ever unpickled.
+"""The JSON bodies of SGLang's calls as typed structs; nothing is ever unpickled.
 
 Unknown fields are ignored, because every server version adds some. A missing or mistyped field
-that a token depends on makes decoding fail: no token is guessed. Every number that is read has
-bounds, so that no server can put one into an array that does not fit there.
+that a token depends on makes decoding fail: no token is guessed. Every number has bounds, so that
+a server cannot send one that does not fit into our arrays.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4028234663852886e38
 _DIGITS = len(str(_INT32_MAX))
 _ROUNDING = 1e-3
-"""How far above 0 the logarithm of a probability may come out."""
+"""Amount by which rounding may lift the logarithm of a probability above 0."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
 Logprob = Annotated[float, msgspec.Meta(ge=-_FLOAT32_MAX, le=_ROUNDING)]
-"""A NaN or an infinite one arrives as null, and fails."""
+"""A NaN or an infinity arrives as null, which fails to decode."""
 Triple: TypeAlias = tuple[Logprob, TokenId, str | None]
 """A sampled token as SGLang reports it: logprob, id, text."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
@@ -45,7 +45,7 @@ Name = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """Why a request ended; `status_code` is there only where the server itself failed it."""
+    """Why a request ended; `status_code` is set only where the server itself failed it."""
 
     type: str
     message: str | None = None
@@ -53,7 +53,7 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class LabelSpan(msgspec.Struct, frozen=True):
-    """Tokens `start` to `end` were sampled under the weights labelled `version`."""
+    """Says that tokens `start` to `end` were sampled with the weights labelled `version`."""
 
     version: Name
     start: Count
@@ -64,8 +64,8 @@ class MetaInfo(msgspec.Struct, frozen=True):
     """What an event says about its tokens.
 
     `completion_tokens` and `output_token_logprobs_length` count from the beginning of the
-    response, whatever part of it the event carries. `weight_version` is the server's label when it
-    sent the event.
+    response, whatever part of it the event carries. `weight_version` is the server's label at the
+    time of the event.
     """
 
     completion_tokens: Count
@@ -78,7 +78,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """An error inside a stream, whose HTTP status was 200 long before."""
+    """An error inside a stream, after the HTTP status 200."""
 
     message: str = ""
     code: int | None = None
@@ -94,13 +94,13 @@ class StreamEvent(msgspec.Struct, frozen=True):
 
 
 class Labelled(msgspec.Struct, frozen=True):
-    """GET /get_weight_version, of older servers."""
+    """Answer to GET /get_weight_version of older servers."""
 
     weight_version: Name | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """GET /model_info."""
+    """Answer to GET /model_info."""
 
     model_path: Name
     is_generation: bool = True
@@ -114,15 +114,15 @@ class InternalState(msgspec.Struct, frozen=True):
 
 
 class ServerProcess(msgspec.Struct, frozen=True):
-    """What /server_info says that no two processes of a server have in common: the seconds that
-    the parts of its start took (0.5.21), and the seed that it drew unless it was given one."""
+    """The part of /server_info in which two processes of a server differ: the seconds that the
+    steps of its start took (0.5.21), and the random seed, unless the command line gives it."""
 
     startup_time: dict[str, Any] | None = None
     random_seed: int | None = None
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """GET /server_info: a flat list of the server's arguments, of which these few matter."""
+    """Answer to GET /server_info: a flat list of the server's arguments; these few are used."""
 
     version: Name = ""
     dp_size: Count | None = None
@@ -152,19 +152,19 @@ class Components(msgspec.Struct, frozen=True):
 
 
 class OpenApi(msgspec.Struct, frozen=True):
-    """GET /openapi.json: which parameters the server knows."""
+    """Answer to GET /openapi.json: which parameters the server knows."""
 
     components: Components = Components()
     paths: dict[str, msgspec.Raw] = {}
 
     def properties(self, body: str) -> frozenset[str]:
-        """The parameters of a named body; none where the server does not know it."""
+        """The parameters of a named body; empty where the server does not know the body."""
         schema = self.components.schemas.get(body)
         return frozenset() if schema is None else frozenset(schema.properties)
 
 
 class UpdateAnswer(msgspec.Struct, frozen=True):
-    """What the calls that load weights or adapters answer."""
+    """Answer to the calls that load weights or adapters."""
 
     success: bool
     message: str = ""
@@ -179,7 +179,7 @@ def version_number(label: str | None) -> int:
 
 
 def generate_body(request: GenerationRequest, *, stream_interval: int | None) -> dict[str, Any]:
-    """The body of POST /generate; `stream_interval` None leaves the server's own."""
+    """The body of POST /generate; with `stream_interval` None the server's own interval holds."""
     sampling = request.sampling
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,

@@ -1,4 +1,4 @@
-"""A fleet behind SGLang's router."""
+"""A fleet of servers behind SGLang's router."""
 
 from aprilsched.engines.sglang.router.fleet import SGLangRouterFleet
 

@@ -1,14 +1,14 @@
-"""One worker of a router: its generations go through the router, everything else goes to it.
+"""One worker of a router: generations go through the router, control calls go to the worker.
 
-- A generation is sent to the position that the worker has, and the position is looked up again
-  once the router has answered. If it moved in between, nobody knows which worker has the
-  request: it is aborted on all of them, hung up, and reported as failed.
-- The router passes a request on in its own words and leaves out what it does not know. What
-  would change the sampling without a sign is refused instead.
-- A request that a pause holds is only hung up on: the router notices that at the first token
-  after the pause, and the worker then aborts it. An abort before that would be lost, and SGLang
-  would let no later one through (see ``calls``).
-- A worker that the router does not hold for healthy is unreachable, and nothing was sent to it.
+- A generation is sent to the worker's position in the router's list, and the position is looked
+  up again after the router has answered. If it changed meanwhile, nobody knows which worker has
+  the request: it is aborted on all of them, its connection is closed, and it counts as failed.
+- The router rewrites a request and leaves out parameters that it does not know. A request with a
+  parameter that would be lost in this way is refused.
+- A request that a pause holds is ended only by closing its connection: the router notices that at
+  the first token after the pause, and the worker then aborts the request. An earlier abort would
+  be lost, and SGLang would not pass a later one on (see ``calls``).
+- A worker that the router does not consider healthy counts as unreachable; it was sent nothing.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _PASSED_ON = frozenset({
     "repetition_penalty", "skip_special_tokens", "stop",
 })
 # fmt: on
-"""What sglang-router 0.3.2 lets through of the sampling parameters that are not fields of ours."""
+"""Sampling parameters of `extra` that sglang-router 0.3.2 passes on to the worker."""
 
 
 class RoutedEngine(SGLangEngine):
     """The worker at `url` of the router of `roster`.
 
     Args:
-        url: as the router lists it.
-        roster: the router.
-        peers: all workers there are now, for an abort of what went astray.
+        url: the worker's URL as the router lists it.
+        roster: the list of workers of the router.
+        peers: gives all current workers, on which a misrouted request is aborted.
         admin_key: the worker's ``--admin-api-key``.
         api_key: the ``--api-key`` of router and workers; the router passes it on.
         limits: timeouts and sizes.
@@ -81,7 +81,7 @@ class RoutedEngine(SGLangEngine):
         return f"RoutedEngine({self._listed!r}, {self._roster.name!r})"
 
     async def open(self) -> None:
-        """Connect and probe the worker itself."""
+        """Connect to the worker itself and probe it."""
         await super().open()
         try:
             if not self.capabilities.version_spans:
@@ -96,12 +96,12 @@ class RoutedEngine(SGLangEngine):
             raise
 
     async def close(self) -> None:
-        """Release connections to the worker and the router."""
+        """Release the connections to the worker and the router."""
         await super().close()
         await self._through.close()
 
     async def abort(self, request_id: str) -> None:
-        """End one request; one that a pause holds is hung up on, and nothing else."""
+        """End one request; for one that a pause holds, only close its connection."""
         call = self._calls.get(request_id)
         if call is not None and call.silent and await self.is_paused() and call.silent:
             call.break_off(HungUp())
@@ -132,7 +132,7 @@ class RoutedEngine(SGLangEngine):
         self._check_sampling(request)
         position = await self._position()
         headers = {TARGET: str(position), ROUTING_KEY: str(request.affinity)}
-        # The router would drop an interval; the worker's own --stream-interval holds.
+        # The router would drop an interval, so the worker's own --stream-interval holds.
         body = generate_body(request, stream_interval=None)
         response = None
         try:
@@ -154,16 +154,16 @@ class RoutedEngine(SGLangEngine):
     ) -> None:
         code = response.headers.get(ERROR_CODE)
         if code == _NO_WORKER:
-            raise self._not_there()
+            raise self._not_listed()
         if code is not None and response.status >= _SERVER_ERROR:
-            # The worker may have the request all the same, so this is no refusal of it.
+            # The worker may have the request all the same, so this does not count as a refusal.
             raise EngineError(
                 self.name,
                 f"the {self._roster.name} answered {response.status} ({quoted(code)}) "
                 "in its place; is it up, and reached from there?",
             )
         if response.status == 200 and not await self._is_still_at(position):
-            await despite_cancellation(self._call_back_everywhere(request.request_id))
+            await despite_cancellation(self._abort_everywhere(request.request_id))
             raise EngineError(
                 self.name,
                 f"the workers of the {self._roster.name} changed while request "
@@ -173,7 +173,7 @@ class RoutedEngine(SGLangEngine):
     async def _position(self) -> int:
         position = await self._roster.position(self._listed)
         if position is None:
-            raise self._not_there()
+            raise self._not_listed()
         return position
 
     async def _is_still_at(self, position: int) -> bool:
@@ -182,14 +182,14 @@ class RoutedEngine(SGLangEngine):
         except EngineError:
             return False
 
-    def _not_there(self) -> EngineUnreachable:
+    def _not_listed(self) -> EngineUnreachable:
         return EngineUnreachable(
             self.name,
             f"the {self._roster.name} has no such healthy worker now; start it with "
             "--disable-health-check, so that a pause is not taken for a failure.",
         )
 
-    async def _call_back_everywhere(self, request_id: str) -> None:
+    async def _abort_everywhere(self, request_id: str) -> None:
         await asyncio.gather(*(peer._abort_quietly(request_id) for peer in self._peers()))
 
     def _check_sampling(self, request: GenerationRequest) -> None:

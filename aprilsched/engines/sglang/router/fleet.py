@@ -1,9 +1,9 @@
-"""The workers of an SGLang router as a fleet: the router carries the generations.
+"""A fleet of the workers of an SGLang router; the router carries the generations.
 
-Each worker is an engine of its own, because versions, refits, pauses and losses are the workers'
-and not the router's: control calls go to the worker, and a generation goes through the router to
-the worker that the scheduler chose (see ``roster`` for how, and ``engine`` for what guards it).
-The router's own balancing is therefore not used; its list of workers is.
+Each worker is an engine of its own, because versions, refits, pauses and losses belong to the
+workers and not to the router. Control calls go to the worker. A generation goes through the router
+to the worker that the scheduler chose (``roster`` finds its position, ``engine`` checks it). So
+the router's list of workers is used, and its own load balancing is not.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class SGLangRouterFleet:
     """The workers of the router at `url`, which must have the policy consistent_hashing.
 
     Args:
-        url: where the router listens, as ``http://host:port``.
+        url: URL where the router listens, as ``http://host:port``.
         admin_key: the workers' ``--admin-api-key``, where they have one.
         api_key: the ``--api-key`` of router and workers, where they have one.
-        model_path: refuse workers that serve another model; None takes any one model.
+        model_path: refuse workers that serve another model; None accepts any one model.
         limits: timeouts and sizes, for the router and for each worker.
-        poll_s: seconds between two looks at the router's list, for :meth:`watch`.
+        poll_s: seconds between two requests for the router's list, for :meth:`watch`.
 
     Raises:
         ConfigError: if `url`, a key or `poll_s` cannot be used.
@@ -62,24 +62,24 @@ class SGLangRouterFleet:
         self._roster = Roster(url, api_key=api_key, limits=self._limits)
         self._members = Members((), model_path)
         self._missing: dict[str, int] = {}
-        self._told: dict[str, str] = {}
+        self._warned: dict[str, str] = {}
 
     def __repr__(self) -> str:
         return f"SGLangRouterFleet({str(self._roster.url)!r})"
 
     @property
     def engines(self) -> Sequence[SGLangEngine]:
-        """One for each worker; known after :meth:`open`."""
+        """One engine for each worker; known after :meth:`open`."""
         return self._members.engines
 
     async def open(self) -> None:
-        """Ask the router for its workers and open each; closes all if anything is wrong.
+        """Ask the router for its workers and open each; close all of them if anything is wrong.
 
         Raises:
-            EngineError: if the router or a worker cannot be reached, or is something else.
+            EngineError: if the router or a worker cannot be reached, or is another program.
             ConfigError: if the router has the wrong policy, or its workers do not agree.
         """
-        self._missing, self._told = {}, {}
+        self._missing, self._warned = {}, {}
         await self._roster.open()
         try:
             workers = await self._roster.workers()
@@ -104,10 +104,10 @@ class SGLangRouterFleet:
         await self._roster.close()
 
     async def watch(self) -> AsyncGenerator[FleetChange, None]:
-        """Workers that the router has found, or lists no longer.
+        """Yield the workers that the router has found or no longer lists.
 
-        See :class:`aprilsched.engines.base.WatchesMembership`. One that is unhealthy but listed
-        has not left; and a router that lists nobody has just been started.
+        See :class:`aprilsched.engines.base.WatchesMembership`. An unhealthy worker that is still
+        listed has not left. An empty list changes nothing: the router has just been started.
         """
         while True:
             await asyncio.sleep(self._poll_s)
@@ -120,12 +120,12 @@ class SGLangRouterFleet:
         try:
             workers = await self._roster.workers()
         except EngineError as error:
-            self._tell(self._roster.name, str(error))
+            self._warn_once(self._roster.name, str(error))
             return
         if not workers:
-            self._tell(self._roster.name, f"the {self._roster.name} lists no worker.")
+            self._warn_once(self._roster.name, f"the {self._roster.name} lists no worker.")
             return
-        self._told.pop(self._roster.name, None)
+        self._warned.pop(self._roster.name, None)
         listed = {ServerAddress.parse(worker.url).name: worker for worker in workers}
         for name, worker in listed.items():
             await self._take_in(name, worker)
@@ -142,14 +142,14 @@ class SGLangRouterFleet:
         try:
             await self._members.join(self._engine(worker))
         except (EngineError, ConfigError) as error:
-            self._tell(name, str(error))
+            self._warn_once(name, str(error))
         else:
-            self._told.pop(name, None)
+            self._warned.pop(name, None)
 
-    def _tell(self, about: str, what: str) -> None:
-        """Log what is wrong once, not at every look."""
-        if self._told.get(about) != what:
-            self._told[about] = what
+    def _warn_once(self, about: str, what: str) -> None:
+        """Log a problem once, not at every look."""
+        if self._warned.get(about) != what:
+            self._warned[about] = what
             _log.warning("the fleet stays as it is: %s", what)
 
     def _engine(self, worker: Worker) -> RoutedEngine:
@@ -164,5 +164,5 @@ class SGLangRouterFleet:
 
 
 def _unique(workers: Sequence[Worker]) -> list[Worker]:
-    """Without those that the router lists under several models."""
+    """Drop duplicates: the router lists a worker of several models several times."""
     return list({ServerAddress.parse(worker.url).name: worker for worker in workers}.values())

@@ -1,9 +1,9 @@
-"""The router's list of workers, and where in it a worker stands at this moment.
+"""The router's list of workers, and the position of a worker in it at this moment.
 
-sglang-router 0.3.2 takes a request to the worker that its header names by *position*, counted from
-0 over the workers that are healthy, in the order of GET /workers (measured). A position moves
-whenever a worker comes, goes, or changes its health: it holds for the moment of a listing and is
-never remembered. Only the policy consistent_hashing reads the header.
+sglang-router 0.3.2 sends a request to the worker whose *position* is in a header. The position
+counts from 0 over the healthy workers, in the order of GET /workers (measured). It changes
+whenever a worker comes, goes or changes its health, so it is looked up for each request and never
+remembered. Only the policy consistent_hashing reads the header.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["ERROR_CODE", "TARGET", "Roster", "Worker"]
 
 TARGET = "x-smg-target-worker"
 ERROR_CODE = "x-smg-error-code"
-"""Header of an answer that the router gave itself, and no worker."""
+"""Header of an answer that comes from the router itself and not from a worker."""
 _NOBODY = "none"
 _MAX_WORKERS = 4096
 
@@ -47,7 +47,7 @@ class _Listing(msgspec.Struct, frozen=True):
 
 
 class Roster:
-    """The router at `url`; its connections belong to one loop from open to close."""
+    """The list of the router at `url`; its connections belong to one loop from open to close."""
 
     def __init__(self, url: str, *, api_key: str | None, limits: SGLangLimits) -> None:
         address = ServerAddress.parse(url)
@@ -76,15 +76,15 @@ class Roster:
         await self._transport.close()
 
     async def workers(self) -> Sequence[Worker]:
-        """The workers now: a listing that was begun after this was called, shared with others.
+        """List the workers; the listing begins after the call, and concurrent callers share it.
 
         Raises:
             EngineError: if the router does not answer.
-            EngineProtocolError: if it lists what is no HTTP server that generates by itself.
+            EngineProtocolError: if a worker is not an HTTP server that generates by itself.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._list(self._running))
-            self._next.add_done_callback(_heard)
+            self._next.add_done_callback(_retrieve_error)
         listing = self._next
         await asyncio.wait([listing])
         if listing.cancelled():
@@ -92,18 +92,18 @@ class Roster:
         return listing.result()
 
     async def position(self, url: str) -> int | None:
-        """Where a worker stands among the healthy ones now; None if it is not one of them."""
+        """The position of a worker among the healthy ones now; None if it is not one of them."""
         healthy = [worker.url for worker in await self.workers() if worker.is_healthy]
         return healthy.index(url) if url in healthy else None
 
     async def check_pins(self) -> None:
-        """Refuse a router that takes a request elsewhere than its header says.
+        """Refuse a router that does not send a request to the worker in its header.
 
-        A request to a worker that is not there must be refused. Should it be taken after all,
-        it costs one token.
+        The router must refuse a request to a worker that does not exist. If it does not, the
+        request costs one token.
 
         Raises:
-            ConfigError: saying with which policy to start the router.
+            ConfigError: if it does not; the message says with which policy to start the router.
         """
         wrong = ConfigError(
             f"The {self.name} ignores which worker a request is for; start it with the policy "
@@ -166,7 +166,7 @@ class Roster:
             ) from error
 
 
-def _heard(task: asyncio.Task[list[Worker]]) -> None:
-    """Its waiters may all have gone; an error nobody waits for is no news."""
+def _retrieve_error(task: asyncio.Task[list[Worker]]) -> None:
+    """Mark the error of a listing as seen, since all of its waiters may have gone."""
     if not task.cancelled():
         task.exception()
