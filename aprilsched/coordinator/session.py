@@ -23,9 +23,8 @@ from aprilsched.coordinator.membership import Membership, Readmission
 from aprilsched.coordinator.opening import check_engines
 from aprilsched.coordinator.outages import Outages
 from aprilsched.coordinator.refits import Refits
-from aprilsched.coordinator.replanning import Planning
+from aprilsched.coordinator.replanning import Planning, StepTimes
 from aprilsched.coordinator.sharing import Claim, say_who_is_there
-from aprilsched.coordinator.step_times import StepTimes
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.waits import Waits
 from aprilsched.coordinator.watchdog import Heartbeat

@@ -19,7 +19,7 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.coordinator.step_times import StepTimes
+from aprilsched.coordinator.replanning import StepTimes
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev

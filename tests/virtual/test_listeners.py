@@ -16,7 +16,7 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.coordinator import bias, step_times
+from aprilsched.coordinator import bias, replanning
 from aprilsched.core.messages.commands import Command, Deliver
 from aprilsched.core.messages.events import Event, Finished, Progress
 from aprilsched.driver import listeners
@@ -119,7 +119,7 @@ def test_one_that_raises_is_told_no_more_and_the_run_goes_on(
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [(bias.LiveBias, "on_facts"), (step_times.StepTimes, "on_tokens")],
+    [(bias.LiveBias, "on_facts"), (replanning.StepTimes, "on_tokens")],
 )
 def test_listeners_of_our_own_are_no_exception(
     kind: type, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
