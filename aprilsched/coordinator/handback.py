@@ -1,10 +1,15 @@
-"""Handing back engines that are out of use: running, with their memory, without our requests.
+"""Hands engines back as they were found: running, with their memory, without our requests.
 
-An engine that is lost or leaves the fleet may be paused, its memory may be lent to the trainer, and
-calls to it may be under way: a refit, a release. They are ended or waited for first, and memory is
-taken back when the trainer has given it back, so at the end of the sleep. An engine joins (again)
-only after that. What is not handed back at close() is handed back there
-(:mod:`aprilsched.coordinator.closing`).
+:class:`HandBack` does this for an engine that is lost or leaves the fleet. Such an engine may be
+paused, the trainer may have its memory, and calls to it may be open: a refit, a release. These
+calls are ended or waited for first. Memory is taken back when the trainer has given it back, so at
+the end of the sleep. An engine joins again only after it was handed back.
+
+:func:`release` does this for every engine when the scheduler closes, within a bound. Each engine is
+released on its own, so one that hangs delays no other. Its streams are closed first, and each tells
+the engine to abort its request. An engine that is not running is then told to continue, whether the
+aborts succeeded or not; that call has a timeout of its own. The time for the rest grows with the
+number of requests in flight.
 """
 
 from __future__ import annotations
@@ -18,19 +23,27 @@ from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.controls import EngineControls
 from aprilsched.coordinator.refits import Refits
 from aprilsched.coordinator.tasks import TaskKey, Tasks
+from aprilsched.coordinator.watchdog import watched
+from aprilsched.core.state.engine_control import Mode
+from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineError, EngineUnreachable
 
-__all__ = ["HandBack", "abort_again"]
+__all__ = ["HandBack", "release"]
 
 log = logging.getLogger("aprilsched")
 
-HEAD_START_S = 1.0
+_HEAD_START_S = 1.0
 """For the aborts, before the continue: what is aborted in a pause is not recomputed after it."""
 _AGAIN_S = 1.0
 _AGAIN_EACH_S = 0.02
 """For the aborts after the continue: a bound, and so much more for each of them. A real server
 takes 1.5 to 3 ms for one."""
+_CONTINUE_S = 10.0
+"""For the continue. A server on a busy machine answers within one or two seconds."""
+_LOST_S = 1.0
+"""The same, for an engine that was given up before."""
+_SAY_AFTER_S = 2.0
 
 
 class HandBack:
@@ -123,7 +136,7 @@ class HandBack:
         requests: Sequence[str],
     ) -> None:
         await tasks.ended(before)
-        await tasks.ended(aborts, within=HEAD_START_S)
+        await tasks.ended(aborts, within=_HEAD_START_S)
         try:
             await self.let_go_on(engine)
         except EngineUnreachable as error:
@@ -133,7 +146,7 @@ class HandBack:
             log.warning("%s is out of use and may be left paused: %s", engine.name, why)
         else:
             if requests:
-                await abort_again(engine, requests)
+                await _abort_again(engine, requests)
         await tasks.ended(aborts)
         if self._engines.get(engine.name) is not engine:
             with suppress(EngineError):
@@ -141,7 +154,104 @@ class HandBack:
         del self._owed[id(engine)]
 
 
-async def abort_again(engine: Engine, requests: Sequence[str]) -> None:
+# --- at the end of the run ----------------------------------------------------------------------
+
+
+async def release(
+    attempts: Attempts,
+    controls: EngineControls,
+    hand_back: HandBack,
+    engines: Mapping[str, Engine],
+    state: SchedulerState,
+) -> None:
+    """Leave what is open on every engine and let it go on, all engines at the same time, those
+    included that have left the fleet and have not been handed back.
+
+    A cancellation does not cut this short; it is raised at the end.
+
+    Raises:
+        CancelledError: if this was cancelled, or if an engine may not have been released, because
+            its task was cancelled or a KeyboardInterrupt came up in it.
+    """
+    attempts.stop_sending()
+    running = {
+        asyncio.ensure_future(
+            _release(
+                attempts,
+                controls,
+                hand_back,
+                engine,
+                state,
+                left=engines.get(engine.name) is not engine,
+            )
+        )
+        for engine in {**engines, **hand_back.owed}.values()
+    }
+    tasks = list(running)
+    cancelled: asyncio.CancelledError | None = None
+    while running:
+        try:
+            _, running = await asyncio.wait(running)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    errors = [None if task.cancelled() else task.exception() for task in tasks]
+    # A KeyboardInterrupt has left the event loop where it was raised. Raised here once more, it
+    # would end the loop in which the engines are released.
+    if any(task.cancelled() for task in tasks) or any(
+        isinstance(error, KeyboardInterrupt) for error in errors
+    ):
+        raise asyncio.CancelledError
+    for task in tasks:
+        task.result()
+    if cancelled is not None:
+        raise cancelled
+
+
+async def _release(
+    attempts: Attempts,
+    controls: EngineControls,
+    hand_back: HandBack,
+    engine: Engine,
+    state: SchedulerState,
+    *,
+    left: bool,
+) -> None:
+    control = state.fleet.control.of(engine.name)
+    # One that has left the fleet is as well as any.
+    lost = control is None and not left
+    requests = attempts.open_ids(engine.name)
+    leaving = asyncio.ensure_future(attempts.leave(engine.name))
+    try:
+        if control is None or control.mode is not Mode.RUNNING:
+            await asyncio.wait([leaving], timeout=_HEAD_START_S)
+            await hand_back.quiet(engine.name)
+            if await _continue(controls, engine, lost=lost) and requests:
+                await _abort_again(engine, requests)
+        await asyncio.wait([leaving])
+    finally:
+        leaving.cancel()
+
+
+async def _continue(controls: EngineControls, engine: Engine, *, lost: bool) -> bool:
+    """Wake the engine if memory of it is released, and let it go on."""
+    bound = _LOST_S if lost else _CONTINUE_S
+    try:
+        if await controls.wake_up(engine):
+            bound = _CONTINUE_S
+        with watched(engine.name, "the last continue", every_s=_SAY_AFTER_S):
+            async with asyncio.timeout(bound):
+                await engine.resume()
+    except (EngineError, TimeoutError) as error:
+        why = str(error) or f"{engine.name} did not answer within {bound:g} s"
+        # That a lost engine is not there was said when it was lost, and it was told to continue.
+        expected = lost and isinstance(error, EngineUnreachable)
+        level = logging.DEBUG if expected else logging.WARNING
+        log.log(level, "the engine may be left paused, since it could not be continued: %s", why)
+        return False
+    return True
+
+
+async def _abort_again(engine: Engine, requests: Sequence[str]) -> None:
     """SGLang loses an abort of a request that a pause holds before its scheduler has heard of it
     (hazard 4). After the continue it counts; for what is gone already it does nothing."""
     try:

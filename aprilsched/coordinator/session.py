@@ -15,10 +15,9 @@ from dataclasses import replace
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.bias import LiveBias
-from aprilsched.coordinator.closing import release
 from aprilsched.coordinator.controls import EngineControls
 from aprilsched.coordinator.durability import Durability
-from aprilsched.coordinator.handback import HandBack
+from aprilsched.coordinator.handback import HandBack, release
 from aprilsched.coordinator.membership import Membership, Readmission
 from aprilsched.coordinator.opening import check_engines
 from aprilsched.coordinator.outages import Outages
