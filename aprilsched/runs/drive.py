@@ -9,7 +9,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from aprilsched.analysis.rebuild import replay
@@ -20,10 +20,9 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
 from aprilsched.runs.config_file import as_toml
 from aprilsched.runs.exporting import account_of, exporters
-from aprilsched.runs.listening import sampler_of, summary_of
-from aprilsched.runs.remainder import remainder
 from aprilsched.runs.setup import Setup, run_on_clock
 from aprilsched.runs.showing import Screen
+from aprilsched.runs.summary import remainder, summary_of
 from aprilsched.store.base import Store
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.event_log import EventLog
@@ -31,6 +30,7 @@ from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.onward import Onward
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, RunFolder
 from aprilsched.telemetry.run_state import RunState
+from aprilsched.telemetry.sampling import Sampler
 from aprilsched.telemetry.summary import Remainder, Summary
 
 __all__ = ["Former", "Run"]
@@ -66,7 +66,7 @@ class Run:
             patient=setup.clock == "virtual",
             log_tokens=setup.settings.log_tokens,
         )
-        self._sampler = sampler_of(setup, folder, self._log)
+        self._sampler = _sampler(setup, folder, self._log)
         self._summary = summary_of(setup)
         self._figures = account_of(setup, self._summary)
         self._exported: list[AnyListener] = []
@@ -271,3 +271,24 @@ class Former:
         self._summary.ledger, self._summary.warns = run.ledger, False
         with readable(self._folder):
             return replay(self._folder / EVENTS, [run, self._summary], batches=batches)
+
+
+def _sampler(setup: Setup, folder: RunFolder, log: EventLog) -> AbstractAsyncContextManager[object]:
+    """Samples engines and GPUs on the clock of `log`; does nothing if the settings say so.
+
+    Raises:
+        ConfigError: if the GPUs are to be sampled and cannot be.
+    """
+    settings, virtual = setup.settings, setup.clock == "virtual"
+    if not settings.sample:
+        return nullcontext()
+    wanted = {"auto": None, "on": True, "off": False}[settings.gpu]
+    return Sampler(
+        folder.samples,
+        setup.fleet,
+        interval=settings.sample,
+        # A GPU does not run on a virtual clock.
+        gpu=False if virtual else wanted,
+        clock=log.seconds,
+        patient=virtual,
+    )

@@ -17,9 +17,9 @@ from rich.terminal_theme import TerminalTheme
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event
 from aprilsched.engines.sim import SimConfig
-from aprilsched.runs.listening import summary_of
 from aprilsched.runs.settings import RunSettings, SchedulerFlags, SimSettings
 from aprilsched.runs.setup import prepare
+from aprilsched.runs.summary import summary_of
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.live.model import LiveModel

@@ -32,8 +32,8 @@ from aprilsched.errors import PromptsExhausted
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.runs.policies import chosen
-from aprilsched.runs.remainder import remainder
 from aprilsched.runs.settings import SchedulerFlags
+from aprilsched.runs.summary import remainder
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry.figures import RunSummary, SteadyState
 from aprilsched.telemetry.summary import Summary
