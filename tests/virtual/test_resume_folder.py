@@ -64,11 +64,14 @@ class DyingFleet(SimFleet):
         begin = loop.time()
         for number, (at, logged) in enumerate(zip(self._times, self._logged, strict=True)):
             await asyncio.sleep(begin + at - loop.time())
-            while deliveries(self._run) < logged:
-                # The real clock: the loop does not move on, and the log's thread catches up.
-                time.sleep(0.001)
+            self._wait_for_log(logged)
             self.remains.append(self._run.with_name(f"{self._run.name}-{number}"))
             shutil.copytree(self._run, self.remains[-1])
+
+    def _wait_for_log(self, logged: int) -> None:
+        """Block the event loop, so that the log's thread catches up and virtual time stands."""
+        while deliveries(self._run) < logged:
+            time.sleep(0.001)
 
 
 def begin(
