@@ -68,6 +68,7 @@ class Driver:
     keeps_weights: bool = False
     store: Store | None = None
     """Saves before each batch is handed over, and when told."""
+    restarts: int = 0
     journal: bool = False
     """Note what changes, for a test that takes the cuts itself."""
     now: float = 0.0
@@ -266,6 +267,7 @@ class Driver:
         """The process is gone, and a new one goes on with what the store has; the engines then
         have `versions`, or the saved one."""
         assert self.store is not None
+        self.restarts += 1
         saved = self.store.open()
         for open_things in (self.sends, self.aborts, self.controls, self.plans, self.refits):
             open_things.clear()
