@@ -134,9 +134,13 @@ def test_what_a_lost_engine_answers_late_is_not_taken_for_its_next_incarnation()
     driver.settle_controls()
     driver.feed(ev.EngineLost(engine="b", cause="killed"))
     driver.come_back("b", version=0)
-    driver.feed(ev.Refitted(engine="b", version=1))
+    # Nor is it told to listeners, who would show the new process with these weights.
+    for version in (1, None):
+        driver.feed(ev.Refitted(engine="b", version=version))
+        assert driver.core.facts == []
     driver.feed(ev.Paused(engine="b"))
     assert standby(driver) == {"b"}
+    assert not driver.state.fleet.control.standby["b"].torn
     driver.settle()
     assert driver.state.weights.versions.engines == {"a": 1}
 

@@ -83,7 +83,9 @@ def on_update_withdrawn(state: SchedulerState, event: UpdateWithdrawn) -> None:
 def on_refitted(state: SchedulerState, event: Refitted) -> None:
     control, update = state.fleet.control.of(event.engine), state.weights.update
     if control is None or control.catching_up != event.catch_up:
-        return  # what an engine answers that was lost and is back counts for nothing
+        return
+    if not event.catch_up and not _asked(update, event.engine):
+        return
     state.tell(
         EngineRefitted(
             engine=event.engine,
@@ -98,10 +100,16 @@ def on_refitted(state: SchedulerState, event: Refitted) -> None:
     if event.catch_up:
         _note_torn(control, event, state.weights.versions.trainer)
         _caught_up(state, event)
-    elif update is not None and event.engine in update.refitting:
+    elif update is not None:
         _note_torn(control, event, update.version)
         version = None if control.torn else event.version
-        update.answers.setdefault(event.engine, (version, event.cause))
+        update.answers[event.engine] = (version, event.cause)
+
+
+def _asked(update: Update | None, engine: str) -> bool:
+    """Is an answer of the engine waited for? What one answers that was lost and is back, it was
+    asked before, and counts for nothing."""
+    return update is not None and engine in update.refitting and engine not in update.answers
 
 
 def _note_torn(control: EngineControl, event: Refitted, wanted: int) -> None:
