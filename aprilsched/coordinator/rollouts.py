@@ -140,7 +140,7 @@ class RolloutScheduler:
 
     def _check_open(self) -> None:
         self._session.check_open()
-        if self._session.state.sleep is not None:
+        if self._session.state.fleet.sleep is not None:
             raise ConfigError("the engines are asleep; leave the asleep() block first.")
         self._updates.check_whole()
 

@@ -80,7 +80,7 @@ class Updates:
                 "adapters are in use, and what is in flight would end on another model; go on "
                 "publishing adapters, or open a new scheduler."
             )
-        if beside and state.sleep is not None:
+        if beside and state.fleet.sleep is not None:
             raise ConfigError("the engines are asleep; publish adapters outside of asleep().")
 
     async def _run(self, publisher: WeightPublisher, new: int) -> do.FinishUpdate:
@@ -133,7 +133,7 @@ class Updates:
         self._check_sleep(tags)
         async with self._lock:
             await self._previous_update()
-            if session.state.sleep is not None:
+            if session.state.fleet.sleep is not None:
                 raise ConfigError("the engines are asleep already; asleep() cannot be nested.")
             future = session.waits.for_sleep()
             session.feed(ev.SleepRequested(tags=tuple(tags)))

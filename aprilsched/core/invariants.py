@@ -128,7 +128,7 @@ def _rollout(state: SchedulerState, rollout: RolloutRecord) -> None:
         if request.open:
             raise InvariantViolation(f"{name} is {rollout.state} with an open attempt")
         queued = request.request_id in state.in_flight.queue
-        waits = rollout.state is State.QUEUED and rollout.due
+        waits = rollout.state is State.QUEUED and rollout.eligible
         if queued != waits:
             raise InvariantViolation(f"{name}: the queue is wrong about it")
 

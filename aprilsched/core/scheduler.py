@@ -93,7 +93,7 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     replan.plan,
     launch.launch,
     buckets.choose_groups,
-    stragglers.settle_stragglers,
+    stragglers.resolve_stragglers,
     dispatch.interrupt,
     refit.catch_up,
     outage.attend,

@@ -845,7 +845,7 @@ class _Life:
         in_flight = state.in_flight
         lines = [
             f"wanted {state.delivery.batch_requested}, update {state.weights.update}, "
-            f"sleep {state.sleep}, fetching {state.prompts.fetching}, "
+            f"sleep {state.fleet.sleep}, fetching {state.prompts.fetching}, "
             f"exhausted {state.prompts.exhausted}, stock {len(state.prompts.stock)}, "
             f"ready {len(list(in_flight.ready))} groups, "
             f"in flight {len(in_flight.rollouts)} rollouts, "
@@ -862,7 +862,7 @@ class _Life:
             )
         lines += [
             f"rollout {r.rollout_id} of group {r.group.group_id}: {r.state}, {len(r.log)} tokens, "
-            f"due {r.due}, evaluation {r.group.evaluation_id}, request {r.request}"[:300]
+            f"due {r.eligible}, evaluation {r.group.evaluation_id}, request {r.request}"[:300]
             for r in itertools.islice(in_flight.rollouts.values(), 20)
         ]
         for task in asyncio.all_tasks():

@@ -161,7 +161,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: not self.driver.state.evaluations.running)
     @rule(count=st.integers(1, 3))
     def evaluate(self, count: int) -> None:
-        if self.driver.state.sleep is None:
+        if self.driver.state.fleet.sleep is None:
             self.evaluations += 1
             self.driver.feed(
                 ev.EvaluationRequested(
@@ -177,7 +177,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(republishable=st.booleans())
     def update(self, republishable: bool) -> None:
-        sleep = self.driver.state.sleep
+        sleep = self.driver.state.fleet.sleep
         if self.driver.state.weights.update is None and (sleep is None or sleep.asleep):
             version = self.driver.state.weights.versions.trainer + 1
             self.driver.feed(
@@ -198,12 +198,12 @@ class Interleavings(RuleBasedStateMachine):
     @rule(tags=st.sampled_from([("kv_cache",), ("weights",), ("kv_cache", "weights")]))
     def sleep(self, tags: tuple[str, ...]) -> None:
         state = self.driver.state
-        if state.sleep is None and state.weights.update is None and not self.adapters:
+        if state.fleet.sleep is None and state.weights.update is None and not self.adapters:
             self.driver.feed(ev.SleepRequested(tags=tags))
 
     @rule()
     def wake(self) -> None:
-        sleep = self.driver.state.sleep
+        sleep = self.driver.state.fleet.sleep
         if sleep is not None and not sleep.waking:
             self.driver.feed(ev.WakeRequested())
 
@@ -381,7 +381,7 @@ class Interleavings(RuleBasedStateMachine):
             return
         driver = self.driver
         driver.supply = driver.given
-        if driver.state.sleep is not None and not driver.state.sleep.waking:
+        if driver.state.fleet.sleep is not None and not driver.state.fleet.sleep.waking:
             driver.feed(ev.WakeRequested())
         self._mend()
         driver.takes = True
@@ -405,7 +405,7 @@ class Interleavings(RuleBasedStateMachine):
                 driver.settle()
             elif (
                 driver.state.weights.update is None
-                and driver.state.sleep is None
+                and driver.state.fleet.sleep is None
                 and control.engines
             ):
                 return
@@ -438,7 +438,7 @@ class Interleavings(RuleBasedStateMachine):
         driver = self.driver
         if (
             driver.state.weights.update is None
-            and driver.state.sleep is None
+            and driver.state.fleet.sleep is None
             and not driver.state.delivery.batch_requested
         ):
             driver.feed(ev.BatchRequested())
@@ -448,7 +448,7 @@ class Interleavings(RuleBasedStateMachine):
         if (
             state.fleet.control.engines
             or state.weights.update is not None
-            or state.sleep is not None
+            or state.fleet.sleep is not None
         ):
             return
         if driver.controls or driver.refits:
@@ -458,7 +458,7 @@ class Interleavings(RuleBasedStateMachine):
             f"it waits for ever: {state.fleet.control.standby}, {driver.verifications}"
         )
         if state.weights.adapter is not None and not any(
-            control.base == state.weights.base and not control.torn
+            control.base == state.weights.base and not control.inconsistent
             for control in state.fleet.control.all()
         ):
             # No adapter brings it back: it has lost the model that they belong to.

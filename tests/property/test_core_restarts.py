@@ -44,7 +44,7 @@ def told(rollout: RolloutRecord) -> tuple[Any, ...]:
         log.runs,
         log.exact,
         rollout.reward,
-        rollout.due,
+        rollout.eligible,
         None if generating else rollout.finish_reason,
         list(rollout.answered),
         None if generating else rollout.turns,

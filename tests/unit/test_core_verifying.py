@@ -94,7 +94,7 @@ def test_an_engine_with_inconsistent_weights_stands_by():
     driver.now += 30.0
     driver.feed(ev.BatchRequested())
     driver.verify(None)
-    assert driver.state.fleet.control.standby["a"].torn
+    assert driver.state.fleet.control.standby["a"].inconsistent
 
 
 def test_a_pause_waits_for_the_answer():
@@ -269,7 +269,7 @@ def test_an_evaluation_asked_for_during_an_update_begins_after_it(straggler: str
         for key in driver.attempts():  # until nothing runs the update waits, and has not begun
             driver.interrupt(key)
     assert driver.state.weights.update is not None
-    assert driver.state.weights.update.quiet
+    assert driver.state.weights.update.may_pause
     driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(3), group_size=2))
     assert not driver.state.evaluations.running
     driver.settle()

@@ -188,7 +188,7 @@ def test_from_rounds_to_anything_else_everything_parked_is_released(
     assert not driver.sends, "no batch is asked for"
     driver.request_batch()
     assert len(driver.sends) == 8 * 2
-    assert all(rollout.due for rollout in driver.state.in_flight.rollouts.values())
+    assert all(rollout.eligible for rollout in driver.state.in_flight.rollouts.values())
 
 
 def test_from_rounds_to_waves_within_a_batch_and_within_the_calling_back() -> None:

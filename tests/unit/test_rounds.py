@@ -555,7 +555,7 @@ def test_episodes_are_parked_between_their_turns() -> None:
             ev.TurnRequested(rollout_id=started.rollout_id, input_ids=started.prompt.input_ids)
         )
     assert len(driver.sends) == 3 * 2 + 7
-    waiting = [r for r in driver.state.in_flight.rollouts.values() if not r.due]
+    waiting = [r for r in driver.state.in_flight.rollouts.values() if not r.eligible]
     assert all(rollout.state in GENERATING for rollout in waiting)
 
 

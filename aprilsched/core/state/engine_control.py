@@ -78,16 +78,16 @@ PauseKind: TypeAlias = Literal["retract", "in_place"]
 class EngineControl:
     name: str
     mode: Mode = Mode.RUNNING
-    strikes: int = 0
+    consecutive_failures: int = 0
     """Failures in a row; attempts that were under way together are one."""
-    struck: int = 0
+    last_failure: int = 0
     """Attempts that had been sent, to any engine, at the last of them."""
     flushed: bool = False
     """The KV was flushed in this pause, so its requests are prefilled again."""
     paused_by: PauseKind = "retract"
     released: frozenset[str] = frozenset()
     """Memory that is given to the trainer."""
-    torn: bool = False
+    inconsistent: bool = False
     """Its weights are neither old nor new, or were released without being kept."""
     keeps_weights: bool = False
     """Released weights come back as they were."""
@@ -99,9 +99,9 @@ class EngineControl:
     """The size of its KV pool."""
     catching_up: bool = False
     """On standby, with a refit to the fleet's version under way for it alone."""
-    tried: int = -1
+    failed_version: int = -1
     """The version to which catching up failed."""
-    heard_at: float = 0.0
+    version_seen_at: float = 0.0
     """When it last showed that it has the fleet's version: it was asked, or a response ended."""
     doubt: str = ""
     """How a connection to it broke: the process behind it may be another one by now."""
@@ -133,12 +133,12 @@ class FleetControl:
         """An engine is connected; not `standby` only with the fleet's version."""
         control = EngineControl(
             name=engine.name,
-            torn=engine.version is None,
+            inconsistent=engine.version is None,
             keeps_weights=engine.keeps_weights,
             holds_stragglers=engine.holds_stragglers,
             base=engine.version or 0,
             kv_tokens=engine.kv_tokens,
-            heard_at=now,
+            version_seen_at=now,
         )
         (self.standby if standby else self.engines)[engine.name] = control
         self.touch(engine.name)

@@ -1,4 +1,4 @@
-"""The pulse of every engine: is it silent, is it slow? Seen by the tokens that arrive alone.
+"""The health of every engine: is it silent, is it slow? Seen by the tokens that arrive alone.
 
 A server that answers ``/health`` may decode nothing, and one that is paused answers nothing and is
 well; what counts is that tokens come while they should: while it is meant to run and has open
@@ -26,7 +26,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-__all__ = ["PREFILL_TOKENS_PER_S", "SLOW_WINDOWS", "WINDOW", "EngineHealth", "Pulse", "Window"]
+__all__ = [
+    "PREFILL_TOKENS_PER_S",
+    "SLOW_WINDOWS",
+    "WINDOW",
+    "EngineHealth",
+    "FleetHealth",
+    "Window",
+]
 
 WINDOW = 15.0
 """Seconds of work: at a tenth of 50 tokens/s a request still streams a chunk of 64 in it."""
@@ -59,7 +66,7 @@ class Window:
 
 
 @dataclass(slots=True, kw_only=True)
-class Pulse:
+class EngineHealth:
     """One engine's."""
 
     max_running: int | None = None
@@ -69,7 +76,7 @@ class Pulse:
     at: float = 0.0
     """Until when its work is counted."""
     tokens: int = 0
-    owed: int = 0
+    pending_prefill: int = 0
     """Context sent to be prefilled."""
     worked: float = 0.0
     busy: float = 0.0
@@ -81,7 +88,7 @@ class Pulse:
     """Rates by octave."""
     slow: int = 0
     """Windows in a row in which it was."""
-    told: bool = False
+    reported: bool = False
     """It was said that it is slow, though nothing can be done about it."""
 
     def advance(self, now: float, open_requests: int) -> None:
@@ -100,7 +107,7 @@ class Pulse:
         if self.worked < WINDOW:
             return None
         rate = self.tokens / self.busy
-        left = 1 - self.owed / PREFILL_TOKENS_PER_S / self.worked
+        left = 1 - self.pending_prefill / PREFILL_TOKENS_PER_S / self.worked
         seen = Window(
             rate=rate,
             fair=rate / left if left > _LEAST_ALLOWANCE else None,
@@ -121,44 +128,44 @@ class Pulse:
 
     def forget(self, now: float) -> None:
         """It is another process now, perhaps."""
-        self.silence, self.slow, self.told, self.rated_at = 0.0, 0, False, None
+        self.silence, self.slow, self.reported, self.rated_at = 0.0, 0, False, None
         self.at = now
         self._begin()
 
     def _begin(self) -> None:
-        self.tokens = self.owed = 0
+        self.tokens = self.pending_prefill = 0
         self.worked = self.busy = 0.0
 
 
-class EngineHealth:
+class FleetHealth:
     """Of all engines, by name."""
 
     def __init__(self) -> None:
-        self._pulses: dict[str, Pulse] = {}
+        self._engines: dict[str, EngineHealth] = {}
         self._ticked: float | None = None
 
     def join(self, engine: str, max_running: int | None, now: float) -> None:
         """An engine is connected."""
-        pulse = self._pulses.setdefault(engine, Pulse())
-        pulse.max_running = max_running
-        pulse.forget(now)
+        health = self._engines.setdefault(engine, EngineHealth())
+        health.max_running = max_running
+        health.forget(now)
 
-    def of(self, engine: str) -> Pulse:
+    def of(self, engine: str) -> EngineHealth:
         """An engine's, which has joined."""
-        return self._pulses[engine]
+        return self._engines[engine]
 
-    def beat(self, engine: str, tokens: int) -> None:
+    def tokens_arrived(self, engine: str, tokens: int) -> None:
         """Tokens arrived from it."""
-        pulse = self._pulses[engine]
-        pulse.silence = 0.0
-        pulse.tokens += tokens
+        health = self._engines[engine]
+        health.silence = 0.0
+        health.tokens += tokens
 
     def sent(self, engine: str, context: int, *, alone: bool) -> None:
         """It has this context to compute; `alone` if it had no request before."""
-        pulse = self._pulses[engine]
-        pulse.owed += context
+        health = self._engines[engine]
+        health.pending_prefill += context
         if alone:
-            pulse.silence = 0.0
+            health.silence = 0.0
 
     def tick(self, now: float) -> float:
         """The seconds since the last tick, as far as they count."""
@@ -168,10 +175,9 @@ class EngineHealth:
 
     def median(self, engines: Iterable[str], now: float) -> float | None:
         """Of the latest rates of these engines; None if there is no recent one."""
-        pulses = (self._pulses[engine] for engine in engines)
         rates = [
-            pulse.rate
-            for pulse in pulses
-            if pulse.rated_at is not None and now - pulse.rated_at <= _FRESH_S
+            health.rate
+            for health in map(self._engines.__getitem__, engines)
+            if health.rated_at is not None and now - health.rated_at <= _FRESH_S
         ]
         return float(np.median(rates)) if rates else None

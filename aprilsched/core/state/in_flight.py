@@ -90,7 +90,7 @@ class InFlight:
                 sampling=sampling,
                 state=State.THINKING,
                 prompt_ids=prompt.input_ids,
-                due=not deferred,
+                eligible=not deferred,
             )
             group.members.append(rollout)
             self.rollouts[rollout.rollout_id] = rollout
@@ -133,7 +133,7 @@ class InFlight:
         rollout.request = request
         self.requests[request.request_id] = request
         rollout.move(Move.NEXT_TURN)
-        if rollout.due:
+        if rollout.eligible:
             self.queue.add(request)
         if not self._is_plain(rollout, input_ids, sampling):
             self.journal.change(rollout)
@@ -143,7 +143,7 @@ class InFlight:
     def _is_plain(rollout: RolloutRecord, ids: Int32Array, sampling: SamplingParams) -> bool:
         """Is all that there is to be known of the rollout known from its group?"""
         as_launched = ids is rollout.group.prompt.input_ids and sampling is rollout.sampling
-        return as_launched and rollout.due and not rollout.turns
+        return as_launched and rollout.eligible and not rollout.turns
 
     def _next_id(self) -> int:
         self.last_id += 1
@@ -233,7 +233,7 @@ class InFlight:
     def requeue(self, request: RequestRecord) -> None:
         """The rest of a request waits to be sent, with all tokens known."""
         request.rollout.move(Move.INTERRUPT)
-        if request.rollout.due:
+        if request.rollout.eligible:
             self.queue.add(request)
 
     def forget(self, request: RequestRecord) -> None:

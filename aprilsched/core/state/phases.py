@@ -20,14 +20,14 @@ class Sleep:
     tags: frozenset[str]
     inside: bool
     """Stragglers stay inside the paused engines."""
-    quiet: bool = False
+    may_pause: bool = False
     asleep: bool = False
     waking: bool = False
 
     @property
     def away(self) -> frozenset[str]:
         """What should be released now."""
-        return self.tags if self.quiet and not self.waking else frozenset()
+        return self.tags if self.may_pause and not self.waking else frozenset()
 
     @property
     def away_in_refit(self) -> frozenset[str]:
@@ -50,7 +50,7 @@ class Update:
     republishable: bool = False
     acknowledges: tuple[int, ...] = ()
     """Batches that the trainer has made the version from."""
-    quiet: bool = False
+    may_pause: bool = False
     refitting: frozenset[str] = frozenset()
     answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
 

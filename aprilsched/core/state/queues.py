@@ -2,7 +2,7 @@
 
 :class:`Ready` has the complete groups and their numbers of samples and tokens, which change only
 when a group comes or goes, because a complete group does not grow. :class:`Waiting` has the
-requests that wait to be sent. :class:`DueGroups` has the groups that the next batch must contain
+requests that wait to be sent. :class:`MustDeliver` has the groups that the next batch must contain
 under the staleness rule "finish".
 """
 
@@ -16,7 +16,7 @@ from aprilsched.core.policies.resume import Place
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.state.records import GroupRecord, RequestRecord
 
-__all__ = ["DueGroups", "Ready", "Waiting"]
+__all__ = ["MustDeliver", "Ready", "Waiting"]
 
 
 class Ready(Sequence[GroupRecord]):
@@ -104,8 +104,8 @@ class Waiting:
         return self._training if training else self._evaluations
 
 
-class DueGroups:
-    """Nothing is done while `gate` has another rule."""
+class MustDeliver:
+    """Groups that the next batch must contain. It is empty under every other staleness rule."""
 
     def __init__(self, gate: Staleness) -> None:
         self._gate = gate

@@ -63,7 +63,7 @@ class RequestRecord:
     """And kept the attempt's KV, which the weights before had computed."""
     failures: int = 0
     """Attempts in a row that failed without a new token."""
-    breaks: int = 0
+    interruptions: int = 0
     """Attempts that failed after new tokens, or went down with their engine."""
     avoid: frozenset[str] = frozenset()
     """The engines on which it failed since its last new token."""
@@ -115,7 +115,7 @@ class RolloutRecord:
     log: TokenLog = field(default_factory=TokenLog)
     request: RequestRecord | None = None
     turns: int = 0
-    due: bool = True
+    eligible: bool = True
     """It may generate now; otherwise it is deferred until its group is chosen."""
     reward: float | None = None
     finish_reason: FinishReason = "length"
@@ -127,7 +127,7 @@ class RolloutRecord:
     """The episode was begun anew, and asks for what it was given before."""
     undecided: int | None = None
     """Where the tokens of a turn begin that the episode gave up and has not looked at."""
-    anew: bool = False
+    rewritten: bool = False
     """What a cut has is void."""
 
     def move(self, move: Move) -> None:

@@ -16,12 +16,12 @@ from aprilsched.core.policies.resume import Place, place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
 from aprilsched.core.rules import Rules
 from aprilsched.core.state.engine_control import FleetControl, Mode
-from aprilsched.core.state.engine_health import EngineHealth
+from aprilsched.core.state.engine_health import FleetHealth
 from aprilsched.core.state.expectation import Expectations
 from aprilsched.core.state.in_flight import InFlight
 from aprilsched.core.state.journal import DeliveredBatch, Offered
 from aprilsched.core.state.phases import Outage, Sleep, Update
-from aprilsched.core.state.queues import DueGroups
+from aprilsched.core.state.queues import MustDeliver
 from aprilsched.core.state.records import GroupRecord, RequestRecord, group_lengths
 from aprilsched.core.state.versions import PolicyVersionTracker
 from aprilsched.types import Batch, Prompt, RefusedPrompt
@@ -42,6 +42,8 @@ __all__ = [
 class Delivery:
     """The batch that the trainer asks for, and the batches that it was given. Steps: ``batch``."""
 
+    must_deliver: MustDeliver
+    """Groups that the next batch must contain (staleness rule "finish")."""
     batch_requested: bool = False
     """The trainer waits for a batch."""
     offer: Offered | None = None
@@ -80,11 +82,11 @@ class Plan:
     """The schedule that is in force."""
     usual_group: float
     """What one group is expected to count towards a batch, in the unit of the stop rule."""
-    wave_due: bool
+    wave_pending: bool
     """The next wave of groups may be launched."""
     target_groups: int = 0
     """Groups to keep open for the current batch."""
-    choice_due: bool = False
+    choice_pending: bool = False
     """The open groups that run in the next batch are to be chosen (length buckets)."""
     requested: bool = False
     """A new schedule has been asked for and has not arrived (automatic over-provisioning)."""
@@ -92,7 +94,7 @@ class Plan:
     """Batches that had been delivered when a schedule was last asked for."""
     planned_for: float | None = None
     """The median response length, in tokens, that it was asked for."""
-    looked_at: int = 0
+    checked_at: int = 0
     """Batches that had been delivered when it was last checked whether a schedule is due."""
 
 
@@ -142,15 +144,17 @@ class Fleet:
 
     control: FleetControl
     """The control state of each engine: running, paused, being refitted, and so on."""
-    health: EngineHealth = field(default_factory=EngineHealth)
+    health: FleetHealth = field(default_factory=FleetHealth)
     """Token rates, by which silent and slow engines are found."""
-    sends: int = 0
+    attempts_sent: int = 0
     """Number of attempts that were sent."""
+    sleep: Sleep | None = None
+    """The sleep that is under way: the trainer has the engines' memory."""
     outage: Outage | None = None
     """The outage, while no engine is in use."""
     lost: dict[str, str] = field(default_factory=dict[str, str])
     """Causes by engine, for engines that were lost and have not come back."""
-    hoped_until: float = 0.0
+    rejoin_expected_until: float = 0.0
     """While no engine is in use, one with the fleet's version may come back until this time."""
 
 
@@ -164,8 +168,6 @@ class SchedulerState:
         facts: what the event has made true, in order.
         tells_tokens: facts have the tokens themselves and not only their number.
         resumed: the run continues one that was saved.
-        sleep: the sleep that is under way: the trainer has the engines' memory.
-        must_deliver: groups that the next batch must contain (staleness rule "finish").
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -177,7 +179,7 @@ class SchedulerState:
         self.resumed = False
         self.expectations = Expectations()
         self.in_flight = InFlight(self._place)
-        self.delivery = Delivery()
+        self.delivery = Delivery(must_deliver=MustDeliver(rules.staleness))
         self.prompts = PromptSupply()
         self.plan = Plan(
             schedule=(
@@ -186,7 +188,7 @@ class SchedulerState:
                 else Schedule(over_provision=rules.over_provision, refill=rules.refill)
             ),
             usual_group=rules.stop.amount / rules.batch_groups,
-            wave_due=rules.pace == "asynchronous",
+            wave_pending=rules.pace == "asynchronous",
         )
         self.stragglers = Stragglers()
         self.evaluations = Evaluations()
@@ -198,8 +200,6 @@ class SchedulerState:
                 tell=self.tell,
             )
         )
-        self.sleep: Sleep | None = None
-        self.must_deliver = DueGroups(rules.staleness)
 
     def _place(self, request: RequestRecord) -> Place:
         """Where the request goes among those that wait to be sent."""

@@ -53,8 +53,8 @@ def on_batch_requested(state: SchedulerState, _: BatchRequested) -> None:
     state.tell(facts.BatchRequested())
     state.delivery.batch_requested = True
     if not state.asynchronous:
-        state.plan.wave_due = True
-        state.plan.choice_due = True
+        state.plan.wave_pending = True
+        state.plan.choice_pending = True
 
 
 def on_batch_withdrawn(state: SchedulerState, _: BatchWithdrawn) -> None:
@@ -97,7 +97,7 @@ def full(state: SchedulerState) -> bool:
 def training_runs(state: SchedulerState) -> bool:
     """Should training rollouts be generated now?"""
     refits = state.weights.update is not None and not state.weights.update.beside
-    if refits or state.sleep is not None:
+    if refits or state.fleet.sleep is not None:
         return False
     return state.asynchronous or (state.collecting and not full(state))
 
@@ -123,8 +123,8 @@ def offer(state: SchedulerState) -> None:
     due, version = 0, state.weights.versions.trainer
     if state.rules.staleness.finishes:
         # What is due first; within both kinds in the order of completion.
-        accepted.sort(key=lambda group: not state.must_deliver.has(group, version))
-        due = sum(state.must_deliver.has(group, version) for group in accepted)
+        accepted.sort(key=lambda group: not state.delivery.must_deliver.has(group, version))
+        due = sum(state.delivery.must_deliver.has(group, version) for group in accepted)
     count = state.rules.stop.take(accepted)
     if count is not None and not state.rules.stop.fixed_groups:
         # How much a group counts was not known when it was admitted, and at least is no more.
@@ -171,7 +171,7 @@ def _offer_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
     # The next batch begins behind it.
     state.expectations.renew()
     retarget(state)
-    state.plan.wave_due = state.plan.wave_due or state.asynchronous
+    state.plan.wave_pending = state.plan.wave_pending or state.asynchronous
     _tell_offer(state, batch)
     state.commands.append(Offer(offered=batch))
 
@@ -263,7 +263,7 @@ def _deliver_evaluation(state: SchedulerState, evaluation_id: int) -> None:
 
 def _due(state: SchedulerState) -> Iterator[GroupRecord]:
     """Open groups that the batch must have."""
-    return state.must_deliver.open(state.in_flight.groups, state.weights.versions.trainer)
+    return state.delivery.must_deliver.open(state.in_flight.groups, state.weights.versions.trainer)
 
 
 def _drained(state: SchedulerState) -> bool:

@@ -25,11 +25,11 @@ def choose_groups(state: SchedulerState) -> None:
         return
     if state.prompts.fetching and not state.prompts.dry:
         return
-    if not (state.plan.choice_due or _idle(state)):
+    if not (state.plan.choice_pending or _idle(state)):
         return
     # They are chosen again, and more of them, when a source that is dry for now gives more.
     supplied = state.in_flight.training >= state.plan.target_groups
-    state.plan.choice_due = state.prompts.dry and not supplied
+    state.plan.choice_pending = state.prompts.dry and not supplied
     groups = [group for group in state.in_flight.training_groups() if not group.complete]
     if groups:
         _choose(state, refill, groups)
@@ -39,8 +39,8 @@ def defer_all(state: SchedulerState) -> None:
     """The batch is full: nothing is due any more. What is with engines is called back elsewhere."""
     for group in state.in_flight.training_groups():
         for member in group.members:
-            if member.due and member.state in GENERATING:
-                member.due = False
+            if member.eligible and member.state in GENERATING:
+                member.eligible = False
                 state.in_flight.journal.change(member)
                 if member.request is not None:
                     state.in_flight.queue.discard(member.request)
@@ -57,7 +57,7 @@ def _idle(state: SchedulerState) -> bool:
     if in_flight.open_attempts or in_flight.queue or not in_flight.generating:
         return False
     members = (member for group in in_flight.training_groups() for member in group.members)
-    return not any(member.due and member.state in GENERATING for member in members)
+    return not any(member.eligible and member.state in GENERATING for member in members)
 
 
 def _choose(state: SchedulerState, refill: Refill, groups: list[GroupRecord]) -> None:
@@ -103,8 +103,8 @@ def _start(state: SchedulerState, group: GroupRecord, members: list[RolloutRecor
 
 def _release(state: SchedulerState, members: list[RolloutRecord]) -> None:
     for member in members:
-        if not member.due:
-            member.due = True
+        if not member.eligible:
+            member.eligible = True
             state.in_flight.journal.change(member)
             if member.state is State.QUEUED and member.request is not None:
                 state.in_flight.queue.add(member.request)

@@ -26,7 +26,7 @@ def interrupt(state: SchedulerState) -> None:
     """
     in_flight = state.in_flight
     # Memory cannot be released under requests that the engine does not hold in a pause.
-    lent = state.sleep is not None and not state.sleep.inside
+    lent = state.fleet.sleep is not None and not state.fleet.sleep.inside
     rule = state.rules.behaviour.called_back
     if (
         not (rule == "always" or (rule == "for sleep" and lent))
@@ -83,15 +83,15 @@ def _may_have_restarted(state: SchedulerState, control: EngineControl) -> bool:
     """
     if control.doubt:
         return True
-    return not state.in_flight.open[control.name] and state.now - control.heard_at > _QUIET_S
+    return not state.in_flight.open[control.name] and state.now - control.version_seen_at > _QUIET_S
 
 
 def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     version = state.weights.versions.trainer
     state.note_work(engine)
     state.in_flight.open_attempt(request, engine, version=version, adapter=state.weights.adapter)
-    state.fleet.sends += 1
-    request.sent = state.fleet.sends
+    state.fleet.attempts_sent += 1
+    request.sent = state.fleet.attempts_sent
     rollout = request.rollout
     context = rollout.context()
     sampling = request.sampling.after(request.generated)
@@ -126,16 +126,16 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
 
 
 def _goal(state: SchedulerState) -> Goal:
-    update, sleep = state.weights.update, state.sleep
+    update, sleep = state.weights.update, state.fleet.sleep
     if state.stragglers.run_on or state.stragglers.calling_back:
         return RUN
     if update is not None and not update.beside:
         # Until it may pause the engines, an update waits for what runs in them to end.
-        if not update.quiet:
+        if not update.may_pause:
             return RUN
         return Goal(kind="refit", away=sleep.away_in_refit if sleep else frozenset())
     if sleep is not None and not sleep.waking:
-        return Goal(kind="pause", away=sleep.away) if sleep.quiet else RUN
+        return Goal(kind="pause", away=sleep.away) if sleep.may_pause else RUN
     if not state.rules.behaviour.waits_inside or state.evaluations.running or training_runs(state):
         return RUN
     return Goal(kind="pause")

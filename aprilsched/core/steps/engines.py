@@ -28,7 +28,7 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import drop
 from aprilsched.core.steps.outage import note_join, note_loss
 from aprilsched.core.steps.resume import call_again
-from aprilsched.core.steps.retries import count_break
+from aprilsched.core.steps.retries import count_interruption
 from aprilsched.core.steps.turns import take_back
 
 __all__ = [
@@ -102,7 +102,7 @@ def promote(state: SchedulerState, engine: str) -> None:
     """An engine on standby has the fleet's version: it takes part."""
     control = state.fleet.control.standby.pop(engine)
     control.catching_up = False
-    control.doubt, control.heard_at = "", state.now
+    control.doubt, control.version_seen_at = "", state.now
     if state.weights.adapter is None:
         control.base = state.weights.versions.trainer
     state.fleet.control.engines[engine] = control
@@ -135,7 +135,7 @@ def on_continued(state: SchedulerState, event: Continued) -> None:
         for request in state.in_flight.open_requests(event.engine):
             rollout = request.rollout
             request.prefill_due = len(rollout.prompt_ids) + len(rollout.log)
-            state.fleet.health.of(event.engine).owed += request.prefill_due
+            state.fleet.health.of(event.engine).pending_prefill += request.prefill_due
 
 
 def on_control_failed(state: SchedulerState, event: ControlFailed) -> None:
@@ -162,7 +162,7 @@ def lose(state: SchedulerState, engine: str, cause: str) -> None:
     state.weights.adapters.pop(engine, None)
     note_loss(state, engine, cause)
     state.commands.append(LoseEngine(engine=engine, cause=cause, standby=False, last=last))
-    _count_breaks(state, broken, f"{engine} was lost: {cause}")
+    _count_interruptions(state, broken, f"{engine} was lost: {cause}")
 
 
 def demote(state: SchedulerState, engine: str, cause: str) -> None:
@@ -190,11 +190,11 @@ def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord
     return requests
 
 
-def _count_breaks(state: SchedulerState, requests: list[RequestRecord], cause: str) -> None:
+def _count_interruptions(state: SchedulerState, requests: list[RequestRecord], cause: str) -> None:
     """Once all are back: the siblings of one that is dropped must not be called back from the
     engine that is gone."""
     for request in requests:
-        exhausted = count_break(request, state.rules, cause)
+        exhausted = count_interruption(request, state.rules, cause)
         if exhausted and request.request_id in state.in_flight.requests:
             rollout = request.rollout
             drop(state, rollout.group, Reason.FAILED, exhausted, culprit=rollout.rollout_id)

@@ -1,4 +1,4 @@
-"""What a tick finds: engines that are silent, and engines that are slow (:mod:`.pulse`).
+"""What a tick finds: engines that are silent, and engines that are slow (:mod:`.health`).
 
 Either is lost like one whose connection broke: its requests go on elsewhere with their tokens, and
 it is asked back. An engine that nothing can be compared with is never lost for being slow: going
@@ -11,7 +11,12 @@ from aprilsched.core.messages.commands import ReportSlow
 from aprilsched.core.messages.events import Tick
 from aprilsched.core.messages.facts import EngineSlow
 from aprilsched.core.state.engine_control import Mode
-from aprilsched.core.state.engine_health import PREFILL_TOKENS_PER_S, SLOW_WINDOWS, Pulse, Window
+from aprilsched.core.state.engine_health import (
+    PREFILL_TOKENS_PER_S,
+    SLOW_WINDOWS,
+    EngineHealth,
+    Window,
+)
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.engines import lose
 
@@ -21,53 +26,55 @@ __all__ = ["on_tick"]
 def on_tick(state: SchedulerState, _: Tick) -> None:
     seconds = state.fleet.health.tick(state.now)
     for control in list(state.fleet.control.engines.values()):
-        engine, pulse = control.name, state.fleet.health.of(control.name)
+        engine, health = control.name, state.fleet.health.of(control.name)
         waiting = state.in_flight.open[engine]
         state.note_work(engine)
         if control.mode is not Mode.RUNNING or not waiting:
-            pulse.silence = 0.0
+            health.silence = 0.0
             continue
-        pulse.silence += seconds
-        if pulse.silence >= state.rules.stall_timeout_s and _stalled(state, engine, pulse):
+        health.silence += seconds
+        if health.silence >= state.rules.stall_timeout_s and _stalled(state, engine, health):
             requests = "1 open request" if waiting == 1 else f"{waiting} open requests"
-            lose(state, engine, f"no token for {pulse.silence:.0f} s from {requests}")
-        elif (window := pulse.window(state.now)) is not None:
-            _judge(state, engine, pulse, window)
+            lose(state, engine, f"no token for {health.silence:.0f} s from {requests}")
+        elif (window := health.window(state.now)) is not None:
+            _compare_rates(state, engine, health, window)
 
 
-def _stalled(state: SchedulerState, engine: str, pulse: Pulse) -> bool:
+def _stalled(state: SchedulerState, engine: str, health: EngineHealth) -> bool:
     """Is it silent for longer than it takes to prefill what it has not answered yet?"""
     context = sum(
         len(request.rollout.prompt_ids) + len(request.rollout.log)
         for request in state.in_flight.open_requests(engine)
         if request.prefill_due or not request.gained
     )
-    return pulse.silence >= state.rules.stall_timeout_s + context / PREFILL_TOKENS_PER_S
+    return health.silence >= state.rules.stall_timeout_s + context / PREFILL_TOKENS_PER_S
 
 
-def _judge(state: SchedulerState, engine: str, pulse: Pulse, window: Window) -> None:
+def _compare_rates(
+    state: SchedulerState, engine: str, health: EngineHealth, window: Window
+) -> None:
     if not window.rate:
         return  # it is silent, which has a bound of its own
-    share, usual = state.rules.slow_share, pulse.usual_at(window.octave)
+    share, usual = state.rules.slow_share, health.usual_at(window.octave)
     if window.fair is None or usual is None or window.fair >= share * usual:
-        pulse.slow, pulse.told = 0, False
-        pulse.learn(window)
+        health.slow, health.reported = 0, False
+        health.learn(window)
         return
     others = [name for name in state.fleet.control.engines if name != engine]
     median = state.fleet.health.median(others, state.now)
     if median is not None and window.fair >= share * median:
         # All are slow, or all have a load that they did not have before.
-        pulse.slow = 0
-        pulse.learn(window)
+        health.slow = 0
+        health.learn(window)
         return
     cause = f"{window.fair:.3g} tokens/s a request, where {usual:.3g} are usual for it"
     if median is None:
-        pulse.learn(window)
-        if not pulse.told:
-            pulse.told = True
+        health.learn(window)
+        if not health.reported:
+            health.reported = True
             state.tell(EngineSlow(engine=engine, cause=cause))
             state.commands.append(ReportSlow(engine=engine, cause=cause))
         return
-    pulse.slow += 1
-    if pulse.slow >= SLOW_WINDOWS:
+    health.slow += 1
+    if health.slow >= SLOW_WINDOWS:
         lose(state, engine, f"slow: {cause} and {median:.3g} for the others")

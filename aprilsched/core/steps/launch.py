@@ -25,9 +25,9 @@ from aprilsched.core.steps.target import refill_now, resize, retarget
 from aprilsched.types import Prompt, RefusedPrompt, SamplingParams
 
 __all__ = [
-    "begin_again",
     "begin_evaluations",
     "launch",
+    "launch_again",
     "on_evaluation_requested",
     "on_evaluation_withdrawn",
     "on_prompts_arrived",
@@ -64,7 +64,7 @@ def begin_evaluations(state: SchedulerState) -> None:
     that began now would have its first responses under the old version and its last under the
     new one: under "choose" and length buckets the engines still run what ends before the pause.
     """
-    if state.weights.update is not None and state.weights.update.quiet:
+    if state.weights.update is not None and state.weights.update.may_pause:
         return
     waiting, state.evaluations.waiting = state.evaluations.waiting, []
     for event in waiting:
@@ -74,7 +74,7 @@ def begin_evaluations(state: SchedulerState) -> None:
         ]
 
 
-def begin_again(state: SchedulerState, group: GroupRecord) -> None:
+def launch_again(state: SchedulerState, group: GroupRecord) -> None:
     """A group of an evaluation was dropped: generate its prompt anew, in its place."""
     if group.evaluation_id is None or group.evaluation_id not in state.evaluations.running:
         return
@@ -159,8 +159,8 @@ def _count(state: SchedulerState) -> int:
     if admissible is not None and count > admissible:
         # A wave cut short by the gate stays due: the next update admits the rest.
         return admissible
-    state.plan.wave_due = (
-        state.plan.wave_due and count > _usable(state) and not state.prompts.exhausted
+    state.plan.wave_pending = (
+        state.plan.wave_pending and count > _usable(state) and not state.prompts.exhausted
     )
     return count
 
@@ -174,7 +174,7 @@ def _pool_view(state: SchedulerState) -> PoolView:
         open_groups=_open_groups(state),
         ready_groups=state.ready_groups,
         in_flight=in_flight.generating,
-        wave_due=state.plan.wave_due,
+        wave_due=state.plan.wave_pending,
         batch_open=not full(state),
         asynchronous=state.asynchronous,
     )

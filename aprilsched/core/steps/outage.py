@@ -32,7 +32,7 @@ _KEPT = 8
 
 def note_loss(state: SchedulerState, engine: str, cause: str) -> None:
     """An engine is not there any more."""
-    state.fleet.hoped_until = state.now + _HOPE_S
+    state.fleet.rejoin_expected_until = state.now + _HOPE_S
     state.fleet.lost.pop(engine, None)
     state.fleet.lost[engine] = cause
     if len(state.fleet.lost) > _KEPT:
@@ -41,13 +41,13 @@ def note_loss(state: SchedulerState, engine: str, cause: str) -> None:
 
 def note_join(state: SchedulerState, engine: str) -> None:
     """An engine is there again, or for the first time."""
-    state.fleet.hoped_until = state.now + _HOPE_S
+    state.fleet.rejoin_expected_until = state.now + _HOPE_S
     state.fleet.lost.pop(engine, None)
 
 
 def stranded(state: SchedulerState) -> bool:
     """Nothing can be generated, now or later, before the trainer publishes a version."""
-    return state.weights.update is None and state.sleep is None and _hopeless(state)
+    return state.weights.update is None and state.fleet.sleep is None and _hopeless(state)
 
 
 def attend(state: SchedulerState) -> None:
@@ -65,7 +65,7 @@ def attend(state: SchedulerState) -> None:
 
 def _hopeless(state: SchedulerState) -> bool:
     control = state.fleet.control
-    if control.engines or not control.standby or state.now < state.fleet.hoped_until:
+    if control.engines or not control.standby or state.now < state.fleet.rejoin_expected_until:
         return False
     return not any(engine.catching_up for engine in control.standby.values())
 
@@ -89,7 +89,7 @@ def _await(state: SchedulerState, outage: Outage) -> None:
 
 def _want_update(state: SchedulerState) -> None:
     batch = state.collecting and stranded(state)
-    begun = state.weights.update is not None and state.weights.update.quiet
+    begun = state.weights.update is not None and state.weights.update.may_pause
     abandoned = () if begun else tuple(state.evaluations.running)
     if not (batch or abandoned):
         return

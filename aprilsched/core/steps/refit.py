@@ -98,11 +98,11 @@ def on_refitted(state: SchedulerState, event: Refitted) -> None:
         state.fleet.control.enter(control, Mode.PAUSED)
         state.fleet.control.touch(control.name)
     if event.catch_up:
-        _note_torn(control, event, state.weights.versions.trainer)
+        _note_consistency(control, event, state.weights.versions.trainer)
         _caught_up(state, event)
     elif update is not None:
-        _note_torn(control, event, update.version)
-        version = None if control.torn else event.version
+        _note_consistency(control, event, update.version)
+        version = None if control.inconsistent else event.version
         update.answers[event.engine] = (version, event.cause)
 
 
@@ -112,10 +112,10 @@ def _asked(update: Update | None, engine: str) -> bool:
     return update is not None and engine in update.refitting and engine not in update.answers
 
 
-def _note_torn(control: EngineControl, event: Refitted, wanted: int) -> None:
+def _note_consistency(control: EngineControl, event: Refitted, wanted: int) -> None:
     """Only the whole new version mends torn weights, whatever label is shown meanwhile."""
     took = event.version == wanted and not event.cause
-    control.torn = not took and (control.torn or event.version is None)
+    control.inconsistent = not took and (control.inconsistent or event.version is None)
 
 
 def advance(state: SchedulerState) -> None:
@@ -124,11 +124,11 @@ def advance(state: SchedulerState) -> None:
     if update is None:
         return
     if update.answered:
-        _settle(state, update)
-    elif not update.quiet:
+        _conclude(state, update)
+    elif not update.may_pause:
         # An evaluation is of one version, so it ends first; so do stragglers that run on.
         inside = update.beside or state.rules.behaviour.waits_inside
-        update.quiet = not state.evaluations.running and (
+        update.may_pause = not state.evaluations.running and (
             inside or not state.in_flight.open_attempts
         )
 
@@ -136,7 +136,7 @@ def advance(state: SchedulerState) -> None:
 def refit(state: SchedulerState) -> None:
     """Load the new version, once every engine that it is for is ready."""
     update = state.weights.update
-    if update is None or not update.quiet or update.refitting:
+    if update is None or not update.may_pause or update.refitting:
         return
     there = list(state.fleet.control.all())
     wanted = [control for control in there if not control.catching_up]
@@ -164,12 +164,12 @@ def catch_up(state: SchedulerState) -> None:
     """Bring engines on standby to the fleet's version, each alone."""
     if (
         state.weights.update is not None
-        or state.sleep is not None
+        or state.fleet.sleep is not None
         or not state.weights.republishable
     ):
         return
     for control in state.fleet.control.standby.values():
-        if not control.catching_up and control.tried < state.weights.versions.trainer:
+        if not control.catching_up and control.failed_version < state.weights.versions.trainer:
             _begin_catch_up(state, control)
         elif control.catching_up and state.fleet.control.refittable(control):
             state.fleet.control.enter(control, Mode.REFITTING)
@@ -188,7 +188,7 @@ def _begin_catch_up(state: SchedulerState, control: EngineControl) -> None:
 
 def _has_base(state: SchedulerState, control: EngineControl) -> bool:
     """Has it the model that the fleet's adapters belong to?"""
-    return control.base == state.weights.base and not control.torn
+    return control.base == state.weights.base and not control.inconsistent
 
 
 def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
@@ -219,14 +219,14 @@ def _caught_up(state: SchedulerState, event: Refitted) -> None:
         if state.weights.adapter is not None:
             state.weights.adapters.setdefault(event.engine, set()).add(state.weights.adapter)
     else:
-        control.tried = state.weights.versions.trainer
+        control.failed_version = state.weights.versions.trainer
 
 
 def _loading(state: SchedulerState) -> bool:
     return state.weights.update is not None and bool(state.weights.update.refitting)
 
 
-def _settle(state: SchedulerState, update: Update) -> None:
+def _conclude(state: SchedulerState, update: Update) -> None:
     took = update.took() & {control.name for control in state.fleet.control.all()}
     failed = update.failed()
     old = state.weights.versions.trainer
@@ -249,7 +249,7 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
     for engine in took & state.fleet.control.engines.keys():
         state.weights.versions.refitted(engine, update.version)
         control = state.fleet.control.engines[engine]
-        control.heard_at, control.doubt = state.now, ""
+        control.version_seen_at, control.doubt = state.now, ""
         if not update.beside:
             for request in state.in_flight.open_requests(engine):
                 request.crossed = True
@@ -267,9 +267,9 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
         state.weights.base = update.version
         for engine in took:
             state.fleet.control.engines[engine].base = update.version
-        if state.sleep is not None:
+        if state.fleet.sleep is not None:
             # The new weights are in their memory, and stay there.
-            state.sleep.tags = state.sleep.away_in_refit
+            state.fleet.sleep.tags = state.fleet.sleep.away_in_refit
     if update.version != old:
         state.delivery.batches_since_update = 0
     state.in_flight.counters.updates += 1

@@ -33,11 +33,11 @@ depends on the schedule, and the mean of the law on responses still to end."""
 def plan(state: SchedulerState) -> None:
     """Ask for a schedule if one is due."""
     batches = state.in_flight.counters.batches
-    if not state.rules.automatic or state.plan.requested or batches == state.plan.looked_at:
+    if not state.rules.automatic or state.plan.requested or batches == state.plan.checked_at:
         return
     if not state.fleet.control.engines:
         return
-    state.plan.looked_at = batches
+    state.plan.checked_at = batches
     if state.rules.start_up.lasts(batches):
         return
     groups = _begun(state)

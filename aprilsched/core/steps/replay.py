@@ -89,7 +89,7 @@ def _cut(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reaso
     environment = len(log) - size - sampled
     log.cut(size)
     # What is saved of it is void.
-    rollout.anew = True
+    rollout.rewritten = True
     state.in_flight.journal.change(rollout)
     state.in_flight.counters.tokens_discarded += sampled
     state.in_flight.ledger.late_tokens(reason, sampled)

@@ -28,7 +28,7 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
         return
     counters = state.in_flight.counters
     tokens = len(event.token_ids)
-    state.fleet.health.beat(request.engine, tokens)
+    state.fleet.health.tokens_arrived(request.engine, tokens)
     counters.tokens_generated += tokens
     counters.tokens_reprefilled += request.prefill_due
     dropped = request.rollout.group.dropped
@@ -55,11 +55,11 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
     if foreign is not None:
         _book_as_said(state, request, foreign)
     state.in_flight.arrive(request, event.token_ids, event.logprobs)
-    state.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
+    state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
     if request.refusal is not None:
         refusal, request.refusal = request.refusal, None
         why = f"it refused what {request.engine} takes: {refusal.cause}"
-        _strike(state, refusal.engine, why, sent=refusal.sent)
+        _count_engine_failure(state, refusal.engine, why, sent=refusal.sent)
     if foreign is not None:
         disown(state, request, foreign)
 
@@ -115,12 +115,12 @@ def on_finished(state: SchedulerState, event: Finished) -> None:
     if request is None:
         return
     control = state.fleet.control.engines[request.engine]
-    control.strikes, control.heard_at = 0, state.now
-    state.fleet.health.beat(request.engine, 0)
+    control.consecutive_failures, control.version_seen_at = 0, state.now
+    state.fleet.health.tokens_arrived(request.engine, 0)
     state.note_work(request.engine)
     state.in_flight.close_attempt(request, event.spans)
     _tell_end(state, request, "finished", spans=event.spans)
-    state.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
+    state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
     foreign = foreign_span(state, request, event.spans)
     if foreign is not None:
         disown(state, request, foreign)
@@ -139,7 +139,7 @@ def on_interrupted(state: SchedulerState, event: Interrupted) -> None:
         state.note_work(request.engine)
         state.in_flight.close_attempt(request, event.spans)
         _tell_end(state, request, "interrupted", spans=event.spans)
-        state.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
+        state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
         foreign = foreign_span(state, request, event.spans)
         take_back(state, request)
         if foreign is not None:
@@ -170,7 +170,7 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
         take_back(state, request)
     if not event.final:
         _doubt(state, engine, event.cause)
-        _strike(state, engine, event.cause, sent=request.sent)
+        _count_engine_failure(state, engine, event.cause, sent=request.sent)
 
 
 def _doubt(state: SchedulerState, engine: str, cause: str) -> None:
@@ -186,16 +186,16 @@ def _another_may_take_it(state: SchedulerState, request: RequestRecord) -> bool:
     return request.refusal is None and bool(state.fleet.control.engines.keys() - request.avoid)
 
 
-def _strike(state: SchedulerState, engine: str, cause: str, *, sent: int) -> None:
+def _count_engine_failure(state: SchedulerState, engine: str, cause: str, *, sent: int) -> None:
     """A dead engine answers fastest, has the least load and so draws every request: stop it.
 
     What breaks off together counts once: a moment without network, or a trainer that holds the
     event loop up until every connection has timed out, must not cost the whole fleet.
     """
     control = state.fleet.control.engines.get(engine)
-    if control is None or sent <= control.struck:
+    if control is None or sent <= control.last_failure:
         return
-    control.struck = state.fleet.sends
-    control.strikes += 1
-    if control.strikes >= state.rules.engine_strikes:
-        lose(state, engine, f"it failed {control.strikes} times in a row: {cause}")
+    control.last_failure = state.fleet.attempts_sent
+    control.consecutive_failures += 1
+    if control.consecutive_failures >= state.rules.engine_strikes:
+        lose(state, engine, f"it failed {control.consecutive_failures} times in a row: {cause}")

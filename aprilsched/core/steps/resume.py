@@ -47,7 +47,7 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.state.token_log import TokenLog
 from aprilsched.core.steps.buckets import release_all
 from aprilsched.core.steps.replay import leave_one
-from aprilsched.core.steps.scoring import settle
+from aprilsched.core.steps.scoring import filter_or_accept
 from aprilsched.core.steps.target import resize
 from aprilsched.errors import ConfigError
 
@@ -120,7 +120,7 @@ def call_again(state: SchedulerState) -> None:
                 state.tell(RewardRequested(group_id=group.group_id))
                 state.commands.append(ScoreGroup(group=group_of(group)))
         else:
-            settle(state, group)
+            filter_or_accept(state, group)
 
 
 def _launched_again(group: GroupRecord) -> Launch:
@@ -169,12 +169,12 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     if since is None:
         since = math.ceil(run.delivered_since_update / state.rules.batch_groups)
     state.delivery.batches_since_update = since
-    state.plan.wave_due = run.wave_due
+    state.plan.wave_pending = run.wave_due
     state.plan.target_groups = run.target_groups
     if saved.schedule is not None and _possible(state, saved.schedule):
         state.plan.schedule = saved.schedule
     # It was the best under the former settings and engines: it is held against others at once.
-    state.plan.looked_at = -1
+    state.plan.checked_at = -1
     state.expectations.note_limit(run.longest)
     for group in saved.lengths:
         state.expectations.observed.add_group(group)
@@ -256,12 +256,12 @@ def _rollout(
             exact=known.exact,
             stale_keys=known.stale_keys,
         ),
-        due=known.due,
+        eligible=known.due,
         reward=None if cut_short else known.reward,
         finish_reason=known.finish_reason,
         answered=list(known.turns),
         turns=len(known.turns) if state.rules.episodes else 1,
-        anew=cut_short,
+        rewritten=cut_short,
     )
     if stage is not Stage.GENERATING:
         return record
@@ -294,7 +294,7 @@ def _request(
         output_start=0 if known is None else known.output_start,
         attempt=1 if known is None and len(rollout.log) else 0 if known is None else known.attempts,
         failures=0 if known is None else known.failures,
-        breaks=0 if known is None else known.breaks,
+        interruptions=0 if known is None else known.breaks,
     )
 
 
@@ -321,13 +321,13 @@ def _enter(state: SchedulerState, group: GroupRecord) -> None:
     in_flight.generating += group.unfinished
     for member in group.members:
         in_flight.rollouts[member.rollout_id] = member
-        if member.anew:
+        if member.rewritten:
             in_flight.journal.change(member)
         request = member.request
         if request is None:
             continue
         in_flight.requests[request.request_id] = request
-        if member.due:
+        if member.eligible:
             in_flight.queue.add(request)
 
 

@@ -12,7 +12,7 @@ from aprilsched.core.messages.events import Failed
 from aprilsched.core.rules import Rules
 from aprilsched.core.state.records import RequestRecord
 
-__all__ = ["count_break", "count_failure"]
+__all__ = ["count_failure", "count_interruption"]
 
 
 def count_failure(request: RequestRecord, rules: Rules, event: Failed) -> str:
@@ -20,7 +20,7 @@ def count_failure(request: RequestRecord, rules: Rules, event: Failed) -> str:
     if event.final:
         return f"refused at attempt {request.attempt}: {event.cause}"
     if request.gained or event.unsent:
-        return count_break(request, rules, event.cause)
+        return count_interruption(request, rules, event.cause)
     request.failures += 1
     if request.failures < rules.max_attempts:
         return ""
@@ -28,11 +28,11 @@ def count_failure(request: RequestRecord, rules: Rules, event: Failed) -> str:
     return f"{count}, the last: {event.cause}"
 
 
-def count_break(request: RequestRecord, rules: Rules, cause: str) -> str:
+def count_interruption(request: RequestRecord, rules: Rules, cause: str) -> str:
     """An attempt broke off. Why it was the last, with the cause; empty if it was not."""
     if request.gained:
         request.failures = 0
-    request.breaks += 1
-    if request.breaks < rules.max_breaks:
+    request.interruptions += 1
+    if request.interruptions < rules.max_breaks:
         return ""
-    return f"{request.breaks} attempts broke off, the last: {cause}"
+    return f"{request.interruptions} attempts broke off, the last: {cause}"

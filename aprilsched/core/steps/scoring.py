@@ -18,7 +18,14 @@ from aprilsched.core.state.records import GroupRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import drop
 
-__all__ = ["finish", "on_group_rewarded", "on_judged", "on_reward_failed", "on_rewarded", "settle"]
+__all__ = [
+    "filter_or_accept",
+    "finish",
+    "on_group_rewarded",
+    "on_judged",
+    "on_reward_failed",
+    "on_rewarded",
+]
 
 
 def finish(state: SchedulerState, rollout: RolloutRecord, reward: float | None) -> None:
@@ -79,10 +86,10 @@ def _score(state: SchedulerState, rollout: RolloutRecord, reward: float | None) 
     )
     rollout.group.unscored -= 1
     if not rollout.group.unscored:
-        settle(state, rollout.group)
+        filter_or_accept(state, rollout.group)
 
 
-def settle(state: SchedulerState, group: GroupRecord) -> None:
+def filter_or_accept(state: SchedulerState, group: GroupRecord) -> None:
     """The whole group is scored: it is judged, or accepted."""
     # An evaluation reports every answer, so accept has no say in it.
     if state.rules.accepts and group.evaluation_id is None:

@@ -29,26 +29,28 @@ __all__ = [
 
 
 def on_sleep_requested(state: SchedulerState, event: SleepRequested) -> None:
-    if state.sleep is not None or state.weights.update is not None:
+    if state.fleet.sleep is not None or state.weights.update is not None:
         raise InvariantViolation("sleep was asked for during a sleep or an update")
     state.tell(SleepFact(tags=event.tags))
     holds = all(control.holds_stragglers for control in state.fleet.control.engines.values())
     inside = state.rules.behaviour.waits_asleep and holds
-    state.sleep = Sleep(tags=frozenset(event.tags), inside=inside)
+    state.fleet.sleep = Sleep(tags=frozenset(event.tags), inside=inside)
 
 
 def on_wake_requested(state: SchedulerState, _: WakeRequested) -> None:
-    if state.sleep is None:
+    if state.fleet.sleep is None:
         raise InvariantViolation("the engines were woken without a sleep")
     state.tell(WakeFact())
-    state.sleep.waking = True
+    state.fleet.sleep.waking = True
 
 
 def on_released(state: SchedulerState, event: Released) -> None:
     control = state.fleet.control.confirm(event.engine, Mode.RELEASING, Mode.PAUSED)
     if control is not None:
         control.released |= set(event.tags)
-        control.torn = control.torn or (WEIGHTS in event.tags and not control.keeps_weights)
+        control.inconsistent = control.inconsistent or (
+            WEIGHTS in event.tags and not control.keeps_weights
+        )
 
 
 def on_woken(state: SchedulerState, event: Woken) -> None:
@@ -59,21 +61,21 @@ def on_woken(state: SchedulerState, event: Woken) -> None:
 
 def advance(state: SchedulerState) -> None:
     """Take the sleep to its next phase, if there is one and it is time."""
-    sleep = state.sleep
+    sleep = state.fleet.sleep
     if sleep is None:
         return
     engines = state.fleet.control.engines.values()
-    if not sleep.quiet:
+    if not sleep.may_pause:
         ended = sleep.inside or not state.in_flight.open_attempts
-        sleep.quiet = ended and not state.evaluations.running
+        sleep.may_pause = ended and not state.evaluations.running
     if sleep.waking and state.weights.update is None:
-        for control in [c for c in engines if c.torn and not c.released]:
+        for control in [c for c in engines if c.inconsistent and not c.released]:
             demote(state, control.name, "its weights were released and not brought back")
         if not any(control.released for control in engines):
-            state.sleep = None
+            state.fleet.sleep = None
             state.tell(SleepEnded())
             state.commands.append(FinishSleep(asleep=False))
-    elif sleep.quiet and not sleep.asleep and all(sleep.tags <= c.released for c in engines):
+    elif sleep.may_pause and not sleep.asleep and all(sleep.tags <= c.released for c in engines):
         sleep.asleep = True
         state.tell(SleepBegun())
         state.commands.append(FinishSleep(asleep=True))

@@ -47,7 +47,7 @@ def take_changes(state: SchedulerState) -> Cut:
         lengths=tuple(journal.lengths),
     )
     for rollout in journal.changed.values():
-        rollout.anew = False
+        rollout.rewritten = False
     journal.clear()
     return cut
 
@@ -95,14 +95,14 @@ def take_anew(state: SchedulerState) -> Cut:
     cut = take_everything(state)
     for group in state.in_flight.training_groups():
         for member in group.members:
-            member.anew = False
+            member.rewritten = False
     state.in_flight.journal.clear()
     return cut
 
 
 def _arrived(journal: Journal) -> TokenPage | None:
     """What came, but not for those that left, and everything of those that began anew."""
-    anew = [rollout for rollout in journal.changed.values() if rollout.anew]
+    anew = [rollout for rollout in journal.changed.values() if rollout.rewritten]
     journal.arrived.forget(journal.gone.union(rollout.rollout_id for rollout in anew))
     _add_all(journal.arrived, anew)
     return journal.arrived.page()
@@ -150,12 +150,12 @@ def _rollout(rollout: RolloutRecord) -> RolloutState:
         rollout_id=rollout.rollout_id,
         group_id=group.group_id,
         stage=_stage(rollout),
-        anew=rollout.anew,
+        anew=rollout.rewritten,
         runs=rollout.log.runs,
         exact=rollout.log.exact and not unsure,
         finish_reason=rollout.finish_reason,
         reward=rollout.reward,
-        due=rollout.due,
+        due=rollout.eligible,
         prompt_ids=tuple(rollout.prompt_ids.tolist()) if own_prompt else None,
         turns=tuple(rollout.answered),
         request=_request(rollout),
@@ -178,7 +178,7 @@ def _request(rollout: RolloutRecord) -> SavedRequest | None:
         sampling=request.sampling,
         attempts=request.attempt,
         failures=request.failures,
-        breaks=request.breaks,
+        breaks=request.interruptions,
     )
 
 
@@ -213,12 +213,12 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
         dropped_tokens={str(reason): n for reason, n in in_flight.ledger.tokens.items()},
         evaluating=_evaluating(state),
         failed_in_a_row=state.prompts.consecutive_failures,
-        wave_due=state.plan.wave_due,
+        wave_due=state.plan.wave_pending,
         target_groups=state.plan.target_groups,
         longest=state.expectations.limit,
         planned_at=state.plan.planned_at,
         planned_for=state.plan.planned_for,
-        looked_at=state.plan.looked_at,
+        looked_at=state.plan.checked_at,
         batches_since_update=state.delivery.batches_since_update + bool(groups),
         accepts=state.rules.accepts,
     )

@@ -17,10 +17,10 @@ from aprilsched.core.steps.batch import training_runs
 from aprilsched.core.steps.buckets import defer_all
 from aprilsched.core.steps.drop import abort
 
-__all__ = ["settle_stragglers"]
+__all__ = ["resolve_stragglers"]
 
 
-def settle_stragglers(state: SchedulerState) -> None:
+def resolve_stragglers(state: SchedulerState) -> None:
     """Decide when it is time, and forget those whose time has come."""
     if state.stragglers.run_on or state.stragglers.calling_back:
         _prune(state)

@@ -24,7 +24,7 @@ from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import drop
 from aprilsched.core.steps.engines import demote
-from aprilsched.core.steps.launch import begin_again
+from aprilsched.core.steps.launch import launch_again
 from aprilsched.types import VersionSpan
 
 __all__ = ["disown", "foreign_label", "foreign_span", "on_verified"]
@@ -35,7 +35,7 @@ def on_verified(state: SchedulerState, event: Verified) -> None:
     if control is None:
         return
     if event.version == state.weights.base:
-        control.doubt, control.heard_at = "", state.now
+        control.doubt, control.version_seen_at = "", state.now
         return
     has = "inconsistent weights" if event.version is None else f"version {event.version}"
     cause = f"it says that it has {has} {_wanted(state)}"
@@ -71,7 +71,7 @@ def disown(state: SchedulerState, request: RequestRecord, version: int) -> None:
     if group.evaluation_id is not None and group.dropped is None:
         cause = f"{engine} had version {version}, which is not that of the evaluation"
         drop(state, group, Reason.OTHER_VERSION, cause)
-        begin_again(state, group)
+        launch_again(state, group)
 
 
 def _possible(state: SchedulerState, request: RequestRecord) -> tuple[int, int]:
@@ -98,7 +98,7 @@ def _stand_by(state: SchedulerState, engine: str, version: int | None, cause: st
     # What an engine has after a refit that is under way, it says itself at its end.
     if control is None or refitting:
         return
-    control.torn = version is None
+    control.inconsistent = version is None
     if version is not None:
         # No adapter of the fleet's base model belongs to it any more.
         control.base = version

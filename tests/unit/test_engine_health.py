@@ -7,7 +7,7 @@ import pytest
 
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.core.state.engine_health import Pulse, Window
+from aprilsched.core.state.engine_health import EngineHealth, Window
 from aprilsched.types import Prompt, SamplingParams
 from tests.support.driver import Driver, config, names
 
@@ -204,42 +204,42 @@ def test_what_is_usual_outlives_the_loss_so_one_that_comes_back_slow_is_found_ag
 
 
 def test_a_lighter_load_is_not_held_against_a_heavier_one():
-    pulse = Pulse()
-    pulse.learn(Window(rate=200.0, fair=200.0, octave=1))
-    assert pulse.usual_at(1) == 200.0
-    assert pulse.usual_at(8) is None, "it never had so many"
-    pulse.learn(Window(rate=30.0, fair=30.0, octave=8))
-    assert pulse.usual_at(5) == 30.0
+    health = EngineHealth()
+    health.learn(Window(rate=200.0, fair=200.0, octave=1))
+    assert health.usual_at(1) == 200.0
+    assert health.usual_at(8) is None, "it never had so many"
+    health.learn(Window(rate=30.0, fair=30.0, octave=8))
+    assert health.usual_at(5) == 30.0
 
 
 def test_requests_that_wait_inside_the_engine_do_not_make_it_slow():
-    pulse = Pulse(max_running=10)
-    pulse.advance(15.0, 100)
-    pulse.tokens = 15 * 10 * 40
-    window = pulse.window(now=15.0)
+    health = EngineHealth(max_running=10)
+    health.advance(15.0, 100)
+    health.tokens = 15 * 10 * 40
+    window = health.window(now=15.0)
     assert window is not None
     assert window.rate == pytest.approx(40.0)
 
 
 def test_work_is_counted_as_it_changes_and_not_in_pauses():
-    pulse = Pulse()
+    health = EngineHealth()
     for until, requests in ((5.0, 100), (500.0, 0), (501.0, 10), (510.0, 4)):
-        pulse.advance(until, requests)
-    pulse.tokens = 5 * 100 + 1 * 10 + 9 * 4
-    window = pulse.window(now=510.0)
+        health.advance(until, requests)
+    health.tokens = 5 * 100 + 1 * 10 + 9 * 4
+    window = health.window(now=510.0)
     assert window is not None
     assert window.rate == pytest.approx(1.0)
-    assert pulse.window(now=511.0) is None
+    assert health.window(now=511.0) is None
 
 
 def test_context_to_be_prefilled_is_allowed_for():
-    pulse = Pulse(owed=30_000, tokens=150)
-    pulse.advance(15.0, 1)
-    window = pulse.window(now=15.0)
+    health = EngineHealth(pending_prefill=30_000, tokens=150)
+    health.advance(15.0, 1)
+    window = health.window(now=15.0)
     assert window is not None
     assert window.fair == pytest.approx(20.0), "half of it went by with prefill"
-    pulse.owed = 60_000
-    pulse.advance(30.0, 1)
-    window = pulse.window(now=30.0)
+    health.pending_prefill = 60_000
+    health.advance(30.0, 1)
+    window = health.window(now=30.0)
     assert window is not None
     assert window.fair is None
