@@ -140,7 +140,7 @@ def test_what_a_lost_engine_answers_late_is_not_taken_for_its_next_incarnation()
         assert driver.core.facts == []
     driver.feed(ev.Paused(engine="b"))
     assert standby(driver) == {"b"}
-    assert not driver.state.fleet.control.standby["b"].torn
+    assert not driver.state.fleet.control.standby["b"].inconsistent
     driver.settle()
     assert driver.state.weights.versions.engines == {"a": 1}
 
