@@ -1,8 +1,8 @@
-"""Continuous batching on explicit time: no asyncio, no clock, nothing hidden.
+"""Continuous batching on explicit time, without asyncio and without a clock.
 
-Callers pass the time (in modelled seconds) to every call and ask :meth:`Batcher.next_event_time`
-when to call :meth:`Batcher.advance` again. Between two changes of the batch decoding is one
-closed form, so the cost of a run is that of its events, not of its steps.
+Callers pass the time (in modelled seconds) to every call, and :meth:`Batcher.next_event_time`
+says when to call :meth:`Batcher.advance` again. Between two changes of the batch, decoding is one
+closed form, so the cost of a run depends on the number of its events and not of its steps.
 
 Invariants:
 - Control takes effect between steps: a call in the middle of a step or of a prefill pass waits
@@ -12,13 +12,13 @@ Invariants:
 - The KV pool is never exceeded: running contexts plus KV kept for waiting ones fit in
   ``kv_tokens``. Kept KV is evicted first (last in the queue first), then the request admitted
   last goes back to the queue without its KV.
-- The weights change only while nothing is computed and every sampled token is known to the
-  model, so a token's version is always the one whose weights sampled it.
+- The weights change only while nothing is computed and the model has sampled every token that
+  was decoded, so a token's version is always the one whose weights sampled it.
 - Every submitted request ends with exactly one chunk that has ``finish``.
 
-Differences from SGLang: ticks of ``stream_interval`` steps are the engine's own, not each
-request's; a prefix cache saves time and no memory, and takes no notice of cache keys; KV outlives
-a retract until it is flushed.
+Differences from SGLang: ticks of ``stream_interval`` steps are common to all requests; a prefix
+cache saves time but no memory, and ignores cache keys; KV stays after a retract until it is
+flushed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["Batcher", "RunningBatch"]
 
 @dataclass(slots=True)
 class _Decode:
-    """`steps` steps of the whole running batch, from `start` to `end`."""
+    """Decode `steps` steps of the whole running batch, from `start` to `end`."""
 
     start: float
     end: float
@@ -49,7 +49,7 @@ class _Decode:
 
 @dataclass(slots=True)
 class _Prefill:
-    """One pass: how many tokens of each picked request it computes."""
+    """Prefill in one pass; `picks` says how many tokens of each request it computes."""
 
     start: float
     end: float
@@ -60,7 +60,7 @@ _Work: TypeAlias = _Decode | _Prefill
 
 
 class Batcher:
-    """One engine's scheduler and clockwork. All times are seconds and never go backwards."""
+    """The scheduler of one engine. All times are seconds and never go backwards."""
 
     def __init__(self, config: SimConfig, *, version: int = 0) -> None:
         self.config = config
@@ -70,7 +70,7 @@ class Batcher:
         self._pool = KvPool(config)
         self._prefixes = PrefixCache(config.kv_tokens) if config.prefix_cache else None
         self.adapters: dict[str, int] = {}
-        """The weights key of each adapter that can be sampled with."""
+        """The weights key of each adapter that requests may name."""
         self._output = Output(config)
         self._batch = RunningBatch(config.stream_interval, self._output)
         self._by_id: dict[str, Sequence] = {}
@@ -82,7 +82,7 @@ class Batcher:
         self._paused: PauseMode | None = None
         self._paused_since = 0.0
 
-    # -- what can be seen -------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------
 
     @property
     def paused(self) -> PauseMode | None:
@@ -91,21 +91,21 @@ class Batcher:
 
     @property
     def running(self) -> int:
-        """Requests in the decoding batch."""
+        """Number of requests in the decoding batch."""
         return len(self._batch)
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue, those held by a pause included."""
+        """Number of requests in the queue, including those that a pause holds."""
         return len(self._pool.waiting) + len(self._held)
 
     @property
     def kv_in_use(self) -> int:
-        """Context tokens with a place in the KV pool, at the last event."""
+        """Number of context tokens in the KV pool at the last event."""
         return self._pool.used
 
     def in_progress(self, now: float) -> tuple[int, float, float]:
-        """Steps of the work that is not done yet, and its seconds: of decoding, of prefill."""
+        """The unfinished work: its steps, its seconds of decoding and its seconds of prefill."""
         work = self._work
         seconds = 0.0 if work is None else max(0.0, min(now, work.end) - work.start)
         if not isinstance(work, _Decode):
@@ -114,7 +114,7 @@ class Batcher:
         return timing.steps_within(len(self._batch), self._pool.running, seconds), seconds, 0.0
 
     def knows(self, request_id: str) -> bool:
-        """Whether a request of this id has not ended yet."""
+        """Whether a request of this id exists and has not ended."""
         return request_id in self._by_id
 
     def is_held(self, request_id: str) -> bool:
@@ -126,7 +126,7 @@ class Batcher:
         return any(s.request.adapter == adapter for s in self._by_id.values())
 
     def refusal(self, request: GenerationRequest) -> str | None:
-        """Why `request` cannot be taken, in one sentence, or None."""
+        """Why `request` is refused, in one sentence, or None."""
         if request.request_id in self._by_id:
             return f"request id {request.request_id!r} is in use; give every request its own."
         if request.adapter is not None and request.adapter not in self.adapters:
@@ -145,7 +145,7 @@ class Batcher:
         """Queue a request. During a pause it is held and cannot be aborted (as in SGLang).
 
         Raises:
-            ValueError: what :meth:`refusal` says.
+            ValueError: if :meth:`refusal` gives a reason.
         """
         if (why := self.refusal(request)) is not None:
             raise ValueError(why)
@@ -162,11 +162,11 @@ class Batcher:
             self._interrupt(now)
 
     def abort(self, request_id: str, now: float) -> None:
-        """End a request with what it has; unknown ids and those held by a pause are ignored.
+        """End a request with its tokens so far; unknown ids and held requests are ignored.
 
-        A running one ends after the step in progress; under an in-place pause that is the first
-        step after it, so it gets one more token. A waiting one ends at once, with what was
-        streamed.
+        A running request ends after the step in progress. Under an in-place pause that is the
+        first step after the pause, so it gets one more token. A waiting request ends at once,
+        with the tokens that were streamed.
         """
         sequence = self._by_id.get(request_id)
         if sequence is None or request_id in self._held:
@@ -180,7 +180,7 @@ class Batcher:
     # -- control ----------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, now: float) -> None:
-        """Stop after the step or pass in progress; :attr:`paused` then says so."""
+        """Stop after the step or pass in progress; :attr:`paused` is set from then on."""
         if self._work is None:
             self._apply_pause(mode, now)
         else:
@@ -188,18 +188,18 @@ class Batcher:
             self._interrupt(now)
 
     def resume(self, now: float) -> None:
-        """Go on; what was held during the pause is queued behind what waited already."""
+        """Continue; the requests held during the pause are queued behind those that waited."""
         self._pausing = None
         if self._paused is not None:
             self.counters.paused_seconds += now - self._paused_since
             self._paused = None
-            self._batch.predict_anew(self.weights_key)
+            self._batch.predict_again(self.weights_key)
         self._pool.waiting.extend(self._held.values())
         self._held.clear()
         self._interrupt(now)
 
     def flush(self) -> bool:
-        """Drop all KV. False, and nothing done, while anything is computed or running."""
+        """Drop all KV; return False and do nothing while something is computed or running."""
         if self._work is not None or len(self._batch):
             return False
         self._pool.flush()
@@ -208,7 +208,7 @@ class Batcher:
         return True
 
     def refit(self, version: int, weights_key: int | None = None) -> bool:
-        """Take new weights. False, and nothing done, unless paused or without any request."""
+        """Take new weights; return False and do nothing if there are requests and no pause."""
         if self._paused is None and self._by_id:
             return False
         if version != self.version:
@@ -222,11 +222,11 @@ class Batcher:
     # -- time -------------------------------------------------------------------------------
 
     def next_event_time(self) -> float | None:
-        """When something happens next; None while idle or paused."""
+        """The time of the next event; None while idle or paused."""
         return self._wake if self._work is None else self._work.end
 
     def advance(self, to: float) -> list[tuple[str, Chunk]]:
-        """Let time pass; returns all chunks since the last call, in order, with their ids."""
+        """Advance to the time `to`; return all chunks since the last call, with their ids."""
         while (due := self.next_event_time()) is not None and due <= to:
             self._finish_work()
             self._begin(due)
@@ -297,7 +297,7 @@ class Batcher:
         counters.request_seconds += seconds * batch
 
     def _preempt(self) -> None:
-        """The request admitted last gives its place back; it is prefilled again later."""
+        """Put the request that was admitted last back into the queue; it is prefilled again."""
         (sequence,) = self._batch.take([self._batch.newest], self.weights_key)
         self._pool.running -= sequence.context
         sequence.drop_kv()
@@ -316,7 +316,7 @@ class Batcher:
         return _Prefill(now, now + seconds, picks)
 
     def _found(self, picks: list[tuple[Sequence, int]]) -> int:
-        """Tokens of the pass that a prefix cache has already."""
+        """Number of tokens of the pass that are in the prefix cache already."""
         if self._prefixes is None:
             return 0
         found = 0
@@ -366,7 +366,7 @@ class Batcher:
         self._aborting = any(s.aborting for s in self._batch.members)
 
     def _end_unfinished(self, sequence: Sequence) -> None:
-        """An abort in the queue: what has not been streamed is lost, as in SGLang."""
+        """Abort a request in the queue: as in SGLang, its unsent tokens are lost."""
         sequence.drop_unsent()
         self._end(sequence, "abort")
 
@@ -393,7 +393,7 @@ class Batcher:
 
 
 class RunningBatch:
-    """Requests that decode together, on a step counter with ticks every `interval` steps."""
+    """The requests that decode together, with a step counter and a tick every `interval` steps."""
 
     def __init__(self, interval: int, output: Output) -> None:
         self.steps = 0
@@ -409,20 +409,20 @@ class RunningBatch:
 
     @property
     def members(self) -> Collection[Sequence]:
-        """In the order of admission; do not join or leave while iterating."""
+        """The members in the order of admission; do not join or leave while iterating."""
         return self._members.values()
 
     @property
     def newest(self) -> Sequence:
-        """The one admitted last."""
+        """The member that was admitted last."""
         return next(reversed(self._members.values()))
 
     def sampled(self, sequence: Sequence) -> int:
-        """Output tokens so far, of a member or of anyone else."""
+        """Number of output tokens so far, of a member or of another request."""
         return self.steps - sequence.joined if sequence.running else sequence.out
 
     def join(self, sequence: Sequence) -> None:
-        """The pass that ends now has sampled its next token; it decodes from here on."""
+        """Add a request whose prefill ends now and has sampled its next token."""
         sequence.out += 1
         sequence.joined = self.steps - sequence.out
         sequence.ticket = self._tickets
@@ -430,21 +430,21 @@ class RunningBatch:
         self._members[sequence.ticket] = sequence
 
     def leave(self, sequence: Sequence) -> None:
-        """Out of the batch; its tokens are made and its KV, all but the last token's, stays."""
+        """Remove a member whose tokens are sampled; its KV stays, except the last token's."""
         del self._members[sequence.ticket]
         sequence.out = self.steps - sequence.joined
         sequence.ticket = -1
         sequence.cached = sequence.computed = sequence.context - 1
 
     def next_due(self) -> int:
-        """The step at which the batch changes next: somebody's last one, or the tick."""
+        """The step at which the batch changes next: a member's last step, or the tick."""
         heap = self._finishing
         while heap and heap[0][2].ticket != heap[0][1]:
             heapq.heappop(heap)
         return min(self.next_tick, heap[0][0]) if heap else self.next_tick
 
     def take_finished(self, weights_key: int) -> list[Sequence]:
-        """Those whose last token is sampled; they have left."""
+        """Remove and return the members whose last token is decoded."""
         done: list[Sequence] = []
         while self._finishing and self._finishing[0][0] <= self.steps:
             _, ticket, sequence = heapq.heappop(self._finishing)
@@ -453,29 +453,29 @@ class RunningBatch:
         return self.take(done, weights_key) if done else done
 
     def take(self, sequences: list[Sequence], weights_key: int) -> list[Sequence]:
-        """Make the tokens of these members and let them leave."""
+        """Sample the tokens of these members and remove them."""
         self.make(sequences, weights_key)
         for sequence in sequences:
             self.leave(sequence)
         return sequences
 
     def make(self, sequences: Collection[Sequence], weights_key: int) -> None:
-        """Have the model make what these members have sampled."""
+        """Sample the tokens that these members have decoded."""
         if sequences:
             self._output.make(sequences, self.steps, weights_key)
 
     def predict(self, sequences: Collection[Sequence], weights_key: int) -> None:
-        """Note when these members will end, where that is known before the next tick."""
+        """Record when these members end, where that is known before the next tick."""
         for sequence in self._output.predict(sequences, self.next_tick, weights_key):
             heapq.heappush(self._finishing, (sequence.finish_at, sequence.ticket, sequence))
 
-    def predict_anew(self, weights_key: int) -> None:
-        """After a refit other tokens follow, so stop tokens come at other places."""
+    def predict_again(self, weights_key: int) -> None:
+        """Predict again after a refit: other tokens follow, so stop tokens come elsewhere."""
         self._finishing.clear()
         self.predict(self.members, weights_key)
 
     def tick(self, weights_key: int, version: int) -> None:
-        """Send what every member has, and look one interval ahead for stop tokens."""
+        """Send every member's tokens, and search the next interval for stop tokens."""
         self.next_tick = (self.steps // self._interval + 1) * self._interval
         self.make(self.members, weights_key)
         self._output.stream(self.members, version)

@@ -13,15 +13,15 @@ from aprilsched.engines.sim.sequence import Sequence
 __all__ = ["KvPool", "PrefixCache"]
 
 RESERVE_SHARE = 0.098
-"""Share of the tokens still to come that admission keeps free for running requests: the floor of
-SGLang's new_token_ratio (0.7 * 0.14)."""
+"""Share of the tokens still to come that admission keeps free for running requests: the lower
+bound of SGLang's new_token_ratio (0.7 * 0.14)."""
 RESERVE_CLIP = 4096
-"""SGLang estimates no request's remaining tokens above this."""
+"""Upper bound of SGLang's estimate of a request's remaining tokens."""
 _RESERVE_MOST = RESERVE_SHARE * RESERVE_CLIP
 
 
 class KvPool:
-    """Counts, in tokens: `running` contexts, one prefill pass, KV kept for waiting requests."""
+    """Counts tokens: of the `running` contexts, of a prefill pass, and of waiting requests' KV."""
 
     def __init__(self, config: SimConfig) -> None:
         self.waiting: deque[Sequence] = deque()
@@ -42,11 +42,11 @@ class KvPool:
     def pick(
         self, places: int, running: Collection[Sequence], steps: int
     ) -> list[tuple[Sequence, int]]:
-        """Take the next pass out of the queue: requests, and how many tokens of each.
+        """Take the next pass out of the queue: the requests, and how many tokens of each.
 
         First come, first served: up to `places` requests and one chunk of tokens; a context
-        longer than what is left of the chunk is computed in part. `steps` is the step counter
-        that tells how far each of the `running` requests is.
+        longer than the rest of the chunk is computed in part. The step counter `steps` gives the
+        progress of the `running` requests.
         """
         picks: list[tuple[Sequence, int]] = []
         budget = self._chunk
@@ -55,7 +55,7 @@ class KvPool:
         while self.waiting and budget and len(picks) < places:
             sequence = self.waiting[0]
             need = sequence.context + 1 - sequence.cached
-            # The exact reserve looks at every running request, so only near the pool's end.
+            # The exact reserve needs every running request, so it is computed only near the limit.
             if self.free - need < (len(running) + len(picks) + 1) * _RESERVE_MOST:
                 members = [s.limit - (steps - s.joined) for s in running]
                 members += [s.limit - s.out for s, _ in picks]
@@ -71,22 +71,22 @@ class KvPool:
         return picks
 
     def end_pass(self) -> None:
-        """The pass is over: its requests join the running ones or are put back."""
+        """End the pass: its requests join the running ones or are put back."""
         self._in_pass = 0
 
     def put_back(self, sequence: Sequence) -> None:
-        """To the head of the queue, with what is computed so far."""
+        """Put a request back at the head of the queue, with the KV that is computed so far."""
         self.waiting.appendleft(sequence)
         self._kept += sequence.cached
 
     def retain(self, sequence: Sequence) -> None:
-        """To the end of the queue, KV kept."""
+        """Put a request at the end of the queue with its KV."""
         self.waiting.append(sequence)
         self._kept += sequence.cached
 
     def remove(self, sequence: Sequence) -> bool:
-        """Out of the queue; False if it is not in it."""
-        # Asked first: deque.remove() of a stranger writes its whole repr into an error.
+        """Take a request out of the queue; False if it is not in it."""
+        # The test comes first: deque.remove() would write the whole repr into its error.
         if sequence not in self.waiting:
             return False
         self.waiting.remove(sequence)
@@ -100,7 +100,7 @@ class KvPool:
         self._kept = 0
 
     def room_for_steps(self, batch: int, wanted: int) -> int:
-        """How many of the `wanted` steps of `batch` requests the pool has room for."""
+        """The number of the `wanted` steps of `batch` requests for which the pool has room."""
         short = batch * wanted - self.free
         if short > 0:
             self._evict(short, spare=None)
@@ -126,14 +126,14 @@ class KvPool:
 
 
 def _reserve(members: SequenceOf[int], newcomer: int) -> int:
-    """Tokens to keep free, from the tokens still to come; none for a request all alone."""
+    """Number of tokens to keep free, from the tokens still to come; 0 for a lone request."""
     if not members:
         return 0
     return round(RESERVE_SHARE * sum(min(n, RESERVE_CLIP) for n in (*members, newcomer)))
 
 
 class PrefixCache:
-    """Tokens that were computed and may still be there, by whose they are."""
+    """Counts the computed tokens that may still be cached, by request and by group."""
 
     def __init__(self, kv_tokens: int) -> None:
         self._room = kv_tokens
@@ -141,10 +141,10 @@ class PrefixCache:
         self._tokens: dict[str | int, int] = {}
 
     def begin(self, request: GenerationRequest) -> int:
-        """The request is prefilled: how many tokens of its context need not be computed.
+        """Begin a prefill; return how many tokens of the context need not be computed.
 
-        The last one always is. From now on its siblings find what they share with it, which is
-        no more than the shortest context that any of them came with.
+        The last token is always computed. From now on the request's siblings find what they share
+        with it, which is at most the shortest context of any of them.
         """
         own, group = _name(request), request.affinity
         context = len(request.input_ids)
@@ -157,11 +157,11 @@ class PrefixCache:
         return min(known, context - 1)
 
     def end(self, request: GenerationRequest, tokens: int) -> None:
-        """It has ended, or was aborted, with so many tokens of context computed."""
+        """Record that a request has ended or was aborted with `tokens` context tokens computed."""
         self._put(_name(request), tokens)
 
     def flush(self) -> None:
-        """Nothing is there any more."""
+        """Drop everything."""
         self._tokens.clear()
         self._held = 0
 
@@ -174,5 +174,5 @@ class PrefixCache:
 
 
 def _name(request: GenerationRequest) -> str:
-    """The request without the number of its attempt: all attempts begin alike."""
+    """The request's id without its attempt number: all attempts begin with the same tokens."""
     return request.request_id.rpartition("-")[0] or request.request_id

@@ -1,11 +1,11 @@
-"""A virtual clock for whole coordinator runs: hours of modelled time in seconds.
+"""A virtual clock for whole coordinator runs: hours of modelled time pass in seconds.
 
 The event loop is looptime's: real asyncio on the standard selector loop, whose ``time()`` jumps
-to the next timer when nothing is ready to run. It was chosen over an own subclass because it also
-keeps real sockets and executor threads working (time then waits for them); it is deterministic as
-long as neither is used, and makes about 60,000 timer jumps a second.
+to the next timer when nothing is ready to run. Real sockets and executor threads still work on it
+(time then waits for them), which a simple subclass would not offer. Runs are deterministic as long
+as neither is used. It makes about 60,000 timer jumps a second.
 
-Beware of code that reads another clock: ``time.monotonic()`` stands still here. The coordinator's
+Code that reads another clock goes wrong: ``time.monotonic()`` stands still here. The coordinator's
 limiter (asyncio-throttle) therefore keeps its log on the loop's clock.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["run_virtual"]
 
 _T = TypeVar("_T")
 
-_RESOLUTION = 1e-9  # looptime counts in integers; its default microsecond is a share of a step
+_RESOLUTION = 1e-9  # looptime counts integers; its default of 1 µs is a notable part of a step
 
 
 def run_virtual(coro: Coroutine[Any, Any, _T], *, idle_timeout: float | None = 60.0) -> _T:
@@ -30,16 +30,16 @@ def run_virtual(coro: Coroutine[Any, Any, _T], *, idle_timeout: float | None = 6
     Args:
         coro: the program.
         idle_timeout: real seconds to wait for sockets when no timer is left and nothing can
-            run, before all tasks fail with ``looptime.IdleTimeoutError`` (a deadlock, mostly);
-            None waits for ever.
+            run. After them all tasks fail with ``looptime.IdleTimeoutError``, mostly because of
+            a deadlock. None waits for ever.
 
     Raises:
-        RuntimeError: if an event loop runs already in this thread.
+        RuntimeError: if an event loop is already running in this thread.
     """
 
     def new_loop() -> asyncio.AbstractEventLoop:
-        # noop_cycles=0: looptime's default of 42 empty rounds before each jump makes a run ten
-        # times slower, and serves code that relies on wall-clock races.
+        # looptime's default of 42 empty cycles before each jump makes a run ten times slower; it
+        # serves code with wall-clock races.
         loop = looptime.new_event_loop(
             start=0.0, resolution=_RESOLUTION, noop_cycles=0, idle_timeout=idle_timeout
         )
@@ -48,8 +48,8 @@ def run_virtual(coro: Coroutine[Any, Any, _T], *, idle_timeout: float | None = 6
         async def without_a_bound(timeout: float | None = None) -> None:  # noqa: ASYNC109
             await join_threads()
 
-        # Runner gives the executor's threads five minutes to end (since Python 3.12), which pass
-        # at once here, before any thread can have ended.
+        # Since Python 3.12 the Runner gives the executor's threads five minutes to end. They
+        # pass at once here, before any thread can have ended.
         loop.shutdown_default_executor = without_a_bound
         return loop
 

@@ -1,4 +1,4 @@
-"""What one simulated engine is, and what it counts."""
+"""The settings of one simulated engine, and its counters."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class SimConfig:
     """The modelled machine, server and model.
 
     Attributes:
-        timing: how long steps and prefill passes take.
-        max_running: most requests that decode together.
+        timing: time model of decode steps and prefill passes.
+        max_running: largest number of requests that decode together.
         kv_tokens: size of the KV pool. 1.0M tokens of a 4B shape (147 kB each) fill an H200.
-        stream_interval: steps between the chunks of running requests.
-        vocab_size: of the toy model.
-        eos_token_id: ends responses whose sampling has not ``ignore_eos``; None: the model
-            never says it.
-        stream_at_pause: a pause sends all tokens that have not left yet. False is SGLang's way:
-            they leave later, and an abort of a retracted request loses them.
-        prefix_cache: prompts of a group are prefilled once, and a request that is sent again
-            finds what it had, until the cache is flushed.
-        make_tokens: False for pure timing: all token ids and logprobs are 0 and stop tokens
-            are never seen.
-        model: makes the toy model from the size of its vocabulary. Another one lets a test
-            see under which weights each token was sampled, whatever the engine says of it.
+        stream_interval: number of steps between the chunks of running requests.
+        vocab_size: vocabulary size of the toy model.
+        eos_token_id: token that ends responses whose sampling has not ``ignore_eos``; with None
+            the model never ends a response.
+        stream_at_pause: whether a pause sends all tokens that are not sent yet. With False, as in
+            SGLang, they are sent later, and an abort of a retracted request loses them.
+        prefix_cache: whether prompts of a group are prefilled once, and a request that is sent
+            again finds its earlier KV, until the cache is flushed.
+        make_tokens: False for pure timing: all token ids and logprobs are 0, and stop tokens
+            never occur.
+        model: makes the toy model from the size of its vocabulary. With a model of its own a test
+            can see which weights sampled each token, whatever the engine reports.
 
     Raises:
         ConfigError: if a number is not positive.
@@ -61,23 +61,24 @@ class Counters:
     """Totals since the engine was made; times are modelled seconds."""
 
     generated: int = 0
-    """Tokens sampled, those of aborted requests included."""
+    """Number of sampled tokens, including those of aborted requests."""
     prefilled: int = 0
-    """Context tokens of prefill passes, those found in a prefix cache included."""
+    """Number of context tokens of prefill passes, including those found in a prefix cache."""
     cached: int = 0
-    """Those of them that were found in it."""
+    """Number of prefilled context tokens that were found in a prefix cache."""
     reprefilled: int = 0
-    """Those of them that had been computed before in the same request."""
+    """Number of prefilled context tokens that the same request had computed before."""
     preemptions: int = 0
     steps: int = 0
+    """Number of decode steps."""
     decoded: int = 0
-    """Tokens of those steps: all but the first one after each prefill."""
+    """Number of tokens of decode steps: all but the first one after each prefill."""
     decoded_squares: int = 0
-    """Sum of the squared batch over the steps."""
+    """Sum over the decode steps of the squared batch size."""
     prefill_passes: int = 0
     decode_seconds: float = 0.0
     request_seconds: float = 0.0
-    """The same, each step as often as it has requests."""
+    """Sum over the decode steps of their seconds times their batch size."""
     prefill_seconds: float = 0.0
     paused_seconds: float = 0.0
-    """Pauses that have ended."""
+    """Sum of the durations of the pauses that have ended."""

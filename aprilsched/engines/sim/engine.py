@@ -1,15 +1,15 @@
 """The embedded engine: the batcher behind the Engine protocol, on the running loop's clock.
 
-No GPU, no server, no threads. Modelled time is the loop's time divided by ``time_scale``, so the
-same engine runs in wall time, faster than it, or on a virtual clock, where runs are exactly
-repeatable.
+It needs no GPU, no server and no threads. Modelled time is the loop's time divided by
+``time_scale``, so the same engine runs in wall time, faster than wall time, or on a virtual clock,
+where runs are exactly repeatable.
 
 Invariants:
 - The same calls at the same loop times give the same chunks.
-- What SGLang does at the edges is done here too: a request sent during a pause is held, and an
+- It behaves like SGLang in the corner cases: a request that is sent during a pause is held, and an
   abort of it is lost; an abort under an in-place pause takes effect after it, with one more
   token; an abort after a retract gives what was streamed; a request id in use is refused.
-- Memory that is released is neither used nor missed: a call that would is refused.
+- A call that needs released memory is refused.
 - A stream that is left early has its request aborted, even one that a pause still holds.
 """
 
@@ -37,19 +37,19 @@ from aprilsched.errors import (
 __all__ = ["PAUSE_SECONDS", "SimEngine", "load_of", "weights_key_of_files"]
 
 PAUSE_SECONDS = 2e-3
-"""A pause's time on top of the step in progress; measured on SGLang: 2 to 22 ms with it."""
+"""Duration of a pause beyond the step in progress; on SGLang both together take 2 to 22 ms."""
 
 
 class SimEngine:
     """One simulated inference server.
 
     Args:
-        name: unique in its fleet.
+        name: name of the engine, unique in its fleet.
         config: the modelled machine, server and model.
-        time_scale: loop seconds for each modelled second: 1.0 wall time, 0.01 a hundred times
-            faster; 1.0 under a virtual clock.
-        refit_seconds: modelled time that taking new weights needs.
-        pause_seconds: modelled time of a pause beyond the step in progress.
+        time_scale: loop seconds for each modelled second. 1.0 is wall time, 0.01 is a hundred
+            times faster; use 1.0 under a virtual clock.
+        refit_seconds: modelled duration of a refit.
+        pause_seconds: modelled duration of a pause beyond the step in progress.
 
     Raises:
         ConfigError: if `time_scale` is not positive or a time is negative.
@@ -78,7 +78,7 @@ class SimEngine:
         self._orphans: set[str] = set()
         self._control = asyncio.Lock()
         self._process = self._opened = 0
-        """How often it was restarted, until now and until it was opened last."""
+        """Number of restarts: until now, and until the engine was last opened."""
 
     @property
     def name(self) -> str:
@@ -104,25 +104,25 @@ class SimEngine:
 
     @property
     def batcher(self) -> Batcher:
-        """The engine's inside, to look at."""
+        """The batcher inside the engine, for inspection."""
         return self._batcher
 
     # -- lifetime ---------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Start the engine's clock on the running loop. Opening twice is harmless."""
+        """Start the engine's clock on the running loop. A second open has no effect."""
         self._opened = self._process
         self._start()
 
     def _start(self) -> None:
         if self._pacer.started:
             return
-        self._control = asyncio.Lock()  # the one of an earlier loop would be bound to it
+        self._control = asyncio.Lock()  # An older lock may be bound to an earlier loop.
         self._pacer.start()
         self._schedule()
 
     async def close(self) -> None:
-        """Stop the clock. Streams still open fail and their requests are aborted."""
+        """Stop the clock. Open streams fail, and their requests are aborted."""
         if not self._pacer.started:
             return
         self._pump()
@@ -130,19 +130,19 @@ class SimEngine:
         self._break_streams("the engine was closed before the last chunk")
         for request_id in left:
             self._abandon(request_id)
-        # An abort takes effect with the step in progress: let that end, unless a pause forbids
-        # it, or the ids would still be in use when the engine is opened again.
+        # An abort takes effect after the step in progress. The step is finished unless a pause
+        # forbids it; otherwise the ids would still be in use when the engine is opened again.
         while any(map(self._batcher.knows, left)) and (due := self._batcher.next_event_time()):
             self._pump(due)
         self._pacer.stop()
 
     def crash(self) -> None:
-        """Die like a killed server process, for tests: streams break, calls fail."""
+        """Fail like a killed server process, for tests: streams break and calls fail."""
         self._break_streams("the connection broke before the last chunk")
         self._pacer.stop()
 
     async def restart(self) -> None:
-        """Come back after :meth:`crash`: empty, not paused, with the weights of version 0."""
+        """Start again after :meth:`crash`: empty, not paused, with the weights of version 0."""
         self._batcher = Batcher(self._config)
         self._adapters = Adapters(self._name, self._batcher)
         self._memory = Memory()
@@ -151,10 +151,10 @@ class SimEngine:
         self._start()
 
     def decode_at(self, rate: float) -> None:
-        """Compute at `rate` times the modelled speed from now on, for tests; 0: not at all."""
+        """Compute at `rate` times the modelled speed from now on, for tests; 0 stops it."""
         if self._pacer.started:
             self._pump()
-        self._pacer.go_at(rate)
+        self._pacer.set_rate(rate)
         if self._pacer.started:
             self._schedule()
 
@@ -162,7 +162,7 @@ class SimEngine:
         for stream in self._streams.values():
             stream.put_nowait(EngineProtocolError(self._name, why))
         self._streams.clear()
-        self._adapters.give_up(EngineProtocolError(self._name, why))
+        self._adapters.fail_unload(EngineProtocolError(self._name, why))
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -170,10 +170,10 @@ class SimEngine:
         """Stream one response; see :class:`~aprilsched.engines.base.Engine`.
 
         Raises:
-            EngineRejected: (400) a request id in use, an adapter that is not loaded, or more
-                tokens than the KV pool has.
-            EngineUnreachable: the engine is not open.
-            EngineProtocolError: the engine was closed or crashed meanwhile.
+            EngineRejected: (400) if the request id is in use, the adapter is not loaded, or the
+                request needs more tokens than the KV pool has.
+            EngineUnreachable: if the engine is not open.
+            EngineProtocolError: if the engine was closed or crashed meanwhile.
         """
         now = self._pacer.now()
         if (why := self._batcher.refusal(request)) is not None:
@@ -196,12 +196,12 @@ class SimEngine:
                 self._abandon(request.request_id)
 
     async def abort(self, request_id: str) -> None:
-        """End one request; lost, as in SGLang, if a pause holds it unregistered."""
+        """End one request; as in SGLang, this is lost for a request that a pause holds."""
         self._batcher.abort(request_id, self._pacer.now())
         self._pump()
 
     def _abandon(self, request_id: str) -> None:
-        """Nobody listens to the request any more."""
+        """Abort a request that nobody reads any more, at the latest after the pause."""
         if self._batcher.is_held(request_id):
             self._orphans.add(request_id)
         else:
@@ -211,15 +211,15 @@ class SimEngine:
     # -- control ----------------------------------------------------------------------------
 
     async def version(self) -> int:
-        """The version of the last refit; 0 before."""
+        """The version of the last refit; 0 before the first."""
         self._pacer.now()
         return self._batcher.version
 
     async def verify(self) -> int:
-        """The same, unless it was restarted since it was opened.
+        """The version, unless the engine was restarted since it was opened.
 
         Raises:
-            EngineRestarted: if it was.
+            EngineRestarted: if it was restarted.
         """
         self._pacer.now()
         if self._process != self._opened:
@@ -227,11 +227,11 @@ class SimEngine:
         return await self.version()
 
     async def load(self, *, metrics: bool = False) -> EngineLoad:
-        """What is on it now, work in progress included; nothing is changed by asking."""
+        """The load now, including the work in progress."""
         return load_of(self._batcher, self._pacer.now(), self._pacer.scale)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Returns when nothing decodes any more. Cancelled, it still takes effect."""
+        """Pause; return when nothing decodes any more. A cancelled call still takes effect."""
         async with self._control:
             now = self._pacer.now()
             self._batcher.pause(mode, now)
@@ -244,7 +244,7 @@ class SimEngine:
         """Drop all KV.
 
         Raises:
-            EngineRejected: (400) unless paused with "retract" or without any request.
+            EngineRejected: (400) unless the engine is paused with "retract" or has no request.
         """
         async with self._control:
             self._pump()
@@ -253,10 +253,10 @@ class SimEngine:
                 raise EngineRejected(self._name, why, status=400)
 
     async def resume(self) -> None:
-        """Go on, and abort what was given up while a pause held it.
+        """Continue, and abort the requests that were left while a pause held them.
 
         Raises:
-            EngineRejected: (409) memory is released: a real server would go on without it.
+            EngineRejected: (409) if memory is released: a real server would go on without it.
         """
         async with self._control:
             now = self._pacer.now()
@@ -268,14 +268,14 @@ class SimEngine:
             self._pump()
 
     async def refit(self, version: int, weights_key: int | None = None) -> None:
-        """Take the weights called `version`; KV stays.
+        """Take the weights of `version`; KV stays.
 
-        The same `weights_key` under two versions means the same weights; by default every
-        version has its own.
+        Two versions with the same `weights_key` have the same weights; by default every version
+        has its own key.
 
         Raises:
-            EngineRejected: (409) the engine is neither paused nor without requests: a real
-                server would wait here for every running request. Or its weights are released.
+            EngineRejected: (409) if the engine has requests and is not paused (a real server
+                would wait for every running request), or if its weights are released.
         """
         async with self._control:
             self._pacer.now()
@@ -290,7 +290,7 @@ class SimEngine:
         """Take weights from ``path``; their key is the checksum of its safetensors files.
 
         Raises:
-            EngineRejected: (400) no such file, (409) as :meth:`refit`.
+            EngineRejected: (400) if there is no such file, (409) as :meth:`refit`.
         """
         await self.refit(version, await self._weights_key(path))
 
@@ -307,10 +307,11 @@ class SimEngine:
     # -- memory -----------------------------------------------------------------------------
 
     async def release(self, tags: Sequence[str]) -> None:
-        """Give the memory of `tags` away; a released cache is an empty one.
+        """Release the memory of `tags`; releasing the cache empties it.
 
         Raises:
-            EngineRejected: (409) not paused with "retract", (400) unknown or released already.
+            EngineRejected: (409) if the engine is not paused with "retract", (400) if a tag is
+                unknown or released already.
         """
         async with self._control:
             self._pump()
@@ -325,7 +326,7 @@ class SimEngine:
         """Take the memory of `tags` back.
 
         Raises:
-            EngineRejected: (400) not released; a real server dies of it.
+            EngineRejected: (400) if a tag is not released; a real server dies of it.
         """
         async with self._control:
             self._pump()
@@ -346,49 +347,49 @@ class SimEngine:
         """Load the adapter in `path`; its weights key is the checksum of its safetensors files.
 
         Raises:
-            EngineRejected: (400) no such file, or the name is loaded.
+            EngineRejected: (400) if there is no such file, or the name is loaded already.
         """
         await self.add_adapter(name, await self._weights_key(path))
 
     async def add_adapter(self, name: str, key: int) -> None:
-        """Serve the adapter `name` of weights `key`, beside the others, from now on.
+        """Serve the adapter `name` with the weights key `key`, in addition to the others.
 
         Raises:
-            EngineRejected: (400) the name is loaded.
+            EngineRejected: (400) if the name is loaded already.
         """
         self._pacer.now()
         await self._adapters.load(name, key)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter when its last request has ended; an unknown one is ignored."""
+        """Remove an adapter after its last request has ended; an unknown one is ignored."""
         self._pump()
         await self._adapters.unload(name)
 
     # -- time -------------------------------------------------------------------------------
 
     def _pump(self, at_least: float = 0.0) -> None:
-        """Let modelled time catch up with the loop and hand out what was generated."""
+        """Advance modelled time to the loop's time, and put the chunks into their streams."""
         for request_id, chunk in self._batcher.advance(self._pacer.reached(at_least)):
             stream = self._streams.get(request_id)
             if stream is not None:
                 stream.put_nowait(chunk)
                 if chunk.finish is not None:
                     del self._streams[request_id]
-        self._adapters.look()
+        self._adapters.complete_unload()
         self._schedule()
 
     def _schedule(self) -> None:
-        """One timer, for the batcher's next event.
+        """Set the timer for the batcher's next event.
 
-        Always a timer, even for an event due now: requests that are sent together are then all
-        in the queue before the first pass is planned, as on a server that reads its sockets
-        between steps.
+        Even an event that is due now waits for the timer, so that requests that are sent together
+        are all in the queue before the first pass is planned, as on a server that reads its
+        sockets between steps.
         """
         self._pacer.arm(self._batcher.next_event_time(), self._pump)
 
 
 def load_of(batcher: Batcher, now: float, scale: float) -> EngineLoad:
-    """At the modelled time `now`; `scale` is what a modelled second takes on the loop's clock."""
+    """The load at the modelled time `now`; `scale` is the loop seconds of a modelled second."""
     steps, decoding, prefilling = batcher.in_progress(now)
     tokens = steps * batcher.running
     counters, config = batcher.counters, batcher.config
@@ -408,13 +409,13 @@ _READ_BYTES = 1 << 24
 
 
 async def weights_key_of_files(path: Path) -> int | None:
-    """CRC-32 over the ``*.safetensors`` files of `path` in the order of their names.
+    """The CRC-32 over the ``*.safetensors`` files of `path`, in the order of their names.
 
-    None if there are none. Reads in blocks, so that the loop stays awake, and without a thread,
-    so that runs on a virtual clock repeat exactly.
+    None if there are none. It reads in blocks, so that the loop is not blocked, and without a
+    thread, so that runs on a virtual clock repeat exactly.
 
     Raises:
-        OSError: a file cannot be read.
+        OSError: if a file cannot be read.
     """
     files = _weight_files(path)
     key = 0

@@ -16,11 +16,11 @@ class SimFleet:
     """Engines "sim-0", "sim-1", … that need no GPU and no server.
 
     Args:
-        engines: how many.
+        engines: number of engines.
         time_scale: loop seconds for each modelled second (1.0 under a virtual clock).
         refit_seconds, pause_seconds: as in :class:`~aprilsched.engines.sim.engine.SimEngine`.
 
-    The others are those of :class:`~aprilsched.engines.sim.config.SimConfig`.
+    The other arguments are those of :class:`~aprilsched.engines.sim.config.SimConfig`.
 
     Raises:
         ConfigError: if a number is out of its range.
@@ -69,7 +69,7 @@ class SimFleet:
         return self._engines
 
     async def open(self) -> None:
-        """Open every engine; none of them can fail to."""
+        """Open every engine; this cannot fail."""
         for engine in self._engines:
             await engine.open()
 

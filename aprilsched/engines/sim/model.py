@@ -1,4 +1,4 @@
-"""The toy language model: tokens that depend on everything a real model's tokens depend on.
+"""The toy language model: its tokens depend on everything that a real model's tokens depend on.
 
 The next token and its logprob are hashed from the whole context, the absolute position, the
 weights key that samples it and the seed. The context enters through a rolling polynomial hash
@@ -8,13 +8,13 @@ weights key that samples it and the seed. The context enters through a rolling p
 in which ``key[i]`` is the weights key under which the token's KV was computed.
 
 Invariants:
-- Lose, double or swap one context token and every later token changes (P is odd, so each
-  position's coefficient is invertible): a wrong splice cannot stay unseen.
-- Context tokens whose KV is of older weights (an in-place refit) give other tokens than the same
-  context prefilled again under the new ones (retract and flush), as on a real server.
+- If one context token is lost, doubled or swapped, every later token changes (P is odd, so each
+  position's coefficient is invertible). So a wrong splice of a response always shows.
+- Context tokens whose KV is of older weights (an in-place refit) lead to other tokens than the same
+  context prefilled again with the new weights (retract and flush), as on a real server.
 - The last token of a context is never in the cache: the step that samples the next token
-  computes its KV, under the weights of that step.
-- The scalar and the vector path give equal bits.
+  computes its KV, with the weights of that step.
+- The scalar and the vector path give identical bits.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _mix(x: int) -> int:
 
 
 def _mix_array(x: UInt64Array) -> UInt64Array:
-    """The same as `_mix`, in place."""
+    """Do the same as `_mix` for an array, in place."""
     x ^= x >> np.uint64(30)
     x *= np.uint64(_MIX1)
     x ^= x >> np.uint64(27)
@@ -66,17 +66,17 @@ def _mix_array(x: UInt64Array) -> UInt64Array:
 
 
 def weights_key_of_version(version: int) -> int:
-    """A weights key for weights that have no files: another one for every version."""
+    """A weights key for weights that have no files; every version has a different one."""
     return _mix((version * _TOKEN + 1) & _MASK)
 
 
 def adapted_key(weights: int, adapter: int) -> int:
-    """The weights key of a model with an adapter over it; `adapter` 0 is no adapter."""
+    """The weights key of a model with an adapter; `adapter` 0 means no adapter."""
     return weights if adapter == 0 else _mix((weights * _PLACE + adapter) & _MASK)
 
 
 def sampling_key(sampling: SamplingParams, request_id: str) -> int:
-    """What besides the context decides a sample: nothing if greedy, else the seed.
+    """The seed that decides a sample in addition to the context; 0 for greedy sampling.
 
     Without ``sampling_seed`` the request's id is the seed, so that runs can be repeated.
     """
@@ -91,7 +91,8 @@ def sampling_key(sampling: SamplingParams, request_id: str) -> int:
 class ContextState:
     """A context of ``length`` tokens, ready for the next one.
 
-    ``hash`` covers all tokens but the last; ``last`` is that one. ``seed`` is `sampling_key`'s.
+    ``hash`` covers all tokens except the last one, which is ``last``. ``seed`` is the result of
+    :func:`sampling_key`.
     """
 
     hash: int
@@ -101,7 +102,7 @@ class ContextState:
 
 
 class ToyModel:
-    """Next tokens in [0, vocab_size), logprobs float32 in (-8, 0)."""
+    """Samples tokens in [0, vocab_size) with float32 logprobs in (-8, 0)."""
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 2:
@@ -110,7 +111,7 @@ class ToyModel:
         self._powers = np.ones(1, dtype=np.uint64)
 
     def absorb(self, state: int, tokens: Int32Array, key: int) -> int:
-        """The hash `state` after the KV of `tokens` (int32 [n]) was computed under `key`."""
+        """The hash after `state` when the KV of `tokens` (int32 [n]) is computed under `key`."""
         count = len(tokens)
         if count == 0:
             return state
@@ -129,10 +130,11 @@ class ToyModel:
     def sample(
         self, states: Sequence[ContextState], counts: Sequence[int], key: int
     ) -> list[tuple[Int32Array, Float32Array]]:
-        """The next ``counts[i]`` tokens after ``states[i]`` under weights `key`; moves `states`.
+        """Sample the next ``counts[i]`` tokens after ``states[i]`` under the weights `key`.
 
-        Returns for each state token ids (int32) and logprobs (float32). Rows advance together,
-        one vector step for each token, so the cost is that of the longest count.
+        Advances `states`, and returns for each of them token ids (int32) and logprobs (float32).
+        Rows advance together, one vector step for each token, so the cost is that of the longest
+        count.
         """
         if len(states) < _SCALAR_ROWS:
             return [self._sample_one(s, n, key) for s, n in zip(states, counts, strict=True)]
@@ -161,8 +163,8 @@ class ToyModel:
     def _sample_rows(
         self, states: Sequence[ContextState], counts: Sequence[int], key: int
     ) -> list[tuple[Int32Array, Float32Array]]:
-        # Longest first: the rows still going at any step are then a prefix, and a slice of it
-        # is a view, so rows of unequal counts cost nothing extra.
+        # The longest rows come first: the rows that are active at a step are then a prefix, and
+        # its slice is a view, so unequal counts cost nothing extra.
         order = sorted(range(len(states)), key=lambda i: -counts[i])
         rows, most = len(states), counts[order[0]]
         hashed = np.array([states[i].hash for i in order], dtype=np.uint64)
@@ -196,7 +198,7 @@ class ToyModel:
             state, count = states[i], counts[i]
             state.hash, state.last = int(hashed[row]), int(token[row])
             state.length += count
-            # Copies: a view would keep the whole block alive for one held response.
+            # These are copies: one response as a view would keep the whole block alive.
             results[i] = (tokens[row, :count].copy(), logprobs[row, :count].copy())
         return results
 

@@ -1,8 +1,8 @@
-"""What leaves the engine: drives the toy model lazily and builds the chunks.
+"""The output of a simulated engine: samples tokens from the toy model and builds the chunks.
 
-Tokens are made when someone will see them (a tick, an ending, a pause, a look ahead for stop
-tokens), for all requests concerned at once. Lazily made tokens are right because the weights
-cannot change before they are made.
+Tokens are sampled lazily, when somebody will see them (at a tick, an ending or a pause, or in the
+search for stop tokens), for all requests concerned at once. This is correct because the weights
+cannot change before the tokens are sampled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aprilsched.types import Float32Array, Int32Array, SamplingParams
 __all__ = ["Ending", "Output"]
 
 Ending: TypeAlias = Literal["stop", "length", "abort"]
-# Zeros of any length, as slices of one element seen over and over: pure timing allocates nothing.
+# Zeros of any length as slices of a view on one element: pure timing allocates nothing.
 _NO_IDS: Int32Array = np.broadcast_to(np.zeros(1, dtype=np.int32), 1 << 40)
 _NO_LOGPROBS: Float32Array = np.broadcast_to(np.zeros(1, dtype=np.float32), 1 << 40)
 
@@ -31,7 +31,7 @@ _Block: TypeAlias = tuple[Int32Array, Float32Array]
 
 
 class Output:
-    """The chunks not yet taken, and the model that fills them."""
+    """Holds the chunks that are not taken yet, and the model that samples their tokens."""
 
     def __init__(self, config: SimConfig) -> None:
         self._model = config.model(config.vocab_size) if config.make_tokens else None
@@ -39,14 +39,14 @@ class Output:
         self._chunks: list[tuple[str, Chunk]] = []
 
     def stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        """The token ids that end a response sampled this way."""
+        """The token ids that end a response with these sampling parameters."""
         if self._model is None:
             return frozenset()
         stops = frozenset(sampling.stop_token_ids)
         return stops if sampling.ignore_eos else stops | self._eos
 
     def seed(self, request: GenerationRequest) -> int:
-        """What its tokens depend on beside the context; nothing where none are made."""
+        """The seed on which the request's tokens depend; 0 where no tokens are made."""
         return 0 if self._model is None else sampling_key(request.sampling, request.request_id)
 
     def prefill(self, sequence: Sequence, take: int, key: int) -> None:
@@ -64,7 +64,7 @@ class Output:
         sequence.computed = max(sequence.computed, end)
 
     def make(self, sequences: Iterable[Sequence], steps: int, key: int) -> None:
-        """Make the tokens of running requests that the step counter `steps` says are sampled."""
+        """Sample the tokens that running requests have decoded up to the step counter `steps`."""
         due = [s for s in sequences if steps - s.joined > s.made]
         if due:
             counts = [steps - s.joined - s.made for s in due]
@@ -73,29 +73,30 @@ class Output:
                 sequence.add(ids, logprobs)
 
     def predict(self, sequences: Iterable[Sequence], horizon: int, key: int) -> list[Sequence]:
-        """Those whose last token is known to come, with ``finish_at`` and ``stopped`` set.
+        """Find the step of each request's last token; sets ``finish_at`` and ``stopped``.
 
-        Without stop tokens that is every one; with them, those that end by the step `horizon`.
+        Returns the requests whose end is known: all without stop tokens, and those with stop
+        tokens that end by the step `horizon`.
         """
         known: list[Sequence] = []
-        seers: list[Sequence] = []
+        searched: list[Sequence] = []
         for sequence in sequences:
             sequence.stopped = False
             sequence.finish_at = sequence.joined + sequence.limit
             if not sequence.stops or sequence.finish_at <= sequence.joined + sequence.made:
                 known.append(sequence)
             else:
-                seers.append(sequence)
-        if seers:
-            known += self._look_ahead(seers, horizon, key)
+                searched.append(sequence)
+        if searched:
+            known += self._look_ahead(searched, horizon, key)
         return known
 
-    def _look_ahead(self, seers: list[Sequence], horizon: int, key: int) -> list[Sequence]:
-        counts = [min(s.finish_at, horizon) - s.joined - s.made for s in seers]
-        copies = [replace(s.state) for s in seers]
-        sampled = self._sample(seers, copies, counts, key)
+    def _look_ahead(self, searched: list[Sequence], horizon: int, key: int) -> list[Sequence]:
+        counts = [min(s.finish_at, horizon) - s.joined - s.made for s in searched]
+        copies = [replace(s.state) for s in searched]
+        sampled = self._sample(searched, copies, counts, key)
         known: list[Sequence] = []
-        for sequence, (ids, _) in zip(seers, sampled, strict=True):
+        for sequence, (ids, _) in zip(searched, sampled, strict=True):
             first = max(sequence.min_new - sequence.made - 1, 0)
             hits = np.flatnonzero(np.isin(ids[first:], list(sequence.stops)))
             if hits.size:
@@ -106,21 +107,21 @@ class Output:
         return known
 
     def stream(self, sequences: Iterable[Sequence], version: int) -> None:
-        """A chunk for each request that has tokens which have not left."""
+        """Put a chunk for each request that has unsent tokens."""
         for sequence in sequences:
             if sequence.unsent:
                 ids, logprobs = sequence.take_unsent()
                 self._put(sequence, Chunk(token_ids=ids, logprobs=logprobs, label=version))
 
     def end(self, sequence: Sequence, ending: Ending, version: int) -> None:
-        """The last chunk; its spans cover everything that was sent."""
+        """Put the last chunk of a request; its spans cover everything that was sent."""
         ids, logprobs = sequence.take_unsent()
         spans = version_spans(sequence.changes, version, sequence.sent)
         chunk = Chunk(token_ids=ids, logprobs=logprobs, finish=ending, spans=spans, cached_tokens=0)
         self._put(sequence, chunk)
 
     def take(self) -> list[tuple[str, Chunk]]:
-        """All chunks since the last call, in order, with their request ids."""
+        """Return all chunks since the last call, in order, with their request ids."""
         chunks, self._chunks = self._chunks, []
         return chunks
 
@@ -134,7 +135,7 @@ class Output:
         counts: SequenceOf[int],
         key: int,
     ) -> list[_Block]:
-        """What follows `states`, one for each of `sequences`; those of one adapter at once."""
+        """Sample after `states`, one for each of `sequences`; those of one adapter together."""
         if self._model is None:
             return [(_NO_IDS[:n], _NO_LOGPROBS[:n]) for n in counts]
         rows: dict[int, list[int]] = {}

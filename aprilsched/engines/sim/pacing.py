@@ -1,4 +1,4 @@
-"""Modelled time on an event loop's clock, and one timer on it."""
+"""Modelled time on an event loop's clock, with one timer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ __all__ = ["Pacer"]
 
 
 class Pacer:
-    """Modelled seconds since the first :meth:`start`: loop seconds divided by `scale`.
+    """Gives the modelled seconds since the first :meth:`start`: loop seconds divided by `scale`.
 
-    :meth:`go_at` makes them pass more slowly for a time.
-
-    Modelled time never goes back and stands still while stopped, or at a rate of 0.
+    :meth:`set_rate` changes the speed. Modelled time never goes back. It stands still while the pacer
+    is stopped, and at a rate of 0.
 
     Raises:
         ConfigError: if `scale` is not positive.
@@ -39,11 +38,11 @@ class Pacer:
 
     @property
     def scale(self) -> float:
-        """Loop seconds in a modelled one, as they usually pass."""
+        """Number of loop seconds in a modelled second at the usual speed."""
         return self._usual_scale
 
     def start(self) -> None:
-        """Go on, on the running loop."""
+        """Start or continue, on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._origin, self._before = self._loop.time(), self._seen
 
@@ -52,10 +51,10 @@ class Pacer:
         self._loop = None
 
     def now(self) -> float:
-        """Modelled time.
+        """The modelled time now.
 
         Raises:
-            EngineUnreachable: not started.
+            EngineUnreachable: if the pacer is not started.
         """
         if self._loop is None:
             raise EngineUnreachable(self._name, "not open; enter the scheduler or call open().")
@@ -64,12 +63,12 @@ class Pacer:
         return self._seen
 
     def reached(self, when: float) -> float:
-        """Modelled time, at least `when`: rounding may make a timer fire an instant early."""
+        """The modelled time, at least `when`: rounding may make a timer fire slightly early."""
         self._seen = max(self.now(), when)
         return self._seen
 
-    def go_at(self, rate: float) -> None:
-        """Let modelled time pass `rate` times as fast as usual; what is armed must be set anew."""
+    def set_rate(self, rate: float) -> None:
+        """Change the speed to `rate` times the usual one; this cancels the timer."""
         if self._loop is not None:
             self.now()
         self._disarm()
@@ -78,11 +77,11 @@ class Pacer:
             self.start()
 
     async def sleep(self, seconds: float) -> None:
-        """Sleep for modelled seconds, as they usually pass."""
+        """Sleep for modelled seconds at the usual speed."""
         await asyncio.sleep(seconds * self._usual_scale)
 
     def arm(self, due: float | None, callback: Callable[[float], None]) -> None:
-        """Call ``callback(due)`` at the modelled time `due`, instead of what was set before."""
+        """Call ``callback(due)`` at the modelled time `due`; this replaces an earlier timer."""
         self._disarm()
         if due is not None and self._loop is not None and math.isfinite(self._scale):
             when = self._origin + (due - self._before) * self._scale

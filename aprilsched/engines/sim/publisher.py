@@ -1,4 +1,4 @@
-"""New weights for simulated engines, without files."""
+"""Publishers of new weights and adapters for simulated engines, without files."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["SimAdapterPublisher", "SimPublisher"]
 
 
 class SimPublisher:
-    """Gives every version a weights key of its own.
+    """Publishes weights to simulated engines; every version has its own weights key.
 
     Args:
-        weights_key: version to weights key. ``lambda version: 0`` publishes the same weights
-            again and again, so that greedy tokens do not depend on when refits happened. (The
-            engines start with the key of version 0: publish once before comparing.)
+        weights_key: maps a version to its weights key. ``lambda version: 0`` publishes the same
+            weights again and again, so that greedy tokens do not depend on when refits happened.
+            (The engines start with the key of version 0: publish once before comparing.)
     """
 
     def __init__(self, weights_key: Callable[[int], int] = weights_key_of_version) -> None:
         self._weights_key = weights_key
 
     def holds(self, version: int) -> bool:
-        """Any version can be published again: its key follows from its number."""
+        """Any version can be published again, because its key follows from its number."""
         return True
 
     async def prepare(self, version: int) -> None:
-        """There is nothing to prepare."""
+        """Do nothing: simulated weights need no preparation."""
 
     async def publish(
         self, version: int, engines: Sequence[Engine]
@@ -52,36 +52,36 @@ async def _refit(engine: Engine, version: int, key: int) -> Exception | None:
 
 
 class SimAdapterPublisher:
-    """Gives every version an adapter of its own, without files.
+    """Publishes adapters to simulated engines; every version has its own adapter.
 
     Args:
-        weights_key: version to the adapter's weights key.
+        weights_key: maps a version to the adapter's weights key.
     """
 
     def __init__(self, weights_key: Callable[[int], int] = weights_key_of_version) -> None:
         self._weights_key = weights_key
 
     def adapter_name(self, version: int) -> str:
-        """What the adapter of `version` is called on the engines."""
+        """The name of the adapter of `version` on the engines."""
         return f"policy-v{version}"
 
     def holds(self, version: int) -> bool:
-        """Any version can be published again: its key follows from its number."""
+        """Any version can be published again, because its key follows from its number."""
         return True
 
     async def prepare(self, version: int) -> None:
-        """There is nothing to prepare."""
+        """Do nothing: simulated adapters need no preparation."""
 
     async def publish(
         self, version: int, engines: Sequence[Engine]
     ) -> Mapping[str, Exception | None]:
-        """Load the adapter of `version` on all `engines`, which go on generating."""
+        """Load the adapter of `version` on all `engines`, while they generate."""
         name, key = self.adapter_name(version), self._weights_key(version)
         results = await asyncio.gather(*(_adapt(engine, name, key) for engine in engines))
         return {engine.name: result for engine, result in zip(engines, results, strict=True)}
 
     async def retire(self, version: int, engine: Engine) -> None:
-        """Unload the adapter of `version`; nothing samples with it any more."""
+        """Unload the adapter of `version`, with which no request samples any more."""
         if isinstance(engine, SimEngine):
             await engine.unload_adapter(self.adapter_name(version))
 

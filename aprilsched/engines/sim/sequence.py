@@ -1,8 +1,8 @@
-"""One request inside the batcher, and what is known of its output.
+"""One request inside the batcher, and the state of its output.
 
 Invariants:
-- ``out`` tokens have been sampled; ``made <= out`` of them are known to the toy model (it runs
-  lazily) and ``sent <= made`` have left in chunks.
+- ``out`` tokens have been decoded. The toy model runs lazily and has sampled ``made <= out`` of
+  them; ``sent <= made`` have left in chunks.
 - While the request runs, ``out`` follows the batcher's step counter: ``steps - joined``.
 - ``cached`` context tokens have KV; the last context token never has, so ``cached < context``.
 - Version spans cover the sampled tokens exactly, without gaps, as SGLang's do.
@@ -46,8 +46,8 @@ def version_spans(
 class Sequence:
     """The mutable state of one request; :class:`~aprilsched.engines.sim.batcher.Batcher` owns it.
 
-    `stops` are the token ids that end the response, none of them before `min_new` tokens;
-    `adapter` is the weights key of its adapter, 0 without one; `seed` is `sampling_key`'s.
+    `stops` are the token ids that end the response, after at least `min_new` tokens. `adapter` is
+    the weights key of its adapter, 0 without one. `seed` is the result of `sampling_key`.
     """
 
     request: GenerationRequest
@@ -63,12 +63,12 @@ class Sequence:
     sent: int = 0
     cached: int = 0
     computed: int = 0
-    """The most context tokens that ever had KV: computing below it is re-prefill."""
+    """Largest number of context tokens that ever had KV; computing fewer again is re-prefill."""
     shared: int = 0
-    """Context tokens still to come that a prefix cache has."""
+    """Number of context tokens still to prefill that a prefix cache has."""
     joined: int = 0
     ticket: int = -1
-    """Which admission this is, or -1 while not running; heap entries of older ones are void."""
+    """Number of the admission, or -1 while not running; heap entries of older ones are ignored."""
     finish_at: int = 0
     stopped: bool = False
     aborting: bool = False
@@ -87,7 +87,7 @@ class Sequence:
 
     @property
     def context(self) -> int:
-        """Prompt and sampled tokens."""
+        """Number of prompt tokens and decoded tokens."""
         return self.prompt + self.out
 
     @property
@@ -99,18 +99,18 @@ class Sequence:
         return np.concatenate((self.request.input_ids, *self.tokens))
 
     def drop_kv(self) -> None:
-        """Forget the cache: the context has to be prefilled again."""
+        """Drop the KV: the context has to be prefilled again."""
         self.cached = 0
         self.state.hash = 0
 
     def add(self, token_ids: Int32Array, logprobs: Float32Array) -> None:
-        """Take note of tokens that the model made."""
+        """Append tokens that the model has sampled."""
         self.made += len(token_ids)
         self.tokens.append(token_ids)
         self.unsent.append((token_ids, logprobs))
 
     def take_unsent(self) -> tuple[Int32Array, Float32Array]:
-        """The tokens and logprobs that have not left yet; they count as sent from now on."""
+        """Return the unsent tokens and logprobs; they count as sent from now on."""
         blocks, self.unsent = self.unsent, []
         self.sent = self.made
         if len(blocks) == 1:
@@ -120,6 +120,6 @@ class Sequence:
         return np.concatenate([b[0] for b in blocks]), np.concatenate([b[1] for b in blocks])
 
     def drop_unsent(self) -> None:
-        """Lose what has not left (an abort in the waiting queue gives only what was streamed)."""
+        """Drop the unsent tokens, as an abort in the waiting queue does."""
         self.unsent = []
         self.out = self.made = self.sent
