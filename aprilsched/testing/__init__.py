@@ -1,10 +1,10 @@
-"""The embedded engine behind SGLang's own HTTP API, for tests of whatever talks to SGLang.
+"""The embedded engine behind SGLang's own HTTP API, for tests of programs that talk to SGLang.
 
-Names, shapes and statuses are those that SGLang 0.5.21 answers. It is one process with no model:
-what is not modelled is refused or ignored, never made up. Differences: streams are always
-incremental, in the engine's own intervals; one prompt in a request; token ids beyond the
-vocabulary, memory calls in a wrong order and a flush of a busy cache within an update are refused
-(they kill a real server).
+Names, shapes and statuses are those of SGLang 0.5.21. The server is one process without a real
+model; what it does not model it refuses or ignores and never invents. Differences to SGLang:
+streams are always incremental, in the engine's own intervals; a request has one prompt; token ids
+beyond the vocabulary, memory calls in a wrong order and a flush of a busy cache within an update
+are refused (they kill a real server).
 """
 
 from aprilsched.testing.server import SimServer

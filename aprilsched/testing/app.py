@@ -1,4 +1,4 @@
-"""The routes of SGLang's HTTP API that are modelled, and which of them want the admin key."""
+"""The modelled routes of SGLang's HTTP API, and which of them need the admin key."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _ADMIN: Sequence[tuple[str, str, Handler]] = (
 def make_app(
     served: ServedEngine, *, admin_key: str | None, outermost: Sequence[Middleware] = ()
 ) -> web.Application:
-    """The application over `served`; `outermost` sees every call and every answer."""
+    """The web application of `served`; the `outermost` middlewares see all calls and answers."""
     middlewares: list[Middleware] = [*outermost, refusing]
     if admin_key is not None:
         middlewares.insert(-1, _asking_for(admin_key))
@@ -63,7 +63,7 @@ def make_app(
 
 
 def _asking_for(key: str) -> Middleware:
-    """Answers 401 to a control call without the key."""
+    """A middleware that answers 401 to a control call without the key."""
     closed = {path for _, path, _ in _ADMIN}
     expected = f"Bearer {key}".encode()
 

@@ -1,4 +1,4 @@
-"""What comes in: request bodies as typed structs, and the sampling parameters among them.
+"""Request bodies as typed structs, and the sampling parameters in them.
 
 Unknown fields of a body are ignored; an unknown sampling parameter fails the request, as in SGLang.
 """
@@ -46,7 +46,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
 
 
 class PauseBody(msgspec.Struct, frozen=True):
-    """POST /pause_generation. SGLang's default ends every request."""
+    """Body of POST /pause_generation; SGLang's default ends every request."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
@@ -68,27 +68,30 @@ class DiskBody(msgspec.Struct, frozen=True):
 
 
 class VersionBody(msgspec.Struct, frozen=True):
-    """POST /update_weight_version. SGLang's default ends every request."""
+    """Body of POST /update_weight_version; SGLang's default ends every request."""
 
     new_version: str
     abort_all_requests: bool = True
 
 
 class AdapterBody(msgspec.Struct, frozen=True):
-    """POST /load_lora_adapter and /unload_lora_adapter, which wants no path."""
+    """Body of POST /load_lora_adapter and /unload_lora_adapter; unloading needs no path."""
 
     lora_name: str
     lora_path: str = ""
 
 
 class MemoryBody(msgspec.Struct, frozen=True):
-    """POST /release_memory_occupation and /resume_memory_occupation; no tags are all of them."""
+    """Body of POST /release_memory_occupation and /resume_memory_occupation.
+
+    Without `tags` the call is for all parts.
+    """
 
     tags: list[str] | None = None
 
 
 class _Sampling(msgspec.Struct, frozen=True):
-    """SGLang's sampling parameters and their defaults; the last block is not modelled."""
+    """SGLang's sampling parameters and their defaults; those after `n` are not modelled."""
 
     max_new_tokens: int | None = 128
     min_new_tokens: int = 0
@@ -122,10 +125,10 @@ _DEFAULT_NEW_TOKENS = 128
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """`body` as a `kind`.
+    """Decode `body` as a `kind`.
 
     Raises:
-        Malformed: if it is missing or is something else.
+        Malformed: if it is missing or has another form.
     """
     if not body:
         raise Malformed("Field required: the request has no body.")
@@ -136,7 +139,7 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def known_parameters(body: GenerateBody) -> None:
-    """Fail like SGLang over a sampling parameter that it does not know.
+    """Fail like SGLang at a sampling parameter that it does not know.
 
     Raises:
         Crashed: if there is one.
@@ -149,7 +152,7 @@ def generation_request(body: GenerateBody, rid: str, config: SimConfig) -> Gener
     """The request that `body` asks for.
 
     Raises:
-        Refused: if SGLang, or this model of it, would not take it.
+        Refused: if SGLang, or this model of it, would refuse it.
     """
     if body.text is not None:
         raise Refused("The engine has no tokenizer and cannot take text; provide input_ids.")

@@ -1,4 +1,4 @@
-"""The endpoints that change the engine, with SGLang's defaults."""
+"""The handlers of the control calls, with SGLang's defaults."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def resume(request: web.Request) -> web.Response:
 
 
 async def abort(request: web.Request) -> web.Response:
-    """POST /abort_request; 200 whatever it found."""
+    """POST /abort_request; answers 200 whether or not the request exists."""
     body = decode(await request.read(), AbortBody)
     if body.abort_all:
         await request.app[SERVED].abort_all()
@@ -109,7 +109,7 @@ async def update_version(request: web.Request) -> web.Response:
 
 
 async def load_adapter(request: web.Request) -> web.Response:
-    """POST /load_lora_adapter; what runs goes on."""
+    """POST /load_lora_adapter; running requests continue."""
     served = request.app[SERVED]
     body = decode(await request.read(), AdapterBody)
     return _adapters(await served.load_adapter(body.lora_name, body.lora_path), served.adapters)

@@ -1,6 +1,6 @@
-"""From chunks to what /generate answers: ``output_ids`` and ``meta_info``, in SGLang's names.
+"""Builds the answers of /generate from chunks: ``output_ids`` and ``meta_info`` in SGLang's names.
 
-What a stream sends, its items, are events, and bytes that are no event of a response.
+The items of a stream are events, and bytes that are not an event.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Event: TypeAlias = dict[str, Any]
 Item: TypeAlias = Event | bytes
 
 DONE = b"data: [DONE]\n\n"
-"""What a stream ends with."""
+"""The end of every stream."""
 
 
 def framed(item: Item) -> bytes:
-    """What of `item` goes over the wire."""
+    """The bytes of `item` on the wire."""
     return item if isinstance(item, bytes) else b"data: " + msgspec.json.encode(item) + b"\n\n"
 
 
 class Answer:
-    """The events of one response; `completion_tokens` counts what they have carried so far."""
+    """Makes the events of one response, and counts the tokens that they have carried."""
 
     def __init__(self, served: ServedRequests, call: Call, *, logprobs: bool) -> None:
         self._served = served
@@ -39,7 +39,7 @@ class Answer:
         self._began = asyncio.get_running_loop().time()
 
     def event(self, chunk: Chunk) -> Event:
-        """The event that carries the tokens of `chunk`, all of them new."""
+        """The event that carries the tokens of `chunk`, all of which are new."""
         ids: list[int] = chunk.token_ids.tolist()
         self._tokens += len(ids)
         meta: dict[str, Any] = {

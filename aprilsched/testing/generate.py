@@ -1,8 +1,8 @@
-"""POST /generate: one response, whole or as server-sent events.
+"""POST /generate: one response, as a whole or as server-sent events.
 
-SGLang's own edges, kept here: what is refused in a stream is an event under status 200; an abort
-after a retract leaves a whole answer only multiples of 50 tokens; two seconds after a stream its
-rid is aborted, which hits another request under the same rid.
+It behaves like SGLang in the corner cases: a refusal in a stream is an event under status 200; an
+abort after a retract leaves only a multiple of 50 tokens in a whole answer; two seconds after a
+stream its rid is aborted, which hits another request under the same rid.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from aprilsched.testing.served import ServedEngine
 __all__ = ["generate", "one_token"]
 
 _KEPT = 50
-"""Tokens between two reports of SGLang's scheduler about a request that nobody streams."""
+"""Tokens between two reports of SGLang's scheduler about a request that is not streamed."""
 _LATE_ABORT_SECONDS = 2.0
 
 
@@ -65,11 +65,11 @@ async def _streamed(
                 await response.write(framed(item))
     except EngineError:
         if request.transport is not None:
-            request.transport.abort()  # the engine is gone; so is its connection
+            request.transport.abort()  # The engine is gone, so its connection breaks.
         return response
-    except ConnectionResetError:  # the client is gone
+    except ConnectionResetError:  # The client is gone.
         return response
-    served.later(_LATE_ABORT_SECONDS, rid)
+    served.abort_later(_LATE_ABORT_SECONDS, rid)
     return response
 
 
@@ -86,7 +86,7 @@ async def _items(served: ServedEngine, body: GenerateBody, rid: str) -> AsyncGen
 
 
 async def _whole(served: ServedEngine, call: Call) -> Chunk:
-    """All chunks of the response as one."""
+    """Join all chunks of a response into one."""
     async with aclosing(served.generate(call)) as found:
         chunks = [chunk async for chunk in found]
     last = chunks[-1]
@@ -99,7 +99,7 @@ async def _whole(served: ServedEngine, call: Call) -> Chunk:
 
 
 async def one_token(served: ServedEngine, seconds: float) -> bool:
-    """Whether the engine generates within `seconds`: what SGLang's health checks ask."""
+    """Whether the engine generates a token within `seconds`, as SGLang's health checks test."""
     body = GenerateBody(input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0})
     rid = f"HEALTH_CHECK_{uuid.uuid4().hex}"
     try:

@@ -1,4 +1,4 @@
-"""The endpoints that tell; none of them changes anything."""
+"""The handlers of the calls that only read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aprilsched.testing.refusals import as_json
 __all__ = ["health", "loads", "model_info", "models", "openapi", "ready", "server_info"]
 
 _VERSION = "0.5.21"
-"""The SGLang whose answers these are."""
+"""The SGLang release whose answers these are."""
 _HEALTH_SECONDS = 20.0
 _MICROSECONDS = 1e6
 
@@ -58,7 +58,7 @@ async def model_info(request: web.Request) -> web.Response:
 
 
 async def server_info(request: web.Request) -> web.Response:
-    """GET /server_info; ``simulated`` is ours, so that nobody takes it for a real one."""
+    """GET /server_info; the field ``simulated`` says that this is not a real SGLang."""
     served = request.app[SERVED]
     config = served.config
     rank = {"effective_max_running_requests_per_dp": config.max_running}
@@ -90,9 +90,9 @@ async def server_info(request: web.Request) -> web.Response:
 
 
 async def loads(request: web.Request) -> web.Response:
-    """GET /v1/loads: the part of it that SGLang calls core, whatever is asked for.
+    """GET /v1/loads: the part that SGLang calls core, whatever is asked for.
 
-    As on a server without --enable-metrics, what only that measures is 0.
+    Figures that SGLang measures only with --enable-metrics are 0, as without that flag.
     """
     served = request.app[SERVED]
     now, config = served.loads, served.config
@@ -138,12 +138,12 @@ async def loads(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """GET /ready; 503 while paused."""
+    """GET /ready; answers 503 while paused."""
     return web.Response(status=503 if request.app[SERVED].paused else 200)
 
 
 async def health(request: web.Request) -> web.Response:
-    """GET /health and /health_generate; they generate a token, and so hang while paused."""
+    """GET /health and /health_generate; both generate a token, so they hang while paused."""
     well = await one_token(request.app[SERVED], _HEALTH_SECONDS)
     return web.Response(status=200 if well else 503)
 
@@ -164,7 +164,7 @@ async def models(request: web.Request) -> web.Response:
 
 
 async def openapi(request: web.Request) -> web.Response:
-    """GET /openapi.json: the paths, and the bodies that clients look into."""
+    """GET /openapi.json: the paths, and the bodies that clients look up."""
     paths: dict[str, dict[str, Any]] = {}
     for route in request.app.router.routes():
         if route.resource is not None:

@@ -1,4 +1,4 @@
-"""Where the handlers find their engine."""
+"""The key of the application under which the handlers find their engine."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""How SGLang says no: three forms of error, each raised here and answered in one place.
+"""The ways in which SGLang refuses a call: three forms of error, answered in one place.
 
 ::
 
     Refusal
-    ├── Malformed   400, {"object": "error", …}: the body is not what the endpoint takes
+    ├── Malformed   400, {"object": "error", …}: the body has not the form that is expected
     ├── Refused     400, {"error": {"message"}}, or an event of that kind in a stream
-    └── Crashed     500, plain text: what SGLang does not catch itself
+    └── Crashed     500, plain text: an error that SGLang does not catch itself
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["Crashed", "Malformed", "Refusal", "Refused", "as_json", "refusing"]
 
 
 class Refusal(Exception):
-    """A request that is not carried out."""
+    """A call that is refused."""
 
     def answer(self) -> web.Response:
-        """What the client gets."""
+        """The answer that the client gets."""
         raise NotImplementedError
 
 
 class Malformed(Refusal):
-    """The body is not what the endpoint takes."""
+    """The body does not have the form that the endpoint expects."""
 
     def answer(self) -> web.Response:
         content = {
@@ -42,13 +42,13 @@ class Malformed(Refusal):
 
 
 class Refused(Refusal):
-    """The body is understood, and what it asks for is not given."""
+    """The body is well-formed, but its content is refused."""
 
     def answer(self) -> web.Response:
         return as_json({"error": {"message": str(self)}}, 400)
 
     def event(self) -> dict[str, Any]:
-        """The same inside a stream, whose status was 200 long before."""
+        """The same error as an event of a stream, whose status is 200 already."""
         kind = "invalid_request_error"
         return {
             "error": {"message": str(self), "type": kind, "code": 400, "retryable": False},
@@ -56,21 +56,21 @@ class Refused(Refusal):
 
 
 class Crashed(Refusal):
-    """SGLang's handler fails over it."""
+    """SGLang's handler fails with an error that it does not catch."""
 
     def answer(self) -> web.Response:
         return web.Response(status=500, text="Internal Server Error")
 
 
 def as_json(content: object, status: int = 200) -> web.Response:
-    """`content` as a JSON answer."""
+    """A JSON answer with `content`."""
     body = msgspec.json.encode(content)
     return web.Response(body=body, status=status, content_type="application/json")
 
 
 @web.middleware
 async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns refusals into answers; unknown paths are answered like FastAPI does."""
+    """Turn refusals into answers; unknown paths are answered as FastAPI does."""
     try:
         return await handler(request)
     except Refusal as refusal:

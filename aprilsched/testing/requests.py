@@ -1,10 +1,10 @@
-"""The embedded engine's requests as one SGLang process sees them: by rid, under labelled weights.
+"""The requests of a served engine as an SGLang process has them: by rid, under labelled weights.
 
 Invariants:
-- A label of the weights belongs to a version of the engine, each change to a new one; adjacent
-  tokens of one label are one span, as SGLang reports it.
-- An abort wants an exact rid, and then ends every request that begins with it; a second abort of
-  one rid is not passed on. Both are SGLang's.
+- Every change of the label makes a new version of the engine. Adjacent tokens of one label are
+  one span, as SGLang reports it.
+- As in SGLang, an abort needs an exact rid and then ends every request whose rid begins with it; a
+  second abort of one rid is not passed on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loads:
-    """What /v1/loads tells, as it was at `timestamp` of the wall clock."""
+    """The figures of /v1/loads at `timestamp` of the wall clock."""
 
     running: int
     waiting: int
@@ -50,7 +50,7 @@ class Loads:
 
 
 class ServedRequests:
-    """One engine and its requests. Lives on one loop, between :meth:`open` and :meth:`close`."""
+    """One engine and its requests; it belongs to one loop."""
 
     def __init__(self, engine: SimEngine, config: SimConfig, *, time_scale: float) -> None:
         self.engine = engine
@@ -58,7 +58,7 @@ class ServedRequests:
         self.model_path = MODEL
         self.time_scale = time_scale
         self.random_seed = secrets.randbelow(2**31)
-        """What a server draws when it starts, unless it is given one: it tells its process."""
+        """The seed that a server draws at its start; it distinguishes one process from another."""
         self._labels = {0: "default"}
         self._calls: dict[str, Call] = {}
         self._stale: Loads | None = None
@@ -71,7 +71,7 @@ class ServedRequests:
 
     @property
     def label(self) -> str:
-        """Of the weights that the engine has now."""
+        """The label of the engine's current weights."""
         return self._labels[self.engine.batcher.version]
 
     @property
@@ -84,7 +84,7 @@ class ServedRequests:
 
     @property
     def loads(self) -> Loads:
-        """Requests known to the scheduler; while paused, those of before the pause."""
+        """The load of the scheduler; during a pause, the load before it."""
         return self._stale or self._loads()
 
     def _loads(self) -> Loads:
@@ -99,7 +99,7 @@ class ServedRequests:
         )
 
     def labelled(self, spans: tuple[VersionSpan, ...], tokens: int) -> list[dict[str, str | int]]:
-        """`spans` over the first `tokens` tokens, with labels instead of versions."""
+        """The `spans` over the first `tokens` tokens, with labels instead of versions."""
         found: list[dict[str, str | int]] = []
         for span in spans:
             label, end = self._labels[span.version], min(span.end, tokens)
@@ -112,7 +112,7 @@ class ServedRequests:
     # -- requests ---------------------------------------------------------------------------
 
     async def generate(self, call: Call) -> AsyncGenerator[Chunk, None]:
-        """One response; left early, its request is aborted.
+        """Stream one response; if it is left early, its request is aborted.
 
         Raises:
             Refused: if the rid is in use, or the request can never fit.
@@ -139,7 +139,7 @@ class ServedRequests:
         return [call for call in self._calls.values() if call.entered]
 
     async def abort(self, rid: str) -> None:
-        """End the request `rid`, and all that begin with it; unknown ones are ignored."""
+        """End the request `rid` and all whose rids begin with it; ignore an unknown rid."""
         call = self._calls.get(rid)
         if call is None or call.abort_sent:
             return
@@ -148,12 +148,12 @@ class ServedRequests:
             await self.engine.abort(other)
 
     async def abort_all(self) -> None:
-        """End every request but those that a pause holds."""
+        """End every request except those that a pause holds."""
         for rid in list(self._calls):
             await self.engine.abort(rid)
 
-    def later(self, seconds: float, rid: str) -> None:
-        """Abort `rid` in so many seconds, whoever has it then."""
+    def abort_later(self, seconds: float, rid: str) -> None:
+        """Abort `rid` in so many seconds, whichever request has this rid then."""
 
         async def work() -> None:
             await asyncio.sleep(seconds * self.time_scale)
@@ -163,7 +163,7 @@ class ServedRequests:
         self._late.add(task)
         task.add_done_callback(self._late.discard)
 
-    def forget(self) -> None:
-        """Abort nothing any more."""
+    def cancel_late_aborts(self) -> None:
+        """Cancel the late aborts."""
         for task in self._late:
             task.cancel()

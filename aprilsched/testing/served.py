@@ -1,8 +1,8 @@
-"""The embedded engine as one SGLang process sees it: what steers it.
+"""The control calls of a served engine, as an SGLang process carries them out.
 
-What SGLang does at the edges is done here too: an update outside of a pause waits for every
-running request and lets none in; the default pause ends all requests and looks once a second
-whether they are gone; the loads are those of before the pause for as long as it lasts.
+It behaves like SGLang in the corner cases: an update outside of a pause waits for every running
+request and admits none; the default pause ends all requests and checks once a second whether they
+are gone; during a pause the reported load is that before the pause.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from aprilsched.testing.requests import ServedRequests
 __all__ = ["ServedEngine"]
 
 ABORT_POLL_SECONDS = 1.0
-"""Between two looks of a pause in abort mode; SGLang's own."""
+"""Time between two checks of a pause in abort mode, as in SGLang."""
 FLUSH_POLL_SECONDS = 0.05
 
 
 class ServedEngine(ServedRequests):
-    """One engine, its requests and its control calls. Lives on one loop."""
+    """One engine, its requests and its control calls; it belongs to one loop."""
 
     def __init__(self, engine: SimEngine, config: SimConfig, *, time_scale: float) -> None:
         super().__init__(engine, config, time_scale=time_scale)
         self.adapters: dict[str, str] = {}
-        """The path of each adapter that is loaded."""
+        """The path of each loaded adapter."""
         self._updating = False
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
-        """Stop; "abort" first ends what runs."""
+        """Pause; the mode "abort" ends all running requests first."""
         if not self.paused:
             self._stale = self._loads()
         if mode != "abort":
             await self._pause(mode)
             return
         if self.paused:
-            await self._pause("retract")  # an abort under in_place would wait for continue
+            await self._pause("retract")  # An abort under in_place would wait for the continue.
         held = self.engine.batcher.is_held
         async with self._closed():
             await self.abort_all()
@@ -58,12 +58,12 @@ class ServedEngine(ServedRequests):
         await self.engine.pause(mode)
 
     async def resume(self) -> None:
-        """Go on."""
+        """Continue after a pause."""
         await self.engine.resume()
         self._stale = None
 
     async def flush(self, timeout: float) -> bool:  # noqa: ASYNC109 - the query's own name
-        """Drop all KV, within `timeout` seconds; False while it is in use."""
+        """Drop all KV, within `timeout` seconds; return False while it is in use."""
         try:
             async with asyncio.timeout(timeout or None):
                 while True:
@@ -78,7 +78,7 @@ class ServedEngine(ServedRequests):
             return False
 
     async def update(self, path: str, label: str | None, *, flush: bool) -> str | None:
-        """Take the weights in `path`; why not, if they cannot be had."""
+        """Load the weights in `path`; return why not, if that fails."""
         version = self._version(label or self.label)
         try:
             async with self._exclusive():
@@ -91,7 +91,7 @@ class ServedEngine(ServedRequests):
         return None
 
     async def relabel(self, label: str) -> None:
-        """Call the same weights `label`, also while requests run."""
+        """Give the weights the label `label`, even while requests run."""
         version, key = self._version(label), self.engine.batcher.weights_key
         running = not self.paused and bool(self._entered())
         if running:
@@ -103,22 +103,22 @@ class ServedEngine(ServedRequests):
                 await self.engine.resume()
 
     async def begin_with(self, path: str, label: str, key: int) -> None:
-        """Have other weights from the start than those of version 0."""
+        """Start with other weights than those of version 0."""
         self.model_path = path
         await self.engine.refit(self._version(label), key)
 
     def begin_update(self) -> bool:
-        """Open an update in parts; False if one is open."""
+        """Begin an update in parts; return False if one is open."""
         opened, self._updating = not self._updating, True
         return opened
 
     def end_update(self) -> bool:
-        """Close it; False if none is open."""
+        """End the update in parts; return False if none is open."""
         closed, self._updating = self._updating, False
         return closed
 
     async def load_adapter(self, name: str, path: str) -> str | None:
-        """Serve the adapter in `path` as well; why not, if it cannot be had."""
+        """Load the adapter in `path`; return why not, if that fails."""
         try:
             await self.engine.load_adapter(name, Path(path))
         except EngineError as error:
@@ -127,7 +127,7 @@ class ServedEngine(ServedRequests):
         return None
 
     async def unload_adapter(self, name: str) -> str | None:
-        """Forget an adapter once its last request has ended; why not, if it is not there."""
+        """Remove an adapter after its last request; return why not, if it is unknown."""
         if self.adapters.pop(name, None) is None:
             return f"LoRA with name {name} does not exist."
         await self.engine.unload_adapter(name)
@@ -140,7 +140,7 @@ class ServedEngine(ServedRequests):
 
     @asynccontextmanager
     async def _exclusive(self) -> AsyncGenerator[None, None]:
-        """Nothing runs inside; a pause has that already."""
+        """Wait until nothing runs, and keep it so; a pause ensures that already."""
         if self.paused:
             yield
             return
@@ -150,7 +150,7 @@ class ServedEngine(ServedRequests):
 
     @asynccontextmanager
     async def _closed(self) -> AsyncGenerator[None, None]:
-        """New requests wait outside."""
+        """Let new requests wait."""
         self._closures += 1
         self._gate.clear()
         try:

@@ -1,4 +1,4 @@
-"""A served engine with its socket, from start to stop."""
+"""The SGLang-compatible test server: a simulated engine behind a socket, from start to stop."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _LARGEST_PORT = 2**16 - 1
 
 
 class SimServer:
-    """The embedded engine at ``http://host:port``; an async context manager.
+    """A simulated engine at ``http://host:port``; an async context manager.
 
     Args:
-        config: the modelled machine; ``stream_at_pause=False`` is SGLang's way.
-        host: loopback unless others shall reach it.
-        port: 0 for any free one.
-        admin_key: control calls want it as a bearer token; None leaves them open.
+        config: the modelled machine; with ``stream_at_pause=False`` it behaves like SGLang.
+        host: address to listen on; the default is reachable from this machine only.
+        port: port to listen on; 0 for any free one.
+        admin_key: bearer token that control calls need; None leaves them open.
         time_scale: wall seconds for each modelled second.
-        refit_seconds: modelled time that new weights need.
-        faults: what shall go wrong with it, from its start on.
+        refit_seconds: modelled duration of a refit.
+        faults: script of the faults that happen to it, from its start on.
 
     Raises:
         ConfigError: if a number is out of its range.
@@ -67,26 +67,26 @@ class SimServer:
         self._runner: web.AppRunner | None = None
         self._bound: int | None = None
         self.faults = Faults(faults or FaultScript())
-        """What of the script has happened."""
+        """The faults of the script and how often they have happened."""
         self._engine_faults = EngineFaults(self.faults, self)
 
     @property
     def url(self) -> str:
-        """Where it listens, once it is started."""
+        """The URL of the server; its port is known once the server is started."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         port = self._port if self._bound is None else self._bound
         return f"http://{host}:{port}"
 
     @property
     def listening(self) -> bool:
-        """Started, and not dead just now."""
+        """Whether the server is started, and not dead at the moment."""
         return self._runner is not None
 
     async def start(self) -> None:
-        """Listen.
+        """Start to listen.
 
         Raises:
-            ConfigError: if the address cannot be had.
+            ConfigError: if the address cannot be used.
         """
         await self.engine.open()
         self._served = ServedEngine(self.engine, self._config, time_scale=self._time_scale)
@@ -97,7 +97,7 @@ class SimServer:
     async def _listen(self, served: ServedEngine) -> None:
         outermost = [spoiling(self.faults, self._engine_faults)] if self.faults else []
         app = make_app(served, admin_key=self._admin_key, outermost=outermost)
-        # Cancelled with its client, a handler gives its request up, as SGLang does.
+        # A handler whose client leaves is cancelled, which ends its request, as in SGLang.
         self._runner = web.AppRunner(
             app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS, access_log=None
         )
@@ -114,18 +114,18 @@ class SimServer:
             ) from error
 
     async def stop(self) -> None:
-        """Break what is open, and stop listening."""
+        """Break the open connections and stop listening."""
         await self._engine_faults.end()
         if self._served is not None:
-            self._served.forget()
+            self._served.cancel_late_aborts()
         await self.engine.close()
         await self._close()
         self._bound = None
 
     async def crash(self) -> None:
-        """Die like a killed process: every connection is reset, and nothing listens."""
+        """Fail like a killed process: every connection is reset, and nothing listens."""
         if self._served is not None:
-            self._served.forget()
+            self._served.cancel_late_aborts()
         self.engine.crash()
         if self._runner is not None and self._runner.server is not None:
             for connection in self._runner.server.connections:
@@ -133,12 +133,12 @@ class SimServer:
         await self._close()
 
     async def restart(self, *, keeps_weights: bool = False) -> None:
-        """Be there again after :meth:`crash`, at the same address, as a new process.
+        """Start again after :meth:`crash`, at the same address, as a new process.
 
-        It has the weights of version 0, or those that the old one had.
+        The new process has the weights of version 0, or with `keeps_weights` those of the old one.
 
         Raises:
-            ConfigError: if the address cannot be had any more.
+            ConfigError: if the address cannot be used any more.
         """
         before = self._served
         had = (before.model_path, before.label, self.engine.batcher.weights_key) if before else None

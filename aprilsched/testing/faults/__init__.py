@@ -1,8 +1,9 @@
-"""Faults on demand: what a script says goes wrong with a served engine goes wrong with it.
+"""Faults on demand: a script says which faults happen to a served engine, and when.
 
-From the script to the wire: kinds and script (data), choosing (which fault now), and then one
-module for each place where a fault is carried out: whole answers, streams, the engine. They meet
-the server in its middleware and in one call in its streamed answers. docs/faults.md is the manual.
+``kinds`` and ``script`` are data; ``choosing`` decides which fault happens now; ``answers``,
+``stream`` and ``engine`` carry faults out on whole answers, streams and the engine. They are
+connected to the server by its middleware and by one call in its streamed answers. The manual is
+docs/faults.md.
 """
 
 from aprilsched.testing.faults.choosing import Faults, Fired

@@ -1,7 +1,7 @@
-"""What faults do to whole answers: before the call is carried out, and after.
+"""Carries out the faults of whole answers: before the call is carried out, and after.
 
-Before it, a fault may wait, break the connection, or answer instead of the server. After it, it
-turns the answer into another one, or into none. Streamed answers have begun by then, and pass.
+Before the call, a fault may wait, break the connection, or answer instead of the server. After the
+call, it replaces the answer or drops it. Streamed answers have begun by then and are not changed.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ After: TypeAlias = Callable[
 
 
 async def instead(mets: Iterable[Met[Fault]]) -> web.Response | None:
-    """What is answered instead of carrying the call out; None if it is to be carried out.
+    """Return the answer that replaces the call; None if the call must be carried out.
 
     Raises:
-        Broken: if the connection is to be reset.
+        Broken: if the connection must be reset.
     """
     for met in mets:
         before = _BEFORE.get(type(met.fault))
@@ -55,10 +55,10 @@ async def instead(mets: Iterable[Met[Fault]]) -> web.Response | None:
 async def after(
     mets: Iterable[Met[Fault]], request: web.Request, answer: web.StreamResponse
 ) -> web.StreamResponse:
-    """What becomes of the server's own `answer`.
+    """Return the answer that replaces the server's own `answer`.
 
     Raises:
-        Broken: if the connection is to be reset.
+        Broken: if the connection must be reset.
     """
     for met in mets:
         change = _AFTER.get(type(met.fault))

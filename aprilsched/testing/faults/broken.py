@@ -1,4 +1,4 @@
-"""Connections that end as no server ends them, and waits that may have no end."""
+"""Broken connections, and waits that may be endless."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class Broken(Exception):
-    """The connection of the call that this ends is to be reset."""
+    """Ends a call whose connection must be reset."""
 
 
 def reset(transport: asyncio.BaseTransport | None) -> None:
-    """Close with a TCP RST: the peer sees a broken connection and no end of a stream."""
+    """Close with a TCP RST: the peer sees a broken connection, and no end of the stream."""
     if not isinstance(transport, asyncio.WriteTransport):
         return
     held: socket.socket | None = transport.get_extra_info("socket")
@@ -27,7 +27,7 @@ def reset(transport: asyncio.BaseTransport | None) -> None:
 
 
 async def wait(seconds: float) -> None:
-    """Sleep; for ever, if they are infinite."""
+    """Sleep for `seconds`, which may be infinite."""
     if math.isfinite(seconds):
         await asyncio.sleep(seconds)
     else:

@@ -1,10 +1,11 @@
-"""Which fault happens now: one counter and one source of chance for each, and what has happened.
+"""Decides which fault happens now, and records which have happened.
 
 Invariants:
 
-- A fault is counted as fired when it takes effect, not when it is chosen: one that shall break a
-  stream after 100 tokens does not happen to a stream of 50.
-- Each fault draws for itself, so that changing one changes no other.
+- A fault counts as fired when it takes effect, not when it is chosen: one that breaks a stream
+  after 100 tokens does not happen to a stream of 50.
+- Each fault has its own counter and its own random generator, so a change of one fault changes no
+  other.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _REMEMBERED = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fired:
-    """A fault that took effect: when (seconds since the start), and at a call of which route."""
+    """A fault that took effect: its time (seconds since the start), its kind and its route."""
 
     at: float
     kind: str
@@ -36,13 +37,13 @@ class Fired:
 
 
 class Faults:
-    """The faults of one server. Made from a script; the clock is that of :meth:`begin`."""
+    """The faults of one server, made from a script; :meth:`begin` starts their clock."""
 
     def __init__(self, script: FaultScript) -> None:
         self.fired: Counter[str] = Counter()
-        """How often each kind took effect."""
+        """Number of times that each kind took effect."""
         self.log: deque[Fired] = deque(maxlen=_REMEMBERED)
-        """The last of them, one by one."""
+        """The last faults that took effect."""
         self._triggers = [
             _Trigger(fault, np.random.default_rng((*script.seed, index)))
             for index, fault in enumerate(script.faults)
@@ -62,28 +63,28 @@ class Faults:
         return 0.0 if self._clock is None else self._clock() - self._began
 
     def meet(self, route: str, *, in_stream: bool = False) -> list[Met[Fault]]:
-        """What shall happen to a call of `route` that has just arrived, in the script's order.
+        """The faults for a call of `route` that has just arrived, in the script's order.
 
-        `in_stream` asks for the faults of streams, once a call has turned out to be one.
+        With `in_stream` these are the faults of streams, for a call that has begun to stream.
         """
         now = self.now()
         own = [t for t in self._triggers if t.fault.in_stream == in_stream]
         return [Met(self, t, route) for t in own if t.matches(route, now)]
 
     def by_the_clock(self) -> list[Met[EngineWide]]:
-        """What shall happen without a call; asked once."""
+        """The faults that happen without a call; called once."""
         own = [t for t in self._triggers if isinstance(t.fault, EngineWide) and not t.routes]
         return [cast("Met[EngineWide]", Met(self, t, None)) for t in own if t.chance()]
 
     def took_effect(self, trigger: _Trigger, route: str | None) -> None:
-        """Count it."""
+        """Record that the fault took effect."""
         trigger.fired += 1
         self.fired[trigger.fault.kind] += 1
         self.log.append(Fired(at=self.now(), kind=trigger.fault.kind, route=route))
 
 
 class _Trigger:
-    """One fault of the script, and how often it was met."""
+    """One fault of the script, and how often it was met and fired."""
 
     def __init__(self, fault: Fault, random: np.random.Generator) -> None:
         self.fault = fault
@@ -98,7 +99,7 @@ class _Trigger:
         return self.fault.times is not None and self.fired >= self.fault.times
 
     def matches(self, route: str, now: float) -> bool:
-        """Whether it shall happen to a call that arrives now; each call is asked for once."""
+        """Whether the fault is for a call that arrives now; called once for each call."""
         fault = self.fault
         until = float("inf") if fault.until is None else fault.until
         if route not in self.routes or not fault.at <= now < until:
@@ -111,12 +112,12 @@ class _Trigger:
         return past >= 0 and past % self.fault.every == 0
 
     def chance(self) -> bool:
-        """Whether its probability lets it happen."""
+        """Draw whether the fault happens, with its probability."""
         return self.fault.probability == 1 or self.random.random() < self.fault.probability
 
 
 class Met(Generic[F]):
-    """A fault that one call has met; it happens when its time has come, if it ever does."""
+    """A fault that one call has met; whether it fires is decided while the call is answered."""
 
     def __init__(self, faults: Faults, trigger: _Trigger, route: str | None) -> None:
         self._faults = faults
@@ -125,12 +126,12 @@ class Met(Generic[F]):
         self.fault = cast("F", trigger.fault)
 
     def fire(self) -> bool:
-        """Count that it takes effect now; False if it has done so often enough."""
+        """Record that the fault takes effect now; False if it is used up."""
         if self._trigger.spent:
             return False
         self._faults.took_effect(self._trigger, self._route)
         return True
 
     def random_bytes(self, count: int) -> bytes:
-        """So many of them, without a line's end."""
+        """Draw `count` random bytes without a line feed."""
         return self._trigger.random.bytes(count).replace(b"\n", b"\0")

@@ -1,9 +1,9 @@
-"""What faults do to the whole engine: it hangs, it decodes slowly, it dies and comes back.
+"""Carries out the faults of the whole engine: it hangs, decodes slowly, dies or restarts.
 
 Invariants:
 
-- Whatever overlaps adds up: the engine decodes at the product of the factors, and calls wait until
-  the last hang is over.
+- Overlapping faults add up: the engine decodes at the product of the factors, and calls wait until
+  the last hang has ended.
 - A new process neither hangs nor is slow.
 """
 
@@ -24,22 +24,22 @@ __all__ = ["EngineFaults", "Server"]
 
 
 class Server(Protocol):
-    """What happens to a server."""
+    """The part of a server that faults act on."""
 
     @property
     def engine(self) -> SimEngine: ...
 
     async def crash(self) -> None:
-        """Die."""
+        """Fail like a killed process."""
         ...
 
     async def restart(self, *, keeps_weights: bool) -> None:
-        """Come back."""
+        """Start again as a new process."""
         ...
 
 
 class EngineFaults:
-    """What happens to one server, from :meth:`begin` to :meth:`end`."""
+    """Carries out the faults of one server, from :meth:`begin` to :meth:`end`."""
 
     def __init__(self, faults: Faults, server: Server) -> None:
         self._faults = faults
@@ -52,23 +52,23 @@ class EngineFaults:
         self._awake.set()
 
     def begin(self) -> None:
-        """Wait for the times of those that no call brings about."""
+        """Schedule the faults that happen at a time and not at a call."""
         for met in self._faults.by_the_clock():
             _keep(self._lives, self._at(met))
 
     async def end(self) -> None:
-        """Nothing happens any more."""
+        """Cancel all faults."""
         tasks = [*self._spells, *self._lives]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def answering(self) -> None:
+    async def wait_while_hanging(self) -> None:
         """Wait while the engine hangs."""
         await self._awake.wait()
 
-    def strike(self, met: Met[EngineWide]) -> bool:
-        """Let it happen now; False if it cannot (dead already) or has done so often enough."""
+    def start(self, met: Met[EngineWide]) -> bool:
+        """Start a fault now; False if the engine is dead or the fault is used up."""
         if self._dead or not met.fire():
             return False
         match met.fault:
@@ -85,7 +85,7 @@ class EngineFaults:
 
     async def _at(self, met: Met[EngineWide]) -> None:
         await wait(met.fault.at)
-        self.strike(met)
+        self.start(met)
 
     async def _slow(self, rate: float, seconds: float) -> None:
         with self._decoding_at(rate):

@@ -1,4 +1,4 @@
-"""The routes that a fault can be on: each path of the served API, and names for groups of them."""
+"""The kinds of faults with their parameters, and the routes on which they can happen."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _INFO = (
     "/health_generate",
 )
 PATHS = (*GENERATE, *_CONTROL, *_INFO)
-"""Every path that is served."""
+"""Every path of the served API."""
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "all": PATHS,
@@ -84,11 +84,11 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "steering": STEERING,
     "updates": UPDATES,
 }
-"""What a script may say instead of a list of paths."""
+"""Names that a script may use instead of a list of paths."""
 
 
 def paths_of(name: str) -> tuple[str, ...]:
-    """The paths that `name`, a path or a group, stands for; none if there is no such thing."""
+    """The paths for which `name`, a path or a group, stands; none if it is unknown."""
     return GROUPS.get(name, (name,) if name in PATHS else ())
 
 
@@ -100,22 +100,22 @@ GIGABYTE = 2**30
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When and where a fault happens; times in seconds of the event loop since the start.
+    """When and where a fault happens; times are seconds of the event loop since the start.
 
     Attributes:
-        routes: the calls that it may happen to, as paths or groups; the kind's own if empty.
-        at, until: only calls that arrive in this time are looked at, and counted.
-        after: the first of them that it happens to.
-        every: it happens to one in so many from there on.
-        probability: of happening to one that it would.
-        times: how often it happens at most.
-        engines: of which engines of a command, counted from 0; all if empty.
+        routes: calls to which it may happen, as paths or groups; if empty, those of the kind.
+        at, until: only calls that arrive between these times are considered and counted.
+        after: number of the first of these calls to which it happens.
+        every: from there on it happens to one call in this number.
+        probability: probability with which it happens to such a call.
+        times: largest number of times that it happens.
+        engines: engines of a command to which it happens, counted from 0; all if empty.
     """
 
     kind: ClassVar[str]
     default_routes: ClassVar[tuple[str, ...]] = GENERATE
     routes_are_fixed: ClassVar[bool] = False
-    """No other routes make sense."""
+    """Whether the fault makes sense on its default routes only."""
 
     routes: tuple[str, ...] = ()
     at: Annotated[float, msgspec.Meta(ge=0)] = 0.0
@@ -128,7 +128,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def in_stream(self) -> bool:
-        """Only streamed answers meet it, when they begin; the others are not counted."""
+        """Whether only streamed answers meet it, when they begin; other calls are not counted."""
         return False
 
 
@@ -136,7 +136,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Delay(Fault, frozen=True, kw_only=True):
-    """The answer comes `seconds` late; with `every_event` each event of a stream does instead."""
+    """The answer comes `seconds` late; with `every_event`, each event of a stream comes late."""
 
     kind = "delay"
     seconds: Seconds
@@ -144,7 +144,7 @@ class Delay(Fault, frozen=True, kw_only=True):
 
 
 class Reset(Fault, frozen=True, kw_only=True):
-    """The connection is reset (TCP RST): before the answer, or after so many streamed tokens.
+    """The connection is reset (TCP RST), before the answer or after `after_tokens` tokens.
 
     With `carried_out` the call is carried out first, and only its answer is lost.
     """
@@ -159,7 +159,7 @@ class Reset(Fault, frozen=True, kw_only=True):
 
 
 class Silence(Fault, frozen=True, kw_only=True):
-    """No answer for `seconds`; with `carried_out` the call is carried out before."""
+    """There is no answer for `seconds`; with `carried_out` the call is carried out before."""
 
     kind = "silence"
     default_routes = STEERING
@@ -168,7 +168,7 @@ class Silence(Fault, frozen=True, kw_only=True):
 
 
 class Status(Fault, frozen=True, kw_only=True):
-    """An HTTP error; `body` is sent as it is, otherwise `message` in SGLang's form."""
+    """The answer is an HTTP error with the body `body`, or with `message` in SGLang's form."""
 
     kind = "status"
     status: Annotated[int, msgspec.Meta(ge=400, le=599)] = 500
@@ -178,16 +178,16 @@ class Status(Fault, frozen=True, kw_only=True):
 
 
 class Truncate(Fault, frozen=True, kw_only=True):
-    """JSON cut in half: one event of a stream after so many tokens, or a whole answer."""
+    """JSON is cut in half: a whole answer, or one event of a stream after `after_tokens` tokens."""
 
     kind = "truncate"
     after_tokens: Count = 0
 
 
 class Garbage(Fault, frozen=True, kw_only=True):
-    """Random bytes instead of a whole answer, or as an event between those of a stream.
+    """Random bytes replace a whole answer, or come as an additional event of a stream.
 
-    With `raw` they are no event of their own: the next event begins in the middle of their line.
+    With `raw` they are not an event: the next event begins in the middle of their line.
     """
 
     kind = "garbage"
@@ -197,7 +197,7 @@ class Garbage(Fault, frozen=True, kw_only=True):
 
 
 class SlowLoris(Fault, frozen=True, kw_only=True):
-    """The answer dribbles out, `bytes` at a time with `seconds` between them."""
+    """The answer comes slowly: `bytes` bytes at a time, with `seconds` between them."""
 
     kind = "slow-loris"
     bytes: AtLeastOne = 16
@@ -205,7 +205,7 @@ class SlowLoris(Fault, frozen=True, kw_only=True):
 
 
 class FloodAnswer(Fault, frozen=True, kw_only=True):
-    """An answer of `bytes` bytes that says nothing; on any route but /generate."""
+    """The answer has `bytes` bytes without meaning; on any route except /generate."""
 
     kind = "flood-answer"
     default_routes = tuple(path for path in GROUPS["all"] if path not in GENERATE)
@@ -216,9 +216,9 @@ class FloodAnswer(Fault, frozen=True, kw_only=True):
 
 
 class RefitFails(Fault, frozen=True, kw_only=True):
-    """An update of the weights is refused, and nothing is done.
+    """An update of the weights is refused and not carried out.
 
-    SGLang's messages that begin with "Failed to get" say that the old weights are whole.
+    SGLang's messages that begin with "Failed to get" mean that the old weights are intact.
     """
 
     kind = "refit-fails"
@@ -228,14 +228,14 @@ class RefitFails(Fault, frozen=True, kw_only=True):
 
 
 class StuckVersion(Fault, frozen=True, kw_only=True):
-    """An update answers that it succeeded, and does nothing: weights and label stay."""
+    """An update reports success but is not carried out: weights and label stay."""
 
     kind = "stuck-version"
     default_routes = UPDATES
 
 
 class IgnoredAbort(Fault, frozen=True, kw_only=True):
-    """An abort answers 200 and does nothing."""
+    """An abort is answered with 200 and not carried out."""
 
     kind = "ignored-abort"
     default_routes = ABORT
@@ -246,7 +246,7 @@ class IgnoredAbort(Fault, frozen=True, kw_only=True):
 
 
 class InStream(Fault, frozen=True, kw_only=True):
-    """In a streamed answer, at the first event after `after_tokens` tokens; never in others."""
+    """A fault of streamed answers only; it happens at the first event after `after_tokens`."""
 
     routes_are_fixed: ClassVar[bool] = True
     after_tokens: Count = 0
@@ -257,20 +257,20 @@ class InStream(Fault, frozen=True, kw_only=True):
 
 
 class Drop(InStream, frozen=True, kw_only=True):
-    """The stream ends cleanly and unfinished."""
+    """The stream ends cleanly before the response does."""
 
     kind = "drop"
 
 
 class Stall(InStream, frozen=True, kw_only=True):
-    """The stream falls silent for `seconds`, and then goes on."""
+    """The stream is silent for `seconds`, and then continues."""
 
     kind = "stall"
     seconds: Seconds = float("inf")
 
 
 class ErrorEvent(InStream, frozen=True, kw_only=True):
-    """An error in the stream, as SGLang words it, ends it."""
+    """An error event in SGLang's form ends the stream."""
 
     kind = "error-event"
     code: Annotated[int, msgspec.Meta(ge=400, le=599)] = 500
@@ -278,27 +278,27 @@ class ErrorEvent(InStream, frozen=True, kw_only=True):
 
 
 class FewLogprobs(InStream, frozen=True, kw_only=True):
-    """`missing` logprobs fewer than ids."""
+    """An event has `missing` fewer logprobs than ids."""
 
     kind = "few-logprobs"
     missing: AtLeastOne = 1
 
 
 class NoLogprobs(InStream, frozen=True, kw_only=True):
-    """Ids without any logprobs."""
+    """An event has ids but no logprobs."""
 
     kind = "no-logprobs"
 
 
 class NanLogprob(InStream, frozen=True, kw_only=True):
-    """A logprob that is no number; SGLang sends null for NaN."""
+    """A logprob is not a number; SGLang sends null for NaN."""
 
     kind = "nan-logprob"
     value: Literal["null", "NaN", "Infinity", "-Infinity", "1e999", '"-0.5"'] = "null"
 
 
 class OtherIds(InStream, frozen=True, kw_only=True):
-    """An id that is not the one of its logprob."""
+    """An id differs from the id of its logprob."""
 
     kind = "other-ids"
 
@@ -316,29 +316,30 @@ class DuplicateFinish(InStream, frozen=True, kw_only=True):
 
 
 class OutOfOrder(InStream, frozen=True, kw_only=True):
-    """Two events change places."""
+    """Two consecutive events are swapped."""
 
     kind = "out-of-order"
 
 
 class FloodEvent(InStream, frozen=True, kw_only=True):
-    """One event without an end."""
+    """One event does not end."""
 
     kind = "flood-event"
     bytes: AtLeastOne = GIGABYTE
 
 
 class FloodComments(InStream, frozen=True, kw_only=True):
-    """Comment lines without an end; then the stream goes on."""
+    """A flood of comment lines arrives; then the stream continues."""
 
     kind = "flood-comments"
     bytes: AtLeastOne = GIGABYTE
 
 
 class FloodTokens(InStream, frozen=True, kw_only=True):
-    """`tokens` tokens more than were asked for, of id 0, before the finish.
+    """`tokens` tokens of id 0, more than were asked for, arrive before the finish.
 
-    Not in responses that end before: what came there could not be told from the model's own.
+    It does not happen to responses that end earlier: nothing would distinguish the additional
+    tokens from the model's own.
     """
 
     kind = "flood-tokens"
@@ -349,13 +350,13 @@ class FloodTokens(InStream, frozen=True, kw_only=True):
 
 
 class EngineWide(Fault, frozen=True, kw_only=True):
-    """At the time `at`, once; or with routes, at a call like any other fault."""
+    """A fault of the whole engine: once at the time `at`, or with routes at a call."""
 
     default_routes: ClassVar[tuple[str, ...]] = ()
 
 
 class Hang(EngineWide, frozen=True, kw_only=True):
-    """For `seconds` nothing is decoded and no call is answered; connections are accepted."""
+    """For `seconds` nothing decodes and no call is answered; connections are accepted."""
 
     kind = "hang"
     seconds: Seconds
@@ -412,4 +413,4 @@ KINDS: Mapping[str, type[Fault]] = {
         Die,
     )
 }
-"""Every kind by the name that a script calls it."""
+"""Every kind, by its name in a script."""

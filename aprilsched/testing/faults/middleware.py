@@ -1,4 +1,4 @@
-"""Where the faults meet the calls: one middleware around all others."""
+"""The middleware around all others in which the faults happen to the calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["spoil", "spoiling"]
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a call has met on its arrival, and where those of its stream are."""
+    """The faults that a call has met on its arrival, and the source of those of its stream."""
 
     mets: Sequence[Met[Fault]]
     faults: Faults
@@ -33,20 +33,20 @@ _CALL: web.RequestKey[_Call] = web.RequestKey("call", _Call)
 
 
 def spoiling(faults: Faults, engine: EngineFaults) -> Middleware:
-    """Lets the faults of a script happen to the calls that they are for."""
+    """The middleware that lets the faults of a script happen to the calls that they are for."""
 
     @web.middleware
     async def spoiling(request: web.Request, handler: Handler) -> web.StreamResponse:
         mets = faults.meet(request.path)
         try:
-            await _strike(mets, engine)
-            await engine.answering()
+            await _start_engine_faults(mets, engine)
+            await engine.wait_while_hanging()
             if (answer := await instead(mets)) is not None:
                 return answer
             request[_CALL] = _Call(mets, faults)
             return await after(mets, request, await handler(request))
         except (Broken, EngineError, ConnectionResetError):
-            # The script says so, the engine died under the call, or the client is gone.
+            # The script demands it, the engine died under the call, or the client is gone.
             reset(request.transport)
             return await _gone()
 
@@ -54,22 +54,22 @@ def spoiling(faults: Faults, engine: EngineFaults) -> Middleware:
 
 
 def spoil(request: web.Request, items: Items) -> Items:
-    """The items of a stream after what happens to them."""
+    """The items of a stream, changed by the faults that happen to it."""
     call = request.get(_CALL)
     if call is None:
         return items
     return spoiled([*call.mets, *call.faults.meet(request.path, in_stream=True)], items)
 
 
-async def _strike(mets: Sequence[Met[Fault]], engine: EngineFaults) -> None:
+async def _start_engine_faults(mets: Sequence[Met[Fault]], engine: EngineFaults) -> None:
     for met in mets:
         if isinstance(met.fault, EngineWide):
-            struck = engine.strike(cast("Met[EngineWide]", met))
-            if struck and isinstance(met.fault, Die):
+            started = engine.start(cast("Met[EngineWide]", met))
+            if started and isinstance(met.fault, Die):
                 await _gone()
 
 
 async def _gone() -> web.StreamResponse:
-    """The handler is cancelled when its connection is lost, which the loop does next."""
+    """Wait for the cancellation of the handler, which follows the loss of its connection."""
     await asyncio.Event().wait()
     raise AssertionError("nobody sets the event")

@@ -1,7 +1,7 @@
 """A script of faults: parsed from TOML, and checked before anything is served.
 
-Invariant: a :class:`FaultScript` that was parsed can be carried out; whatever cannot be is refused
-in one sentence that names the fault.
+Invariant: a parsed :class:`FaultScript` can be carried out; one that cannot is refused with one
+sentence that names the fault.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ Table: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class FaultScript:
-    """The faults of one server, or of several: :meth:`of_engine` gives one of them its own."""
+    """The faults of one server, or of several: :meth:`of_engine` gives one server its own."""
 
     faults: tuple[Fault, ...] = ()
     seed: tuple[int, ...] = (0,)
-    """Of whatever is drawn: whether a fault happens, and random bytes."""
+    """Seed of all random draws: whether a fault happens, and random bytes."""
 
     def of_engine(self, index: int) -> FaultScript:
-        """What happens to the engine `index`, which draws for itself."""
+        """The faults of the engine `index`, with a seed of its own."""
         own = tuple(f for f in self.faults if not f.engines or index in f.engines)
         return replace(self, faults=own, seed=(*self.seed, index))
 
 
 def parse_faults(text: str, where: str = "the fault script") -> FaultScript:
-    """The script that `text` is; `where` names it in errors.
+    """Parse the script in `text`; `where` names it in errors.
 
     Raises:
-        ConfigError: if it is no TOML, or has an unknown or impossible fault, key or value.
+        ConfigError: if it is not TOML, or has an unknown or impossible fault, key or value.
     """
     try:
         content = tomllib.loads(text)
@@ -60,7 +60,7 @@ def parse_faults(text: str, where: str = "the fault script") -> FaultScript:
 
 
 def faults_of(content: Table, where: str = "the fault script") -> FaultScript:
-    """The same from the content of such a file.
+    """Read a script from the parsed content of its file.
 
     Raises:
         ConfigError: as :func:`parse_faults`.
@@ -108,7 +108,7 @@ def _refuse_unknown(given: Table, known: Sequence[str], where: str) -> None:
 
 
 def _routes(fault: Fault) -> str | None:
-    """Why it cannot happen where it shall."""
+    """Why the fault cannot happen on its routes, or None."""
     for name in fault.routes:
         if not paths_of(name):
             near = get_close_matches(name, (*GROUPS, *PATHS), n=1, cutoff=0.0)[0]
@@ -133,7 +133,7 @@ def _times(fault: Fault) -> str | None:
 
 
 def _by_the_clock(fault: Fault, given: Table) -> str | None:
-    """Why it cannot be that no call brings it about."""
+    """Why the fault cannot happen at a time without a call, or None."""
     if not isinstance(fault, EngineWide) or fault.routes:
         return None
     counted = [key for key in ("until", "after", "every", "times") if key in given]

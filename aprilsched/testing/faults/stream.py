@@ -1,4 +1,4 @@
-"""Events of a stream that say something wrong; pure, and never the given event itself."""
+"""Carries out the faults of streams; a changed event is a copy, never the given one."""
 
 from __future__ import annotations
 
@@ -50,28 +50,28 @@ _MADE_UP = (-1.0, 0, None)
 
 
 def has_logprobs(event: Event) -> bool:
-    """Whether it brings tokens, with their logprobs."""
+    """Whether the event brings tokens with their logprobs."""
     return bool(event.get("meta_info", {}).get("output_token_logprobs"))
 
 
 def finishes(event: Event) -> bool:
-    """Whether it is the last one."""
+    """Whether the event is the last one."""
     return event.get("meta_info", {}).get("finish_reason") is not None
 
 
 def has_all_its_tokens(event: Event) -> bool:
-    """Whether it is the last one of a response that is as long as was asked for."""
+    """Whether the event ends a response that is as long as was asked for."""
     return finishes(event) and event["meta_info"]["finish_reason"]["type"] == "length"
 
 
 def error_event(fault: ErrorEvent) -> Event:
-    """What SGLang sends in the middle of a stream."""
+    """The error that SGLang sends in the middle of a stream."""
     kind = "InternalServerError" if fault.code >= 500 else "BadRequest"
     return {"error": {"message": fault.message, "type": kind, "code": fault.code}}
 
 
 def more_tokens(fault: FloodTokens, last: Event) -> Iterator[Event]:
-    """The `last` event, but unfinished, then tokens made up, and a finish that counts them."""
+    """Make the `last` event unfinished, add invented tokens, and finish with the new count."""
     meta = last["meta_info"]
     yield _with(last, finish_reason=None, weight_versions=None)
     total: int = meta["completion_tokens"]
@@ -131,7 +131,7 @@ CHANGES: Mapping[type[Fault], tuple[Callable[[Any, Event], Item], Callable[[Even
     OtherIds: (_other_ids, has_logprobs),
     Truncate: (_truncated, bool),
 }
-"""The faults that change one event: how, and which events can show it."""
+"""The faults that change one event: how they do it, and which events can show it."""
 
 
 Items: TypeAlias = AsyncGenerator[Item, None]
@@ -141,7 +141,7 @@ _PIECE = 2**16
 
 
 async def spoiled(mets: Sequence[Met[Fault]], items: Items) -> Items:
-    """`items` after all that happens to them, one fault after the other."""
+    """Apply the faults to `items`, one fault after the other."""
     async with AsyncExitStack() as stack:
         for met in mets:
             if (stage := _STAGES.get(type(met.fault))) is not None:
@@ -152,7 +152,7 @@ async def spoiled(mets: Sequence[Met[Fault]], items: Items) -> Items:
 
 
 def flood(begin: bytes, again: bytes, total: int) -> Iterator[bytes]:
-    """`total` bytes in pieces: `begin`, and then `again` over and over."""
+    """Yield `total` bytes in pieces: `begin`, then `again` over and over."""
     yield begin
     piece = again * (_PIECE // len(again))
     for sent in range(0, total - len(begin), len(piece)):
@@ -160,14 +160,14 @@ def flood(begin: bytes, again: bytes, total: int) -> Iterator[bytes]:
 
 
 async def dribbled(fault: SlowLoris, data: bytes) -> AsyncGenerator[bytes, None]:
-    """`data`, a few bytes at a time."""
+    """Yield `data` a few bytes at a time."""
     for start in range(0, len(data), fault.bytes):
         await wait(fault.seconds)
         yield data[start : start + fault.bytes]
 
 
 class _Spot:
-    """Where in a stream a fault happens."""
+    """The place in a stream at which a fault happens."""
 
     def __init__(self, met: Met[Any], after_tokens: int = 0) -> None:
         self._met = met
@@ -176,7 +176,7 @@ class _Spot:
         self._over = False
 
     def reached(self, item: Item, fits: Callable[[Event], bool] = bool) -> bool:
-        """Whether it happens at `item`, which must fit; asked for each item once."""
+        """Whether the fault happens at `item`, which must fit; called once for each item."""
         if isinstance(item, bytes) or self._over:
             return False
         here = self._sent >= self._after and fits(item)
@@ -278,7 +278,7 @@ async def _finish_twice(met: Met[DuplicateFinish], items: Items) -> Items:
 
 
 async def _swapped(met: Met[OutOfOrder], items: Items) -> Items:
-    """The event that is reached comes after the next one, if there is one."""
+    """Swap the event that is reached with the next one, if there is one."""
     spot, kept = _Spot(met, met.fault.after_tokens), None
     async for item in items:
         if kept is None and not isinstance(item, bytes) and spot.reached(item, _goes_on):
@@ -339,4 +339,4 @@ _STAGES: Mapping[type[Fault], Stage] = {
     FloodTokens: _flooded_by_tokens,
     **dict.fromkeys(CHANGES, _changed),
 }
-"""How each kind is carried out on a stream; the others leave streams alone."""
+"""How each kind is carried out on a stream; the other kinds leave streams alone."""
