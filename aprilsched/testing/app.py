@@ -10,9 +10,8 @@ from aiohttp.typedefs import Handler, Middleware
 
 from aprilsched.testing import control, info
 from aprilsched.testing.generate import generate
-from aprilsched.testing.keys import SERVED
 from aprilsched.testing.refusals import as_json, refusing
-from aprilsched.testing.served import ServedEngine
+from aprilsched.testing.served import SERVED, ServedEngine
 
 __all__ = ["make_app"]
 

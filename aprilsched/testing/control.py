@@ -17,8 +17,8 @@ from aprilsched.testing.bodies import (
     VersionBody,
     decode,
 )
-from aprilsched.testing.keys import SERVED
 from aprilsched.testing.refusals import Crashed, Malformed, as_json
+from aprilsched.testing.served import SERVED
 
 __all__ = [
     "abort",

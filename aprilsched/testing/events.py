@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from aprilsched.engines.base import Chunk
-from aprilsched.testing.requests import Call, ServedRequests
+from aprilsched.testing.served import Call, ServedRequests
 from aprilsched.types import Float32Array, Int32Array
 
 __all__ = ["DONE", "Answer", "Event", "Item", "framed"]

@@ -26,10 +26,8 @@ from aprilsched.testing.bodies import (
 )
 from aprilsched.testing.events import DONE, Answer, Item, framed
 from aprilsched.testing.faults.middleware import spoil
-from aprilsched.testing.keys import SERVED
 from aprilsched.testing.refusals import Refused, as_json
-from aprilsched.testing.requests import Call
-from aprilsched.testing.served import ServedEngine
+from aprilsched.testing.served import SERVED, Call, ServedEngine
 
 __all__ = ["generate", "one_token"]
 

@@ -9,8 +9,8 @@ from typing import Any
 from aiohttp import web
 
 from aprilsched.testing.generate import one_token
-from aprilsched.testing.keys import SERVED
 from aprilsched.testing.refusals import as_json
+from aprilsched.testing.served import SERVED
 
 __all__ = ["health", "loads", "model_info", "models", "openapi", "ready", "server_info"]
 
