@@ -1,1 +1,1 @@
-"""Publishers: how new weights reach the engines."""
+"""Publishers, which bring new weights and adapters to the engines."""

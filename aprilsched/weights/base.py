@@ -1,4 +1,4 @@
-"""How new weights reach the engines: one protocol, whoever moves the bytes."""
+"""The protocols of a publisher, which brings new weights or adapters to the engines."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ __all__ = ["AdapterPublisher", "RepublishingPublisher", "WeightPublisher"]
 
 
 class WeightPublisher(Protocol):
-    """Brings one new policy version into a set of engines."""
+    """Brings a new policy version to a set of engines."""
 
     async def prepare(self, version: int) -> None:
-        """Everything that can be done while the engines still generate (writing files, say)."""
+        """Do what can be done while the engines generate, such as writing files."""
         ...
 
     async def publish(
         self, version: int, engines: Sequence[Engine]
     ) -> Mapping[str, Exception | None]:
-        """Bring `version` into every engine, all of them paused, in parallel.
+        """Bring `version` to all engines, which are paused, in parallel.
 
-        Returns for each engine's name None, or why it did not take the weights. The caller
-        asks each engine which version it has afterwards and believes only that.
+        Returns for each engine's name None, or the error for which it did not take the weights.
+        The caller then asks each engine for its version and trusts only that.
         """
         ...
 
 
 @runtime_checkable
 class RepublishingPublisher(WeightPublisher, Protocol):
-    """One that can publish a version again, as long as it is the fleet's.
+    """A publisher that can publish a version again, as long as it is the fleet's version.
 
-    An engine that comes back is then brought to that version at once; otherwise it waits for the
-    trainer's next one.
+    With it, an engine that comes back gets that version at once; otherwise it waits for the
+    trainer's next version.
     """
 
     def holds(self, version: int) -> bool:
@@ -43,16 +43,16 @@ class RepublishingPublisher(WeightPublisher, Protocol):
 
 @runtime_checkable
 class AdapterPublisher(WeightPublisher, Protocol):
-    """One whose versions are LoRA adapters, each loaded beside those that are in use.
+    """A publisher whose versions are LoRA adapters, each loaded in addition to those in use.
 
-    `publish` is called while the engines generate. What was sent under an older adapter ends
-    under it; then `retire` is called.
+    `publish` is called while the engines generate. Requests of an older adapter end with that
+    adapter; then `retire` is called.
     """
 
     def adapter_name(self, version: int) -> str:
-        """What the adapter of `version` is called on the engines."""
+        """The name of the adapter of `version` on the engines."""
         ...
 
     async def retire(self, version: int, engine: Engine) -> None:
-        """Unload the adapter of `version` from `engine`; nothing samples with it any more."""
+        """Unload the adapter of `version` from `engine`; no request samples with it any more."""
         ...

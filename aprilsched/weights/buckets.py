@@ -1,10 +1,10 @@
-"""The trainer's tensors in buckets: one message for many small tensors, bounded memory for all.
+"""Packs the trainer's tensors into buckets: few messages, and bounded memory.
 
 - Tensors keep their order; each is in exactly one bucket, and no bucket is empty.
-- A bucket holds at most so many bytes, unless it holds a single tensor that is larger.
-- Engines get a bucket as one row of bytes and look at each part of it as the tensor's own type,
-  which torch allows only where the part begins at a multiple of the size of its elements. A
-  tensor that would begin anywhere else begins the next bucket instead.
+- A bucket holds at most a given number of bytes, unless it holds a single larger tensor.
+- An engine gets a bucket as one row of bytes and views each part of it as the tensor's own type.
+  torch allows that only where the part begins at a multiple of its element size, so a tensor that
+  would begin elsewhere begins the next bucket.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Bucket: TypeAlias = "Sequence[tuple[str, Tensor]]"
 
 
 class Buckets:
-    """Packs tensors that come one by one.
+    """Packs tensors that arrive one by one.
 
     Raises:
         ConfigError: if `bucket_bytes` is below 1.
@@ -37,7 +37,7 @@ class Buckets:
         self._bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> Bucket | None:
-        """Put a tensor in; gives the bucket before it, if that one is now full."""
+        """Add a tensor; return the bucket before it, if that one is now full."""
         size = tensor.numel() * tensor.element_size()
         full = None
         if self._open and (
@@ -49,18 +49,18 @@ class Buckets:
         return full
 
     def rest(self) -> Bucket | None:
-        """What is in the open bucket, which is then empty; None if nothing is."""
+        """Return the open bucket and empty it; None if it is empty already."""
         left, self._open, self._bytes = self._open, [], 0
         return left or None
 
 
 def iter_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """The buckets of `weights`, each made only when it is asked for."""
+    """Yield the buckets of `weights`; each is made only when it is asked for."""
     buckets = Buckets(bucket_bytes)
     for name, tensor in weights:
         if (full := buckets.add(name, tensor)) is not None:
             yield full
-            del full  # its tensors may be gone before the next ones are gathered
+            del full  # Its memory can be freed before the next tensors are gathered.
     if (last := buckets.rest()) is not None:
         yield last
 
@@ -68,7 +68,7 @@ def iter_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> It
 async def iter_buckets_async(
     weights: AsyncIterable[tuple[str, Tensor]], bucket_bytes: int
 ) -> AsyncIterator[Bucket]:
-    """As :func:`iter_buckets`, for weights that come asynchronously."""
+    """Like :func:`iter_buckets`, for weights that arrive asynchronously."""
     buckets = Buckets(bucket_bytes)
     async for name, tensor in weights:
         if (full := buckets.add(name, tensor)) is not None:

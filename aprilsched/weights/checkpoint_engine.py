@@ -1,18 +1,18 @@
-"""Weights through checkpoint-engine (the package of that name), for engines on the same GPUs.
+"""Publishes weights through the package checkpoint-engine, for engines on the same GPUs.
 
-Who moves the bytes: checkpoint-engine's ``ParameterServer``, one process for each GPU of the
-engines. It holds the weights in pinned host memory, brings them to its GPU in buckets,
-broadcasts them among its ranks by NCCL and lets the engine on that GPU read them by CUDA IPC.
-SGLang is told only where to connect.
+Transport: checkpoint-engine's ``ParameterServer``, one process for each GPU of the engines, holds
+the weights in pinned host memory, copies them to its GPU in buckets, broadcasts them among its
+ranks by NCCL and lets the engine on that GPU read them by CUDA IPC. SGLang is told only where to
+connect.
 
-What the trainer must hold: the weights once in pinned host memory, and on each GPU three buckets
-of free memory (``PS_MAX_BUCKET_SIZE_GB`` each, 8 unless set). The engines' environment needs
+Requirements: the weights fit once in pinned host memory, and each GPU has free memory for three
+buckets (``PS_MAX_BUCKET_SIZE_GB`` each, 8 unless set). The engines' environment needs
 checkpoint-engine as well. ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set
 as torchrun sets them.
 
-The scheduler lives in rank 0. At each version every other rank registers its share, then calls
-``gather_metas(checkpoint)`` and ``update(checkpoint, lambda sockets: None)`` on a server of its
-own; the calls meet those made here.
+The scheduler runs in rank 0. At each version every other rank registers its share, then calls
+``gather_metas(checkpoint)`` and ``update(checkpoint, lambda sockets: None)`` on its own server;
+these calls match those made here.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = ["CheckpointEnginePublisher", "ParameterServer"]
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SocketPaths = list[tuple[str, str]]
-"""The GPU's UUID and its ZeroMQ socket, for each rank of the parameter server."""
+"""For each rank of the parameter server its GPU's UUID and its ZeroMQ socket."""
 
 
 class ParameterServer(Protocol):
-    """What is used of ``checkpoint_engine.ps.ParameterServer``."""
+    """The methods of ``checkpoint_engine.ps.ParameterServer`` that are used here."""
 
     def register_checkpoint(
         self,
@@ -64,19 +64,19 @@ class ParameterServer(Protocol):
 
 
 class CheckpointEnginePublisher:
-    """Publishes what a ParameterServer holds.
+    """Publishes the weights that a ParameterServer holds.
 
     An update cannot be stopped once the engines read: a cancelled :meth:`publish` returns when
-    it has ended. A parameter server whose engine failed in the middle may wait for it for ever;
-    it is then given up after `patience`, and this publisher refuses to go on with it.
+    the update has ended. A parameter server whose engine failed half-way may wait for it for
+    ever. The publisher gives it up after `patience` and then refuses to use it again.
 
     Args:
-        weights: gives this rank's tensors by their Hugging Face names, afresh for each version;
-            they are copied to host memory in :meth:`prepare`, while the engines generate. None
-            if the trainer registers the checkpoint itself before each version.
+        weights: returns this rank's tensors by their Hugging Face names; called again for each
+            version. They are copied to host memory in :meth:`prepare`, while the engines generate.
+            None if the trainer itself registers the checkpoint before each version.
         server: the trainer's parameter server; None to make one. One that is made here leaves
-            the process group alone if torch.distributed is already initialized, and otherwise
-            makes one for each update and destroys it after.
+            the process group alone if torch.distributed is already initialized; otherwise it
+            makes a group for each update and destroys it afterwards.
         checkpoint: the name under which the weights are registered.
         timeout: seconds for the ranks of the parameter server to meet.
         patience: seconds for the parameter server to end after every engine has answered.
@@ -106,7 +106,7 @@ class CheckpointEnginePublisher:
         self._stuck = False
 
     async def prepare(self, version: int) -> None:
-        """Copy the weights to host memory and tell the ranks of each other's, engines running.
+        """Copy the weights to host memory and exchange metadata, while the engines generate.
 
         Raises:
             ConfigError: if checkpoint-engine is not installed or its environment is not set.
@@ -120,7 +120,7 @@ class CheckpointEnginePublisher:
 
         Raises:
             ConfigError: if nothing was prepared, or an engine cannot read from it.
-            RefitError: if the parameter server failed, or hangs, and no engine says why.
+            RefitError: if the parameter server failed or hangs, and no engine says why.
         """
         if self._server is None:
             raise ConfigError(f"version {version} is not prepared; await prepare() before.")
@@ -144,7 +144,7 @@ class CheckpointEnginePublisher:
             if self._registered:
                 self._server.unregister_checkpoint(self._checkpoint)
             self._registered = False
-            # The pool keeps its memory from version to version: pinning takes longer than copying.
+            # The pool keeps its memory for all versions, because pinning is slower than copying.
             self._server.register_checkpoint(
                 self._checkpoint, named_tensors=tensors, use_shared_memory_pool=True
             )
@@ -161,7 +161,7 @@ class CheckpointEnginePublisher:
     async def _run(self, server: ParameterServer, update: _Update) -> None:
         loop = asyncio.get_running_loop()
 
-        def call_engines(paths: SocketPaths) -> None:  # runs in a thread of the server's own
+        def call_engines(paths: SocketPaths) -> None:  # It runs in a thread of the server's own.
             asyncio.run_coroutine_threadsafe(update.call(paths), loop).result()
 
         def work() -> None:
@@ -177,7 +177,7 @@ class CheckpointEnginePublisher:
             answered.cancel()
         if not ended.done():
             self._stuck = True
-            # Whatever it says one day, nobody asks for it any more.
+            # Its later result is marked as seen, because nobody asks for it any more.
             ended.add_done_callback(lambda task: task.cancelled() or task.exception())
             raise _ServerFailed(TimeoutError("it still waits for an engine"))
         if (error := ended.exception()) is not None:
@@ -185,7 +185,7 @@ class CheckpointEnginePublisher:
 
 
 class _Reader(Engine, RefitFromSockets, Protocol):
-    """An engine that can be published to."""
+    """An engine to which this publisher can publish."""
 
 
 def _reader(engine: Engine) -> _Reader:
@@ -204,7 +204,7 @@ class _ServerFailed(Exception):
 
 
 class _Update:
-    """One version on its way: who is called, and what came of it."""
+    """The update to one version: the engines to call, and their results."""
 
     def __init__(self, version: int, engines: Sequence[_Reader]) -> None:
         self._version = version
@@ -220,7 +220,7 @@ class _Update:
     async def _call(self, engine: _Reader, handles: Mapping[str, str]) -> None:
         try:
             await engine.update_from_sockets(handles, self._version)
-        except Exception as error:  # one engine's failure must not hide what the others did
+        except Exception as error:  # One engine's failure must not hide the others' results.
             self.outcomes[engine.name] = error
 
 
@@ -239,5 +239,5 @@ def _make_server() -> ParameterServer:
         )
     from torch import distributed
 
-    # Of its own accord the server destroys the process group that it finds.
+    # With auto_pg the server destroys a process group that it finds.
     return package.ParameterServer(auto_pg=not distributed.is_initialized())

@@ -1,7 +1,7 @@
-"""Weights through a directory that the trainer writes and the engines read.
+"""Publishes weights through a directory that the trainer writes and the engines read.
 
-- An engine never sees half a checkpoint.
-- The version that the engines were last given is never deleted.
+- An engine never sees an incomplete checkpoint.
+- The version that the engines got last is never deleted.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class DiskPublisher:
     """Publishes checkpoints in the Hugging Face layout (safetensors).
 
     Args:
-        directory: on storage that the trainer and every engine see under the same path. Each
-            version becomes ``directory/version-00000007``. Without `save` it is itself the
-            checkpoint, and is published as it is.
-        save: writes the trainer's current weights and config.json into the path it is given,
-            which exists and is empty. A plain function runs in a thread; a coroutine function
+        directory: directory on storage that the trainer and every engine see under the same path.
+            Each version becomes ``directory/version-00000007``. Without `save` the directory is
+            itself the checkpoint, and is published as it is.
+        save: function that writes the trainer's current weights and config.json into the empty
+            directory that it is given. A plain function runs in a thread; a coroutine function
             is awaited.
-        keep: how many versions stay on the disk, the published one included.
+        keep: number of versions that stay on the disk, including the published one.
 
     Raises:
         ConfigError: if `keep` is below 1.
@@ -46,18 +46,18 @@ class DiskPublisher:
         self._save = save
 
     def path(self, version: int) -> Path:
-        """Where `version` is, or will be."""
+        """The path of `version`, which may not exist yet."""
         return self._versions.directory if self._save is None else self._versions.path(version)
 
     def holds(self, version: int) -> bool:
-        """Whether `version` is still on the disk; without `save` nobody knows what is there."""
+        """Whether `version` is still on the disk; False without `save`, when it is unknown."""
         return self._save is not None and self.path(version).is_dir()
 
     async def prepare(self, version: int) -> None:
         """Write `version` while the engines still generate.
 
         Raises:
-            ConfigError: if what is to be published is no checkpoint.
+            ConfigError: if the directory to publish holds no checkpoint.
         """
         if self._save is None:
             await self._versions.check(self.path(version))
@@ -87,7 +87,7 @@ async def _update(engine: Engine, path: Path, version: int) -> Exception | None:
         )
     try:
         await engine.update_from_disk(path, version)
-    except Exception as error:  # one engine's failure must not hide what the others did
+    except Exception as error:  # One engine's failure must not hide the others' results.
         return error
     return None
 

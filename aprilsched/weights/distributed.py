@@ -1,20 +1,20 @@
-"""Weights through a torch.distributed group: the trainer broadcasts, every engine receives.
+"""Publishes weights through a torch.distributed group: the trainer broadcasts to all engines.
 
-Who moves the bytes: the trainer, as rank 0 of a group that it shares with the ranks of all
-engines, joins the tensors of a bucket into one row of bytes on its device and broadcasts it, over
-NCCL from GPU to GPU, or over gloo through the hosts. Only names and shapes go over HTTP.
+Transport: the trainer is rank 0 of a group that it shares with the ranks of all engines. It joins
+the tensors of a bucket into one row of bytes on its device and broadcasts it, over NCCL from GPU
+to GPU, or over gloo through the hosts. Only names and shapes go over HTTP.
 
-What the trainer must hold: torch (and a GPU, for NCCL), all weights under their Hugging Face
+Requirements: the trainer has torch (and a GPU, for NCCL), all weights under their Hugging Face
 names as whole (gathered) tensors, one bucket of them at a time, memory for a second copy of that
 bucket, and an address that the engines reach. Of a trainer of several processes, one publishes.
 
-- An engine that fails is left behind and tears no other one: the group is made again without it,
+- An engine that fails is left behind and harms no other one: the group is made again without it,
   and everything is sent again from the beginning.
-- The next bucket is not asked for while one is under way. Gathering is often collective itself,
-  and two NCCL communicators at work on one device may wait for each other for ever.
-- Nothing is waited for without a bound. A cancelled publish drops the trainer's side at once, so
-  that no engine goes on waiting for a broadcast. The one exception is a gloo broadcast that hangs
-  in an engine: it is dropped after `timeout_s`.
+- The next bucket is asked for only after the last one was sent. Gathering is often a collective
+  operation too, and two NCCL communicators on one device may wait for each other for ever.
+- Every wait is bounded. A cancelled publish drops the trainer's side at once, so that no engine
+  waits for a broadcast any longer. The one exception is a gloo broadcast that hangs in an engine:
+  it is dropped after `timeout_s`.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ _Named: TypeAlias = "Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Ten
 Weights: TypeAlias = Callable[[], "_Named | Awaitable[_Named]"]
 
 _UNEXPLAINED = 2
-"""Broadcasts that may break off although every engine answers."""
+"""Number of broadcasts that may break off although every engine answers."""
 
 
 class DistributedPublisher:
     """Publishes tensors by broadcast, over a group that lasts from one version to the next.
 
     Args:
-        weights: gives an iterator, plain or asynchronous, over (name, tensor), all weights. It
-            is called afresh for each broadcast, also when one has failed and everything is sent
-            again, so it must be able to begin again. A plain one runs in a thread.
+        weights: returns an iterator, plain or asynchronous, over (name, tensor) of all weights. It
+            is called again for each broadcast, also when a failed one is repeated, so it must be
+            able to start from the beginning. A plain one runs in a thread.
         backend: "nccl" between GPUs, "gloo" between CPUs; the engines use the same.
-        address: of this machine, as the engines reach it. None takes the one of the interface
-            towards them, or loopback if they are on this machine. An SGLang server that does not
-            reach it waits for half an hour, deaf to everything else.
-        port: where the group's members meet; 0 for any that is free.
-        bucket_bytes: of tensors that are broadcast at a time; a larger tensor goes alone.
-        group: beginning of the group's name.
-        device: where the buckets are joined; None takes the device of the first tensor, if the
-            backend can send from it.
-        timeout_s: for each step: joining, one bucket, one call of an engine.
+        address: address of this machine, as the engines reach it. None takes the address of the
+            interface towards them, or loopback if they are on this machine. An SGLang server that
+            does not reach it waits for half an hour and answers nothing meanwhile.
+        port: port at which the group's members meet; 0 for any free one.
+        bucket_bytes: bytes of tensors that are broadcast at a time; a larger tensor goes alone.
+        group: prefix of the group's name.
+        device: device on which the buckets are joined. None takes the device of the first tensor,
+            if the backend can send from it.
+        timeout_s: seconds for each step: joining, one bucket, one call of an engine.
 
     Raises:
-        ConfigError: if one of these cannot be.
+        ConfigError: if an argument is out of its range.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class DistributedPublisher:
     async def publish(
         self, version: int, engines: Sequence[Engine]
     ) -> Mapping[str, Exception | None]:
-        """Broadcast every bucket to all engines, and name the weights `version`.
+        """Broadcast every bucket to all engines, and label the weights `version`.
 
         Raises:
             ConfigError: if torch is not installed, the address is not this machine's, or
-                `weights` gives none.
+                `weights` yields nothing.
         """
         outcomes: dict[str, Exception | None] = {}
         takers: list[GroupEngine] = []
@@ -141,21 +141,21 @@ class DistributedPublisher:
             await in_thread(_check_torch, self._backend)
             try:
                 outcomes.update(await self._until_whole(version, takers))
-            except BaseException:  # a cancelled one too: engines may wait for a broadcast
+            except BaseException:  # Also a cancellation: engines may wait for a broadcast.
                 self.close()
                 raise
         return outcomes
 
     async def aclose(self) -> None:
-        """Leave the group, on the engines' side too. A later publish makes a new one."""
+        """Leave the group, on the engines' side too. A later publish makes a new group."""
         members, self._members = self._members, []
-        # Ours first: it frees an engine that waits in the group, and could not listen.
+        # The trainer's side comes first: this frees an engine that waits in the group.
         self.close()
         if members:
             await leave(members, self._name)
 
     def close(self) -> None:
-        """Leave the group on the trainer's side, at once; the engines notice."""
+        """Leave the group on the trainer's side, at once; the engines notice it."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
@@ -174,7 +174,7 @@ class DistributedPublisher:
                 _log.warning("the broadcast of version %d broke off: %s", version, broken)
                 outcomes.update((name, broken.failures[name]) for name in broken.behind)
                 engines = [engine for engine in engines if engine.name not in broken.behind]
-                # Who did not answer is not asked to leave either: it would be waited for again.
+                # An engine that did not answer is not asked to leave: that call would time out.
                 self._members = [
                     engine
                     for engine in self._members
@@ -190,11 +190,11 @@ class DistributedPublisher:
     async def _broadcast(
         self, version: int, engines: Sequence[GroupEngine]
     ) -> Mapping[str, Exception]:
-        """One broadcast from the beginning; gives who failed at the very end."""
+        """Broadcast all weights from the beginning; return the failures at the final step."""
         group = await self._joined(engines)
         source = _Source(self._weights, self._bucket_bytes)
         try:
-            # The first one before anything is begun: a mistake of the caller's tears no engine.
+            # The first bucket comes before any begin, so that a caller's mistake harms no engine.
             bucket = await source.next()
             if bucket is None:
                 raise ConfigError("weights() gave no tensors; it has to give all, each time.")
@@ -203,7 +203,7 @@ class DistributedPublisher:
                 raise BrokenOff("an engine did not begin", failures, set(failures))
             while bucket is not None:
                 await self._hand_over(group, bucket, engines)
-                bucket = None  # before the next one is made, so that only one takes memory
+                bucket = None  # It is dropped first, so that only one bucket takes memory.
                 bucket = await source.next()
         finally:
             await source.close()
@@ -230,7 +230,7 @@ class DistributedPublisher:
         )
 
     async def _joined(self, engines: Sequence[GroupEngine]) -> TrainerGroup:
-        """The group of exactly these engines: the one there is, or a new one."""
+        """The group of exactly these engines: the present one, or a new one."""
         whole = all(engine.in_group(self._name) for engine in engines)
         if self._group is not None and self._members == list(engines) and whole:
             return self._group
@@ -265,7 +265,7 @@ class DistributedPublisher:
 
 
 def rank_offsets(ranks: Sequence[int]) -> list[int]:
-    """The first rank of each engine, rank 0 being the trainer's; and last, the group's size."""
+    """The first rank of each engine (rank 0 is the trainer), followed by the group's size."""
     offsets = [1]
     for count in ranks:
         offsets.append(offsets[-1] + count)
@@ -273,7 +273,7 @@ def rank_offsets(ranks: Sequence[int]) -> list[int]:
 
 
 class _Source:
-    """The buckets of one broadcast."""
+    """Gives the buckets of one broadcast."""
 
     def __init__(self, weights: Weights, bucket_bytes: int) -> None:
         self._weights = weights
@@ -293,7 +293,7 @@ class _Source:
         return await in_thread(next, self._buckets, None)
 
     async def close(self) -> None:
-        """End an iterator that was left in the middle, so that it lets go of what it gathered."""
+        """Close an iterator that was left half-way, so that it frees what it gathered."""
         for part in (self._buckets, self._given):
             if hasattr(part, "aclose"):
                 await part.aclose()

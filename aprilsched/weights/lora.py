@@ -1,14 +1,14 @@
-"""LoRA adapters as versions: each loaded under a name of its own, beside those in use.
+"""Publishes LoRA adapters as versions, each under its own name and in addition to those in use.
 
-The adapter goes through a directory: the trainer writes it and the engines read it (megabytes,
-where weights are gigabytes). The trainer holds the base model and the adapter in training; the
-engines hold the same base model, which is never refitted. Nothing is paused: what was sent under
-an older adapter ends under it, and its KV is never shared with another adapter's.
+The trainer writes the adapter into a directory and the engines read it (megabytes, where weights
+are gigabytes). The trainer holds the base model and the adapter in training; the engines hold the
+same base model, which is never refitted. Nothing is paused: requests of an older adapter end with
+that adapter, and its KV is never shared with another adapter's.
 
-- An engine never sees half an adapter.
-- An adapter's directory stays for as long as an engine may read it: a server that keeps only so
-  many adapters in memory loads an evicted one again from where it was.
-- A name stands for one adapter: one that an earlier run left under it is unloaded first.
+- An engine never sees an incomplete adapter.
+- An adapter's directory stays for as long as an engine may read it: a server that keeps a limited
+  number of adapters in memory loads an evicted one again from its path.
+- A name stands for one adapter: if an earlier run left an adapter under it, that is unloaded first.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = ["LoraPublisher"]
 class LoraPublisher:
     """Publishes LoRA adapters in the PEFT layout.
 
-    SGLang wants ``--enable-lora --max-lora-rank RANK --lora-target-modules MODULE…``, and
-    ``--max-loras-per-batch`` of at least 3 (the base model counts as one): the new adapter, and
-    the one that stragglers still sample with; more where several versions may be in flight.
+    SGLang needs ``--enable-lora --max-lora-rank RANK --lora-target-modules MODULE…``, and
+    ``--max-loras-per-batch`` of at least 3: the base model, the new adapter, and the one with
+    which stragglers still sample; more where several versions may be in flight.
 
     Args:
-        directory: on storage that the trainer and every engine see under the same path. Each
-            version becomes ``directory/version-00000007``.
-        save: writes adapter_config.json and adapter_model.safetensors into the path it is given,
-            which exists and is empty: PEFT's ``model.save_pretrained`` does. A plain function
+        directory: directory on storage that the trainer and every engine see under the same path.
+            Each version becomes ``directory/version-00000007``.
+        save: function that writes adapter_config.json and adapter_model.safetensors into the empty
+            directory that it is given, as PEFT's ``model.save_pretrained`` does. A plain function
             runs in a thread; a coroutine function is awaited.
-        keep: how many versions stay on the disk, besides those that an engine has loaded.
-        name: begins the names of the adapters on the engines; runs that share engines need
-            different ones.
+        keep: number of versions that stay on the disk, besides those that an engine has loaded.
+        name: prefix of the adapters' names on the engines; runs that share engines need different
+            ones.
 
     Raises:
         ConfigError: if `keep` is below 1 or `name` is empty.
@@ -61,14 +61,14 @@ class LoraPublisher:
         self._save = save
         self._name = name
         self._loaded: dict[int, set[str]] = {}
-        """Which engines may read which version."""
+        """The names of the engines that may read each version."""
 
     def adapter_name(self, version: int) -> str:
-        """What the adapter of `version` is called on the engines, as "policy-v7"."""
+        """The name of the adapter of `version` on the engines, such as "policy-v7"."""
         return f"{self._name}-v{version}"
 
     def path(self, version: int) -> Path:
-        """Where the adapter of `version` is, or will be."""
+        """The path of the adapter of `version`, which may not exist yet."""
         return self._versions.path(version)
 
     def holds(self, version: int) -> bool:
@@ -79,7 +79,7 @@ class LoraPublisher:
         """Write `version` while the engines generate.
 
         Raises:
-            ConfigError: if what was written is no adapter.
+            ConfigError: if what was written is not an adapter.
         """
         await self._versions.write(version, self._save)
 
@@ -100,8 +100,8 @@ class LoraPublisher:
     async def retire(self, version: int, engine: Engine) -> None:
         """Unload the adapter of `version` from `engine`.
 
-        Only when nothing samples with it any more: SGLang waits for an adapter's last request,
-        and lets no other adapter be loaded meanwhile.
+        No request may sample with it any more: SGLang waits for an adapter's last request and
+        lets no other adapter be loaded meanwhile.
 
         Raises:
             EngineError: if the engine does not answer, or refuses.
@@ -125,10 +125,10 @@ class LoraPublisher:
             try:
                 await engine.load_adapter(name, path)
             except EngineRejected:
-                # An earlier run, or an update that failed elsewhere, may have left the name.
+                # An earlier run, or an update that failed elsewhere, may have left this name.
                 await engine.unload_adapter(name)
                 await engine.load_adapter(name, path)
-        except Exception as error:  # one engine's failure must not hide what the others did
+        except Exception as error:  # One engine's failure must not hide the others' results.
             return error
         return None
 

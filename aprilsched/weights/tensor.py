@@ -1,14 +1,14 @@
-"""Weights straight out of the trainer's GPU memory, for engines on the same GPUs (CUDA IPC).
+"""Publishes weights from the trainer's GPU memory to engines on the same GPUs (CUDA IPC).
 
-Who moves the bytes: the trainer joins the tensors of a bucket into one on its GPU and sends the
-engine a handle of that memory, some hundred bytes, over HTTP; the engine opens the memory and
-copies from GPU to GPU. Nothing goes through the host or a network.
+Transport: the trainer joins the tensors of a bucket into one on its GPU and sends the engine a
+handle of that memory, some hundred bytes, over HTTP. The engine opens the memory and copies from
+GPU to GPU. No weights pass through the host or a network.
 
-What the trainer must hold: all weights under their Hugging Face names, as whole (gathered) CUDA
-tensors, one bucket of them at a time, and `bucket_bytes` of free GPU memory beside them. It
-needs SGLang installed, in the engines' own version, because the handles are made by its code.
+Requirements: the trainer holds all weights under their Hugging Face names, as whole (gathered)
+CUDA tensors, one bucket of them at a time, and `bucket_bytes` of additional free GPU memory. It
+needs SGLang installed, in the engines' own version, because SGLang's code makes the handles.
 Every engine runs on the trainer's machine and sees the trainer's GPU; torch's allocator has
-``expandable_segments`` off, whose memory older drivers cannot share.
+``expandable_segments`` off, because older drivers cannot share such memory.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _FLATTENED = "flattened_bucket"
 
 
 class _Target(Engine, RefitFromTensors, Protocol):
-    """An engine that can be published to."""
+    """An engine to which this publisher can publish."""
 
 
 class TensorPublisher:
     """Publishes CUDA tensors by handle.
 
-    A version is whole or torn: an engine that fails in one bucket gets no further one and keeps
-    its old label, while the others go on. The trainer may change its weights again as soon as
-    :meth:`publish` has returned. A cancelled publish returns only when the bucket that is on its
-    way was answered, since the engines are reading the trainer's memory until then.
+    An engine that fails at one bucket gets no further one: its weights are inconsistent and its
+    label stays, while the other engines go on. The trainer may change its weights again as soon
+    as :meth:`publish` has returned. A cancelled publish returns only when the bucket in transfer
+    was answered, because the engines read the trainer's memory until then.
 
     Args:
-        weights: gives an iterator over (name, CUDA tensor), all weights, afresh for each
+        weights: returns an iterator over (name, CUDA tensor) of all weights; called again for each
             version. It runs in a thread, where it may gather shards.
-        bucket_bytes: of tensors that are handed over at a time; a larger tensor goes alone.
+        bucket_bytes: bytes of tensors that are handed over at a time; a larger tensor goes alone.
         load_format: how the engine takes a bucket. "flattened_bucket" is one handle for all its
-            tensors; "direct" (under the engine's own parameter names), or the name of a loader
-            that the server was started with, is one handle each.
+            tensors. "direct" (with the engine's own parameter names), or the name of a loader
+            with which the server was started, is one handle for each tensor.
 
     Raises:
         ConfigError: if `bucket_bytes` is below 1.
@@ -63,7 +63,7 @@ class TensorPublisher:
         bucket_bytes: int = 512 * 2**20,
         load_format: str = _FLATTENED,
     ) -> None:
-        Buckets(bucket_bytes)  # refuses a wrong size now, and not at the first publish
+        Buckets(bucket_bytes)  # It refuses a wrong size now, and not at the first publish.
         self._weights = weights
         self._bucket_bytes = bucket_bytes
         self._load_format = load_format
@@ -79,11 +79,11 @@ class TensorPublisher:
     async def publish(
         self, version: int, engines: Sequence[Engine]
     ) -> Mapping[str, Exception | None]:
-        """Hand every bucket to every engine, in parallel, and name the weights `version`.
+        """Hand every bucket to every engine, in parallel, and label the weights `version`.
 
         Raises:
-            ConfigError: if SGLang is not installed, or `weights` gives none, or tensors that are
-                not on a GPU.
+            ConfigError: if SGLang is not installed, or `weights` yields nothing or a tensor that
+                is not on a GPU.
         """
         outcomes: dict[str, Exception | None] = {engine.name: None for engine in engines}
         takers: list[_Target] = []
@@ -101,7 +101,7 @@ class TensorPublisher:
     async def _publish(self, version: int, takers: _Takers) -> None:
         sglang = await in_thread(_sglang)
         buckets = iter(iter_buckets(self._weights(), self._bucket_bytes))
-        # The first one before anything is begun: a mistake of the caller's tears no engine.
+        # The first bucket comes before any begin, so that a caller's mistake harms no engine.
         bucket = await in_thread(_next, buckets)
         if bucket is None:
             raise ConfigError("weights() gave no tensors; it has to give all of them each time.")
@@ -109,14 +109,14 @@ class TensorPublisher:
             await takers.each(lambda engine: engine.begin_update())
             while bucket is not None and takers.left:
                 await self._hand_over(sglang, bucket, takers)
-                bucket = None  # before the next one is made, so that only one takes memory
+                bucket = None  # It is dropped first, so that only one bucket takes memory.
                 bucket = await in_thread(_next, buckets)
         finally:
             await in_thread(_collect)
         await takers.each(lambda engine: engine.end_update(version))
 
     async def _hand_over(self, sglang: _SGLang, bucket: Bucket, takers: _Takers) -> None:
-        # `shared` owns the memory that the engines read; it has to live until all have answered.
+        # `shared` owns the memory that the engines read, so it lives until all have answered.
         shared, handles = await in_thread(
             sglang.share,
             bucket,
@@ -131,7 +131,7 @@ class TensorPublisher:
                 )
             )
         finally:
-            del shared  # an error's traceback would keep it
+            del shared  # An error's traceback would keep it alive.
 
 
 class _Takers:
@@ -142,19 +142,19 @@ class _Takers:
         self._outcomes = outcomes
 
     async def each(self, call: Callable[[_Target], Awaitable[None]]) -> None:
-        """Call all in parallel, wait for every answer, and drop those that failed."""
+        """Call all engines in parallel, wait for every answer, and drop those that failed."""
         await to_the_end(asyncio.gather(*(self._try(engine, call) for engine in self.left)))
         self.left = [engine for engine in self.left if self._outcomes[engine.name] is None]
 
     async def _try(self, engine: _Target, call: Callable[[_Target], Awaitable[None]]) -> None:
         try:
             await call(engine)
-        except Exception as error:  # one engine's failure must not hide what the others did
+        except Exception as error:  # One engine's failure must not hide the others' results.
             self._outcomes[engine.name] = error
 
 
 class _SGLang:
-    """The parts of SGLang that make handles which its own servers open."""
+    """The parts of SGLang that make handles for SGLang's own servers."""
 
     def __init__(self, bucket: Any, serializer: Any) -> None:
         self._bucket = bucket
@@ -163,9 +163,9 @@ class _SGLang:
     def share(
         self, bucket: Bucket, ranks: Sequence[int], *, flattened: bool
     ) -> tuple[object, list[list[str]]]:
-        """The shared memory, and for each engine one handle a rank.
+        """Return the shared memory, and for each engine one handle for each of its ranks.
 
-        Each handle is made on its own: torch counts the openings of each, and one that was
+        Each handle is made separately: torch counts the openings of each, and a handle that is
         opened twice would free the memory under the second reader.
         """
         import torch
@@ -180,7 +180,7 @@ class _SGLang:
                     "metadata": joined.get_metadata(),
                 }
         if bucket[0][1].is_cuda:
-            # The engine reads on a stream of its own: everything must be there already.
+            # The engine reads on another stream, so all writes must have finished.
             torch.cuda.synchronize(bucket[0][1].device)
         return payload, [
             [self._serializer.serialize(payload, output_str=True) for _ in range(count)]
@@ -193,12 +193,12 @@ def _sglang() -> _SGLang:
         buckets = importlib.import_module("sglang.srt.weight_sync.tensor_bucket")
         patches = importlib.import_module("sglang.srt.utils.patch_torch")
         utils = importlib.import_module("sglang.srt.utils.common")
-    except (ImportError, RuntimeError, OSError) as error:  # not there, or not for this torch
+    except (ImportError, RuntimeError, OSError) as error:  # It is missing or for another torch.
         raise ConfigError(
             f"TensorPublisher needs SGLang in the trainer's environment ({error}); install the "
             "version that the engines run."
         ) from error
-    # Without it a handle names the GPU by its index, which differs between processes.
+    # Without the patch a handle names the GPU by its index, which differs between processes.
     patches.monkey_patch_torch_reductions()
     return _SGLang(buckets.FlattenedTensorBucket, utils.MultiprocessingSerializer)
 
@@ -220,7 +220,7 @@ def require_cuda(bucket: Bucket) -> None:
 
 
 def _collect() -> None:
-    """Give back the memory of the buckets that the engines have closed by now."""
+    """Free the memory of the buckets that the engines have closed by now."""
     import torch
 
     if torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""Waiting for work that cannot be stopped half-way: a thread, or calls already sent."""
+"""Waits for work that cannot be stopped half-way: a thread, or calls that are already sent."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ T = TypeVar("T")
 
 
 async def to_the_end(work: Awaitable[T]) -> T:
-    """Await `work`. When cancelled, let it end first and be cancelled then."""
+    """Await `work`; on a cancellation, first wait for its end and then raise the cancellation."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        while not task.done():  # a second cancellation does not make the work safe to leave
+        while not task.done():  # A second cancellation must not interrupt the work either.
             try:
                 await asyncio.wait([task])
             except asyncio.CancelledError:
                 continue
         if not task.cancelled():
-            task.exception()  # looked at, so that nobody warns that it was not
+            task.exception()  # This marks the exception as seen, so that asyncio does not warn.
         raise
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in a thread, to its end. Its result belongs to the caller alone.
+    """Run `work` in a thread, to its end; only the caller keeps its result.
 
-    asyncio's own future of a thread refers to itself, and so keeps its result until the next
-    collection of garbage: for a bucket of weights that is too long.
+    asyncio's own future of a thread refers to itself, so it keeps its result until the next
+    garbage collection, which is too long for a bucket of weights.
     """
     result: list[T] = []
 
@@ -49,10 +49,10 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
 
 
 async def in_daemon(work: Callable[[], T], *, name: str) -> T:
-    """Run `work` in a thread that is left alone when this is cancelled.
+    """Run `work` in a daemon thread, which is abandoned on a cancellation.
 
-    A daemon, and not one of the loop's threads: the loop waits for its own when it ends, and the
-    interpreter too, however long torch takes to give up.
+    The loop waits for its own threads when it ends, and so does the interpreter, however long
+    torch takes to give up. Neither waits for a daemon thread.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[T] = loop.create_future()
@@ -62,7 +62,7 @@ async def in_daemon(work: Callable[[], T], *, name: str) -> T:
             if not ended.done():
                 result(ended)
 
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # The loop is closed, so nobody waits any more.
             loop.call_soon_threadsafe(settle)
 
     def run() -> None:

@@ -1,9 +1,9 @@
-"""A directory of versions: the trainer writes them, the engines read them.
+"""A directory of versions that the trainer writes and the engines read.
 
-- An engine never sees half a version: it is written beside its place, brought to the disk, and
-  then renamed.
-- Versions go by age, since a restored trainer counts again from a lower one. One that the caller
-  says is in use is never deleted.
+- An engine never sees an incomplete version: it is written to a temporary directory, synced to
+  the disk, and then renamed.
+- Versions are deleted by age and not by number, because a restored trainer counts again from a
+  lower one. A version that the caller declares in use is never deleted.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _WRITING = ".writing-"
 
 
 class VersionsOnDisk:
-    """``directory/version-00000007`` and its neighbours.
+    """The versions in a directory, such as ``directory/version-00000007``.
 
     Args:
-        directory: on storage that the trainer and every engine see under the same path.
-        check: raises ConfigError if what is in a path is no version.
-        keep: how many versions stay on the disk, the newest included.
+        directory: directory on storage that the trainer and every engine see under the same path.
+        check: function that raises ConfigError if its path does not hold a version.
+        keep: number of versions that stay on the disk, including the newest.
 
     Raises:
         ConfigError: if `keep` is below 1.
@@ -42,22 +42,22 @@ class VersionsOnDisk:
     ) -> None:
         if keep < 1:
             raise ConfigError(f"keep is {keep}; the engines need at least the version they load.")
-        # Absolute, because a server resolves a path against its own working directory.
+        # The path is absolute, because a server resolves it in its own working directory.
         self.directory = Path(os.path.abspath(directory))
         self._check = check
         self._keep = keep
 
     def path(self, version: int) -> Path:
-        """Where `version` is, or will be."""
+        """The path of `version`, which may not exist yet."""
         return self.directory / f"version-{version:08d}"
 
     async def write(self, version: int, save: Callable[[Path], object]) -> None:
-        """Let `save` fill an empty directory, and make it `version`.
+        """Let `save` fill an empty directory, and turn that into `version`.
 
         A plain function runs in a thread; a coroutine function is awaited.
 
         Raises:
-            ConfigError: if what it wrote is no version.
+            ConfigError: if what `save` wrote is not a version.
         """
         writing = await in_thread(self._begin)
         try:
@@ -70,10 +70,10 @@ class VersionsOnDisk:
             raise
 
     async def check(self, path: Path) -> None:
-        """Refuse a `path` that holds no version.
+        """Check that `path` holds a version.
 
         Raises:
-            ConfigError: then.
+            ConfigError: if it does not.
         """
         await in_thread(self._check, path)
 
@@ -83,17 +83,17 @@ class VersionsOnDisk:
 
     def _begin(self) -> Path:
         self.directory.mkdir(parents=True, exist_ok=True)
-        for left_over in self.directory.glob(f"{_WRITING}*"):  # by a trainer that was killed
+        for left_over in self.directory.glob(f"{_WRITING}*"):  # A killed trainer left it.
             shutil.rmtree(left_over, ignore_errors=True)
         writing = Path(tempfile.mkdtemp(prefix=_WRITING, dir=self.directory))
-        writing.chmod(0o755)  # mkdtemp's 0700 would hide it from a server of another user
+        writing.chmod(0o755)  # mkdtemp's 0700 would hide it from a server of another user.
         return writing
 
     def _commit(self, writing: Path, final: Path) -> None:
         self._check(writing)
         for path in (*(path for path in writing.rglob("*") if path.is_file()), writing):
             _sync(path)
-        if final.exists():  # the same version, prepared again after a failed refit
+        if final.exists():  # The same version is prepared again after a failed refit.
             shutil.rmtree(final)
         writing.rename(final)
         _sync(self.directory)

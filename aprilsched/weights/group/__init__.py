@@ -1,1 +1,1 @@
-"""The torch.distributed group through which a trainer broadcasts: its making, its rounds."""
+"""The torch.distributed group through which a trainer broadcasts, and its collective steps."""

@@ -1,4 +1,4 @@
-"""Under which address engines reach this machine, where their names tell."""
+"""Finds the address of this machine that engines can reach, from the engines' names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ANY_PORT = 9
 def address_towards(engines: Iterable[str]) -> str:
     """The address of this machine's interface towards the engines of these names (host:port).
 
-    Loopback, if all of them are on it, or have names of another form. Nothing is sent: the
-    operating system is asked for its route to the first engine that is elsewhere.
+    It is loopback if all engines are on loopback or have names of another form. Nothing is sent:
+    the operating system is asked for its route to the first engine that is elsewhere.
     """
     for name in engines:
         host, separator, port = name.split("/")[0].rpartition(":")
@@ -31,7 +31,7 @@ def address_towards(engines: Iterable[str]) -> str:
                 probe.connect(place)
                 return str(probe.getsockname()[0])
         except OSError:
-            continue  # the call to the engine will say better what is wrong
+            continue  # The call to the engine will give a better error.
     return LOOPBACK
 
 

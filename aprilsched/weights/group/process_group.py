@@ -1,13 +1,13 @@
 """The trainer's side of a torch.distributed group that engines join: rank 0, which broadcasts.
 
-- The group is the trainer's own: nothing is registered with torch.distributed, so a default
-  group of the trainer's is neither needed nor touched. (torch's own helper would split an NCCL
-  group off the default one, which all of its ranks would have to take part in.)
-- The calls that wait (:meth:`TrainerGroup.join`, :meth:`TrainerGroup.broadcast`) are bounded by
-  the group's time and belong into a thread; :meth:`TrainerGroup.close` never waits and may be
-  called while they do.
-- An idle group that is closed closes its connections, and whatever an engine waits for in this
-  group fails there at once, with "Connection closed by peer" (measured, gloo).
+- The group is not registered with torch.distributed, so the trainer's default group is neither
+  needed nor touched. (torch's own helper would split an NCCL group off the default one, in which
+  all of its ranks would have to take part.)
+- The blocking calls (:meth:`TrainerGroup.join`, :meth:`TrainerGroup.broadcast`) are bounded by
+  the group's timeout and need a thread of their own; :meth:`TrainerGroup.close` never blocks and
+  may be called meanwhile.
+- Closing an idle group closes its connections: whatever an engine waits for in this group fails
+  there at once, with "Connection closed by peer" (measured, gloo).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["DEVICES", "GroupBroken", "TrainerGroup"]
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
-"""Backends, and the device under which torch puts each one's keys into the rendezvous."""
+"""The backends, and the device name that torch uses for each one's keys in the rendezvous."""
 _BACKLOG = 1024
 _MESSAGE_LIMIT = 300
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -39,20 +39,20 @@ _building = threading.Lock()
 
 
 class GroupBroken(AprilschedError):
-    """The group could not be made, or a broadcast did not go through; it is of no more use."""
+    """The group could not be made or a broadcast failed; the group cannot be used any more."""
 
 
 class TrainerGroup:
-    """Rank 0 of one group. It listens from the start, so engines may be told at once.
+    """Rank 0 of one group. It listens from the start, so engines may be told of it at once.
 
     Args:
-        name: of the group; a name is never used twice.
-        address: of this machine, as the engines reach it. Only this address listens.
-        port: 0 for any that is free.
-        timeout_s: for joining, and for each broadcast.
+        name: name of the group; a name is never used twice.
+        address: address of this machine, as the engines reach it; no other address listens.
+        port: port to listen on; 0 for any free one.
+        timeout_s: seconds for joining, and for each broadcast.
 
     Raises:
-        ConfigError: if this machine cannot listen there.
+        ConfigError: if this machine cannot listen at the address.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class TrainerGroup:
             world_size=world_size,
             backend=backend,
         )
-        """What the engines have to know."""
+        """The description of the group for the engines."""
         self._closed = False
         self._members: Any = None
-        # Without waiting for the workers, which are told of this group only afterwards.
+        # It does not wait for the workers, because they hear of this group only afterwards.
         self._store: Any = distributed.TCPStore(
             address,
             self.refit.port,
@@ -90,27 +90,27 @@ class TrainerGroup:
         )
 
     def join(self) -> None:
-        """Wait for all members. Blocks.
+        """Wait for all members. This blocks.
 
         Raises:
-            GroupBroken: if one is missing after the time, or the group was closed meanwhile.
+            GroupBroken: if a member is missing after the timeout, or the group was closed.
         """
         failure = ""
         try:
             self._members = self._rendezvous()
         except Exception as error:
             failure = _reason(error)
-        if self._closed:  # while this thread was at it, so nobody else drops them
+        if self._closed:  # close() was called meanwhile and could not drop the members.
             self._members = None
             failure = failure or "the group was closed"
         if failure:
             raise GroupBroken(failure)
 
     def broadcast(self, flat: Tensor) -> None:
-        """Send a row of bytes to all members. Blocks until it is sent.
+        """Send a row of bytes to all members. This blocks until it is sent.
 
         Raises:
-            GroupBroken: if it could not be sent, or not in time.
+            GroupBroken: if it could not be sent in time.
         """
         options = _distributed().distributed_c10d.BroadcastOptions()
         options.rootRank = 0
@@ -118,8 +118,8 @@ class TrainerGroup:
         failure = "the group was closed"
         try:
             if members is not None:
-                # gloo's own time bounds its wait, and ours must not be shorter: members that are
-                # dropped while something is pending block the whole process (measured).
+                # gloo bounds its wait by its own timeout. A shorter one here would drop members
+                # while an operation is pending, which blocks the whole process (measured).
                 work = members.broadcast([flat], options)
                 if flat.is_cuda:
                     _wait_for_gpu(work, flat, self._timeout)
@@ -129,20 +129,20 @@ class TrainerGroup:
         except Exception as error:
             failure = _reason(error)
         finally:
-            # An error's traceback keeps this frame, and with it the connections.
+            # An error's traceback keeps this frame alive, and with it the connections.
             work = members = None
         if failure:
             raise GroupBroken(failure)
 
     def close(self) -> None:
-        """Drop everything, at once; from any thread, at any time.
+        """Close at once; from any thread, at any time.
 
-        What this side waits for in :meth:`join` fails now. A gloo broadcast cannot be stopped
-        (abort and shutdown do nothing; measured): its thread keeps the connections until it has
-        failed or timed out, and drops them then.
+        A pending :meth:`join` fails now. A gloo broadcast cannot be stopped (abort and shutdown
+        have no effect; measured): its thread keeps the connections until it has failed or timed
+        out, and drops them then.
         """
         self._closed = True
-        # join() waits on a client of its own, whose connection ends with the store.
+        # join() waits on its own client of the store, whose connection ends with the store.
         self._store = None
         members, self._members = self._members, None
         if members is not None and self.refit.backend == "nccl":
@@ -154,7 +154,7 @@ class TrainerGroup:
         c10d = distributed.distributed_c10d
         group = self.refit
         store = distributed.TCPStore(group.address, group.port, None, False, self._timeout)
-        # The keys under which SGLang's init_custom_process_group and torch look for each other.
+        # SGLang's init_custom_process_group and torch look for each other under these keys.
         for prefix in (group.name, f"{group.name}/", f"{DEVICES[group.backend]}/"):
             store = distributed.PrefixStore(prefix, store)
         if group.backend == "gloo":
@@ -166,9 +166,9 @@ class TrainerGroup:
             return c10d.ProcessGroupNCCL(store, 0, group.world_size, options)
 
     def _gloo_options(self) -> Any:
-        """gloo listens, too: where the engines reach this machine, and nowhere else.
+        """Options that make gloo listen at the address that the engines reach, and only there.
 
-        Left to itself it takes whatever address the machine's name stands for.
+        By default gloo listens at the address for which the machine's name stands.
         """
         gloo = _distributed().distributed_c10d.ProcessGroupGloo
         told = os.environ.get(_GLOO_INTERFACE, "")
@@ -182,7 +182,7 @@ class TrainerGroup:
 
 
 def _distributed() -> Any:
-    """The module; untyped, since torch does not export the types of stores and groups."""
+    """The torch module; untyped, because torch does not export the types of stores and groups."""
     import torch.distributed
 
     return torch.distributed
@@ -191,13 +191,13 @@ def _distributed() -> Any:
 def _wait_for_gpu(work: Any, flat: Tensor, timeout: timedelta) -> None:
     import torch
 
-    work.wait(timeout)  # with a time it blocks the thread and not just the stream
+    work.wait(timeout)  # With a timeout it blocks the thread and not just the stream.
     torch.cuda.current_stream(flat.device).synchronize()
 
 
 @contextlib.contextmanager
 def _no_tear_down() -> Generator[None, None, None]:
-    """By default NCCL's watchdog ends the whole process when a peer died: the trainer."""
+    """Keep NCCL's watchdog from ending the trainer's process when a peer dies."""
     with _building:
         before = os.environ.get(_ERROR_HANDLING)
         os.environ[_ERROR_HANDLING] = _CLEAN_UP_ONLY
@@ -231,6 +231,6 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of torch's message, which goes on with a C++ stack."""
+    """The first line of torch's message, without the C++ stack after it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:_MESSAGE_LIMIT]

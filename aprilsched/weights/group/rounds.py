@@ -1,9 +1,9 @@
-"""One step that the trainer and all engines of a group do together: joining, or one bucket.
+"""Collective steps of the trainer and all engines of a group: joining, or sending one bucket.
 
-- Every engine is waited for, for a bounded time; then the round is whole or broken off.
-- An engine that does not take part holds up all others inside of torch, where nothing can be
+- Every engine is waited for, for a bounded time; then the step has succeeded or is broken off.
+- An engine that does not take part makes all others wait inside of torch, where nothing can be
   cancelled. It is told to leave the group, or the trainer's side is closed: either one ends the
-  others' waiting with an error, which is not their fault.
+  others' waiting with an error that is not their fault.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ __all__ = [
 ]
 
 _GRACE_SECONDS = 1.0
-"""For the others to end a round without an engine that failed in it."""
+"""Time in which the others may end a step without an engine that failed in it."""
 _LEAVE_SECONDS = 10.0
 _OWN_GRACE_SECONDS = 5.0
-"""On top of the time after which torch itself gives up the trainer's side."""
+"""Time beyond the timeout after which torch itself gives up the trainer's side."""
 
 
 class GroupEngine(Engine, RefitFromGroup, Protocol):
-    """An engine that can be in a group."""
+    """An engine that can join a group."""
 
 
 class BrokenOff(AprilschedError):
-    """The group is of no more use.
+    """The step failed, and the group cannot be used any more.
 
     Attributes:
-        failures: what each engine said that failed, in the order in which they did.
-        behind: those whose own fault it was, as far as one can tell.
+        failures: error of each engine that failed, in the order of the failures.
+        behind: names of the engines that caused the failure, as far as one can tell.
     """
 
     def __init__(self, cause: str, failures: Mapping[str, Exception], behind: set[str]) -> None:
@@ -56,12 +56,12 @@ class BrokenOff(AprilschedError):
 def behind(
     failures: Mapping[str, Exception], *, before: Sequence[str], own_failed: bool
 ) -> set[str]:
-    """Who is to be left behind.
+    """Decide which engines caused a failure and must be left behind.
 
-    When one engine dies, others refuse what they are told because their connection to it broke.
-    So whoever still answers is innocent if somebody else does not. If all answer, those are to
-    blame that had refused `before` the group was closed on the others; but nobody is known to
-    be, if the trainer's own side failed without being closed.
+    When one engine dies, others refuse calls because their connection to it broke. So if an
+    engine does not answer, those that answer are innocent. If all answer, those are to blame that
+    had refused `before` the group was closed for the others. If the trainer's own side failed
+    without being closed, nobody is known to be to blame.
     """
     silent = {name for name, error in failures.items() if not isinstance(error, EngineRejected)}
     return silent or (set[str]() if own_failed else set(before))
@@ -99,7 +99,7 @@ async def together(
     async def member(engine: GroupEngine) -> None:
         try:
             await _bounded(engine, call, timeout_s)
-        except Exception as error:  # one engine's failure must not hide what the others did
+        except Exception as error:  # One engine's failure must not hide the others' results.
             failures[engine.name] = error
 
     async with asyncio.TaskGroup() as tasks:
@@ -113,8 +113,9 @@ async def together(
                 _, pending = await asyncio.wait(pending, timeout=_GRACE_SECONDS)
             before = list(failures)
             if pending:
-                # Ours alone would not do: a gloo broadcast of the trainer's, or of an engine that
-                # passes it on, ends only with the connection to the engine that it waits for.
+                # Closing the trainer's side is not enough: a gloo broadcast of the trainer, or of
+                # an engine that passes it on, ends only with the connection to the engine that it
+                # waits for.
                 refused = [e for e in engines if isinstance(failures.get(e.name), EngineRejected)]
                 await leave(refused, group.refit.name)
                 group.close()
@@ -132,13 +133,13 @@ async def each(
     *,
     timeout_s: float,
 ) -> dict[str, Exception]:
-    """Call all engines in parallel; what those said that failed."""
+    """Call all engines in parallel; return the errors of those that failed."""
     failures: dict[str, Exception] = {}
 
     async def one(engine: GroupEngine) -> None:
         try:
             await _bounded(engine, call, timeout_s)
-        except Exception as error:  # one engine's failure must not hide what the others did
+        except Exception as error:  # One engine's failure must not hide the others' results.
             failures[engine.name] = error
 
     async with asyncio.TaskGroup() as tasks:
@@ -165,7 +166,7 @@ async def _bounded(
 
 
 def unexplained(engine: str, cause: str) -> EngineError:
-    """For an engine that answers, in a group that breaks all the same."""
+    """The error of an engine that answers, in a group that breaks all the same."""
     return EngineError(
         engine,
         f"the broadcast to it broke off twice ({cause}); check the network between the trainer "
