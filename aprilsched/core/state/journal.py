@@ -1,76 +1,139 @@
-"""What changed since the last cut, noted where it changes.
+"""The changes since the last snapshot, for the store. They are noted where they happen.
 
-Looking at every rollout in flight for each cut would cost more than the cut itself. Rollouts of
-evaluations are never noted: an evaluation ends with the call that asked for it.
+Looking at every rollout in flight for each snapshot would cost more than the snapshot itself.
+Rollouts of evaluations are never noted, because an evaluation ends with the call that asked for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from array import array
+from collections.abc import Collection, Iterable
+
+import numpy as np
 
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.state.ledger import Entry
-from aprilsched.core.state.page import PageBuilder
-from aprilsched.core.state.records import GroupRecord, RolloutRecord
-from aprilsched.types import Batch, Float32Array, Int32Array
+from aprilsched.core.state.records import DeliveredBatch, GroupRecord, RolloutRecord
+from aprilsched.core.state.saved import TokenPage
+from aprilsched.types import Float32Array, Int32Array
 
-__all__ = ["DeliveredBatch", "Journal", "Offered"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DeliveredBatch:
-    """A batch with the trainer, or offered to it, which it has not acknowledged; its groups keep
-    their members."""
-
-    index: int
-    version: int
-    oldest_unmasked: int | None
-    groups: tuple[GroupRecord, ...]
+__all__ = ["Journal", "PageBuilder"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Offered:
-    """The batch that the trainer may take; without a `record` it is one of those that are
-    delivered again. `target_groups` and `peak_tokens` are what was in force before it."""
+_ROOM = 1 << 12
+_NO_ENGINE = -1
 
-    batch: Batch
-    record: DeliveredBatch | None = None
-    target_groups: int = 0
-    peak_tokens: int = 0
 
-    @property
-    def groups(self) -> tuple[GroupRecord, ...]:
-        """What of it is in flight."""
-        return () if self.record is None else self.record.groups
+class PageBuilder:
+    """Lays tokens out as a page at once, as they arrive between two snapshots.
+
+    Keeping the arrays as they come and joining them at the snapshot costs several times as much,
+    because each of a thousand small arrays is a cache miss by then.
+    """
+
+    def __init__(self, room: int = _ROOM) -> None:
+        self._ids: Int32Array = np.empty(room, dtype=np.int32)
+        self._logprobs: Float32Array = np.empty(room, dtype=np.float32)
+        self._size = 0
+        self._slices = array("i")
+        self._places: dict[str | None, int] = {None: _NO_ENGINE}
+
+    def __len__(self) -> int:
+        """Number of tokens on the page."""
+        return self._size
+
+    def add(
+        self,
+        rollout_id: int,
+        start: int,
+        ids: Int32Array,
+        logprobs: Float32Array,
+        version: int,
+        engine: str | None,
+    ) -> None:
+        """Add tokens of one rollout, from position `start` of its response on, which one engine
+        sampled under one version."""
+        begin, count = self._size, len(ids)
+        end = begin + count
+        if end > len(self._ids):
+            self._grow(end)
+        self._ids[begin:end] = ids
+        self._logprobs[begin:end] = logprobs
+        self._size = end
+        place = self._places.get(engine)
+        if place is None:
+            place = self._places[engine] = len(self._places) - 1
+        self._slices.extend((rollout_id, start, count, version, place))
+
+    def forget(self, rollouts: Collection[int]) -> None:
+        """Take the tokens of these rollouts off the page."""
+        if not rollouts or not self._size:
+            return
+        slices = self._table()
+        out = np.isin(slices[:, 0], list(rollouts))
+        if not out.any():
+            return
+        kept = np.flatnonzero(~np.repeat(out, slices[:, 2]))
+        for column in (self._ids, self._logprobs):
+            column[: len(kept)] = column[kept]
+        self._size = len(kept)
+        self._slices = array("i", slices[~out].tobytes())
+
+    def page(self) -> TokenPage | None:
+        """The finished page, to which nothing is added any more; None if it has no tokens."""
+        if not self._size:
+            return None
+        return TokenPage(
+            slices=self._table(),
+            engines=tuple(engine for engine in self._places if engine is not None),
+            token_ids=self._ids[: self._size],
+            logprobs=self._logprobs[: self._size],
+        )
+
+    def _table(self) -> Int32Array:
+        return np.array(self._slices, dtype=np.int32).reshape(-1, 5)
+
+    def _grow(self, needed: int) -> None:
+        room = max(needed, 2 * len(self._ids))
+        ids, logprobs = self._ids, self._logprobs
+        self._ids = np.empty(room, dtype=np.int32)
+        self._logprobs = np.empty(room, dtype=np.float32)
+        self._ids[: self._size] = ids[: self._size]
+        self._logprobs[: self._size] = logprobs[: self._size]
 
 
 class Journal:
-    """Notes while `active`; nothing is noted where nothing is saved."""
+    """The changes since the last snapshot. Nothing is noted unless `active`, which is set where the
+    run has a store."""
 
     def __init__(self, room: int = 0) -> None:
         self.active = False
         self.launched: dict[int, GroupRecord] = {}
+        """Groups that were launched."""
         self.arrived = PageBuilder(room)
-        """Tokens, as they came."""
+        """Tokens that arrived."""
         self.changed: dict[int, RolloutRecord] = {}
-        """Rollouts of which something other than their tokens changed."""
+        """Rollouts that changed in something other than their tokens."""
         self.changed_groups: dict[int, GroupRecord] = {}
+        """Groups that changed in something other than their members."""
         self.delivered: dict[int, DeliveredBatch] = {}
-        """Batches that were offered: the trainer may have them when the cut is read."""
+        """Batches that were offered. The trainer may have them by the time the snapshot is read."""
         self.acknowledged: list[int] = []
+        """Batches that were acknowledged or withdrawn."""
         self.removed: dict[int, int] = {}
-        """Groups that left, with all their tokens."""
+        """Groups that left, each with the number of its tokens."""
         self.gone: set[int] = set()
-        """Their rollouts."""
+        """Rollouts of the groups that left."""
         self.dropped: list[Entry] = []
+        """New entries of the ledger."""
         self.lengths: list[GroupLengths] = []
+        """Lengths of the groups that ended."""
         self.finished = False
-        """Something came to its end, so the cut should not wait long."""
+        """A rollout was finished or scored, so the snapshot should not wait long."""
 
     def clear(self) -> None:
-        """A cut was taken."""
-        # The next page will be about as large, and the last one is the cut's now.
+        """Begin again: a snapshot was taken."""
+        # The last page belongs to the snapshot now. The next one will be about as large.
         active, room = self.active, len(self.arrived)
         self.__init__(room)
         self.active = active
@@ -88,7 +151,7 @@ class Journal:
         version: int,
         engine: str | None,
     ) -> None:
-        """Tokens that were just booked."""
+        """Note tokens that were just appended to the rollout's log."""
         if self.active and len(ids) and _counts(rollout.group):
             start = len(rollout.log) - len(ids)
             self.arrived.add(rollout.rollout_id, start, ids, logprobs, version, engine)
@@ -107,19 +170,20 @@ class Journal:
             self.changed_groups[group.group_id] = group
 
     def drop(self, group: GroupRecord, entries: Iterable[Entry]) -> None:
-        """The group went to the ledger; that of an evaluation has entries as well."""
+        """Note a dropped group and its entries in the ledger. A group of an evaluation has entries
+        too."""
         if not self.active:
             return
         self.dropped.extend(entries)
         self._forget(group.group_id, group.members)
 
     def refuse(self, entry: Entry) -> None:
-        """A prompt was refused: there never was a group of it."""
+        """Note a refused prompt, for which no group was launched."""
         if self.active:
             self.dropped.append(entry)
 
     def drop_saved(self, entry: Entry) -> None:
-        """A rollout that was saved, and that a restart leaves behind."""
+        """Note a rollout that was saved and does not go on in the resumed run."""
         if self.active:
             self.dropped.append(entry)
             self.removed[entry.group_id] = self.removed.get(entry.group_id, 0) + entry.tokens
@@ -129,7 +193,7 @@ class Journal:
             self.delivered[batch.index] = batch
 
     def withdraw(self, batch: DeliveredBatch) -> None:
-        """It was offered and not taken. Another one may get its number."""
+        """Note an offer that was withdrawn. Another batch may get its index."""
         if self.active:
             self.delivered.pop(batch.index, None)
             self.acknowledged.append(batch.index)
@@ -157,5 +221,5 @@ class Journal:
 
 
 def _counts(group: GroupRecord) -> bool:
-    # What comes back for a dropped group is of nobody any more.
+    # Whatever comes back for a dropped group belongs to nobody.
     return group.evaluation_id is None and group.dropped is None

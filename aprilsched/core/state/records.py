@@ -1,7 +1,7 @@
-"""The mutable records behind one rollout, its current request and its group.
+"""The mutable records of a group, its rollouts and their requests, and those of a batch.
 
-A request belongs to a rollout and may take several attempts: each time it is sent is one.
-A rollout has at most one open request; a rollout of several turns has one after the other.
+A rollout has at most one request at a time; a rollout of several turns has one request after the
+other. A request may take several attempts: each time that it is sent is one attempt.
 """
 
 from __future__ import annotations
@@ -14,97 +14,110 @@ from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import GENERATING, Move, State, after
 from aprilsched.core.state.token_log import TokenLog
-from aprilsched.types import FinishReason, Int32Array, Prompt, SamplingParams
+from aprilsched.types import Batch, FinishReason, Int32Array, Prompt, SamplingParams
 
-__all__ = ["GroupRecord", "Refusal", "Replay", "RequestRecord", "RolloutRecord", "group_lengths"]
+__all__ = [
+    "DeliveredBatch",
+    "GroupRecord",
+    "Offered",
+    "Refusal",
+    "Replay",
+    "RequestRecord",
+    "RolloutRecord",
+    "group_lengths",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """An engine did not take a request: its fault, if another one takes it."""
+    """An engine refused a request. If another engine takes it, the fault is the engine's."""
 
     engine: str
     sent: int
-    """Which of all attempts, in the order of sending, it was."""
+    """The number of the refused attempt among all attempts, in the order of sending."""
     cause: str
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """One generation request.
-
-    `output_start` and `attempt_start` are positions in the rollout's token log: where the
-    output of the request, and that of its current attempt, begins.
-    """
+    """One generation request."""
 
     request_id: int
     rollout: RolloutRecord
     sampling: SamplingParams
     output_start: int
+    """Where the output of the request begins in the rollout's token log."""
     attempt: int = 0
+    """Number of attempts so far."""
     attempt_start: int = 0
+    """Where the output of the latest attempt begins in the rollout's token log."""
     open: bool = False
     """An attempt is with an engine and has not come back."""
     engine: str = ""
+    """The engine that the latest attempt was sent to."""
     sent: int = 0
-    """Which of all attempts, in the order of sending, the latest is."""
+    """The number of the latest attempt among all attempts, in the order of sending."""
     version: int = 0
-    """Under which the attempt samples now."""
+    """The version that the open attempt samples under now."""
     sent_version: int = 0
-    """Under which it was sent."""
+    """The version that the latest attempt was sent under."""
     adapter: int | None = None
-    """The version of the adapter that it samples with."""
+    """The version of the adapter that the attempt samples with; None for the model itself."""
     crossed: bool = False
     """The engine was refitted during the attempt."""
     unsure: bool = False
-    """Tokens have come since then: until the engine reports the attempt's versions, it is not known
-    which of them were sampled before."""
+    """Tokens have arrived since a refit during the attempt. Until the engine reports the attempt's
+    versions, it is not known which of them were sampled before the refit."""
     kept_keys: bool = False
-    """And kept the attempt's KV, which the weights before had computed."""
+    """The attempt goes on with KV that older weights computed."""
     failures: int = 0
     """Attempts in a row that failed without a new token."""
     interruptions: int = 0
-    """Attempts that failed after new tokens, or went down with their engine."""
+    """Attempts that failed after new tokens, never reached their engine, or were on an engine that
+    was lost."""
     avoid: frozenset[str] = frozenset()
-    """The engines on which it failed since its last new token."""
+    """Engines on which the request failed since its last new token."""
     refusal: Refusal | None = None
-    """By the first engine that did not take it, while another may."""
+    """The first engine's refusal, while another engine may take the request."""
     aborting: bool = False
+    """The open attempt was told to abort and has not come back."""
     prefill_due: int = 0
-    """Context tokens that the engine computes again before the attempt's next chunk."""
+    """Context tokens that the engine recomputes before the attempt's next chunk."""
 
     @property
     def generated(self) -> int:
+        """Tokens of the request's output so far."""
         return len(self.rollout.log) - self.output_start
 
     @property
     def gained(self) -> bool:
-        """The attempt has brought new tokens."""
+        """Whether the latest attempt has brought new tokens."""
         return len(self.rollout.log) > self.attempt_start
 
     @property
     def remaining(self) -> int:
+        """Tokens that the request may still generate."""
         return self.sampling.max_new_tokens - self.generated
 
     def shun(self, engine: str) -> None:
-        """The attempt that has just been closed failed on `engine`."""
+        """Note that the attempt that has just been closed failed on `engine`."""
         before = frozenset[str]() if self.gained else self.avoid
         self.avoid = before | {engine}
 
 
 @dataclass(slots=True, kw_only=True)
 class Replay:
-    """How far an episode that was begun anew has asked again for the turns that are known."""
+    """How far an episode that was started again has asked for the turns that are known already."""
 
     answered: int = 0
-    """Turns given to it again."""
+    """Number of known turns that the episode was given again."""
     partial: int | None = None
-    """Where the output of the turn begins that was not finished; None if there was none."""
+    """Where the output of the unfinished turn begins; None if there was none."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RolloutRecord:
-    """One rollout on its way."""
+    """One rollout in flight, or in a batch that is not acknowledged."""
 
     rollout_id: int
     index: int
@@ -115,20 +128,23 @@ class RolloutRecord:
     log: TokenLog = field(default_factory=TokenLog)
     request: RequestRecord | None = None
     turns: int = 0
+    """Finished turns."""
     eligible: bool = True
-    """It may generate now; otherwise it is deferred until its group is chosen."""
+    """The rollout may generate now; otherwise it is deferred until its group is chosen."""
     reward: float | None = None
     finish_reason: FinishReason = "length"
     answered: list[tuple[int, int, FinishReason]] = field(
         default_factory=list[tuple[int, int, FinishReason]]
     )
-    """The output of each turn that an episode was given: where it begins and ends, and why."""
+    """For each turn that an episode was given: where its output begins, where it ends, and why it
+    ended."""
     replay: Replay | None = None
-    """The episode was begun anew, and asks for what it was given before."""
+    """Set while an episode that was started again asks for turns that are known already."""
     undecided: int | None = None
-    """Where the tokens of a turn begin that the episode gave up and has not looked at."""
+    """Where the tokens of a withdrawn turn begin, while the episode has not said whether it keeps
+    them."""
     rewritten: bool = False
-    """What a cut has is void."""
+    """Saved tokens of the rollout are void: the next snapshot saves all of its tokens again."""
 
     def move(self, move: Move) -> None:
         """Make a move of the life-cycle table."""
@@ -140,7 +156,7 @@ class RolloutRecord:
 
     @property
     def carried(self) -> bool:
-        """It was sent before, so it goes before those that were not."""
+        """Whether the rollout was sent before. Carried rollouts go before those that were not."""
         return len(self.log) > 0 or (self.request is not None and self.request.attempt > 0)
 
 
@@ -153,23 +169,26 @@ class GroupRecord:
     evaluation_id: int | None = None
     members: list[RolloutRecord] = field(default_factory=list["RolloutRecord"])
     unfinished: int = 0
-    """Members still generating."""
+    """Members that are still generating."""
     unscored: int = 0
+    """Members that have no reward yet."""
     accepted: bool | None = None
-    """The verdict; None until it is known."""
+    """Whether the group is accepted; None until that is known."""
     engine: str = ""
-    """Where the group's prompt prefix is cached."""
+    """The engine that the latest attempt of a member was sent to: it caches the prompt's prefix."""
     opened: int = 0
-    """Batches that had been delivered when it was launched."""
+    """Number of batches before the one in work, when the group was launched."""
     first_run: int | None = None
-    """And when a member of it was first chosen to run; None before."""
+    """Number of batches before the one in work, when a member was first chosen to run (length
+    buckets); None until then."""
     dropped: Reason | None = None
+    """Why the group was dropped; None while it is in flight."""
     offered: bool = False
-    """It is in the batch that is offered."""
+    """The group is in the batch that is offered."""
 
     @property
     def complete(self) -> bool:
-        """Every member is generated to its end."""
+        """Whether every member is generated to its end."""
         return self.unfinished == 0
 
     @property
@@ -180,14 +199,46 @@ class GroupRecord:
 
     @property
     def tokens(self) -> int:
+        """Response tokens of all members."""
         return sum(len(member.log) for member in self.members)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DeliveredBatch:
+    """A batch that the trainer has, or is offered, and has not acknowledged. Its groups keep their
+    members, so that a resumed run can deliver it again."""
+
+    index: int
+    version: int
+    oldest_unmasked: int | None
+    """Tokens of older versions than this are masked; None if none are."""
+    groups: tuple[GroupRecord, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Offered:
+    """The batch that the trainer may take, with what is needed to withdraw the offer."""
+
+    batch: Batch
+    record: DeliveredBatch | None = None
+    """The batch's groups; None if the batch is one that is delivered again after a restart."""
+    target_groups: int = 0
+    """The number of groups to keep open that was in force before the offer."""
+    peak_tokens: int = 0
+    """The peak of tokens held by engines that was counted before the offer."""
+
+    @property
+    def groups(self) -> tuple[GroupRecord, ...]:
+        """Groups of the batch that are in flight."""
+        return () if self.record is None else self.record.groups
+
+
 def group_lengths(record: GroupRecord) -> GroupLengths:
-    """The lengths of a group that is in flight."""
+    """The response lengths of a group, as evidence for the law of lengths."""
     return GroupLengths(
         launched=record.group_id,
-        # A response that ended with nothing has the length 1: a law of lengths begins there.
+        # A response that ended without a token counts as one of length 1, because the law of
+        # lengths begins there.
         tokens=np.array(
             [max(len(m.log), m.state not in GENERATING) for m in record.members], dtype=np.int64
         ),

@@ -15,26 +15,31 @@ from aprilsched.core.messages.facts import Fact
 from aprilsched.core.policies.resume import Place, place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
 from aprilsched.core.rules import Rules
-from aprilsched.core.state.engine_control import FleetControl, Mode
+from aprilsched.core.state.engine_control import CUDA_GRAPH, WEIGHTS, FleetControl, Mode
 from aprilsched.core.state.engine_health import FleetHealth
 from aprilsched.core.state.expectation import Expectations
 from aprilsched.core.state.in_flight import InFlight
-from aprilsched.core.state.journal import DeliveredBatch, Offered
-from aprilsched.core.state.phases import Outage, Sleep, Update
 from aprilsched.core.state.queues import MustDeliver
-from aprilsched.core.state.records import GroupRecord, RequestRecord, group_lengths
-from aprilsched.core.state.versions import PolicyVersionTracker
+from aprilsched.core.state.records import (
+    DeliveredBatch,
+    GroupRecord,
+    Offered,
+    RequestRecord,
+    group_lengths,
+)
+from aprilsched.core.state.weights import Weights
 from aprilsched.types import Batch, Prompt, RefusedPrompt
 
 __all__ = [
     "Delivery",
     "Evaluations",
     "Fleet",
+    "Outage",
     "Plan",
     "PromptSupply",
     "SchedulerState",
+    "Sleep",
     "Stragglers",
-    "Weights",
 ]
 
 
@@ -120,22 +125,43 @@ class Evaluations:
     """Evaluations that were asked for during an update and begin after it."""
 
 
-@dataclass(slots=True)
-class Weights:
-    """The policy versions of the run. Steps: ``refit``."""
+@dataclass(slots=True, kw_only=True)
+class Sleep:
+    """One sleep, from the trainer's request until every engine has its memory back."""
 
-    versions: PolicyVersionTracker = field(default_factory=PolicyVersionTracker)
-    """The version of the trainer and of each engine."""
-    update: Update | None = None
-    """The update that is under way."""
-    republishable: bool = False
-    """The fleet's version can be published again, to an engine that comes back."""
-    base: int = 0
-    """The last version that was a full model and no adapter."""
-    adapter: int | None = None
-    """The version of the adapter that new requests sample with; None for the model itself."""
-    adapters: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
-    """Versions of the adapters that are loaded on each engine."""
+    tags: frozenset[str]
+    """The kinds of memory that the trainer asked for."""
+    inside: bool
+    """Stragglers stay inside the paused engines; otherwise they are called back first."""
+    may_pause: bool = False
+    """Everything that had to end before the sleep has ended, so the engines may be paused."""
+    asleep: bool = False
+    """The trainer was told that the memory is its own."""
+    waking: bool = False
+    """The trainer has given the memory back."""
+
+    @property
+    def away(self) -> frozenset[str]:
+        """The memory that should be released now."""
+        return self.tags if self.may_pause and not self.waking else frozenset()
+
+    @property
+    def away_in_refit(self) -> frozenset[str]:
+        """The memory that should be released while weights are loaded: the weights, and the CUDA
+        graphs that were captured with them, must be awake then."""
+        return self.away - {WEIGHTS, CUDA_GRAPH}
+
+
+@dataclass(slots=True)
+class Outage:
+    """A time in which no engine is in use."""
+
+    since: float | None = None
+    """When the last engine was gone; None while there was always one on standby."""
+    said_at: float | None = None
+    """When the caller was last told that the fleet is waited for."""
+    given_up: bool = False
+    """The caller was told that the fleet is lost."""
 
 
 @dataclass(slots=True)

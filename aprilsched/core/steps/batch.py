@@ -26,8 +26,7 @@ from aprilsched.core.messages.events import (
     BatchWithdrawn,
 )
 from aprilsched.core.state.assembly import batch_of
-from aprilsched.core.state.journal import DeliveredBatch, Offered
-from aprilsched.core.state.records import GroupRecord
+from aprilsched.core.state.records import DeliveredBatch, GroupRecord, Offered
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.target import retarget
 from aprilsched.errors import InvariantViolation

@@ -17,8 +17,7 @@ from __future__ import annotations
 from aprilsched.core.messages.commands import AwaitFleet, GiveUpFleet, WantUpdate
 from aprilsched.core.messages.facts import FleetAwaited, FleetGivenUp, UpdateWanted
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.phases import Outage
-from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.state.state import Outage, SchedulerState
 from aprilsched.core.steps.drop import drop
 
 __all__ = ["attend", "note_join", "note_loss", "stranded"]

@@ -23,8 +23,8 @@ from aprilsched.core.messages.facts import (
 from aprilsched.core.messages.facts import UpdateWithdrawn as WithdrawnFact
 from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.phases import Update
 from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.state.weights import Update
 from aprilsched.core.steps.batch import acknowledge, withdraw_offer
 from aprilsched.core.steps.drop import drop
 from aprilsched.core.steps.engines import demote, promote

@@ -21,10 +21,10 @@ from aprilsched.core.messages.commands import Launch, Score, ScoreGroup, StartEp
 from aprilsched.core.messages.facts import EpisodeStarted, GroupAccepted, RewardRequested
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.assembly import batch_of, group_of, launched, rollout_of
-from aprilsched.core.state.journal import DeliveredBatch
 from aprilsched.core.state.ledger import Entry, Reason
 from aprilsched.core.state.lifecycle import GENERATING, State
 from aprilsched.core.state.records import (
+    DeliveredBatch,
     GroupRecord,
     Replay,
     RequestRecord,

@@ -14,8 +14,7 @@ from aprilsched.core.messages.facts import SleepBegun, SleepEnded
 from aprilsched.core.messages.facts import SleepRequested as SleepFact
 from aprilsched.core.messages.facts import WakeRequested as WakeFact
 from aprilsched.core.state.engine_control import WEIGHTS, Mode
-from aprilsched.core.state.phases import Sleep
-from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.state.state import SchedulerState, Sleep
 from aprilsched.core.steps.engines import demote
 from aprilsched.errors import InvariantViolation
 

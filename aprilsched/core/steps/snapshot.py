@@ -6,11 +6,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.state.journal import DeliveredBatch, Journal
+from aprilsched.core.state.journal import Journal, PageBuilder
 from aprilsched.core.state.ledger import Counters
 from aprilsched.core.state.lifecycle import GENERATING, State
-from aprilsched.core.state.page import PageBuilder
-from aprilsched.core.state.records import GroupRecord, RolloutRecord
+from aprilsched.core.state.records import DeliveredBatch, GroupRecord, RolloutRecord
 from aprilsched.core.state.saved import (
     Cut,
     GroupState,

@@ -1,0 +1,119 @@
+"""The policy versions of a run, and the update that brings a new one into the engines.
+
+A token is of the version whose weights sampled it. While a request streams, a chunk is booked
+under the version that its engine has at that moment. A chunk that arrives across a refit may have
+tokens of both versions, and until the engine reports the versions of its tokens at the end of the
+attempt (SGLang from 0.5.18 on) nobody can tell them apart. The report then replaces everything
+that was booked before. Without such a report the rollout says ``versions_exact=False``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aprilsched.errors import InvariantViolation
+
+__all__ = ["Answer", "PolicyVersionTracker", "Update", "Weights"]
+
+
+class PolicyVersionTracker:
+    """The version of the trainer and the version of each engine in use."""
+
+    def __init__(self) -> None:
+        self.trainer = 0
+        self.engines: dict[str, int] = {}
+
+    def start(self, version: int) -> None:
+        """The run begins with `version`."""
+        self.trainer = version
+
+    def join(self, engine: str, version: int) -> None:
+        """The engine is in use from now on; `version` must be the fleet's."""
+        if version != self.trainer:
+            raise InvariantViolation(
+                f"{engine} joins with version {version} while the fleet is at {self.trainer}"
+            )
+        self.engines[engine] = version
+
+    def leave(self, engine: str) -> None:
+        """The engine is out of use."""
+        self.engines.pop(engine, None)
+
+    def refitted(self, engine: str, version: int) -> None:
+        """The engine has confirmed that it has `version`."""
+        self.engines[engine] = version
+
+    def publish(self, version: int) -> None:
+        """Make `version` the trainer's; every engine in use must have it already.
+
+        Raises:
+            InvariantViolation: if an engine in use has another version.
+        """
+        stale = {name: has for name, has in self.engines.items() if has != version}
+        if stale:
+            raise InvariantViolation(f"version {version} published while engines have {stale}")
+        self.trainer = version
+
+
+Answer = tuple[int | None, str]
+"""The version that an engine says it has (None if its weights are inconsistent), and the cause if
+its refit failed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Update:
+    """One update of the policy version, from the trainer's request to the last engine's answer."""
+
+    version: int
+    beside: bool = False
+    """The version is an adapter. It is loaded while the engines run, and nothing is paused."""
+    republishable: bool = False
+    """The version can be published again later, to an engine that comes back."""
+    acknowledges: tuple[int, ...] = ()
+    """Indexes of the batches that the trainer has learned from to make this version."""
+    may_pause: bool = False
+    """Everything that had to end before the update has ended, so the engines may be paused."""
+    refitting: frozenset[str] = frozenset()
+    """The engines that were told to load the version; empty until they are told."""
+    answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
+    """The answer of each engine that has answered, or that was lost before it could."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether every engine that was told to load the version has answered or is lost."""
+        return bool(self.refitting) and self.refitting <= self.answers.keys()
+
+    def took(self) -> frozenset[str]:
+        """Engines that have the version."""
+        return frozenset(
+            engine
+            for engine, (version, cause) in self.answers.items()
+            if version == self.version and not cause
+        )
+
+    def failed(self) -> tuple[tuple[str, str], ...]:
+        """Engines that do not have the version, each with the cause."""
+        took = self.took()
+        return tuple(
+            (engine, cause or f"says it has version {version} after the refit to {self.version}")
+            for engine, (version, cause) in self.answers.items()
+            if engine not in took
+        )
+
+
+@dataclass(slots=True)
+class Weights:
+    """The policy versions of the run. Steps: ``refit``."""
+
+    versions: PolicyVersionTracker = field(default_factory=PolicyVersionTracker)
+    """The version of the trainer and of each engine."""
+    update: Update | None = None
+    """The update that is under way."""
+    republishable: bool = False
+    """The fleet's version can be published again, to an engine that comes back."""
+    base: int = 0
+    """The last version that was a full model and no adapter."""
+    adapter: int | None = None
+    """The version of the adapter that new requests sample with; None for the model itself."""
+    adapters: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
+    """Versions of the adapters that are loaded on each engine."""
