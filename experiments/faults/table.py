@@ -25,7 +25,7 @@ _HEAD = (
     "back after s: median, max",
     "its next token after s: median, max",
     "groups dropped",
-    "prefilled again",
+    "recomputed",
     "ended otherwise",
 )
 
