@@ -105,7 +105,7 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 	"aprilsched needs Python 3.11 or later; name one: make PYTHON=python3.11." >&2; exit 1; }
 	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
 	@rm -f $(VENV)/.stamp-*
-	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[plots,report]'
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[cli,plots,report]'
 	@touch $@
 
 # torch goes first and alone: the version is then settled, and with it the build.

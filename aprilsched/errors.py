@@ -4,6 +4,7 @@
 
     AprilschedError
     ├── ConfigError            the caller's settings, prompts or sampling parameters
+    │   └── MissingExtra       a package that only some parts need is not installed
     ├── EngineError            one engine: .engine names it
     │   ├── EngineUnreachable  nothing was sent; the call may be repeated
     │   ├── EngineProtocolError  the answer is not what the protocol allows
@@ -39,6 +40,7 @@ __all__ = [
     "EpisodeError",
     "FleetLost",
     "InvariantViolation",
+    "MissingExtra",
     "PromptsExhausted",
     "RefitError",
     "RunFolderError",
@@ -55,6 +57,10 @@ class AprilschedError(Exception):
 
 class ConfigError(AprilschedError, ValueError):
     """A setting, prompt or sampling parameter is wrong; the message says what to change."""
+
+
+class MissingExtra(ConfigError, ImportError):
+    """A package that only some parts need is not installed; the message names the extra."""
 
 
 class EngineError(AprilschedError):

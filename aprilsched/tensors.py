@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.errors import ConfigError
+from aprilsched.extras import extra
 from aprilsched.types import NO_VERSION, Batch, Rollout
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def pad(batch: Batch, *, pad_id: int) -> PaddedTensors:
     """`batch` as one row for each rollout, padded on the right with `pad_id`.
 
     Raises:
-        ConfigError: if torch is not installed.
+        MissingExtra: if torch is not installed.
     """
     torch = _torch()
     rollouts = tuple(batch.rollouts)
@@ -105,7 +105,7 @@ def pack(batch: Batch) -> PackedTensors:
     """`batch` as one row without padding.
 
     Raises:
-        ConfigError: if torch is not installed.
+        MissingExtra: if torch is not installed.
     """
     torch = _torch()
     rollouts = tuple(batch.rollouts)
@@ -117,10 +117,8 @@ def pack(batch: Batch) -> PackedTensors:
 
 
 def _torch() -> ModuleType:
-    try:
+    with extra("torch"):
         import torch
-    except ImportError as missing:
-        raise ConfigError("torch is not installed; install aprilsched[torch].") from missing
     return torch
 
 

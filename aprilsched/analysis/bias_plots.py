@@ -8,13 +8,17 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from aprilsched.analysis.run import Run
-from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure
+from aprilsched.extras import extra
 from aprilsched.telemetry.bias_figures import DecileFigures, LawFigures, TransientFigures
 from aprilsched.telemetry.figures import BiasFigures
+
+with extra("plots"):
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure
 
 __all__ = ["bias", "draw_deciles", "draw_survival", "draw_transient", "figure_of"]
 

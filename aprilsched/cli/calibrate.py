@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from aprilsched.errors import ConfigError
+from aprilsched.extras import extra
 from aprilsched.timing import (
     Bucket,
     Fit,
@@ -169,10 +170,8 @@ def _draw(model: StepTimeModel, windows: Windows, path: Path) -> None:
     Raises:
         ConfigError: if matplotlib is missing or the file cannot be written.
     """
-    try:
+    with extra("plots"):
         from aprilsched.analysis.style import finish, new_figure, save
-    except ImportError:
-        raise ConfigError("No picture without matplotlib; install 'aprilsched[plots]'.") from None
     figure = new_figure(12, 4.6)
     left, middle, right = figure.subplots(1, 3)
     _steps(left, model, windows)

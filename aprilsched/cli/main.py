@@ -12,6 +12,7 @@ from importlib import import_module
 
 from aprilsched import __version__
 from aprilsched.errors import AprilschedError
+from aprilsched.extras import extra
 
 __all__ = ["COMMANDS", "main"]
 
@@ -44,7 +45,9 @@ def _call(command: str, arguments: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else "see aprilsched --help."
         print(f"aprilsched: {command!r} is no command; {hint}", file=sys.stderr)
         return _REFUSED
-    return import_module(f"aprilsched.cli.{command.replace('-', '_')}").main(arguments)
+    with extra("cli"):
+        module = import_module(f"aprilsched.cli.{command.replace('-', '_')}")
+    return module.main(arguments)
 
 
 def _help() -> str:
@@ -56,10 +59,6 @@ def _help() -> str:
         f"commands:\n{commands}\n\n"
         "aprilsched COMMAND --help lists a command's options; aprilsched --version the version."
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 COMMANDS: dict[str, str] = {
@@ -74,3 +73,7 @@ COMMANDS: dict[str, str] = {
     "watch": "show a run that goes on in another terminal, or one that has ended",
 }
 """Every command and what it does."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,10 +12,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from aprilsched.extras import extra
 from aprilsched.runs.config_file import as_toml
 from aprilsched.runs.setup import Setup
 from aprilsched.telemetry.base import AnyListener
-from aprilsched.telemetry.extras import extra
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.metrics import Metrics, serve_metrics
 from aprilsched.telemetry.queued import QueuedListener

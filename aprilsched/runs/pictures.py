@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from aprilsched.analysis.run import read_run
-from aprilsched.errors import AprilschedError
+from aprilsched.errors import AprilschedError, MissingExtra
 
 __all__ = ["draw_comparison", "leave_report", "leave_trace"]
 
@@ -24,8 +24,8 @@ def draw_comparison(
     of each policy, which takes two seconds for each."""
     try:
         from aprilsched.analysis import bias_plots, plots
-    except ImportError:
-        messages.print("No pictures: matplotlib is missing (pip install 'aprilsched[plots]').")
+    except MissingExtra as error:
+        messages.print(f"No pictures: {error}", soft_wrap=True, highlight=False, markup=False)
         return
     runs = {name: read_run(root / folder) for name, folder in folders.items()}
     plots.save(plots.comparison(runs), root / "comparison.png")

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from aprilsched.errors import ConfigError
+from aprilsched.extras import extra
 from aprilsched.sampling import sampling_params
 from aprilsched.types import Prompt
 
@@ -113,12 +114,8 @@ def _key(key: Any) -> str | int | None:
 
 
 def _load(folder: Path) -> _Tokenizer:
-    try:
+    with extra("tokenizers"):
         from tokenizers import Tokenizer
-    except ImportError:
-        raise ConfigError(
-            "Prompts that are text need the package tokenizers; install it, or give input_ids."
-        ) from None
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"There is no {file}; name the folder with the model's tokenizer.json.")

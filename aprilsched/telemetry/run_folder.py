@@ -17,9 +17,9 @@ from shutil import rmtree
 from typing import Any, Self
 
 import msgspec
-import tomli_w
 
 from aprilsched.errors import RunFolderError
+from aprilsched.extras import extra
 from aprilsched.telemetry.event_log.tail import read_tail
 from aprilsched.telemetry.figures import RunSummary
 
@@ -128,9 +128,11 @@ class RunFolder:
         Raises:
             RunFolderError: if that cannot be done.
         """
+        with extra("cli"):
+            from tomli_w import dumps
         self.reserve()
         try:
-            _write(self.path / CONFIG, tomli_w.dumps(config).encode())
+            _write(self.path / CONFIG, dumps(config).encode())
             for name in (SUMMARY, TRACE):
                 (self.path / name).unlink(missing_ok=True)
         except OSError as error:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromGroup, TensorMeta
 from aprilsched.errors import ConfigError, EngineRejected
+from aprilsched.extras import extra
 from aprilsched.weights.buckets import Bucket, iter_buckets, iter_buckets_async
 from aprilsched.weights.group.addresses import address_towards
 from aprilsched.weights.group.process_group import DEVICES, TrainerGroup
@@ -322,11 +323,7 @@ def _one_row(bucket: Bucket, where: str | device | None, kind: str) -> Tensor:
 
 
 def _check_torch(backend: str) -> None:
-    try:
+    with extra("torch"):
         from torch import distributed
-    except ImportError as error:
-        raise ConfigError(
-            f"DistributedPublisher needs torch ({error}); install aprilsched[torch]."
-        ) from error
     if not getattr(distributed, f"is_{backend}_available")():
         raise ConfigError(f"This torch has no {backend}; install one that has, or set backend.")

@@ -18,37 +18,31 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "aprilsched"
 
-DEPENDENCIES = frozenset(
-    {
-        "aiohttp",
-        "asyncio_throttle",
-        "looptime",
-        "msgspec",
-        "numpy",
-        "rich",
-        "tenacity",
-        "tomli_w",
-        "tyro",
-        "yarl",
-    }
-)
+DEPENDENCIES = frozenset({"aiohttp", "asyncio_throttle", "msgspec", "numpy", "tenacity", "yarl"})
+"""What the base install brings, for any part that is not pure."""
+CLI = DEPENDENCIES | {"rich", "tomli_w", "tyro"}
+"""What the extra ``cli`` brings, for the parts that only the command line uses."""
 NUMPY = frozenset({"numpy"})
 PLOTS = frozenset({"matplotlib", "plotly", "polars"})
 LAZY = (
     frozenset(
         {
             "checkpoint_engine",
+            "looptime",
             "opentelemetry",
             "prometheus_client",
             "pynvml",
             "ray",
+            "rich",
             "safetensors",
             "sglang",
             "tensorboard",
             "tokenizers",
+            "tomli_w",
             "torch",
             "trackio",
             "transformers",
+            "tyro",
             "wandb",
         }
     )
@@ -83,6 +77,7 @@ EVERYTHING = Rule(ours=("aprilsched",))
 
 RULES: dict[str, Rule] = {
     "aprilsched.errors": Rule(others=frozenset(), pure=True),
+    "aprilsched.extras": Rule(ours=("aprilsched.errors",), others=frozenset(), pure=True),
     "aprilsched.checks": Rule(ours=("aprilsched.errors",), others=NUMPY, pure=True),
     "aprilsched.types": Rule(
         ours=("aprilsched.checks", "aprilsched.errors"),
@@ -93,7 +88,7 @@ RULES: dict[str, Rule] = {
     "aprilsched.sampling": Rule(
         ours=("aprilsched.checks", "aprilsched.errors", "aprilsched.types"), others=NUMPY
     ),
-    "aprilsched.tensors": Rule(ours=("aprilsched.errors", "aprilsched.types"), others=NUMPY),
+    "aprilsched.tensors": Rule(ours=("aprilsched.extras", "aprilsched.types"), others=NUMPY),
     "aprilsched.timing.model": Rule(others=NUMPY, pure=True),
     "aprilsched.workload": Rule(ours=("aprilsched.errors", "aprilsched.types"), others=NUMPY),
     # Inside the core the nouns are below and the verbs above.
@@ -160,6 +155,7 @@ RULES: dict[str, Rule] = {
             "aprilsched.workload",
         )
     ),
+    "aprilsched.engines.sim.clock": Rule(ours=("aprilsched.extras",), others=frozenset()),
     # Another engine's adapter takes this and nothing of SGLang's.
     "aprilsched.engines.http": Rule(ours=("aprilsched.engines.http", "aprilsched.errors")),
     "aprilsched.doctor": Rule(
@@ -181,6 +177,7 @@ RULES: dict[str, Rule] = {
             "aprilsched.engines.base",
             "aprilsched.engines.refit",
             "aprilsched.errors",
+            "aprilsched.extras",
             "aprilsched.types",
             "aprilsched.weights",
         )
@@ -205,9 +202,20 @@ RULES: dict[str, Rule] = {
             # What an engine says of itself, as data; no engine is known here.
             "aprilsched.engines.load",
             "aprilsched.errors",
+            "aprilsched.extras",
             "aprilsched.telemetry",
             "aprilsched.types",
         )
+    ),
+    "aprilsched.telemetry.live": Rule(
+        ours=(
+            "aprilsched.core.messages",
+            "aprilsched.core.state.ledger",
+            "aprilsched.extras",
+            "aprilsched.telemetry",
+            "aprilsched.types",
+        ),
+        others=NUMPY | {"rich"},
     ),
     # Each of these files is for one package, and imported by who wants it.
     "aprilsched.telemetry.metrics.exposition": Rule(
@@ -236,6 +244,7 @@ RULES: dict[str, Rule] = {
             # What a setting is called and means, for the report's sentences.
             "aprilsched.core.policies",
             "aprilsched.errors",
+            "aprilsched.extras",
             "aprilsched.telemetry",
             "aprilsched.timing",
             "aprilsched.types",
@@ -311,8 +320,12 @@ RULES: dict[str, Rule] = {
     # The outermost ring puts the parts together and is imported by none of them.
     "aprilsched": EVERYTHING,
     "aprilsched.blocking": EVERYTHING,
-    "aprilsched.cli": EVERYTHING,
-    "aprilsched.runs": EVERYTHING,
+    # What the console script starts with, in an install that may lack the extra.
+    "aprilsched.cli": Rule(ours=("aprilsched",), others=CLI),
+    "aprilsched.cli.main": Rule(
+        ours=("aprilsched", "aprilsched.errors", "aprilsched.extras"), others=frozenset()
+    ),
+    "aprilsched.runs": Rule(ours=("aprilsched",), others=CLI),
     "aprilsched.integrations": EVERYTHING,
 }
 
@@ -460,6 +473,10 @@ def test_the_arrows_hold(module: str, path: Path):
         ("aprilsched.analysis.x", "from aprilsched.engines.base import Engine", "against"),
         ("aprilsched.coordinator.x", "from aprilsched.engines.sim import SimFleet", "against"),
         ("aprilsched.coordinator.x", "import uvloop", "no dependency of this part"),
+        ("aprilsched.coordinator.x", "import rich", "must wait"),
+        ("aprilsched.telemetry.x", "from rich.text import Text", "must wait"),
+        ("aprilsched.cli.main", "import tyro", "must wait"),
+        ("aprilsched.engines.sim.clock", "import looptime", "must wait"),
         ("aprilsched.brand_new", "import aprilsched", "has no rule"),
     ],
 )
@@ -496,7 +513,20 @@ def test_a_missing_docstring_is_found():
     assert violations("aprilsched.core.x", "x = 1") == ["aprilsched.core.x has no docstring."]
 
 
-def test_importing_the_package_is_light():
-    script = "import sys, aprilsched; print(*{name.split('.')[0] for name in sys.modules})"
+@pytest.mark.parametrize(
+    "module",
+    [
+        "aprilsched",
+        "aprilsched.blocking",
+        "aprilsched.cli.main",
+        "aprilsched.coordinator",
+        "aprilsched.engines.sglang",
+        "aprilsched.presets",
+        "aprilsched.simulation",
+        "aprilsched.testing",
+    ],
+)
+def test_what_the_base_install_runs_imports_no_extra(module: str):
+    script = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not LAZY & set(run.stdout.split())

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import aprilsched
-from tests.unit.test_arrows import DEPENDENCIES
+from aprilsched.telemetry.trackers.writers import TRACKERS
+from tests.unit.test_arrows import CLI, DEPENDENCIES
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ("README.md", "CONTRIBUTING.md")
@@ -80,10 +81,25 @@ def test_torch_is_pinned_to_the_version_that_sglang_was_resolved_with():
 def test_everything_that_we_ask_for_is_pinned():
     extras = project()["optional-dependencies"]
     asked = list(project()["dependencies"])
-    for extra in ("dev", "dev-torch", "torch", "plots"):
+    for extra in ("cli", "dev", "dev-torch", "plots", "report", "sim", "torch"):
         asked += extras[extra]
     names = {canonical(requirement) for requirement in asked} - {"aprilsched"}
     assert names <= {canonical(pin) for pin in pins("constraints.txt")}
+
+
+def test_every_extra_that_an_error_names_exists():
+    named = {
+        name
+        for path in (ROOT / "aprilsched").rglob("*.py")
+        for name in re.findall(r"\bextra\(\"([^\"]+)\"\)", path.read_text(encoding="utf-8"))
+    } | set(TRACKERS)
+    assert {"cli", "sim"} <= named
+    assert named <= set(project()["optional-dependencies"])
+
+
+def test_the_extra_of_the_command_line_brings_what_the_command_line_may_import():
+    brought = {canonical(needed) for needed in project()["optional-dependencies"]["cli"]}
+    assert brought - {"aprilsched"} == {name.replace("_", "-") for name in CLI - DEPENDENCIES}
 
 
 def test_the_architecture_allows_exactly_our_dependencies():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -179,13 +179,8 @@ def test_a_batch_offers_both():
 
 
 def test_without_torch_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    real = builtins.__import__
-
-    def without_torch(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "torch":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_torch)
-    with pytest.raises(ConfigError, match=r"install aprilsched\[torch\]"):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(
+        ConfigError, match=r"torch is not installed; pip install 'aprilsched\[torch\]'"
+    ):
         RAGGED.to_torch()

@@ -21,7 +21,7 @@ from aprilsched.analysis.report.compare import verdict
 from aprilsched.analysis.report.figure import Chart
 from aprilsched.analysis.report.gather import report_data
 from aprilsched.analysis.report.model import ReportData
-from aprilsched.errors import ConfigError
+from aprilsched.extras import extra
 from aprilsched.telemetry.run_folder import REPORT, write_whole
 
 __all__ = ["figures_json", "page", "write_report"]
@@ -34,7 +34,7 @@ def write_report(
     (report.html in `folder`); where it is, and the figures.
 
     Raises:
-        ConfigError: if plotly is missing.
+        MissingExtra: if plotly is missing.
         RunFolderError: if a run cannot be read or the page cannot be written.
     """
     library = _plotly()
@@ -138,10 +138,6 @@ def _asset(name: str) -> str:
 
 
 def _plotly() -> str:
-    try:
+    with extra("report"):
         from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]
-    except ImportError as error:
-        raise ConfigError(
-            "The report needs plotly; install it: pip install 'aprilsched[report]'."
-        ) from error
     return get_plotlyjs()

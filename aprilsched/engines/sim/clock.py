@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-import looptime
+from aprilsched.extras import extra
 
 __all__ = ["run_virtual"]
 
@@ -34,8 +34,11 @@ def run_virtual(coro: Coroutine[Any, Any, _T], *, idle_timeout: float | None = 6
             a deadlock. None waits for ever.
 
     Raises:
+        MissingExtra: if looptime is not installed.
         RuntimeError: if an event loop is already running in this thread.
     """
+    with extra("sim"):
+        import looptime
 
     def new_loop() -> asyncio.AbstractEventLoop:
         # looptime's default of 42 empty cycles before each jump makes a run ten times slower; it

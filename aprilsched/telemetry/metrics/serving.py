@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from aprilsched.errors import ConfigError
-from aprilsched.telemetry.extras import extra
+from aprilsched.extras import extra
 from aprilsched.telemetry.metrics.listener import Metrics
 
 __all__ = ["MetricsServer", "serve_metrics"]

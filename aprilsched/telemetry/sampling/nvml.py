@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from aprilsched.errors import ConfigError
-from aprilsched.telemetry.extras import extra
+from aprilsched.extras import extra
 from aprilsched.telemetry.sampling.lines import DeviceLine, GpuLine
 
 __all__ = ["Nvml"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched.errors import ConfigError
-from aprilsched.telemetry.extras import extra
+from aprilsched.extras import extra
 from aprilsched.telemetry.trackers.base import Writer
 
 __all__ = ["TRACKERS", "begin_writer", "tracker_names"]

@@ -1,0 +1,76 @@
+"""Errors that name the extra which brings a missing package."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aprilsched.engines.sim import run_virtual
+from aprilsched.errors import ConfigError, MissingExtra
+from aprilsched.extras import extra
+
+
+def without(package: str, program: str) -> subprocess.CompletedProcess[str]:
+    """`program` in a process of its own, where `package` is not installed."""
+    script = f"import sys; sys.modules[{package!r}] = None\n{program}"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("package", ["rich", "tomli_w", "tyro"])
+def test_the_command_says_which_extra_it_needs(package: str):
+    ended = without(
+        package, "from aprilsched.cli.main import main; sys.exit(main(['run', '--help']))"
+    )
+    assert ended.returncode == 2
+    wanted = rf"aprilsched: {package}[.\w]* is not installed; pip install 'aprilsched\[cli\]'\.\n"
+    assert re.fullmatch(wanted, ended.stderr)
+
+
+def test_the_list_of_commands_needs_no_extra():
+    ended = without("tyro", "from aprilsched.cli.main import main; sys.exit(main(['--help']))")
+    assert ended.returncode == 0
+    assert "simulate" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "name"),
+    [
+        ("aprilsched.analysis.bias_plots", "matplotlib", "plots"),
+        ("aprilsched.analysis.plots", "matplotlib", "plots"),
+        ("aprilsched.runs.settings", "tyro", "cli"),
+        ("aprilsched.telemetry.live.display", "rich", "cli"),
+    ],
+)
+def test_a_module_that_is_for_an_extra_names_it(module: str, package: str, name: str):
+    ended = without(package, f"import {module}")
+    assert ended.returncode == 1
+    wanted = rf"MissingExtra: {package}[.\w]* is not installed; pip install 'aprilsched\[{name}\]'"
+    assert re.search(wanted, ended.stderr.splitlines()[-1])
+
+
+def test_the_virtual_clock_says_which_extra_it_needs(monkeypatch: pytest.MonkeyPatch):
+    async def program() -> None: ...
+
+    monkeypatch.setitem(sys.modules, "looptime", None)
+    coroutine = program()
+    with pytest.raises(MissingExtra, match=r"pip install 'aprilsched\[sim\]'"):
+        run_virtual(coroutine)
+    coroutine.close()
+
+
+def test_a_broken_package_is_not_called_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "half_a_package.py").write_text("from math import nothing_of_the_kind")
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = pytest.raises(ConfigError, match=r"math cannot be imported \(cannot import name")
+    with broken, extra("x"):
+        importlib.import_module("half_a_package")
+
+
+def test_a_mistake_of_our_own_is_no_missing_extra():
+    with pytest.raises(ModuleNotFoundError, match=r"aprilsched\.nowhere"), extra("x"):
+        importlib.import_module("aprilsched.nowhere")
