@@ -1,12 +1,12 @@
-"""The scheduler: ``handle(event, now)`` gives the commands to carry out.
+"""The scheduler: ``handle(event, now)`` takes one event and returns the commands to carry out.
 
-A handler books what happened; then :data:`DECISIONS` look at the whole state in a fixed order.
-Since every decision is made from the state and none from the event, nothing is forgotten when
-two things happen at once.
+A handler notes what has happened in the state. Then each of the :data:`DECISIONS` looks at the
+whole state, in a fixed order. Since every decision is made from the state and none from the event,
+nothing is forgotten when two things happen at the same time.
 
-Invariants (:mod:`aprilsched.core.invariants`): every launched rollout is delivered once, in
-flight, or in the ledger; groups are never torn; token data of a rollout has one length; no
-request is sent to an engine that is paused or has not the trainer's version.
+:mod:`aprilsched.core.invariants` says what holds after every event: every launched rollout is
+delivered once, or in flight, or in the ledger; groups leave as a whole; ids, log-probabilities and
+versions of a rollout have one length; nothing is open on an engine that is not in use.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from aprilsched.core.steps.resume import restore
 __all__ = ["DECISIONS", "HANDLERS", "Scheduler"]
 
 HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
+    # The trainer: batches, evaluations, updates, sleep.
     events.Opened: engines.on_opened,
     events.BatchRequested: batch.on_batch_requested,
     events.BatchWithdrawn: batch.on_batch_withdrawn,
@@ -54,12 +55,15 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.UpdateWithdrawn: refit.on_update_withdrawn,
     events.SleepRequested: sleep.on_sleep_requested,
     events.WakeRequested: sleep.on_wake_requested,
+    # The schedule and the prompts that new groups are made of.
     events.Planned: replan.on_planned,
     events.PromptsArrived: launch.on_prompts_arrived,
+    # Requests.
     events.Progress: requests.on_progress,
     events.Finished: requests.on_finished,
     events.Interrupted: requests.on_interrupted,
     events.Failed: requests.on_failed,
+    # Episodes, rewards and the user's filter.
     events.TurnRequested: turns.on_turn_requested,
     events.TurnWithdrawn: turns.on_turn_withdrawn,
     events.TurnKept: turns.on_turn_kept,
@@ -69,6 +73,7 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.GroupRewarded: scoring.on_group_rewarded,
     events.RewardFailed: scoring.on_reward_failed,
     events.Judged: scoring.on_judged,
+    # Answers of engines to control calls.
     events.Paused: engines.on_paused,
     events.Flushed: engines.on_flushed,
     events.Refitted: refit.on_refitted,
@@ -77,41 +82,75 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.Woken: sleep.on_woken,
     events.Continued: engines.on_continued,
     events.ControlFailed: engines.on_control_failed,
+    # The fleet and the clock.
     events.EngineJoined: engines.on_engine_joined,
     events.EngineLost: engines.on_engine_lost,
     events.Tick: health.on_tick,
 }
 
 DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
-    # An evaluation that ends lets an update begin; an update that ends lets a batch go.
+    # Why the order matters at all: decisions are made only when an event comes, and after the last
+    # answer of a fleet no other event may come. So what one decision makes possible must be seen
+    # by a later one in the same event, or the run would stand still.
+    #
+    # First of all, because an update and a sleep wait for running evaluations: an evaluation that
+    # ends now must not hold them up any longer.
     batch.deliver_evaluations,
+    # Before the next four, because an update that ends now lets evaluations begin, a sleep end and
+    # a batch be offered, and after an adapter update no answer of an engine follows.
     refit.advance,
-    # After the update has taken its step: an evaluation is begun before an update or after it.
+    # After the update has taken its step, so that an evaluation is generated wholly before an
+    # update or wholly after it.
     launch.begin_evaluations,
+    # After the update, because engines wake only when the update that brings their weights has
+    # ended. Before `dispatch.steer`, because the goal of the engines follows from the phase of the
+    # sleep.
     sleep.advance,
+    # Before `launch.launch`, because an offer ends the batch in work: how many groups are launched
+    # depends on the next batch from then on.
     batch.offer,
+    # Anywhere: it only asks the shell for a schedule, and the answer is an event.
     replan.plan,
+    # Before `buckets.choose_groups`, which chooses among the open groups, new ones included.
     launch.launch,
+    # Before `dispatch.dispatch`, because only chosen groups wait to be sent. It acts while
+    # training rollouts run and `stragglers.resolve_stragglers` when they stop, so the order of
+    # these two does not matter.
     buckets.choose_groups,
+    # Before `dispatch.steer`, which pauses no engine as long as a straggler may run on or is being
+    # called back: a request that is aborted after a retract comes back without the tokens that
+    # were not streamed yet (hazard 1).
     stragglers.resolve_stragglers,
+    # Before `dispatch.steer` for the same reason. The order of these two does not matter: an attempt
+    # that was called back once is not called back again.
     dispatch.interrupt,
+    # Before `outage.attend`, which would ask the trainer for a new version otherwise, although an
+    # engine on standby can have the present one; and before `dispatch.steer`, which gives the
+    # engine its first control call.
     refit.catch_up,
+    # Anywhere after `refit.catch_up`: while no engine is in use every tick is followed by all
+    # decisions, so what is abandoned here is seen a second later at the latest.
     outage.attend,
+    # Before `refit.refit`, because memory that a refit needs is taken back first. Before
+    # `dispatch.dispatch`, so that nothing is sent to an engine that is told to pause (hazard 4).
     dispatch.steer,
+    # After `dispatch.steer` has paused and flushed what has to be; nothing later depends on it.
     refit.refit,
+    # Anywhere: an adapter that is unloaded here is one that nothing is sent with any more.
     refit.retire,
+    # Last, because it sends what all the others have left to be sent.
     dispatch.dispatch,
 )
 
 
 class Scheduler:
-    """Decides everything about rollouts; does nothing itself."""
+    """Decides everything about rollouts, and carries nothing out itself."""
 
     def __init__(self, rules: Rules) -> None:
         self.state = SchedulerState(rules)
 
     def handle(self, event: events.Event, now: float) -> list[Command]:
-        """Book `event`, which happened at `now` (seconds, any origin), and decide.
+        """Note `event`, which happened at `now` (seconds, any origin), and decide what to do.
 
         Raises:
             InvariantViolation: if the event is impossible in this state.
@@ -127,28 +166,29 @@ class Scheduler:
 
     @property
     def facts(self) -> list[Fact]:
-        """What the last event has made true, in order; for listeners."""
+        """What the last event has made true, in order, for listeners."""
         return self.state.facts
 
     def restore(self, saved: Saved) -> None:
-        """Go on where the saved scheduler was; before the first event.
+        """Go on where the saved scheduler was. To be called before the first event.
 
         Raises:
-            ConfigError: if it was saved by a scheduler that cannot go on in this one.
+            ConfigError: if the saved run cannot go on under the settings of this scheduler.
         """
         restore(self.state, saved)
 
     def check_invariants(self) -> None:
-        """Raises InvariantViolation if the state is one that must not be."""
+        """Raise InvariantViolation if something does not hold that must hold after every event."""
         check(self.state)
 
 
 def _decides(state: SchedulerState, event: events.Event) -> bool:
+    """Whether the event can change a decision; most events of a run cannot."""
     if isinstance(event, events.Progress):
-        # New tokens change no other decision, but by a label that costs an engine its place; a run
-        # has sixteen such events for each rollout.
+        # New tokens matter to a straggler that may run on up to a limit. A label that costs an
+        # engine its place gives a command. A run has sixteen such events for each rollout.
         return bool(state.stragglers.run_on or state.commands)
-    # Nor does time, but by an engine that it shows to be lost, and while there is none.
+    # A tick matters where it has shown an engine to be lost, and during an outage.
     return (
         not isinstance(event, events.Tick) or bool(state.commands) or state.fleet.outage is not None
     )

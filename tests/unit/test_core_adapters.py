@@ -5,7 +5,7 @@ from __future__ import annotations
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, config
+from tests.support.driver import Driver, config, prompts
 
 
 def test_an_adapter_is_loaded_without_a_pause_and_serves_what_is_sent_afterwards():
@@ -112,3 +112,20 @@ def test_one_with_another_base_model_does_not():
     assert not driver.refits
     driver.update(beside=True)
     assert driver.state.weights.versions.engines == {"a": 3}
+
+
+def test_what_waits_for_an_adapter_goes_on_with_the_last_answer():
+    """No answer of an engine follows that would be another occasion to decide."""
+    driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0), engines=("a",))
+    driver.request_batch()
+    driver.feed(ev.UpdateRequested(version=1, beside=True))
+    driver.feed(
+        ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1, start=900), group_size=1)
+    )
+    driver.finish(driver.attempts()[0])
+    assert not driver.offers
+    assert not driver.attempts()
+    driver.answer_refit()
+    assert driver.offers
+    groups = driver.state.in_flight.groups
+    assert any(groups[group_id].evaluation_id == 1 for group_id in driver.group_ids())
