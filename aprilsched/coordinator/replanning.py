@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from aprilsched.coordinator.tasks import Tasks
+from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.commands import Plan
 from aprilsched.core.messages.events import Event, Planned
 from aprilsched.core.messages.facts import Fact
-from aprilsched.core.rules import Rules
 from aprilsched.driver.callbacks import called_now
 from aprilsched.planning import Planner
 from aprilsched.telemetry.base import TokenChunks
@@ -190,9 +190,11 @@ class StepTimes:
 class Planning:
     """Carries out Plan; a failure keeps the schedule in force and is said once for each time."""
 
-    def __init__(self, *, planner: Planner, rules: Rules, feed: Callable[[Event], None]) -> None:
+    def __init__(
+        self, *, planner: Planner, config: SchedulerConfig, feed: Callable[[Event], None]
+    ) -> None:
         self._planner = planner
-        self._rules = rules
+        self._config = config
         self._feed = feed
         self._tasks: Tasks | None = None
 
@@ -210,7 +212,7 @@ class Planning:
 
     def _planned(self, command: Plan) -> Planned:
         try:
-            schedule = called_now("the planner", self._planner.plan, command, self._rules)
+            schedule = called_now("the planner", self._planner.plan, command, self._config)
             changes = not schedule.same_as(command.current)
         except Exception as error:
             log.exception("no schedule could be chosen; the one in force stays")

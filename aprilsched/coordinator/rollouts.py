@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, cast
 
-from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.bias import BiasNow
 from aprilsched.coordinator.episodes import Episode
 from aprilsched.coordinator.prompts import PromptSource, checked
@@ -18,6 +17,7 @@ from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
 from aprilsched.coordinator.updates import Updates
 from aprilsched.coordinator.work import Work
+from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.callbacks import Accept, GroupReward, Reward
@@ -77,7 +77,7 @@ class RolloutScheduler:
         store: Store | None = None,
     ) -> None:
         self.config = config or SchedulerConfig()
-        rules = self.config.rules(
+        caller = Caller(
             reward_scope=reward_scope if reward is not None else "none",
             accepts=accept is not None,
             episodes=episode is not None,
@@ -94,7 +94,7 @@ class RolloutScheduler:
         self._session = Session(
             fleet=fleet,
             config=self.config,
-            rules=rules,
+            caller=caller,
             work=work,
             planner=planner or Planner(),
             listeners=listeners,

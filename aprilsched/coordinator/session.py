@@ -12,7 +12,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.bias import LiveBias
 from aprilsched.coordinator.controls import EngineControls
@@ -28,9 +27,9 @@ from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.waits import Waits
 from aprilsched.coordinator.watchdog import Heartbeat
 from aprilsched.coordinator.work import Work
+from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.core.rules import Rules
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.loop import EventLoop
@@ -53,7 +52,7 @@ class Session:
         *,
         fleet: Fleet,
         config: SchedulerConfig,
-        rules: Rules,
+        caller: Caller,
         work: Work,
         planner: Planner,
         listeners: Sequence[AnyListener],
@@ -66,9 +65,9 @@ class Session:
         self._fleet = fleet
         self._claim = Claim(run_id)
         self._work = work
-        if rules.automatic and not planner.inline:
+        if config.automatic and not planner.inline:
             listeners = [*listeners, StepTimes(planner)]
-        core = Scheduler(rules)
+        core = Scheduler(config, caller)
         self.bias = LiveBias(core.state)
         self.durability = Durability(
             core=core,
@@ -115,7 +114,7 @@ class Session:
             hand_back=self._hand_back,
         )
         self._heartbeat = Heartbeat(self.feed)
-        self._planning = Planning(planner=planner, rules=rules, feed=self.feed)
+        self._planning = Planning(planner=planner, config=config, feed=self.feed)
         self._stopping = asyncio.Event()
         self._opening: asyncio.Future[None] | None = None
         self._pid = os.getpid()

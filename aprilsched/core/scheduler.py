@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.invariants import check
 from aprilsched.core.messages import events
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.facts import Fact
-from aprilsched.core.rules import Rules
 from aprilsched.core.state.saved import Saved
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps import (
@@ -146,8 +146,8 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
 class Scheduler:
     """Decides everything about rollouts, and carries nothing out itself."""
 
-    def __init__(self, rules: Rules) -> None:
-        self.state = SchedulerState(rules)
+    def __init__(self, config: SchedulerConfig, caller: Caller | None = None) -> None:
+        self.state = SchedulerState(config, caller)
 
     def handle(self, event: events.Event, now: float) -> list[Command]:
         """Note `event`, which happened at `now` (seconds, any origin), and decide what to do.

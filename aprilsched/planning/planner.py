@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.lengths.observed import ObservedLengths
 from aprilsched.core.messages.commands import Plan
 from aprilsched.core.policies.length_buckets import LengthBuckets
@@ -21,7 +22,6 @@ from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.wave import Wave
-from aprilsched.core.rules import Rules
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import try_out
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
@@ -73,25 +73,26 @@ class Planner:
         self.max_running = max_running
         self.inline = inline
 
-    def plan(self, command: Plan, rules: Rules) -> Schedule:
+    def plan(self, command: Plan, config: SchedulerConfig) -> Schedule:
         """The schedule to follow, with what is expected of it: perhaps the one in force again."""
-        setting = self.setting(command, rules)
-        tried = trials(setting, may_defer=rules.may_defer, current=command.current)
+        setting = self.setting(command, config)
+        tried = trials(setting, may_defer=config.may_defer, current=command.current)
         best = choose(tried)
         now = next((t for t in tried if t.schedule.same_as(command.current)), None)
         if now is not None and _may_stay(now, best, tried):
             return now.schedule
         return best.schedule
 
-    def setting(self, command: Plan, rules: Rules) -> Setting:
+    def setting(self, command: Plan, config: SchedulerConfig) -> Setting:
         """What candidates are tried out on."""
+        stop = config.stop_policy
         scale = max(1, min(command.engines, command.batch_groups // _MOST_GROUPS))
         observed = ObservedLengths(window=10**9)
         for group in command.ended:
             observed.add_group(group)
         batch_groups = -(-command.batch_groups // scale)
         lengths = observed.draw_groups(
-            _groups_needed(batch_groups), group_size=rules.group_size, open_groups=command.open
+            _groups_needed(batch_groups), group_size=config.group_size, open_groups=command.open
         )
         kv = command.kv_tokens
         return Setting(
@@ -102,10 +103,10 @@ class Planner:
             max_running=self.max_running,
             kv_tokens=None if kv is None else kv // command.engines,
             prompt_tokens=command.prompt_tokens,
-            keeps_kv=rules.kv == "keep",
-            max_staleness=rules.staleness.bound,
+            keeps_kv=config.cached_kv == "keep",
+            max_staleness=config.max_staleness,
             shared=observed.shared_log_variance() or 0.5,
-            stop=replace(rules.stop, amount=-(-rules.stop.amount // scale)),
+            stop=replace(stop, amount=-(-stop.amount // scale)),
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.scheduler import Scheduler
@@ -68,14 +68,13 @@ class Simulation:
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._accept = accept
         self._failure: AprilschedError | None = None
-        rules = config.rules(
+        caller = Caller(
             reward_scope="rollout" if self._costs.reward_seconds else "none",
             accepts=accept is not None,
-            episodes=False,
         )
-        self._loop = EventLoop(Scheduler(rules), listeners, clock=lambda: self.agenda.now)
+        self._loop = EventLoop(Scheduler(config, caller), listeners, clock=lambda: self.agenda.now)
         model = engine or SimConfig(make_tokens=False, stream_interval=NEVER)
-        self._rules = rules
+        self._config = config
         self._planner = planner or Planner(model.timing, max_running=model.max_running)
         self.engines = {
             name: ModelledEngine(
@@ -172,7 +171,7 @@ class Simulation:
         self._loop.feed(ev.Judged(group_id=command.group.group_id, accepted=accepted))
 
     def _plan(self, command: do.Plan) -> None:
-        self._loop.feed(ev.Planned(schedule=self._planner.plan(command, self._rules)))
+        self._loop.feed(ev.Planned(schedule=self._planner.plan(command, self._config)))
 
     def _lose_engine(self, command: do.LoseEngine) -> None:
         if command.last:

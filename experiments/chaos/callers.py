@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from aprilsched import Group, Prompt, Rollout, SamplingParams, SimPublisher, Turn, TurnOutput
+from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.commands import Plan
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.rules import Rules
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim.publisher import SimAdapterPublisher
 from aprilsched.errors import AprilschedError
@@ -320,13 +320,13 @@ class ChaosPlanner(Planner):
         self._draw = mix.draw("planner")
         self._real = self._draw.random() < 0.01
 
-    def plan(self, command: Plan, rules: Rules) -> Schedule:
+    def plan(self, command: Plan, config: SchedulerConfig) -> Schedule:
         if self._real:
-            return super().plan(command, rules)
+            return super().plan(command, config)
         if self._draw.random() < 0.05:
             raise ValueError("of the campaign")
         several = candidates(
-            batch_groups=rules.batch_groups, engines=command.engines, may_defer=rules.may_defer
+            batch_groups=config.batch_groups, engines=command.engines, may_defer=config.may_defer
         )
         return self._draw.choice(several)
 

@@ -19,7 +19,6 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.rules import Rules
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.planning import Planner, planner
 from aprilsched.planning.setting import Outcome, Setting
@@ -42,11 +41,11 @@ class LimitedPlanner(Planner):
     """The former rule: what needs more than the pool at its peak, in a trial without one, is
     chosen only if everything does, and then what needs least."""
 
-    def setting(self, command: do.Plan, rules: Rules) -> Setting:
+    def setting(self, command: do.Plan, config: SchedulerConfig) -> Setting:
         """The trials were without a pool."""
-        return replace(super().setting(command, rules), kv_tokens=None)
+        return replace(super().setting(command, config), kv_tokens=None)
 
-    def plan(self, command: do.Plan, rules: Rules) -> Schedule:
+    def plan(self, command: do.Plan, config: SchedulerConfig) -> Schedule:
         """The schedule to follow."""
         pool = (command.kv_tokens or 0) / command.engines
 
@@ -58,7 +57,7 @@ class LimitedPlanner(Planner):
             return replace(outcome, too_stale_share=over if over > 1 else 0.0)
 
         with patch.object(planner, "try_out", limited):
-            return super().plan(command, rules)
+            return super().plan(command, config)
 
 
 class Meter:

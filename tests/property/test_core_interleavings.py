@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 from aprilsched.config import RefillRule, SchedulerConfig, StopUnit
+from aprilsched.core.config import Pace, RewardScope
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio
@@ -31,7 +32,6 @@ from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.policies.wave import Wave
-from aprilsched.core.rules import Pace, RewardScope
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.store import MemoryStore
 from aprilsched.types import SamplingParams, VersionSpan
@@ -212,7 +212,7 @@ class Interleavings(RuleBasedStateMachine):
     def planned(self, choice: int) -> None:
         self.driver.plans.pop(0)
         refills: list[Refill | None] = [None, Wave(), Pool(together=1)]
-        if self.driver.state.rules.may_defer:
+        if self.driver.config.may_defer:
             refills += [LengthBuckets(store=2.5)] * 3
         refill = refills[choice % len(refills)]
         ratio = FixedRatio(ratio=1.0 + choice % 3 / 2)

@@ -151,7 +151,7 @@ class Restarts(Interleavings):
             return
         if driver.state.weights.versions.trainer == version:
             after = picture(driver.state)
-            launches = stood or driver.rules.stop.learns
+            launches = stood or driver.state.stop.learns
             self._without_new_entries(before, after, evaluating, launches=launches)
             if launches:
                 # What was due is launched as soon as engines are there again; and how many groups

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from aprilsched.config import SchedulerConfig
+from aprilsched.core.config import Caller, RewardScope
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages.facts import by_delivery
-from aprilsched.core.rules import RewardScope
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.snapshot import take_changes
@@ -123,15 +123,17 @@ class Driver:
     """Hears the facts that are worked out from the events and commands."""
 
     def __post_init__(self) -> None:
-        rules = self.config.rules(
-            reward_scope=self.reward_scope, accepts=self.accepts, episodes=self.episodes
-        )
-        self.rules = rules
-        self.core = Scheduler(rules)
+        self.core = self._scheduler()
         self._protocol = Protocol1(self.retold.on_facts)
         self.state.in_flight.journal.active = self.journal or self.store is not None
         infos = tuple(self.info(name) for name in self.engines)
         self.feed(ev.Opened(engines=infos))
+
+    def _scheduler(self) -> Scheduler:
+        caller = Caller(
+            reward_scope=self.reward_scope, accepts=self.accepts, episodes=self.episodes
+        )
+        return Scheduler(self.config, caller)
 
     def info(self, name: str, version: int | None = -1) -> ev.EngineInfo:
         """What is known of an engine; it has the version the driver began with unless told."""
@@ -281,7 +283,7 @@ class Driver:
         self.gone.clear()
         self.ended = False
         self.evaluations = dict(self.kept_evaluations)
-        self.core = Scheduler(self.rules)
+        self.core = self._scheduler()
         self.state.in_flight.journal.active = True
         self.given = 0
         if saved is not None:

@@ -120,8 +120,8 @@ RULES: dict[str, Rule] = {
         ours=(
             "aprilsched.core.lengths",
             "aprilsched.core.messages",
+            "aprilsched.core.config",
             "aprilsched.core.policies",
-            "aprilsched.core.rules",
             "aprilsched.core.state",
             "aprilsched.errors",
             "aprilsched.types",
@@ -136,8 +136,8 @@ RULES: dict[str, Rule] = {
     ),
     "aprilsched.config": Rule(
         ours=(
+            "aprilsched.core.config",
             "aprilsched.core.policies",
-            "aprilsched.core.rules",
             "aprilsched.errors",
             "aprilsched.types",
         ),

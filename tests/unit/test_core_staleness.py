@@ -255,6 +255,6 @@ def test_a_schedule_is_planned_for_the_batch_that_stops(stop: dict[str, object])
     until_batch(driver)
     (plan,) = driver.plans
     assert plan.batch_groups == driver.state.batch_groups
-    setting = Planner().setting(plan, driver.rules)
-    assert setting.full_at == driver.rules.stop
+    setting = Planner().setting(plan, driver.config)
+    assert setting.full_at == driver.config.stop_policy
     assert try_out(Schedule(over_provision=FixedRatio(ratio=1.5), refill=Wave()), setting)

@@ -22,7 +22,6 @@ from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.wave import Wave
-from aprilsched.core.rules import Rules
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.planning.planner import TOLERANCE, Tried, candidates, choose, named, trials
@@ -348,10 +347,9 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
     simulation = Simulation(settings, WORKLOAD, batches=BATCHES, engine=engine, listeners=[meter])
     meter.engines = list(simulation.engines.values())
     simulation.run()
-    rules = settings.rules(reward_scope="none", accepts=False, episodes=False)
-    rounds = isinstance(rules.refill, LengthBuckets)
+    rounds = settings.refill_policy.defers
     outcome = try_out(
-        Schedule(over_provision=rules.over_provision, refill=rules.refill),
+        Schedule(over_provision=settings.over_provision_policy, refill=settings.refill_policy),
         Setting(
             lengths=drawn(32 * (BATCHES + 8)),
             batch_groups=32,
@@ -361,7 +359,7 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
             batches=BATCHES - BURN_IN,
             burn_in=BURN_IN // 3 if rounds else BURN_IN,
             kv_tokens=kv,
-            stop=rules.stop,
+            stop=settings.stop_policy,
         ),
     )
     seconds = meter.now[-1] - meter.now[BURN_IN - 1]
@@ -434,10 +432,10 @@ def test_the_least_stale_within_the_tolerance_of_the_fastest_allowed(
     assert chosen is tried[place]
 
 
-def rules(**changes: object) -> Rules:
+def rules(**changes: object) -> SchedulerConfig:
     """Of batches of 16 groups of 4."""
     values: dict[str, object] = {"batch_groups": 16, "group_size": 4, "straggler": "retract"}
-    return config(**{**values, **changes}).rules(reward_scope="none", accepts=False, episodes=False)
+    return config(**{**values, **changes})
 
 
 def plan(

@@ -208,7 +208,7 @@ def restored(saved: Saved | None) -> Driver:
     assert saved is not None
     memory = MemoryStore()
     driver = Driver(config(), store=memory)
-    driver.core = type(driver.core)(driver.rules)
+    driver.core = type(driver.core)(driver.config)
     driver.core.restore(saved)
     driver.feed(ev.Opened(engines=tuple(driver.info(e, saved.run.version) for e in driver.engines)))
     return driver

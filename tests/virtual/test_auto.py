@@ -26,7 +26,6 @@ from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.wave import Wave
-from aprilsched.core.rules import Rules
 from aprilsched.engines.sim import SimConfig, run_virtual
 from aprilsched.errors import PromptsExhausted
 from aprilsched.planning import Planner
@@ -76,7 +75,7 @@ class Naming(Planner):
         super().__init__(inline=inline)
         self.threads: list[threading.Thread] = []
 
-    def plan(self, command: do.Plan, rules: Rules) -> Schedule:
+    def plan(self, command: do.Plan, config: SchedulerConfig) -> Schedule:
         self.threads.append(threading.current_thread())
         return Schedule(over_provision=FixedRatio(ratio=3.0), refill=Wave(), why="as told")
 
@@ -84,7 +83,7 @@ class Naming(Planner):
 class Broken(Planner):
     """Always fails."""
 
-    def plan(self, command: do.Plan, rules: Rules) -> Schedule:
+    def plan(self, command: do.Plan, config: SchedulerConfig) -> Schedule:
         raise ArithmeticError("no such number")
 
 
@@ -199,7 +198,7 @@ async def test_a_scheduler_closes_while_a_plan_is_made() -> None:
     begun, closed = threading.Event(), threading.Event()
 
     class Slow(Planner):
-        def plan(self, command: do.Plan, rules: Rules) -> Schedule:
+        def plan(self, command: do.Plan, config: SchedulerConfig) -> Schedule:
             begun.set()
             assert closed.wait(timeout=600)
             return command.current
@@ -336,8 +335,7 @@ def test_a_preset_makes_valid_settings_and_says_where_it_is_from_and_what_it_cos
     assert "Source: " in says
     assert "Known cost: " in says
     assert says.split("\n", 1)[0].endswith(".")
-    rules = changed.rules(reward_scope="none", accepts=False, episodes=False)
-    assert rules.automatic is (name == "auto")
+    assert changed.automatic is (name == "auto")
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from aprilsched.cli.main import main
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import Pace, SchedulerConfig
 from aprilsched.coordinator import RolloutScheduler
 from aprilsched.core.messages.facts import Fact, TokensReceived
 from aprilsched.core.policies.straggler import StragglerRule
-from aprilsched.core.rules import Pace
 from aprilsched.core.state.in_flight import InFlight
 from aprilsched.engines.sim import SimFleet, SimPublisher, run_virtual
 from aprilsched.telemetry.base import FactListener

@@ -305,7 +305,7 @@ def test_a_planner_that_raises_anything_keeps_the_schedule(error: type[BaseExcep
     class Raising(Planner):
         calls = 0
 
-        def plan(self, command: Any, rules: Any) -> Any:
+        def plan(self, command: Any, config: Any) -> Any:
             self.calls += 1
             if error is not None:
                 raise error("of the user's")

@@ -27,7 +27,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
+
+from aprilsched.core.policies.bounds import ABOVE_0, AT_LEAST_0
 
 __all__ = [
     "BEHAVIOURS",
@@ -57,12 +59,12 @@ class Prices:
     The defaults are those of one H200 with a 4B model; ``aprilsched calibrate`` measures them.
     """
 
-    step_seconds: float = 3.66e-3
+    step_seconds: Annotated[float, AT_LEAST_0] = 3.66e-3
     """A decode step's part that does not depend on the batch."""
-    prefill_tokens_per_s: float = 59_900.0
-    stale_token_seconds: float = 0.0
+    prefill_tokens_per_s: Annotated[float, ABOVE_0] = 59_900.0
+    stale_token_seconds: Annotated[float, AT_LEAST_0] = 0.0
     """What the trainer would pay for a token not to become off-policy."""
-    stale_key_seconds: float = 0.0
+    stale_key_seconds: Annotated[float, AT_LEAST_0] = 0.0
     """What it would pay for a token not to attend to keys of older weights."""
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import EvaluationRequested
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.policies.resume import Place, place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
-from aprilsched.core.rules import Rules
 from aprilsched.core.state.engine_control import CUDA_GRAPH, WEIGHTS, FleetControl, Mode
 from aprilsched.core.state.engine_health import FleetHealth
 from aprilsched.core.state.expectation import Expectations
@@ -188,7 +188,8 @@ class SchedulerState:
     """The state of one scheduler, with the commands and facts of the event that is being handled.
 
     Attributes:
-        rules: the settings; they never change.
+        config: the settings; they never change.
+        caller: what is known of the caller's functions.
         now: the time of the event that is being handled, in seconds.
         commands: what the shell is to do, in order.
         facts: what the event has made true, in order.
@@ -196,8 +197,12 @@ class SchedulerState:
         resumed: the run continues one that was saved.
     """
 
-    def __init__(self, rules: Rules) -> None:
-        self.rules = rules
+    def __init__(self, config: SchedulerConfig, caller: Caller | None = None) -> None:
+        self.config = config
+        self.caller = caller or Caller()
+        self.stop = config.stop_policy
+        self.staleness = config.staleness_policy
+        self.start_up = config.start_up_policy
         self.now = 0.0
         self.commands: list[Command] = []
         self.facts: list[Fact] = []
@@ -205,24 +210,26 @@ class SchedulerState:
         self.resumed = False
         self.expectations = Expectations()
         self.in_flight = InFlight(self._place)
-        self.delivery = Delivery(must_deliver=MustDeliver(rules.staleness))
+        self.delivery = Delivery(must_deliver=MustDeliver(self.staleness))
         self.prompts = PromptSupply()
         self.plan = Plan(
             schedule=(
-                first_schedule(may_defer=rules.may_defer)
-                if rules.automatic
-                else Schedule(over_provision=rules.over_provision, refill=rules.refill)
+                first_schedule(may_defer=config.may_defer)
+                if config.automatic
+                else Schedule(
+                    over_provision=config.over_provision_policy, refill=config.refill_policy
+                )
             ),
-            usual_group=rules.stop.amount / rules.batch_groups,
-            wave_pending=rules.pace == "asynchronous",
+            usual_group=self.stop.amount / config.batch_groups,
+            wave_pending=config.pace == "asynchronous",
         )
         self.stragglers = Stragglers()
         self.evaluations = Evaluations()
         self.weights = Weights()
         self.fleet = Fleet(
             control=FleetControl(
-                pause_mode=rules.behaviour.pause_mode(rules.kv),
-                flushes=rules.kv == "recompute",
+                pause_mode=config.behaviour.pause_mode(config.cached_kv),
+                flushes=config.cached_kv == "recompute",
                 tell=self.tell,
             )
         )
@@ -231,7 +238,7 @@ class SchedulerState:
         """Where the request goes among those that wait to be sent."""
         rollout = request.rollout
         return place_of(
-            self.rules.resume,
+            self.config.resume_order,
             training=rollout.group.evaluation_id is None,
             carried=rollout.carried,
             group_id=rollout.group.group_id,
@@ -277,23 +284,23 @@ class SchedulerState:
     def usual_running(self) -> float:
         """Rollouts that generate together in the mean of a batch, about: half of those launched
         run to its end."""
-        return self.plan.target_groups * self.rules.group_size / 2
+        return self.plan.target_groups * self.config.group_size / 2
 
     @property
     def batch_groups(self) -> int:
         """Groups that a batch takes, as far as is known."""
-        return self.rules.stop.batch_groups(self.plan.usual_group)
+        return self.stop.batch_groups(self.plan.usual_group)
 
     @property
     def ready_groups(self) -> int:
         """The complete groups, counted as usual ones."""
-        return self.rules.stop.as_groups(self.in_flight.ready, self.plan.usual_group)
+        return self.stop.as_groups(self.in_flight.ready, self.plan.usual_group)
 
     @property
     def given_up(self) -> bool:
         """So many groups failed in a row that nothing new is launched."""
-        return self.prompts.consecutive_failures >= self.rules.max_failed_groups
+        return self.prompts.consecutive_failures >= self.config.max_failed_groups
 
     @property
     def asynchronous(self) -> bool:
-        return self.rules.pace == "asynchronous"
+        return self.config.pace == "asynchronous"

@@ -88,7 +88,7 @@ def handed_over(state: SchedulerState) -> tuple[int, ...]:
 
 def full(state: SchedulerState) -> bool:
     """Is enough generated for the batch in work? Rewards may still be outstanding."""
-    if not state.rules.stop.enough(state.in_flight.ready):
+    if not state.stop.enough(state.in_flight.ready):
         return False
     return all(group.complete for group in _due(state))
 
@@ -116,16 +116,16 @@ def offer(state: SchedulerState) -> None:
         _tell_offer(state, state.delivery.offer.batch)
         state.commands.append(Offer(offered=state.delivery.offer.batch))
         return
-    if not (state.rules.stop.enough(state.in_flight.ready) or _drained(state)):
+    if not (state.stop.enough(state.in_flight.ready) or _drained(state)):
         return
     accepted = [group for group in state.in_flight.ready if group.accepted]
     due, version = 0, state.weights.versions.trainer
-    if state.rules.staleness.finishes:
+    if state.staleness.finishes:
         # What is due first; within both kinds in the order of completion.
         accepted.sort(key=lambda group: not state.delivery.must_deliver.has(group, version))
         due = sum(state.delivery.must_deliver.has(group, version) for group in accepted)
-    count = state.rules.stop.take(accepted)
-    if count is not None and not state.rules.stop.fixed_groups:
+    count = state.stop.take(accepted)
+    if count is not None and not state.stop.fixed_groups:
         # How much a group counts was not known when it was admitted, and at least is no more.
         count = max(count, due)
     if count is None:
@@ -144,7 +144,7 @@ def offer(state: SchedulerState) -> None:
 
 def _offer_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
     version = state.weights.versions.trainer
-    oldest_unmasked = state.rules.staleness.oldest_unmasked(version)
+    oldest_unmasked = state.staleness.oldest_unmasked(version)
     batch = batch_of(
         groups,
         index=state.in_flight.counters.batches,

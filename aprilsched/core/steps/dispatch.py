@@ -27,7 +27,7 @@ def interrupt(state: SchedulerState) -> None:
     in_flight = state.in_flight
     # Memory cannot be released under requests that the engine does not hold in a pause.
     lent = state.fleet.sleep is not None and not state.fleet.sleep.inside
-    rule = state.rules.behaviour.called_back
+    rule = state.config.behaviour.called_back
     if (
         not (rule == "always" or (rule == "for sleep" and lent))
         or in_flight.called_back == in_flight.open_attempts
@@ -49,10 +49,10 @@ def steer(state: SchedulerState) -> None:
 
 def dispatch(state: SchedulerState) -> None:
     """Send what waits to engines that run; nothing is ever sent to a paused one (hazard 4)."""
-    in_flight, rules = state.in_flight, state.rules
+    in_flight, config = state.in_flight, state.config
     if not in_flight.queue or _goal(state).kind != "run":
         return
-    training, limit = training_runs(state), rules.max_in_flight
+    training, limit = training_runs(state), config.max_in_flight
     if in_flight.queue.first(training=training) is None:
         return
     engines = state.fleet.control.engines
@@ -65,7 +65,7 @@ def dispatch(state: SchedulerState) -> None:
         # After a pause the first engine to go on would draw the whole wave otherwise, and with
         # no more than its share still all that was carried: the longest contexts there are.
         return
-    free = places(loads, rules.placement, group_size=rules.group_size)
+    free = places(loads, config.placement, group_size=config.group_size)
     while limit is None or in_flight.open_attempts < limit:
         request = in_flight.queue.first(training=training)
         if request is None:
@@ -105,7 +105,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
             tokens=len(context),
             max_new_tokens=sampling.max_new_tokens,
             adapter=state.weights.adapter,
-            cache_version=version if state.rules.kv == "apart" else None,
+            cache_version=version if state.config.cached_kv == "apart" else None,
             input_ids=context.tolist() if state.tells_tokens else None,
         )
     )
@@ -120,7 +120,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
             input_ids=context,
             sampling=sampling,
             adapter=state.weights.adapter,
-            cache_version=version if state.rules.kv == "apart" else None,
+            cache_version=version if state.config.cached_kv == "apart" else None,
         )
     )
 
@@ -136,6 +136,6 @@ def _goal(state: SchedulerState) -> Goal:
         return Goal(kind="refit", away=sleep.away_in_refit if sleep else frozenset())
     if sleep is not None and not sleep.waking:
         return Goal(kind="pause", away=sleep.away) if sleep.may_pause else RUN
-    if not state.rules.behaviour.waits_inside or state.evaluations.running or training_runs(state):
+    if not state.config.behaviour.waits_inside or state.evaluations.running or training_runs(state):
         return RUN
     return Goal(kind="pause")

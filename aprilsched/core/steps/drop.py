@@ -91,6 +91,6 @@ def refuse(state: SchedulerState, cause: str) -> None:
 def _count_failure(state: SchedulerState, cause: str) -> None:
     """A reward that always raises would eat every prompt while the trainer waits for ever."""
     state.prompts.consecutive_failures += 1
-    if state.prompts.consecutive_failures == state.rules.max_failed_groups:
+    if state.prompts.consecutive_failures == state.config.max_failed_groups:
         state.tell(GroupsFailed(groups=state.prompts.consecutive_failures, cause=cause))
         state.commands.append(GiveUp(groups=state.prompts.consecutive_failures, cause=cause))

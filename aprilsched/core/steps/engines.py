@@ -194,7 +194,7 @@ def _count_interruptions(state: SchedulerState, requests: list[RequestRecord], c
     """Once all are back: the siblings of one that is dropped must not be called back from the
     engine that is gone."""
     for request in requests:
-        exhausted = count_interruption(request, state.rules, cause)
+        exhausted = count_interruption(request, state.config, cause)
         if exhausted and request.request_id in state.in_flight.requests:
             rollout = request.rollout
             drop(state, rollout.group, Reason.FAILED, exhausted, culprit=rollout.rollout_id)

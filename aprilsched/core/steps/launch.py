@@ -123,7 +123,7 @@ def launch(state: SchedulerState) -> None:
         state.prompts.stock.popleft()
         state.prompts.cursor += 1
         if isinstance(prompt, Prompt):
-            _launch_group(state, prompt, state.rules.group_size, evaluation_id=None)
+            _launch_group(state, prompt, state.config.group_size, evaluation_id=None)
         else:
             refuse(state, prompt.cause)
 
@@ -136,20 +136,19 @@ def _usable(state: SchedulerState) -> int:
 def _may_launch(state: SchedulerState) -> bool:
     if not state.asynchronous:
         return state.collecting
-    rules = state.rules
-    return not rules.stop.enough(state.in_flight.ready, batches=rules.ready_batches)
+    config = state.config
+    return not state.stop.enough(state.in_flight.ready, batches=config.ready_batches)
 
 
 def _count(state: SchedulerState) -> int:
-    rules = state.rules
     if not state.plan.target_groups:
         retarget(state)
     count = refill_now(state).launches(_pool_view(state))
-    if count and rules.stop.learns:
+    if count and state.stop.learns:
         # What a group counts is better known than when the batch began.
         resize(state)
         count = refill_now(state).launches(_pool_view(state))
-    admissible = rules.staleness.admissible(
+    admissible = state.staleness.admissible(
         batch_groups=state.batch_groups,
         outstanding=_open_groups(state) + state.ready_groups,
         # A batch that is offered counts as taken.
@@ -166,10 +165,10 @@ def _count(state: SchedulerState) -> int:
 
 
 def _pool_view(state: SchedulerState) -> PoolView:
-    rules, in_flight = state.rules, state.in_flight
+    config, in_flight = state.config, state.in_flight
     return PoolView(
         batch_groups=state.batch_groups,
-        group_size=rules.group_size,
+        group_size=config.group_size,
         target_groups=state.plan.target_groups,
         open_groups=_open_groups(state),
         ready_groups=state.ready_groups,
@@ -187,10 +186,10 @@ def _open_groups(state: SchedulerState) -> int:
 def _launch_group(
     state: SchedulerState, prompt: Prompt, size: int, *, evaluation_id: int | None
 ) -> GroupRecord:
-    episodes = state.rules.episodes
+    episodes = state.caller.episodes
     group = state.in_flight.add_group(
         prompt,
-        _samplings(prompt, state.rules.sampling, size),
+        _samplings(prompt, state.config.sampling, size),
         evaluation_id=evaluation_id,
         episodes=episodes,
         opened=state.begun,

@@ -75,7 +75,7 @@ def _await(state: SchedulerState, outage: Outage) -> None:
     now = state.now
     if outage.since is None:
         outage.since = now
-    lost, left = tuple(state.fleet.lost.items()), outage.since + state.rules.fleet_wait_s - now
+    lost, left = tuple(state.fleet.lost.items()), outage.since + state.config.fleet_wait_s - now
     if left <= 0:
         outage.given_up = True
         state.tell(FleetGivenUp(lost=lost, waited_s=now - outage.since))

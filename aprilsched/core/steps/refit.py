@@ -127,7 +127,7 @@ def advance(state: SchedulerState) -> None:
         _conclude(state, update)
     elif not update.may_pause:
         # An evaluation is of one version, so it ends first; so do stragglers that run on.
-        inside = update.beside or state.rules.behaviour.waits_inside
+        inside = update.beside or state.config.behaviour.waits_inside
         update.may_pause = not state.evaluations.running and (
             inside or not state.in_flight.open_attempts
         )
@@ -299,7 +299,7 @@ def _finish(
 
 
 def _evict(state: SchedulerState) -> None:
-    gate, version = state.rules.staleness, state.weights.versions.trainer
+    gate, version = state.staleness, state.weights.versions.trainer
     for group in list(state.in_flight.training_groups()):
         if gate.evicts(group.oldest_version, version):
             cause = f"older than {gate.bound} versions at version {version}"

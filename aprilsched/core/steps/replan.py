@@ -33,12 +33,12 @@ depends on the schedule, and the mean of the law on responses still to end."""
 def plan(state: SchedulerState) -> None:
     """Ask for a schedule if one is due."""
     batches = state.in_flight.counters.batches
-    if not state.rules.automatic or state.plan.requested or batches == state.plan.checked_at:
+    if not state.config.automatic or state.plan.requested or batches == state.plan.checked_at:
         return
     if not state.fleet.control.engines:
         return
     state.plan.checked_at = batches
-    if state.rules.start_up.lasts(batches):
+    if state.start_up.lasts(batches):
         return
     groups = _begun(state)
     recent = groups[-_RECENT_BATCHES * state.batch_groups :]
@@ -48,7 +48,7 @@ def plan(state: SchedulerState) -> None:
     if drifted:
         groups = recent
     # A run that was resumed with larger groups knows nothing yet of what is left of them.
-    groups = [group for group in groups if len(group.tokens) >= state.rules.group_size]
+    groups = [group for group in groups if len(group.tokens) >= state.config.group_size]
     ended = [group for group in groups if group.complete]
     # Of a deferred group nothing is known that its siblings have in common.
     open_groups = [group for group in groups if not group.complete and group.tokens.all()]

@@ -21,6 +21,9 @@ from aprilsched.types import VersionSpan
 
 __all__ = ["on_failed", "on_finished", "on_interrupted", "on_progress"]
 
+_MOST_FAILURES = 3
+"""Failed attempts in a row, without one that went well, after which an engine is lost."""
+
 
 def on_progress(state: SchedulerState, event: Progress) -> None:
     request = state.in_flight.attempt(event.request_id, event.attempt)
@@ -160,7 +163,7 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
     elif rollout.state is State.RETURNING:
         exhausted = ""  # the request is not sent again, so nothing of it can be exhausted
     else:
-        exhausted = count_failure(request, state.rules, event)
+        exhausted = count_failure(request, state.config, event)
     retried = rollout.group.dropped is None and not exhausted
     _tell_end(state, request, "failed", cause=event.cause, retried=retried)
     if rollout.group.dropped is None and exhausted:
@@ -197,5 +200,5 @@ def _count_engine_failure(state: SchedulerState, engine: str, cause: str, *, sen
         return
     control.last_failure = state.fleet.attempts_sent
     control.consecutive_failures += 1
-    if control.consecutive_failures >= state.rules.engine_strikes:
+    if control.consecutive_failures >= _MOST_FAILURES:
         lose(state, engine, f"it failed {control.consecutive_failures} times in a row: {cause}")

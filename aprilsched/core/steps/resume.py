@@ -66,7 +66,7 @@ def restore(state: SchedulerState, saved: Saved) -> None:
     Raises:
         ConfigError: if it was saved by a scheduler that cannot go on in this one.
     """
-    if saved.run.episodes != state.rules.episodes:
+    if saved.run.episodes != state.caller.episodes:
         had = "had" if saved.run.episodes else "had not"
         raise ConfigError(
             f"the saved run {had} an episode function, and this one differs; give the same one, "
@@ -116,7 +116,7 @@ def call_again(state: SchedulerState) -> None:
         if not group.complete or group.accepted:
             continue
         if group.unscored:
-            if state.rules.reward_scope == "group":
+            if state.caller.reward_scope == "group":
                 state.tell(RewardRequested(group_id=group.group_id))
                 state.commands.append(ScoreGroup(group=group_of(group)))
         else:
@@ -146,7 +146,7 @@ def _call_again(state: SchedulerState, group: GroupRecord, member: RolloutRecord
     elif member.state is State.QUEUED and member.request is not None:
         request = member.request
         leave_one(state, member, request.output_start, request.sampling.max_new_tokens)
-    elif member.state is State.SCORING and state.rules.reward_scope == "rollout":
+    elif member.state is State.SCORING and state.caller.reward_scope == "rollout":
         state.tell(RewardRequested(group_id=group.group_id, rollout_id=member.rollout_id))
         state.commands.append(Score(rollout=rollout_of(member), prompt=group.prompt))
 
@@ -167,7 +167,7 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     state.weights.base, state.weights.adapter = run.base, run.adapter
     since = run.batches_since_update
     if since is None:
-        since = math.ceil(run.delivered_since_update / state.rules.batch_groups)
+        since = math.ceil(run.delivered_since_update / state.config.batch_groups)
     state.delivery.batches_since_update = since
     state.plan.wave_pending = run.wave_due
     state.plan.target_groups = run.target_groups
@@ -182,8 +182,8 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
 
 def _possible(state: SchedulerState, schedule: Schedule) -> bool:
     """May the schedule of the former process be in force in this one?"""
-    rules = state.rules
-    return rules.automatic and (rules.may_defer or not schedule.refill.defers)
+    config = state.config
+    return config.automatic and (config.may_defer or not schedule.refill.defers)
 
 
 def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecord:
@@ -208,9 +208,8 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
 
 def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> None:
     """Which of its members have a reward that counts, by the present rules."""
-    rules = state.rules
     generated = [m for m in group.members if m.state not in GENERATING]
-    if rules.reward_scope == "none":
+    if state.caller.reward_scope == "none":
         for member in generated:
             member.state = State.DONE
     else:
@@ -218,12 +217,12 @@ def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> No
             if member.reward is None:
                 member.state = State.SCORING
         torn = any(m.state is State.SCORING for m in group.members)
-        if rules.reward_scope == "group" and torn and not rules.episodes:
+        if state.caller.reward_scope == "group" and torn and not state.caller.episodes:
             # Rewards of one call are not to be mixed with those of others.
             for member in generated:
                 member.state, member.reward = State.SCORING, None
     group.unscored = sum(member.state is not State.DONE for member in group.members)
-    if group.unscored or (rules.accepts and run.accepts is False):
+    if group.unscored or (state.caller.accepts and run.accepts is False):
         group.accepted = None
 
 
@@ -260,12 +259,12 @@ def _rollout(
         reward=None if cut_short else known.reward,
         finish_reason=known.finish_reason,
         answered=list(known.turns),
-        turns=len(known.turns) if state.rules.episodes else 1,
+        turns=len(known.turns) if state.caller.episodes else 1,
         rewritten=cut_short,
     )
     if stage is not Stage.GENERATING:
         return record
-    if state.rules.episodes:
+    if state.caller.episodes:
         _begin_anew(record, known.request)
     else:
         record.turns = 0

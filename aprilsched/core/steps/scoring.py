@@ -35,7 +35,7 @@ def finish(state: SchedulerState, rollout: RolloutRecord, reward: float | None) 
     state.tell(RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
     if group.complete and group.evaluation_id is None:
         state.note_lengths(group)
-    scope = state.rules.reward_scope
+    scope = state.caller.reward_scope
     if scope == "none" or reward is not None:
         _score(state, rollout, reward)
     elif scope == "rollout":
@@ -92,7 +92,7 @@ def _score(state: SchedulerState, rollout: RolloutRecord, reward: float | None) 
 def filter_or_accept(state: SchedulerState, group: GroupRecord) -> None:
     """The whole group is scored: it is judged, or accepted."""
     # An evaluation reports every answer, so accept has no say in it.
-    if state.rules.accepts and group.evaluation_id is None:
+    if state.caller.accepts and group.evaluation_id is None:
         state.tell(VerdictRequested(group_id=group.group_id))
         state.commands.append(Judge(group=group_of(group)))
     else:

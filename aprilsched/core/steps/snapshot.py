@@ -202,7 +202,7 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
     return RunState(
         last_id=in_flight.last_id,
         cursor=state.prompts.cursor,
-        episodes=state.rules.episodes,
+        episodes=state.caller.episodes,
         ready=ready,
         version=state.weights.versions.trainer,
         base=state.weights.base,
@@ -219,7 +219,7 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
         planned_for=state.plan.planned_for,
         looked_at=state.plan.checked_at,
         batches_since_update=state.delivery.batches_since_update + bool(groups),
-        accepts=state.rules.accepts,
+        accepts=state.caller.accepts,
     )
 
 
@@ -236,7 +236,7 @@ def _counters(state: SchedulerState) -> Counters:
 
 
 def _schedule(state: SchedulerState) -> Schedule | None:
-    return state.plan.schedule if state.rules.automatic else None
+    return state.plan.schedule if state.config.automatic else None
 
 
 def _evaluating(state: SchedulerState) -> tuple[tuple[int, int, int], ...]:

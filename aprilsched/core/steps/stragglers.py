@@ -25,7 +25,7 @@ def resolve_stragglers(state: SchedulerState) -> None:
     if state.stragglers.run_on or state.stragglers.calling_back:
         _prune(state)
     defers = state.plan.schedule.refill.defers
-    if not (defers or state.rules.behaviour.decide or state.rules.rebalance):
+    if not (defers or state.config.behaviour.decide or state.config.rebalance):
         return
     if training_runs(state):
         state.stragglers.resolved = False
@@ -43,7 +43,7 @@ def resolve_stragglers(state: SchedulerState) -> None:
             _call_back(state, request)
         return
     _decide(state, stragglers)
-    if state.rules.rebalance:
+    if state.config.rebalance:
         _rebalance(state, stragglers)
 
 
@@ -65,12 +65,12 @@ def _prune(state: SchedulerState) -> None:
 
 
 def _decide(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
-    rules = state.rules
-    if rules.behaviour.decide is None:
+    config = state.config
+    if config.behaviour.decide is None:
         return
-    decisions = rules.behaviour.decide(
+    decisions = config.behaviour.decide(
         [_view(state, request) for request in stragglers],
-        Situation(prices=rules.prices, usual=state.usual_running, kv=rules.kv),
+        Situation(prices=config.prices, usual=state.usual_running, kv=config.cached_kv),
     )
     for request, decision in zip(stragglers, decisions, strict=True):
         if decision.call_back:
@@ -99,7 +99,7 @@ def _rebalance(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
         on[request.engine].append(request)
     share = float(np.mean([len(requests) for requests in on.values()]))
     for requests in on.values():
-        excess = len(requests) - round(share) - state.rules.group_size
+        excess = len(requests) - round(share) - state.config.group_size
         if excess > 0:
             requests.sort(key=lambda r: (-len(r.rollout.log), r.request_id))
             for request in requests[:excess]:

@@ -29,18 +29,18 @@ def resize(state: SchedulerState) -> None:
 
 def _aim(state: SchedulerState, kv_share: float | None) -> None:
     state.plan.usual_group = _usual_group(state)
-    rules, batch_groups = state.rules, state.batch_groups
+    batch_groups = state.batch_groups
     target = state.plan.schedule.over_provision.target_groups(
         PoolLoad(batch_groups=batch_groups, current=state.plan.target_groups, kv_share=kv_share)
     )
-    if rules.start_up.lasts(state.begun):
-        target = rules.start_up.target_groups(state.begun, batch_groups=batch_groups, target=target)
+    if state.start_up.lasts(state.begun):
+        target = state.start_up.target_groups(state.begun, batch_groups=batch_groups, target=target)
     state.plan.target_groups = target
 
 
 def _usual_group(state: SchedulerState) -> float:
     """What one group counts towards a batch."""
-    size = state.rules.group_size
+    size = state.config.group_size
 
     def group_tokens() -> float | None:
         open_groups = [
@@ -49,12 +49,12 @@ def _usual_group(state: SchedulerState) -> float:
         law = state.expectations.observed.law(open_groups)
         return None if law is None else size * law.mean()
 
-    usual = state.rules.stop.usual_group(size, group_tokens)
+    usual = state.stop.usual_group(size, group_tokens)
     return state.plan.usual_group if usual is None else usual
 
 
 def refill_now(state: SchedulerState) -> Refill:
     """The refill rule in force; a pool would not wait for anything while the run starts up."""
-    if state.rules.start_up.lasts(state.begun):
+    if state.start_up.lasts(state.begun):
         return Wave()
     return state.plan.schedule.refill

@@ -52,7 +52,7 @@ def end_turn(state: SchedulerState, request: RequestRecord) -> None:
         _hand_back(state, rollout, request.output_start)
         return
     rollout.turns += 1
-    if not state.rules.episodes:
+    if not state.caller.episodes:
         finish(state, rollout, None)
         return
     rollout.answered.append((request.output_start, len(rollout.log), rollout.finish_reason))
