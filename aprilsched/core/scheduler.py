@@ -121,8 +121,8 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # called back: a request that is aborted after a retract comes back without the tokens that
     # were not streamed yet (hazard 1).
     stragglers.resolve_stragglers,
-    # Before `dispatch.steer` for the same reason. The order of these two does not matter: an attempt
-    # that was called back once is not called back again.
+    # Before `dispatch.steer` for the same reason. The order of these two does not matter: what was
+    # called back once is not called back again.
     dispatch.interrupt,
     # Before `outage.attend`, which would ask the trainer for a new version otherwise, although an
     # engine on standby can have the present one; and before `dispatch.steer`, which gives the

@@ -114,18 +114,23 @@ def test_one_with_another_base_model_does_not():
     assert driver.state.weights.versions.engines == {"a": 3}
 
 
-def test_what_waits_for_an_adapter_goes_on_with_the_last_answer():
+def test_a_batch_that_waits_for_an_adapter_is_offered_with_the_last_answer():
     """No answer of an engine follows that would be another occasion to decide."""
     driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0), engines=("a",))
     driver.request_batch()
     driver.feed(ev.UpdateRequested(version=1, beside=True))
+    driver.finish(driver.attempts()[0])
+    assert not driver.offers
+    driver.answer_refit()
+    assert driver.offers
+
+
+def test_an_evaluation_that_waits_for_an_adapter_begins_with_the_last_answer():
+    driver = Driver(config(), engines=("a",), supply=0)
+    driver.feed(ev.UpdateRequested(version=1, beside=True))
     driver.feed(
         ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1, start=900), group_size=1)
     )
-    driver.finish(driver.attempts()[0])
-    assert not driver.offers
     assert not driver.attempts()
     driver.answer_refit()
-    assert driver.offers
-    groups = driver.state.in_flight.groups
-    assert any(groups[group_id].evaluation_id == 1 for group_id in driver.group_ids())
+    assert len(driver.attempts()) == 1
