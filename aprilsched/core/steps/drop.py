@@ -1,8 +1,17 @@
-"""Taking a group out of flight and into the ledger."""
+"""Giving up: when a request is tried no more, and how a group leaves flight for the ledger.
+
+How often a request is tried is bounded here and in no other layer, and the cause is kept. An
+attempt that failed without a token may be the request's own fault, so few of these in a row are
+enough (``max_attempts``). An attempt that broke off after new tokens, never reached its engine, or
+went down with it is hardly the request's fault. Such interruptions have a wider bound of their own
+(``max_breaks``), for the request that ends every engine it meets.
+"""
 
 from __future__ import annotations
 
+from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages.commands import Abort, CancelWork, GiveUp
+from aprilsched.core.messages.events import Failed
 from aprilsched.core.messages.facts import (
     AttemptCalledBack,
     DroppedRollout,
@@ -14,7 +23,7 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import GroupRecord, RequestRecord
 from aprilsched.core.state.state import SchedulerState
 
-__all__ = ["abort", "drop", "refuse"]
+__all__ = ["abort", "count_failure", "count_interruption", "drop", "refuse"]
 
 _FAILURES = frozenset(
     {Reason.BAD_PROMPT, Reason.FAILED, Reason.REWARD_FAILED, Reason.EPISODE_FAILED}
@@ -22,7 +31,7 @@ _FAILURES = frozenset(
 
 
 def abort(state: SchedulerState, request: RequestRecord) -> None:
-    """Call an open attempt back, once."""
+    """Call an open attempt back: its engine is told to abort it. A second call does nothing."""
     if not request.aborting:
         state.in_flight.call_back(request)
         state.tell(AttemptCalledBack(request_id=request.request_id))
@@ -39,7 +48,10 @@ def drop(
     *,
     culprit: int | None = None,
 ) -> None:
-    """Drop a whole group; `culprit` is the rollout whose failure took its siblings along."""
+    """Take a whole group out of flight and into the ledger.
+
+    `culprit` is the rollout whose failure took its siblings along.
+    """
     for member in group.members:
         if member.request is not None and member.request.open:
             abort(state, member.request)
@@ -74,7 +86,8 @@ def drop(
 
 
 def refuse(state: SchedulerState, cause: str) -> None:
-    """A prompt of the source cannot be used. A source of none but such prompts ends the run."""
+    """Enter a prompt that cannot be used into the ledger. It counts as a failure, so that a source
+    of nothing but such prompts ends the run."""
     entry = state.in_flight.refuse(Reason.BAD_PROMPT, cause, now=state.now)
     state.tell(PromptRefused(rollout_id=entry.rollout_id, group_id=entry.group_id, cause=cause))
     state.commands.append(
@@ -89,8 +102,34 @@ def refuse(state: SchedulerState, cause: str) -> None:
 
 
 def _count_failure(state: SchedulerState, cause: str) -> None:
-    """A reward that always raises would eat every prompt while the trainer waits for ever."""
+    """Count a failed group, and give the run up after too many in a row: a reward function that
+    always raises would use up every prompt while the trainer waits for ever."""
     state.prompts.consecutive_failures += 1
     if state.prompts.consecutive_failures == state.config.max_failed_groups:
         state.tell(GroupsFailed(groups=state.prompts.consecutive_failures, cause=cause))
         state.commands.append(GiveUp(groups=state.prompts.consecutive_failures, cause=cause))
+
+
+def count_failure(request: RequestRecord, config: SchedulerConfig, event: Failed) -> str:
+    """Count a failed attempt. Returns why the request is given up, with the cause; empty if it is
+    tried again."""
+    if event.final:
+        return f"refused at attempt {request.attempt}: {event.cause}"
+    if request.gained or event.unsent:
+        return count_interruption(request, config, event.cause)
+    request.failures += 1
+    if request.failures < config.max_attempts:
+        return ""
+    count = f"{request.failures} attempts in a row failed without a new token"
+    return f"{count}, the last: {event.cause}"
+
+
+def count_interruption(request: RequestRecord, config: SchedulerConfig, cause: str) -> str:
+    """Count an attempt that broke off. Returns why the request is given up, with the cause; empty
+    if it is tried again."""
+    if request.gained:
+        request.failures = 0
+    request.interruptions += 1
+    if request.interruptions < config.max_breaks:
+        return ""
+    return f"{request.interruptions} attempts broke off, the last: {cause}"

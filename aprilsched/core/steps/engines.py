@@ -25,10 +25,9 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import Move, State
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
-from aprilsched.core.steps.drop import drop
+from aprilsched.core.steps.drop import count_interruption, drop
 from aprilsched.core.steps.outage import note_join, note_loss
 from aprilsched.core.steps.resume import call_again
-from aprilsched.core.steps.retries import count_interruption
 from aprilsched.core.steps.turns import take_back
 
 __all__ = [

@@ -12,9 +12,8 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import State
 from aprilsched.core.state.records import Refusal, RequestRecord
 from aprilsched.core.state.state import SchedulerState
-from aprilsched.core.steps.drop import drop
+from aprilsched.core.steps.drop import count_failure, drop
 from aprilsched.core.steps.engines import lose
-from aprilsched.core.steps.retries import count_failure
 from aprilsched.core.steps.turns import end_turn, take_back
 from aprilsched.core.steps.verify import disown, foreign_label, foreign_span
 from aprilsched.types import VersionSpan
