@@ -13,9 +13,9 @@
 #
 # **Question.** A trainer waits until the last response of a batch has been generated. Where do the GPU hours go meanwhile?
 #
-# A *rollout* is one response that the policy (the model that is being trained) gives to a prompt. An *engine* is an inference server on one GPU. A *batch* is what the trainer takes at a time: here 16 prompts with 8 rollouts each. The run that we look at had 8 engines and lies beside this notebook, in `data/sync`.
+# A *rollout* is one response that the policy (the model that is being trained) gives to a prompt. An *engine* is an inference server on one GPU. A *batch* is what the trainer takes at a time: here 16 prompts with 8 rollouts each. The run that we look at had 8 engines. Its folder is `data/sync`, next to this notebook.
 #
-# Its engines are *embedded* ones: the scheduler is the real one, and the time of each step is a model fitted on an H200 with a 4B model. So seconds and GPU time here are modelled; put the folder of a run on your own servers instead, and everything below works the same.
+# Its engines are *embedded*: the scheduler is the real one, and a model fitted on an H200 with a 4B model gives the time of each step. So seconds and GPU time here are modelled. You can use the folder of a run on your own servers instead, and everything below works the same.
 
 # %%
 # %matplotlib inline
@@ -34,7 +34,7 @@ print(f"{waiting.summary.rollouts.delivered} rollouts in {waiting_usage.wall:.0f
 # %% [markdown]
 # ## The batches, response by response
 #
-# Each line is a response, from its first token to its last one. Most are short. The batch is full when the longest one is there, and until then nothing new is started.
+# Each line is a response, from its first token to its last one. Most responses are short. The batch is full when its longest response is complete, and until then nothing new is started.
 
 # %%
 plots.timeline(waiting, batches=3)
@@ -42,11 +42,11 @@ plots.timeline(waiting, batches=3)
 # %% [markdown]
 # ## The same time, from the engines' side
 #
-# An engine generates many responses at once, each in a *slot*. It has as many slots as it had responses at once when it was fullest: 16 here. The picture shows what the slots of all engines do.
+# An engine generates many responses at once, each in a *slot*. It has as many slots as it had responses at once when it was fullest, which is 16 here. The picture shows what the slots of all engines do.
 #
-# One caution. This is the share of *slots*, not what `nvidia-smi` (NVML) calls utilization: that one says 100 % as soon as anything runs on the GPU, a single response included. A slot is no share of the arithmetic either: an engine that is half empty is a little faster for the other half.
+# The picture shows shares of *slots*, not what `nvidia-smi` (NVML) calls utilization. NVML says 100 % as soon as anything runs on the GPU, even a single response. A slot is not a share of the arithmetic either: if half of an engine is empty, the other half runs a little faster.
 #
-# And one detail of the picture: "reading prompts" lasts until the first tokens arrive. These engines report every 96 tokens, so much of that thin light blue edge is generating already.
+# In the picture, "reading prompts" lasts until the first tokens arrive. These engines report every 96 tokens, so in much of that thin light blue edge they are already generating.
 
 # %%
 plots.causes(
@@ -56,7 +56,7 @@ plots.causes(
 # %% [markdown]
 # ## Not waiting
 #
-# APRIL starts twice as many rollouts as a batch needs, hands over the first half, and carries the others over: they go on in the next batch, with the tokens that they have. Here are both runs, with the same prompts and the same lengths. The bars below are comparable: GPU time for the same number of tokens.
+# APRIL starts twice as many rollouts as a batch needs, delivers the first half, and carries the others over: they continue in the next batch with the tokens that they have. Here are both runs, with the same prompts and the same lengths. The bars below show GPU time for the same number of tokens, so they can be compared.
 
 # %%
 carrying = read_run(DATA / "april")
@@ -85,4 +85,4 @@ assert waiting_usage.utilization < 0.2
 assert 2.5 < dear / cheap < 3.5
 
 # %% [markdown]
-# **Answer.** They go to the tail. When a trainer waits, about three quarters of the engines' slots are empty because the last, long responses are still being generated; less than a fifth of the time is generating. Here the same tokens cost about a third when twice as many rollouts are started and the last ones carried over. That is a light load of 16 rollouts an engine, where most is to be gained; with 256 an engine it is about a third off ([notebook 4](04_how_much_to_over_provision.ipynb)). What that does to the data is the subject of [notebook 5](05_staleness_and_bias.ipynb).
+# **Answer.** They go to the tail. When a trainer waits, about three quarters of the engines' slots are empty, because the last, long responses are still being generated. Less than a fifth of the time goes to generating. In this run the same tokens cost about a third when twice as many rollouts are started and the last ones are carried over. This run has a light load of 16 rollouts an engine, where the gain is largest. With 256 rollouts an engine, about a third of the cost is saved ([notebook 4](04_how_much_to_over_provision.ipynb)). [Notebook 5](05_staleness_and_bias.ipynb) shows what carrying over does to the data.

@@ -11,9 +11,9 @@
 # %% [markdown]
 # # 2. Reading a run
 #
-# **Question.** Here is the folder of a run. Were its engines busy, and if not, what for?
+# **Question.** Here is the folder of a run. Were its engines busy, and if not, why?
 #
-# A run folder has its settings (`config.toml`), everything that happened (`events.jsonl`) and its figures (`summary.json`). `aprilsched run` writes one for your own engines; put its path here. This one, `data/april`, had 8 embedded engines (modelled step times, no GPU) and started twice as many rollouts (responses) as a batch needs.
+# A run folder has the run's settings (`config.toml`), everything that happened (`events.jsonl`) and its figures (`summary.json`). `aprilsched run` writes a folder for your own engines; you can put its path here. The run in `data/april` had 8 embedded engines (modelled step times, no GPU) and started twice as many rollouts (responses) as a batch needs.
 
 # %%
 # %matplotlib inline
@@ -36,7 +36,7 @@ print(
 # %% [markdown]
 # ## Timeline
 #
-# Each line is a response, its colour the version of the policy that sampled it. Grey bands are pauses: the batch is full, the trainer trains, new weights come in. Lines of several colours were carried over: begun under one version, ended under another.
+# Each line is a response, and its colour is the version of the policy that sampled it. Grey bands are pauses: the batch is full, the trainer trains, and new weights are loaded. Lines of several colours were carried over: they began under one version and ended under another.
 
 # %%
 plots.timeline(run)
@@ -44,9 +44,9 @@ plots.timeline(run)
 # %% [markdown]
 # ## What the slots do
 #
-# An engine has as many *slots* as it had responses at once when it was fullest. Blue is busy; everything else has the colour of its cause. All parts together are the wall time, always.
+# An engine has as many *slots* as it had responses at once when it was fullest. Blue is busy time. All other time has the colour of its cause. All parts together always add up to the wall time.
 #
-# This is a share of slots. NVML's utilization (what `nvidia-smi` shows) is the share of time in which *anything* ran on the GPU, and one straggler is enough for 100 %. We compute both below.
+# These are shares of slots. NVML's utilization (what `nvidia-smi` shows) is the share of time in which *anything* ran on the GPU, and one straggler is enough for 100 %. Both are computed below.
 
 # %%
 plots.causes(usage)
@@ -60,7 +60,7 @@ print(f"{'together':11}{sum(usage.shares.values()):7.1%}")
 # %% [markdown]
 # ## Engine by engine
 #
-# Is a row paler than the others? Then its engine was slow, or it had less to do. What tells the two apart is what it generated in the time in which it was busy.
+# If a row is paler than the others, its engine was slow or had less to do. The number of tokens that it generated in its busy time tells which.
 
 # %%
 plots.engine_strip(usage)
@@ -72,9 +72,9 @@ for name, tokens, rate in zip(usage.engines, usage.tokens, speed, strict=True):
     print(f"{name}   {tokens:7,} tokens   {rate:4.0f} tokens/s in a busy slot")
 
 # %% [markdown]
-# ## Held against other runs
+# ## Compared with other runs
 #
-# Shares say what a run did with its time, not whether it was fast: an engine with twice the slots can leave more of them empty and still be faster. To compare runs, take the GPU time for a million tokens.
+# Shares say what a run did with its time, not whether it was fast. An engine with twice the slots can leave more of them empty and still be faster. To compare runs, use the GPU time for a million tokens.
 
 # %%
 runs = {"wait for all": "sync", "APRIL (this run)": "april"}
@@ -102,4 +102,4 @@ assert speed.max() < 1.2 * speed.min()
 assert lost["re_prefill"] < 0.02
 
 # %% [markdown]
-# **Answer.** Less than a third of the slots' time was busy, though NVML would have shown more than twice as much. The largest loss is still the tail of each batch, the second one the time in which the trainer trains and the engines stand; reading paused responses again costs next to nothing at this load. The engines were busy for very different shares of the time, and that is the prompts' doing and not the machines': who was busier had more tokens to generate, at nearly the same speed a slot. What can be changed: start more rollouts ([notebook 4](04_how_much_to_over_provision.ipynb) says how many), and let engines generate while the trainer trains (`pace="asynchronous"`).
+# **Answer.** Less than a third of the slots' time was busy, although NVML would have shown more than twice as much. The largest loss is still the tail of each batch. The second largest is the time in which the trainer trains and the engines are paused. Recomputing paused responses costs next to nothing at this load. The engines were busy for very different shares of the time. The prompts cause this difference, not the machines: the busier engines had more tokens to generate, at nearly the same speed a slot. Two changes would help: start more rollouts ([notebook 4](04_how_much_to_over_provision.ipynb) says how many), and let engines generate while the trainer trains (`pace="asynchronous"`).

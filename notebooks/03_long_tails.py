@@ -13,7 +13,7 @@
 #
 # **Question.** A run has just begun, and many responses are still being generated. How long are responses of this workload really?
 #
-# It matters because every plan depends on it: how many to start, how long a batch will take, whether the trainer gets too many short ones. And the obvious answer, the mean of those that are finished, is wrong: what is finished early is short.
+# The answer matters because every plan depends on it: how many rollouts to start, how long a batch will take, and whether the trainer gets too many short responses. The obvious answer, the mean length of the finished responses, is wrong, because responses that finish early are short.
 
 # %%
 # %matplotlib inline
@@ -48,7 +48,7 @@ def simulate_again(folder, seed):
 # %% [markdown]
 # ## What is known after the first batch
 #
-# A *group* is the responses to one prompt. `known_lengths` reads from the event log what was launched until then: the length of a response that has ended, and the tokens so far of one that has not. The latter is a *censored* observation: its length is not known, but it is longer than that.
+# A *group* is all the responses to one prompt. `known_lengths` reads from the event log what was launched until then: the length of each response that has ended, and the tokens so far of each response that has not. The latter is a *censored* observation: the length is not known, but it is more than the tokens so far.
 
 # %%
 now = run.updates[0].time
@@ -64,9 +64,9 @@ print(f"mean of the delivered: {delivered.mean():.0f} tokens")
 # %% [markdown]
 # ## An estimate that uses what is not finished
 #
-# Kaplan and Meier's estimate (1958, for lifetimes) goes through the lengths from short to long. At each one it asks: of the responses that got *at least* that far, which share ended there? A response that is still running counts among those that got that far, and leaves the count afterwards. Multiplying the shares that went on gives the share that is longer than each length.
+# Kaplan and Meier's estimate (1958, for lifetimes) goes through the lengths from short to long. At each length it asks: of the responses that got *at least* that far, which share ended there? A response that is still running counts among those that got that far, and leaves the count afterwards. The product of the shares that continued is the share of responses that are longer than each length.
 #
-# The workload of this run was drawn from a law that we know, so for once the estimate can be checked (dotted). The band comes from drawing whole groups anew, since the responses to one prompt are alike.
+# The workload of this run was drawn from a known law, so here the estimate can be checked against it (the dotted line). The band comes from drawing whole groups again, because the responses to one prompt have similar lengths.
 
 # %%
 law = law_of(groups)
@@ -81,7 +81,7 @@ plots.length_law(
 )  # fmt: skip
 
 # %% [markdown]
-# The estimate ends where the data end. The share of the responses that is longer than anything that has finished is its *unresolved* part: nothing can be said of how long those get, so the mean of the estimate is a lower bound.
+# The estimate ends where the data end. The share of the responses that are longer than every finished response is its *unresolved* part. Nothing can be said about how long these responses get, so the mean of the estimate is a lower bound.
 
 # %%
 print(f"unresolved: {law.tail:.0%} of the responses are longer than {law.lengths[-1]:,} tokens")
@@ -104,9 +104,9 @@ plots.estimate_by_batch(
 )  # fmt: skip
 
 # %% [markdown]
-# ## Was that luck?
+# ## Does this hold for other prompts?
 #
-# One run proves little, and its five estimates are of the same responses. So here are six runs with other prompts, each as the scheduler would have had it (they go to a temporary folder, a second each). For each one: how far the estimate and the mean of the delivered are off the true mean.
+# One run proves little, and its five estimates are of the same responses. So here are six runs with other prompts, each as the scheduler would have had it. (They are written to a temporary folder and take a second each.) For each run the table shows how far the estimate and the mean of the delivered responses are from the true mean.
 
 # %%
 true_mean = float(truth.mean())
@@ -152,4 +152,4 @@ assert inside[1] == inside[2] == 6
 assert shorts[:, 1].min() > 0.15
 
 # %% [markdown]
-# **Answer.** Count what is still running as "longer than that", not as missing. In six runs the estimate was nearer to the truth than the mean of the delivered, every time. After one batch the delivered responses are more than a third too short; the estimate is a lower bound then, and can be a quarter short too, because part of the law has not been seen by anybody, and its band, which knows of chance alone, does not always hold the truth. Look at the unresolved part before you trust it. After three batches the estimate is within 10 %, where the delivered are still off by more than 15 %. The scheduler uses the same estimate to choose how much to over-provision, and `summary.json` carries it as `bias.drawn`.
+# **Answer.** Count each running response as "longer than its tokens so far", not as missing. In six runs the estimate was nearer to the truth than the mean of the delivered responses, every time. After one batch the delivered responses are more than a third too short. The estimate is a lower bound then, and can be a quarter too short as well, because nobody has seen a part of the law yet. Its band covers only chance, so it does not always hold the truth. Look at the unresolved part before you trust the estimate. After three batches the estimate is within 10 %, while the delivered responses are still off by more than 15 %. The scheduler uses the same estimate to choose how much to over-provision, and `summary.json` has it as `bias.drawn`.

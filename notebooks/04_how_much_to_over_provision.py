@@ -13,9 +13,9 @@
 #
 # **Question.** How many more rollouts (responses) than a batch needs should be in flight, and what is the price?
 #
-# The ratio of the two is called ρ. With ρ = 1 the trainer waits for every last response. With ρ = 2 (APRIL) it gets the first half of what was started, and the rest is carried over. What is carried over is finished under a newer policy than it was begun with: those older tokens are *off-policy*. So speed has a price, and both belong into one picture.
+# The ratio of the rollouts in flight to the rollouts of a batch is called ρ. With ρ = 1 the trainer waits for every last response. With ρ = 2 (APRIL) it gets the first half of what was started, and the rest is carried over. A carried response is finished under a newer policy than it was begun with, and its older tokens are *off-policy*. So speed has a price, and the picture below shows both.
 #
-# Nothing here needs a GPU: the production scheduler decides, and the engine is a model of its step times, fitted on an H200 with a 4B model. It has one engine with batches of 32 prompts, 8 rollouts each; each of several engines would have a share like that. 40 batches are not long: with other seeds the points for waves move by about 0.01 and that of `auto` by 0.02, so do not read smaller differences into the picture.
+# Nothing here needs a GPU. The production scheduler decides, and the engine is a model of step times that was fitted on an H200 with a 4B model. There is one engine with batches of 32 prompts and 8 rollouts each; each of several engines would have such a share. 40 batches are not many: with other seeds the points for waves move by about 0.01 and that of `auto` by 0.02, so do not read smaller differences into the picture.
 
 # %%
 # %matplotlib inline
@@ -34,7 +34,7 @@ for row in rows.values():
 # %% [markdown]
 # ## The frontier
 #
-# Speed is the best possible time over the time taken: every token must be generated and read once whatever the order, which gives a bound that no schedule can pass. Up is faster, left is fresher. The line is ρ, in *waves*: the rollouts of a batch are started together.
+# Speed is the best possible time divided by the time taken. Every token must be generated and prefilled once in any order, which gives a bound that no schedule can pass. Higher points are faster, and points further left have fewer off-policy tokens. The line shows ρ with *waves*: the rollouts of a batch are started together.
 
 # %%
 line = {"1: wait for all": rows["sync"]}
@@ -46,11 +46,11 @@ plots.frontier(
 )  # fmt: skip
 
 # %% [markdown]
-# The line bends for two reasons. Each step of an engine has a fixed cost, which many responses share when ρ is large; once they share it there is nothing more to gain. And at each new version all responses in flight are read again (*re-prefill*), the more of them the larger ρ is.
+# The line bends for two reasons. Each step of an engine has a fixed cost, which many responses share when ρ is large; beyond some ρ there is nothing more to share. And at each new version the KV of all responses in flight is recomputed (*re-prefill*), which are more responses if ρ is larger.
 #
-# ## Choosing ρ while the run goes on
+# ## Choosing ρ during the run
 #
-# `over_provision="auto"` tries schedules out on lengths like those seen so far, and takes the least stale one within 2 % of the fastest. It also knows *rounds*: prompts with responses of like length run together, so that no batch waits for a long one.
+# `over_provision="auto"` tries schedules on lengths like those seen so far, and takes the least stale one within 2 % of the fastest. It also tries *length buckets*: prompts whose responses have similar lengths run together, so that no batch waits for a long one.
 
 # %%
 print(rows["auto"].schedule)
@@ -76,4 +76,4 @@ assert auto.off_policy_share < april.off_policy_share - 0.08
 assert auto.staleness_max > april.staleness_max
 
 # %% [markdown]
-# **Answer.** A quarter more than a batch needs brings more than half of what there is to gain, for half of the off-policy share that ρ = 2 has; beyond ρ = 2 nothing is gained on this workload. `auto` finds a schedule about as fast as ρ = 2 with clearly fewer off-policy tokens, at the price of some that are older: set `max_staleness` if that matters to you. With your own lengths and engines the numbers are others, so try it with them ([notebook 6](06_from_a_run_to_a_plan.ipynb)).
+# **Answer.** A quarter more than a batch needs brings more than half of the possible gain, for half of the off-policy share that ρ = 2 has. Beyond ρ = 2 nothing is gained on this workload. `auto` finds a schedule about as fast as ρ = 2 with clearly fewer off-policy tokens, but some of them are older. Set `max_staleness` if that matters to you. Your own lengths and engines give other numbers, so try it with them ([notebook 6](06_from_a_run_to_a_plan.ipynb)).

@@ -11,9 +11,9 @@
 # %% [markdown]
 # # 5. Staleness and bias
 #
-# **Question.** When the trainer does not wait, what does it really get: how old are the tokens, and are short responses over-represented?
+# **Question.** When the trainer does not wait, which tokens does it really get: how old are they, and are short responses over-represented?
 #
-# Two things can be wrong with a batch. *Staleness*: a token was sampled by an older version of the policy than the one that now learns from it. *Bias*: who finishes first is short, so the first batches hold too many short responses.
+# Two things can be wrong with a batch. *Staleness*: an older version of the policy sampled a token than the one that now learns from it. *Bias*: responses that finish first are short, so the first batches hold too many short responses.
 
 # %%
 # %matplotlib inline
@@ -28,13 +28,13 @@ april = read_run(Path("data/april"))
 # %% [markdown]
 # ## How old are the tokens?
 #
-# The run started twice what a batch needs and carried the rest over. Its first batch is of one version only; from then on most tokens are older than that, by one version or a few. (Its engines are embedded ones, with modelled step times.)
+# The run started twice what a batch needs and carried the rest over. The tokens of its first batch have one version. In later batches most tokens are older than the batch, by one version or a few. (Its engines are embedded, with modelled step times.)
 
 # %%
 plots.staleness(april, title="Start twice as many, carry the rest: how old each batch's tokens are")
 
 # %% [markdown]
-# A share of stale tokens is not the whole story: *whose* tokens are they? Responses are carried over because they are long, so here they are by length, over a longer run (one modelled engine, 30 batches).
+# The share of stale tokens does not say *whose* tokens are stale. Responses are carried over because they are long, so the next picture shows staleness by length, over a longer run (one modelled engine, 30 batches).
 
 # %%
 trials = simulated(
@@ -48,9 +48,9 @@ plots.staleness_by_length(
 # %% [markdown]
 # ## Are the batches too short?
 #
-# Nothing gets lost when everything unfinished is carried over: a long response comes later, but it comes. So the bias of the first batches must fade: what they lack is in flight. What is left is the chance of the prompts, and how large that is the run that waits shows, which has no bias at all.
+# Nothing gets lost if everything unfinished is carried over: a long response comes later, but it comes. So the bias of the first batches must fade, because what they lack is in flight. The rest is due to the chance of the prompts. The run that waits has no bias, so it shows how large this chance is.
 #
-# The other run throws away what would get more than one version old (*eviction*). It looks tidy, and it is a *censor*: it is the long ones that get old.
+# The third run throws away what would get more than one version old (*eviction*). This looks tidy, but it is a *censor*, because the responses that get old are the long ones.
 
 # %%
 figures = {
@@ -97,4 +97,4 @@ assert abs(last - explained) < 0.03
 assert evicted.bias.censoring.warning is not None
 
 # %% [markdown]
-# **Answer.** Most of the tokens are stale, by one version or two, and the long responses are the staler ones: that does not go away, so it must be corrected in the loss (every token knows its version and its log-probability) or bounded. The length bias does go away, as long as nothing is dropped: the first batch is more than 30 % too short, after 30 batches it is a few per cent, of which what is in flight explains more than half and the rest is as large as the chance of the prompts. With eviction it is still more than a fifth. Whatever throws old responses away makes the bias permanent; the scheduler warns when a setting does that.
+# **Answer.** Most of the tokens are stale, by one version or two, and the long responses are the staler ones. This does not go away, so it must be bounded, or corrected in the loss (every token has its version and its log-probability). The length bias does go away, as long as nothing is dropped. The first batch is more than 30 % too short. After 30 batches the bias is a few per cent. What is in flight explains more than half of it, and the rest is as large as the chance of the prompts. With eviction it is still more than a fifth. Whatever throws old responses away makes the bias permanent, and the scheduler warns if a setting does that.

@@ -13,7 +13,7 @@
 #
 # **Question.** I have a run that waited for every response. What would another schedule have brought, and can that forecast be trusted?
 #
-# A *replay* takes from a run's log what it had to do (its prompts, the lengths of its responses, the trainer's and the updates' time) and lets the production scheduler do it again in another way, on modelled engines. No GPU is needed, and no token is generated.
+# A *replay* takes the work from a run's log: its prompts, the lengths of its responses, and the times of the trainer and of the updates. The production scheduler then does this work again under another policy, on modelled engines. No GPU is needed, and no token is generated.
 
 # %%
 # %matplotlib inline
@@ -32,7 +32,7 @@ for row in [found.recorded, *found.replayed]:
 # %% [markdown]
 # ## First check: the run itself
 #
-# The first replay is of the run's own settings. It must give what happened.
+# The first replay has the run's own settings, so it must give what really happened.
 
 # %%
 error = found.prediction_error.seconds_a_batch
@@ -42,9 +42,9 @@ print(
 )
 
 # %% [markdown]
-# ## Second check: a run that was not known
+# ## Second check: a run that the forecast did not see
 #
-# `data/april` is a run of the same prompts under the policy of the last forecast, which the forecast did not see. A replay ends when it needs a prompt that the recorded run never came to, so both are taken over the batches that they share.
+# `data/april` is a run of the same prompts under the policy of the last forecast. The forecast did not see it. A replay ends when it needs a prompt that the recorded run never came to, so both are compared over the batches that they share.
 
 # %%
 forecast = found.replayed[-1]
@@ -57,11 +57,11 @@ plots.what_if(
 )  # fmt: skip
 
 # %% [markdown]
-# Both checks say that the log holds all that a schedule depends on. They cannot say more, because here the run and the replay have the same engines: embedded ones, whose step times the replay knows by definition. On real servers the error of the step-time model comes on top. Fit it to them first (`aprilsched calibrate`), and look at the first check before anything else ([replay](../docs/replay.md)).
+# Both checks show that the log has everything on which a schedule depends. They show no more than that, because here the run and the replay have the same engines: embedded ones, whose step times the replay knows by definition. On real servers the error of the step-time model is added. Fit the model to your servers first (`aprilsched calibrate`), and look at the first check before anything else ([replay](../docs/replay.md)).
 #
 # ## The plan
 #
-# From seconds a batch to GPU hours: 8 GPUs, 1,000 batches, without the trainer's time.
+# This converts seconds a batch into GPU hours, for 8 GPUs and 1,000 batches, without the trainer's time.
 
 # %%
 GPUS, BATCHES = 8, 1000
@@ -90,4 +90,4 @@ assert 2.5 < real / forecast.seconds_a_batch < 3.7
 assert real / modest.seconds_a_batch > 1.5
 
 # %% [markdown]
-# **Answer.** A third of the time with twice as many rollouts in flight, for two thirds of the tokens off-policy; a quarter more alone already saves more than a third. The forecast repeats its own run, and its speed and staleness were within 5 % of a run that it had not seen; that tests the record and not the step times, which were the same here. On your servers it can be trusted as far as the replay of your own run is right. So the plan is: replay what you have, choose the least staleness that is fast enough, run it, and replay again. The same on the command line: `aprilsched replay data/sync --policy april,auto`.
+# **Answer.** With twice as many rollouts in flight, the run would take a third of the time, and two thirds of the tokens would be off-policy. Only a quarter more already saves more than a third of the time. The replay of the run's own settings gives the same result as the run, and the forecast's speed and staleness were within 5 % of a run that it had not seen. This tests the log and not the step times, which were the same here. On your servers you can trust the forecast as far as the replay of your own run is right. So the plan is: replay the run that you have, choose the least staleness that is fast enough, run it, and replay again. On the command line this is `aprilsched replay data/sync --policy april,auto`.
