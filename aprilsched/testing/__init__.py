@@ -8,5 +8,6 @@ are refused (they kill a real server).
 """
 
 from aprilsched.testing.server import SimServer
+from aprilsched.testing.threaded import ThreadedServer
 
-__all__ = ["SimServer"]
+__all__ = ["SimServer", "ThreadedServer"]

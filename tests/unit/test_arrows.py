@@ -32,6 +32,7 @@ LAZY = (
             "opentelemetry",
             "prometheus_client",
             "pynvml",
+            "pytest",
             "ray",
             "rich",
             "safetensors",
@@ -317,6 +318,7 @@ RULES: dict[str, Rule] = {
             "aprilsched.types",
         )
     ),
+    "aprilsched.testing.fixtures": Rule(ours=("aprilsched.testing",), others=frozenset({"pytest"})),
     # The outermost ring puts the parts together and is imported by none of them.
     "aprilsched": EVERYTHING,
     "aprilsched.blocking": EVERYTHING,
