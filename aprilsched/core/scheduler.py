@@ -121,8 +121,9 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # called back: a request that is aborted after a retract comes back without the tokens that
     # were not streamed yet (hazard 1).
     stragglers.resolve_stragglers,
-    # Before `dispatch.steer` for the same reason. The order of these two does not matter: what was
-    # called back once is not called back again.
+    # Before `dispatch.steer`, so that requests inside a paused engine are called back before it goes
+    # on. After `stragglers.resolve_stragglers` or before it: what was called back once is not
+    # called back again.
     dispatch.interrupt,
     # Before `outage.attend`, which would ask the trainer for a new version otherwise, although an
     # engine on standby can have the present one; and before `dispatch.steer`, which gives the
@@ -131,8 +132,9 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # Anywhere after `refit.catch_up`: while no engine is in use every tick is followed by all
     # decisions, so what is abandoned here is seen a second later at the latest.
     outage.attend,
-    # Before `refit.refit`, because memory that a refit needs is taken back first. Before
-    # `dispatch.dispatch`, so that nothing is sent to an engine that is told to pause (hazard 4).
+    # Before `refit.refit`, because memory that a refit needs is taken back first. Whether it comes
+    # before or after `dispatch.dispatch` does not matter: both follow the same goal, and requests
+    # are sent only while the goal is to run (hazard 4).
     dispatch.steer,
     # After `dispatch.steer` has paused and flushed what has to be; nothing later depends on it.
     refit.refit,

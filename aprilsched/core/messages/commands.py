@@ -1,4 +1,4 @@
-"""What to do. The shell carries these out and reports back with events."""
+"""Commands: what the shell is to do. It reports back with events."""
 
 from __future__ import annotations
 
@@ -51,17 +51,19 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchPrompts:
-    """Take `count` prompts from the source; answered by PromptsArrived."""
+    """Take `count` prompts from the source. The answer is PromptsArrived."""
 
     count: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Launch:
-    """The group is in flight from now on. Nothing is to be done: it is for who keeps books.
+    """The group is in flight from now on. There is nothing to do for the shell.
 
-    `rollout_ids` are those of its members in their order. `restored`: it is in flight again, after
-    the run was resumed, with these lengths.
+    Attributes:
+        rollout_ids: the group's members, in their order.
+        restored: the lengths of the members, where the group is in flight again after the run was
+            resumed.
     """
 
     group_id: int
@@ -76,10 +78,13 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Send:
-    """Send an attempt of a request: `input_ids` int32 [n] is prompt and all known tokens.
+    """Send an attempt of a request to an engine.
 
-    `adapter` is the version of the LoRA adapter to sample with, None for the model itself.
-    `cache_version`: cached KV is shared only with requests of the same one; None shares with all.
+    Attributes:
+        input_ids: the prompt and all tokens known so far, int32 [n].
+        adapter: the version of the LoRA adapter to sample with; None for the model itself.
+        cache_version: cached KV is shared only among requests with the same value; None shares
+            with all.
     """
 
     engine: str
@@ -95,7 +100,7 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Abort:
-    """End an attempt early; it comes back as Interrupted (or Finished, if that was first)."""
+    """End an attempt early. It comes back as Interrupted, or as Finished if it ended first."""
 
     engine: str
     request_id: int
@@ -107,21 +112,29 @@ class Abort:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pause:
+    """Pause the engine. The answer is Paused.
+
+    With "retract" the engine takes its requests out of the batch and recomputes them later; with
+    "in_place" it stops them where they are, with their KV.
+    """
+
     engine: str
     mode: Literal["retract", "in_place"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flush:
+    """Flush the KV cache of a paused engine. The answer is Flushed."""
+
     engine: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verify:
-    """Ask the engine which version it has; answered by Verified.
+    """Ask the engine which version it has. The answer is Verified.
 
-    It has been without requests for a while, or a connection to it broke: it may have been
-    restarted since, with other weights, and nothing is sent to it before the answer.
+    The engine has been without requests for a while, or a connection to it broke. It may have been
+    restarted with other weights since then, so nothing is sent to it before the answer.
     """
 
     engine: str
@@ -129,10 +142,13 @@ class Verify:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refit:
-    """Bring `version` into these engines; answered by Refitted for each.
+    """Bring `version` into these engines. Each of them answers with Refitted.
 
-    All of them are paused, unless it goes `beside` what they sample with. `catch_up`: it is the
-    fleet's version already, published again for an engine on standby.
+    Attributes:
+        beside: the version is an adapter, which is loaded while the engines run. Otherwise all of
+            these engines are paused.
+        catch_up: the version is the fleet's already, and is published again for an engine on
+            standby.
     """
 
     version: int
@@ -143,7 +159,7 @@ class Refit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retire:
-    """Nothing samples with this version's adapter on the engine any more: unload it there."""
+    """Unload an adapter from the engine: nothing samples with it there any more."""
 
     engine: str
     version: int
@@ -151,7 +167,8 @@ class Retire:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """Give the memory of `tags` to the trainer; the engine is paused."""
+    """Release the memory of `tags`, which goes to the trainer. The engine is paused. The answer is
+    Released."""
 
     engine: str
     tags: tuple[str, ...]
@@ -159,7 +176,7 @@ class Release:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wake:
-    """Take the memory of `tags` back."""
+    """Take the memory of `tags` back. The answer is Woken."""
 
     engine: str
     tags: tuple[str, ...]
@@ -167,15 +184,19 @@ class Wake:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continue:
+    """End the pause of the engine. The answer is Continued."""
+
     engine: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoseEngine:
-    """The engine is out of use: end its streams, and say why.
+    """The engine is out of use: end its streams, and report the cause.
 
-    `standby`: it answers, and comes back with the next refit that reaches it; otherwise it is
-    quarantined. `last`: no engine is left, neither in use nor on standby.
+    Attributes:
+        last: no engine is left, neither in use nor on standby.
+        standby: the engine answers, and comes back into use with the next refit that reaches it.
+            Otherwise it is quarantined.
     """
 
     engine: str
@@ -186,7 +207,7 @@ class LoseEngine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmitEngine:
-    """The engine takes part from now on: it has the fleet's version."""
+    """The engine is in use from now on, because it has the fleet's version."""
 
     engine: str
     version: int
@@ -194,7 +215,8 @@ class AdmitEngine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportSlow:
-    """The engine is slow, and there is no other to compare it with: it stays in use."""
+    """Report that the engine is slow. It stays in use, because there is no other engine to compare
+    it with."""
 
     engine: str
     cause: str
@@ -202,7 +224,7 @@ class ReportSlow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AwaitFleet:
-    """No engine is left. Those that were lost last, with causes, are waited for."""
+    """No engine is left: wait for one of those that were lost last, which are named with causes."""
 
     lost: tuple[tuple[str, str], ...]
     waited_s: float
@@ -211,7 +233,7 @@ class AwaitFleet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GiveUpFleet:
-    """No engine came back in time: whoever waits, now or later, is told."""
+    """No engine came back in time: tell everybody who waits, now or later."""
 
     lost: tuple[tuple[str, str], ...]
     waited_s: float
@@ -219,8 +241,14 @@ class GiveUpFleet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WantUpdate:
-    """These engines are there without the fleet's weights, those of `version`, and no other is:
-    whoever waits for the batch or for `evaluations`, which are abandoned, is told to publish."""
+    """Tell the caller to publish a version: only these engines are there, and none of them has the
+    fleet's weights.
+
+    Attributes:
+        version: the fleet's version.
+        batch: the caller waits for a batch, and is told.
+        evaluations: evaluations that are abandoned, whose callers are told.
+    """
 
     engines: tuple[str, ...]
     version: int
@@ -230,10 +258,12 @@ class WantUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishUpdate:
-    """The update is over. `failed` maps engines that are quarantined now to their cause.
+    """The update is over.
 
-    `cause` is empty on success; otherwise no engine took the version, and what has the old one
-    goes on under it.
+    Attributes:
+        failed: engines that did not take the version, each with the cause.
+        cause: empty on success. Otherwise no engine took the version, and the engines that have
+            the old version go on under it.
     """
 
     version: int
@@ -243,7 +273,8 @@ class FinishUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishSleep:
-    """Every engine's memory is the trainer's now (`asleep`), or its own again."""
+    """A sleep has begun (`asleep`): every engine's memory is the trainer's. Or it has ended: every
+    engine has its memory back."""
 
     asleep: bool
 
@@ -253,6 +284,8 @@ class FinishSleep:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StartEpisode:
+    """Start the coroutine of an episode."""
+
     rollout_id: int
     index: int
     prompt: Prompt
@@ -261,9 +294,13 @@ class StartEpisode:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ResolveTurn:
-    """The answer to an episode's turn: int32 [n], float32 [n], int32 [n].
+    """Give an episode the answer to its turn.
 
-    `withdrawn`: the episode gave the turn up, and this is what had come of it.
+    Attributes:
+        token_ids: int32 [n].
+        logprobs: float32 [n].
+        versions: int32 [n].
+        withdrawn: the episode withdrew the turn, and these are the tokens generated until then.
     """
 
     rollout_id: int
@@ -276,8 +313,8 @@ class ResolveTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiscardTokens:
-    """The last tokens of the rollout are forgotten: `sampled` ones and `environment` ones. Nothing
-    is to be done. Listeners count them; the ledger has the sampled ones under `reason`."""
+    """The last tokens of the rollout are discarded: `sampled` ones, which the ledger counts under
+    `reason`, and `environment` ones. There is nothing to do for the shell."""
 
     rollout_id: int
     sampled: int
@@ -287,27 +324,31 @@ class DiscardTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Score:
+    """Ask the reward function about one rollout. The answer is Rewarded or RewardFailed."""
+
     rollout: Rollout
     prompt: Prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoreGroup:
+    """Ask the reward function about a whole group. The answer is GroupRewarded or RewardFailed."""
+
     group: Group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Judge:
-    """Ask the user's accept function about a scored group."""
+    """Ask the user's accept function about a scored group. The answer is Judged or RewardFailed."""
 
     group: Group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CancelWork:
-    """The group went to the ledger: cancel the episodes and rewards of its rollouts.
+    """Cancel the episodes and rewards of these rollouts: their group was dropped.
 
-    `culprit` is the one whose failure took the others along, if one did.
+    `culprit` is the rollout whose failure took the others along, if one did.
     """
 
     group_id: int
@@ -319,7 +360,7 @@ class CancelWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GiveUp:
-    """So many groups failed in a row that going on would only burn prompts."""
+    """Tell the caller that the run is given up, because `groups` groups failed in a row."""
 
     groups: int
     cause: str
@@ -327,15 +368,15 @@ class GiveUp:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
-    """Choose a schedule on this evidence; answered by Planned.
+    """Choose a schedule on this evidence. The answer is Planned.
 
     Attributes:
-        batch_groups: groups that a batch takes, as far as is known.
-        ended: groups that have ended, those launched last.
-        open: groups under way, as they are now.
-        prompt_tokens: mean length of the prompts.
-        engines: how many are in use.
-        kv_tokens: their KV pools together; None where one of them does not say.
+        batch_groups: the number of groups that a batch is expected to take.
+        ended: lengths of the groups that have ended and were launched last.
+        open: lengths so far of the groups that are being generated.
+        prompt_tokens: the mean length of the prompts.
+        engines: the number of engines in use.
+        kv_tokens: the tokens that all their KV pools hold; None if an engine does not report it.
         current: the schedule in force.
     """
 
@@ -353,40 +394,43 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Offer:
-    """Keep the batch safe, then let the trainer take it; answered by BatchTaken. No other one is
-    offered until then, or until this one is withdrawn."""
+    """Save the batch, then let the trainer take it. The answer is BatchTaken. No other batch is
+    offered before that, unless this one is withdrawn."""
 
     offered: Batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WithdrawOffer:
-    """The trainer must not take the batch any more: a new version comes."""
+    """Take the offer back: the trainer must not take the batch any more, because a new version
+    comes."""
 
     index: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Deliver:
-    """The trainer has taken the batch. Nothing is to be done: it is for who keeps books."""
+    """The trainer has taken the batch. There is nothing to do for the shell."""
 
     batch: Batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Redeliver:
-    """The trainer has taken a batch that was there before the run was resumed."""
+    """The trainer has taken a batch that had been delivered before the run was resumed."""
 
     batch: Batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndOfPrompts:
-    """The prompts have ended and everything was delivered: the trainer's wait is over."""
+    """Tell the trainer that the prompts have ended and everything was delivered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeliverEvaluation:
+    """Give the caller the answers to its evaluation."""
+
     evaluation_id: int
     batch: Batch
 

@@ -1,4 +1,4 @@
-"""What happened. The shell turns every answer, error and call of the trainer into one of these."""
+"""Events: what has happened. The shell makes one of every answer, error and call of the trainer."""
 
 from __future__ import annotations
 
@@ -67,11 +67,12 @@ class EngineInfo:
     """What the core knows of an engine when it joins.
 
     Attributes:
-        version: of the weights it has; None if they are torn.
+        version: the version of its weights; None if they are inconsistent.
         holds_stragglers: it can release memory while requests wait in a pause.
         keeps_weights: weights that it released come back as they were.
-        kv_tokens: the size of its KV pool, in tokens; None if it does not say.
-        max_running: requests that it runs at the same time; None if it does not say.
+        kv_tokens: the size of its KV pool, in tokens; None if it does not report it.
+        max_running: the number of requests that it runs at the same time; None if it does not
+            report it.
     """
 
     name: str
@@ -87,10 +88,11 @@ class EngineInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """The fleet is up, all engines with the same policy version; in a resumed run some of them, or
-    all, may have another one than the run.
+    """The fleet is up, and all engines have the same policy version. In a resumed run some or all
+    engines may have another version than the run.
 
-    `adopt`: if all have a newer one than the resumed run, it is the run's.
+    `adopt`: if all engines have one version that is newer than the resumed run's, the run takes it
+    over.
     """
 
     engines: tuple[EngineInfo, ...]
@@ -104,26 +106,28 @@ class BatchRequested:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchWithdrawn:
-    """The trainer no longer waits for it (its call was cancelled). What is offered stays so."""
+    """The trainer no longer waits for a batch, because its call was cancelled. A batch that is
+    offered stays offered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchTaken:
-    """The trainer has the batch that was offered. From now on it is delivered, and not before."""
+    """The trainer has taken the batch that was offered. It is delivered from now on."""
 
     index: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchesAcknowledged:
-    """The trainer is done with these batches, and will not ask for them again."""
+    """The trainer is done with these batches: they need not be delivered again after a restart."""
 
     batches: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationRequested:
-    """Run these prompts to their end, neither over-provisioned nor carried."""
+    """The trainer wants the responses to these prompts. They are generated to their end, and are
+    neither over-provisioned nor carried."""
 
     evaluation_id: int
     prompts: tuple[Prompt, ...]
@@ -132,18 +136,21 @@ class EvaluationRequested:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationWithdrawn:
-    """The call that asked for it was cancelled: nobody waits for its answers."""
+    """Nobody waits for the evaluation any more, because the call was cancelled."""
 
     evaluation_id: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateRequested:
-    """The trainer has a new policy version; bring it into the engines.
+    """The trainer has a new policy version for the engines.
 
-    `beside`: it is an adapter, loaded beside the one in use. `republishable`: while it is the
-    fleet's version it can be published again, to an engine that comes back. `acknowledges` are the
-    batches that the trainer has: with the update they need not be delivered again.
+    Attributes:
+        beside: the version is an adapter, which is loaded while the engines run.
+        republishable: as long as it is the fleet's version, it can be published again to an engine
+            that comes back.
+        acknowledges: batches that the trainer has learned from. After the update they need not be
+            delivered again.
     """
 
     version: int
@@ -154,7 +161,7 @@ class UpdateRequested:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateWithdrawn:
-    """The trainer's call was cancelled."""
+    """The trainer's call for the update was cancelled."""
 
     version: int
 
@@ -168,12 +175,13 @@ class SleepRequested:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WakeRequested:
-    """The trainer gives the memory back."""
+    """The trainer gives the engines' memory back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """Answer to Plan. None keeps the schedule in force; `cause` says what went wrong, if so."""
+    """The answer to Plan. With None the schedule in force stays; `cause` says what went wrong, if
+    something did."""
 
     schedule: Schedule | None
     cause: str = ""
@@ -181,7 +189,8 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptsArrived:
-    """Answer to FetchPrompts. `last`: the source has ended. `partial`: the rest follows later."""
+    """The answer to FetchPrompts. `last`: the source has ended. `partial`: the source has no more
+    prompts at the moment, and the rest follows later."""
 
     prompts: tuple[Prompt | RefusedPrompt, ...]
     last: bool = False
@@ -193,10 +202,13 @@ class PromptsArrived:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Progress:
-    """New tokens of an attempt: int32 [n] and float32 [n].
+    """New tokens of an attempt have arrived.
 
-    `label` is the version that the engine said it had when it sent them; None where it did not
-    say, or where the spans of the attempt's end say it of each token.
+    Attributes:
+        token_ids: int32 [n].
+        logprobs: float32 [n].
+        label: the version that the engine reported with them; None if it reported none, or if the
+            spans at the attempt's end report the version of each token.
     """
 
     request_id: int
@@ -208,7 +220,8 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """An attempt ran to its end. `spans` covers the attempt's own output."""
+    """An attempt ran to its end. `spans` has the versions of the attempt's own output, as reported
+    by the engine."""
 
     request_id: int
     attempt: int
@@ -218,7 +231,7 @@ class Finished:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interrupted:
-    """An attempt came back before its end, aborted or never sent; its tokens are known."""
+    """An attempt came back before its end: it was aborted, or never sent. Its tokens are known."""
 
     request_id: int
     attempt: int
@@ -227,8 +240,8 @@ class Interrupted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
-    """An attempt failed. `final`: repeating it cannot help (the request itself is refused).
-    `unsent`: nothing of it has reached the engine."""
+    """An attempt failed. `final`: the engine refused the request itself, so that repeating it there
+    cannot help. `unsent`: nothing of the attempt has reached the engine."""
 
     request_id: int
     attempt: int
@@ -242,7 +255,7 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TurnRequested:
-    """An episode asks for tokens. `input_ids` int32 [n] is the whole context."""
+    """An episode asks for a turn. `input_ids`, int32 [n], is the whole context."""
 
     rollout_id: int
     input_ids: Int32Array
@@ -251,15 +264,15 @@ class TurnRequested:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnWithdrawn:
-    """An episode cancelled its call for tokens. Answered by ResolveTurn with what came of the turn,
-    once its request is back; until then the episode asks for nothing else."""
+    """An episode withdrew its turn. The answer is ResolveTurn with the tokens generated until then,
+    once the request is back. Until then the episode asks for nothing else."""
 
     rollout_id: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnKept:
-    """The episode has looked at what came of the turn that it withdrew, so the tokens stay."""
+    """The episode keeps the tokens of the turn that it withdrew."""
 
     rollout_id: int
 
@@ -306,7 +319,7 @@ class RewardFailed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """The answer of the user's accept function."""
+    """The answer to Judge: whether the user's accept function accepts the group."""
 
     group_id: int
     accepted: bool
@@ -317,19 +330,27 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paused:
+    """The engine has paused."""
+
     engine: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flushed:
+    """The engine has flushed its KV cache."""
+
     engine: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refitted:
-    """`version` is what the engine itself says it has after the refit, successful or not.
+    """An engine's answer to Refit, whether the refit succeeded or not.
 
-    None: its weights are torn, neither old nor new. `catch_up` as in the command it answers.
+    Attributes:
+        version: the version that the engine itself reports after the refit; None if its weights
+            are inconsistent, neither old nor new.
+        cause: what failed; empty on success.
+        catch_up: as in the command.
     """
 
     engine: str
@@ -340,7 +361,7 @@ class Refitted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verified:
-    """Answer to Verify: the version that the engine says it has; None if its weights are
+    """The answer to Verify: the version that the engine reports; None if its weights are
     inconsistent."""
 
     engine: str
@@ -349,18 +370,24 @@ class Verified:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Released:
+    """The engine has released the memory of `tags`."""
+
     engine: str
     tags: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Woken:
+    """The engine has the memory of `tags` again."""
+
     engine: str
     tags: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continued:
+    """The engine's pause has ended."""
+
     engine: str
 
 
@@ -375,14 +402,14 @@ class ControlFailed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineJoined:
-    """An engine is there: a new one, or one that was lost and is back."""
+    """An engine is connected: a new one, or one that was lost and is back."""
 
     info: EngineInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLost:
-    """An engine is gone (unreachable, crashed, taken out of the fleet)."""
+    """An engine is gone: it is unreachable, crashed, or was taken out of the fleet."""
 
     engine: str
     cause: str
@@ -390,7 +417,7 @@ class EngineLost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
-    """A second has passed. Fed by the shell, and shown to no listener."""
+    """A second has passed. No listener sees this event."""
 
 
 Event: TypeAlias = (

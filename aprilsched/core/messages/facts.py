@@ -1,14 +1,14 @@
-"""What has happened in a run, as the core knows it: for whoever watches, counts or records a run.
+"""Facts: what has become true in a run, for everything that watches, counts or records a run.
 
-Events and commands are the protocol between the core and the shell that drives it. Facts are what
-comes of them: an attempt was sent, tokens were received, a rollout was finished, an engine changed
-its mode. The core emits them beside its commands, in the order in which they come true, so nobody
-else has to work out again what the core knew.
+Events and commands are the protocol between the core and the shell that drives it. Facts are their
+outcome: an attempt was sent, tokens were received, a rollout was finished, an engine changed its
+mode. The core emits facts with its commands, in the order in which they come true, so that no
+listener has to work out again what the core knew.
 
 A fact has counts and names only. Tokens, log-probabilities and prompt keys are added where a
-listener asks for them (:attr:`~aprilsched.core.state.state.SchedulerState.tells_tokens`). Whatever
-the core passes over (an answer to an attempt that is closed, a reward for a group that was
-dropped) is no fact. A fact has no time of its own: it is handed on with the time of its event.
+listener asks for them (:attr:`~aprilsched.core.state.state.SchedulerState.tells_tokens`). What the
+core ignores (an answer to an attempt that is closed, a reward for a group that was dropped) is no
+fact. A fact has no time of its own: listeners get it with the time of its event.
 
 The names of the facts and of their fields are the format of events.jsonl.
 """
@@ -85,23 +85,26 @@ __all__ = [
 ]
 
 Outcome: TypeAlias = Literal["finished", "interrupted", "failed", "engine_lost"]
-"""How an attempt ended: it ran to its end, came back before (aborted, or never sent), failed, or
-was taken from an engine that went out of use."""
+"""How an attempt ended: it ran to its end, it came back before that (aborted or never sent), it
+failed, or its engine went out of use."""
 
 
 class Fact(
     Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, tag_field="fact", tag=True
 ):
-    """Something that has come true. A struct, because a run has a million: one is made in a third
-    of a frozen dataclass's time, and encoded without a detour."""
+    """Something that has become true.
+
+    Facts are msgspec structs because a run has a million of them: a struct is made in a third of
+    the time that a frozen dataclass takes, and is encoded directly.
+    """
 
 
 # --- the run and the trainer -------------------------------------------------------------------
 
 
 class RunOpened(Fact, frozen=True):
-    """The fleet is up. In a `resumed` run everything that was in flight is gone, but for the groups
-    that are launched as restored next. `version` is the run's."""
+    """The fleet is up. In a `resumed` run everything that was in flight is gone, except the groups
+    that are launched as restored next. `version` is the run's policy version."""
 
     engines: tuple[EngineInfo, ...]
     version: int
@@ -113,7 +116,7 @@ class BatchRequested(Fact, frozen=True):
 
 
 class BatchRequestWithdrawn(Fact, frozen=True):
-    """The trainer waits no longer: its call was cancelled."""
+    """The trainer waits no longer for a batch, because its call was cancelled."""
 
 
 class BatchOffered(Fact, frozen=True):
@@ -124,7 +127,7 @@ class BatchOffered(Fact, frozen=True):
 
 
 class OfferWithdrawn(Fact, frozen=True):
-    """The batch that was offered is not to be taken any more: a new version comes."""
+    """The offer was withdrawn, because a new version comes."""
 
     batch: int
 
@@ -133,10 +136,10 @@ class DeliveredRollout(Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     """A rollout in a batch.
 
     Attributes:
-        tokens: of the response, those of the environment included.
+        tokens: tokens of the response, including those of the environment.
         segments: start, end, version and engine of each run of one version, see
             :class:`~aprilsched.types.Segment`.
-        masked: sampled tokens that do not count in the loss, because they are too stale.
+        masked: sampled tokens that are masked in the loss because they are too stale.
     """
 
     rollout_id: int
@@ -157,7 +160,7 @@ class DeliveredRollout(Struct, frozen=True, kw_only=True, omit_defaults=True, gc
 
 
 class BatchDelivered(Fact, frozen=True):
-    """The trainer has the batch. `again`: it had been delivered before the run was resumed."""
+    """The trainer has taken the batch. `again`: it was delivered before the run was resumed, too."""
 
     batch: int
     version: int
@@ -172,28 +175,28 @@ class BatchesAcknowledged(Fact, frozen=True):
 
 
 class PromptsEnded(Fact, frozen=True):
-    """The prompts have ended and everything was delivered: the trainer's wait is over."""
+    """The prompts have ended and everything was delivered, so the trainer waits no longer."""
 
 
 class PromptsRequested(Fact, frozen=True):
-    """So many prompts are asked of their source."""
+    """The source was asked for `count` prompts."""
 
     count: int
 
 
 class PromptsReceived(Fact, frozen=True):
-    """Prompts have come from their source. `last`: it has ended. `partial`: the rest of what was
-    asked for follows later."""
+    """`prompts` prompts arrived from the source. `last`: the source has ended. `partial`: the rest
+    of what was asked for follows later."""
 
     prompts: int
     last: bool = False
     partial: bool = False
     asked: list[dict[str, Any]] | None = None
-    """Key and token ids of each, for a listener that asks for tokens."""
+    """Key and token ids of each prompt, where a listener asks for tokens."""
 
 
 class EvaluationRequested(Fact, frozen=True):
-    """The trainer waits for the answers to so many prompts."""
+    """The trainer waits for the responses to `prompts` prompts."""
 
     evaluation_id: int
     prompts: int
@@ -207,7 +210,7 @@ class EvaluationWithdrawn(Fact, frozen=True):
 
 
 class EvaluationDelivered(Fact, frozen=True):
-    """The trainer has the answers."""
+    """The trainer has the responses of the evaluation."""
 
     evaluation_id: int
     version: int
@@ -215,7 +218,7 @@ class EvaluationDelivered(Fact, frozen=True):
 
 
 class ScheduleChanged(Fact, frozen=True):
-    """Automatic over-provisioning has chosen another schedule; `schedule` says which, in words."""
+    """Automatic over-provisioning has chosen another schedule, which `schedule` describes."""
 
     schedule: str
 
@@ -224,8 +227,8 @@ class ScheduleChanged(Fact, frozen=True):
 
 
 class RestoredLengths(Struct, frozen=True, kw_only=True, gc=False):
-    """How far each member of a restored group had come: the tokens of its response, those of them
-    that were sampled, and whether it was generated to its end."""
+    """For each member of a restored group: the tokens of its response, the number of them that were
+    sampled, and whether the response is generated to its end."""
 
     tokens: tuple[int, ...]
     sampled: tuple[int, ...]
@@ -235,7 +238,8 @@ class RestoredLengths(Struct, frozen=True, kw_only=True, gc=False):
 class GroupLaunched(Fact, frozen=True):
     """The group is in flight; `rollout_ids` are its members in their order.
 
-    `restored`: it is in flight again, after the run was resumed, with these lengths.
+    `restored` has the members' lengths where the group is in flight again after the run was
+    resumed.
     """
 
     group_id: int
@@ -248,14 +252,14 @@ class GroupLaunched(Fact, frozen=True):
 
 
 class EpisodeStarted(Fact, frozen=True):
-    """The rollout's turns are those of an episode, which runs now."""
+    """The episode that drives the rollout was started."""
 
     rollout_id: int
 
 
 class TurnBegun(Fact, frozen=True):
-    """An episode asks for tokens. `environment` tokens were added to the response before;
-    `prompt_tokens` is the length of the context of the first turn."""
+    """An episode asks for a turn. `environment` tokens were added to the response before it;
+    `prompt_tokens` is the length of the first turn's context."""
 
     rollout_id: int
     prompt_tokens: int
@@ -263,8 +267,8 @@ class TurnBegun(Fact, frozen=True):
 
 
 class TurnEnded(Fact, frozen=True):
-    """An episode has the answer to its turn. `withdrawn`: it gave the turn up, and this is what
-    had come of it."""
+    """An episode has the answer to its turn. `withdrawn`: the episode withdrew the turn, and
+    `tokens` had been generated until then."""
 
     rollout_id: int
     tokens: int
@@ -273,7 +277,7 @@ class TurnEnded(Fact, frozen=True):
 
 
 class TokensDiscarded(Fact, frozen=True):
-    """The last tokens of the response are forgotten: `sampled` ones, which the ledger counts under
+    """The last tokens of the response are discarded: `sampled` ones, which the ledger counts under
     `reason`, and `environment` ones. The rollout goes on."""
 
     rollout_id: int
@@ -283,21 +287,23 @@ class TokensDiscarded(Fact, frozen=True):
 
 
 class RolloutFinished(Fact, frozen=True):
-    """The response is generated to its end: the request of a single turn, or the whole episode."""
+    """The response is generated to its end: the request of a single turn has ended, or the whole
+    episode."""
 
     rollout_id: int
     group_id: int
 
 
 class RewardRequested(Fact, frozen=True):
-    """The reward function is asked about one rollout, or about the whole group."""
+    """The reward function is asked about one rollout, or about the whole group (`rollout_id` is
+    None)."""
 
     group_id: int
     rollout_id: int | None = None
 
 
 class RolloutScored(Fact, frozen=True):
-    """The rollout has its reward (None where no reward function is given)."""
+    """The rollout has its reward, which is None where no reward function is given."""
 
     rollout_id: int
     group_id: int
@@ -311,13 +317,13 @@ class VerdictRequested(Fact, frozen=True):
 
 
 class GroupAccepted(Fact, frozen=True):
-    """The group is complete, scored and accepted: it waits for its batch."""
+    """The group is complete, scored and accepted, and waits for its batch."""
 
     group_id: int
 
 
 class DroppedRollout(Struct, frozen=True, kw_only=True, gc=False):
-    """A member of a dropped group: the ledger's reason, and the sampled tokens that go with it."""
+    """A member of a dropped group, with the ledger's reason and its number of sampled tokens."""
 
     rollout_id: int
     reason: str
@@ -325,8 +331,8 @@ class DroppedRollout(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class GroupDropped(Fact, frozen=True):
-    """The group went to the ledger. `culprit` is the rollout whose failure took the others along,
-    if one did."""
+    """The group was dropped. `culprit` is the rollout whose failure took the others along, if one
+    did."""
 
     group_id: int
     reason: str
@@ -340,7 +346,7 @@ class GroupDropped(Fact, frozen=True):
 
 
 class PromptRefused(Fact, frozen=True):
-    """A prompt of the source cannot be used: it has one entry in the ledger, as a rollout that was
+    """A prompt of the source cannot be used. It has one entry in the ledger, like a rollout that is
     launched and dropped at once."""
 
     rollout_id: int
@@ -349,7 +355,7 @@ class PromptRefused(Fact, frozen=True):
 
 
 class GroupsFailed(Fact, frozen=True):
-    """So many groups failed in a row that nothing more is launched."""
+    """`groups` groups failed in a row, so nothing more is launched."""
 
     groups: int
     cause: str
@@ -381,8 +387,9 @@ class AttemptCalledBack(Fact, frozen=True):
 
 
 class TokensReceived(Fact, frozen=True):
-    """New tokens of the open attempt. `recomputed` context tokens were computed again before them,
-    after an interruption. `dropped`: the rollout is in the ledger for this reason, and so are they.
+    """New tokens of the open attempt. Before them the engine recomputed `recomputed` context
+    tokens, after an interruption. `dropped`: the rollout was dropped for this reason before the
+    tokens arrived, so they are discarded.
     """
 
     request_id: int
@@ -394,8 +401,8 @@ class TokensReceived(Fact, frozen=True):
 
 
 class AttemptEnded(Fact, frozen=True):
-    """The attempt is open no more. `retried`: it failed, and its request will be sent again.
-    `spans` (version, start, end) is what the engine says of its tokens' versions."""
+    """The attempt is closed. `retried`: it failed, and its request will be sent again. `spans`
+    (version, start, end) has the versions of its tokens, as the engine reports them."""
 
     request_id: int
     outcome: Outcome
@@ -408,21 +415,21 @@ class AttemptEnded(Fact, frozen=True):
 
 
 class EngineJoined(Fact, frozen=True):
-    """The engine is connected. It takes part once it is admitted."""
+    """The engine is connected. It is in use once it is admitted."""
 
     info: EngineInfo
 
 
 class EngineAdmitted(Fact, frozen=True):
-    """The engine takes part from now on: it has the fleet's version."""
+    """The engine is in use from now on, because it has the fleet's version."""
 
     engine: str
     version: int
 
 
 class EngineLost(Fact, frozen=True):
-    """The engine is out of use. `standby`: it answers, and comes back with the next refit that
-    reaches it. `last`: no engine is left, neither in use nor on standby."""
+    """The engine is out of use. `standby`: it answers, and comes back into use with the next refit
+    that reaches it. `last`: no engine is left, neither in use nor on standby."""
 
     engine: str
     cause: str
@@ -432,8 +439,8 @@ class EngineLost(Fact, frozen=True):
 
 class EngineModeChanged(Fact, frozen=True):
     """The engine's control mode (:class:`~aprilsched.core.state.engine_control.Mode`) went from
-    `start` to `finish`. `pause`: the kind of a pause that begins. `tags`: the memory that
-    is being released or taken back."""
+    `start` to `finish`. `pause` is the kind of a pause that begins. `tags` is the memory that is
+    being released or taken back."""
 
     engine: str
     start: str
@@ -443,8 +450,8 @@ class EngineModeChanged(Fact, frozen=True):
 
 
 class RefitBegun(Fact, frozen=True):
-    """The version is brought into these engines. `adapter`: it is an adapter, loaded beside the one
-    in use. `catch_up`: it is the fleet's version, published again for an engine on standby."""
+    """These engines are loading the version. `adapter`: the version is an adapter. `catch_up`: it is
+    the fleet's version already, published again for an engine on standby."""
 
     version: int
     engines: tuple[str, ...]
@@ -453,8 +460,8 @@ class RefitBegun(Fact, frozen=True):
 
 
 class EngineRefitted(Fact, frozen=True):
-    """The engine says that it has `version` after a refit; None for inconsistent weights. `cause`
-    says what failed."""
+    """The engine reports that it has `version` after a refit; None means inconsistent weights.
+    `cause` says what failed."""
 
     engine: str
     version: int | None
@@ -463,14 +470,14 @@ class EngineRefitted(Fact, frozen=True):
 
 
 class AdapterRetired(Fact, frozen=True):
-    """Nothing samples with this version's adapter on the engine any more; it is unloaded."""
+    """An adapter is unloaded from the engine, because nothing samples with it there any more."""
 
     engine: str
     version: int
 
 
 class EngineSlow(Fact, frozen=True):
-    """The engine is slow and stays in use: there is no other to compare it with."""
+    """The engine is slow, and stays in use because there is no other engine to compare it with."""
 
     engine: str
     cause: str
@@ -485,7 +492,7 @@ class ControlCallFailed(Fact, frozen=True):
 
 
 class FleetAwaited(Fact, frozen=True):
-    """No engine is left; those that were `lost` last, with causes, are waited for."""
+    """No engine is left, and one is waited for. `lost` has those that were lost last, with causes."""
 
     lost: tuple[tuple[str, str], ...]
     waited_s: float
@@ -493,15 +500,15 @@ class FleetAwaited(Fact, frozen=True):
 
 
 class FleetGivenUp(Fact, frozen=True):
-    """No engine came back in time."""
+    """No engine came back in time, so the fleet is given up."""
 
     lost: tuple[tuple[str, str], ...]
     waited_s: float
 
 
 class UpdateWanted(Fact, frozen=True):
-    """These engines are there without the fleet's weights, and no other is: whoever waits for the
-    `batch` or for the evaluations is told to publish a version."""
+    """Only these engines are there, and none of them has the fleet's weights. Whoever waits for the
+    `batch` or for the `evaluations` is told to publish a version."""
 
     engines: tuple[str, ...]
     version: int
@@ -513,21 +520,21 @@ class UpdateWanted(Fact, frozen=True):
 
 
 class UpdateBegun(Fact, frozen=True):
-    """The trainer has a new version. `adapter`: it is one, loaded beside the one in use."""
+    """An update to a new version has begun. `adapter`: the version is an adapter."""
 
     version: int
     adapter: bool = False
 
 
 class UpdateWithdrawn(Fact, frozen=True):
-    """The trainer's call was cancelled. Once weights are being loaded the update goes on."""
+    """The trainer's call was cancelled. An update whose weights are being loaded goes on."""
 
     version: int
 
 
 class UpdateFinished(Fact, frozen=True):
-    """The update is over. `failed` maps engines that did not take the version to the cause. Where
-    `cause` says something, no engine took it, and the fleet goes on under the old one."""
+    """The update is over. `failed` has the engines that did not take the version, with causes. If
+    `cause` is not empty, no engine took it, and the fleet goes on under the old version."""
 
     version: int
     failed: tuple[tuple[str, str], ...] = ()
@@ -535,17 +542,17 @@ class UpdateFinished(Fact, frozen=True):
 
 
 class SleepRequested(Fact, frozen=True):
-    """The trainer wants the engines' memory of these tags."""
+    """The trainer asked for the engines' memory of these tags."""
 
     tags: tuple[str, ...]
 
 
 class SleepBegun(Fact, frozen=True):
-    """Every engine's memory is the trainer's."""
+    """The trainer has every engine's memory."""
 
 
 class WakeRequested(Fact, frozen=True):
-    """The trainer gives the memory back."""
+    """The trainer gave the memory back."""
 
 
 class SleepEnded(Fact, frozen=True):
@@ -553,7 +560,7 @@ class SleepEnded(Fact, frozen=True):
 
 
 def delivered_rollouts(batch: Batch, *, tokens: bool = False) -> tuple[DeliveredRollout, ...]:
-    """The rollouts of a batch as a fact names them, with their `tokens` if asked for."""
+    """The rollouts of a batch, as facts describe them; with their `tokens` if asked for."""
     return tuple(
         _delivered(rollout, group.prompt.key if tokens else None, tokens=tokens)
         for group in batch.groups
@@ -563,7 +570,7 @@ def delivered_rollouts(batch: Batch, *, tokens: bool = False) -> tuple[Delivered
 
 def _delivered(rollout: Rollout, key: str | int | None, *, tokens: bool) -> DeliveredRollout:
     segments = tuple([(s.start, s.end, s.version, s.engine) for s in rollout.segments])
-    # Those of the environment are known by their segments.
+    # Tokens of the environment are known by the version of their segments.
     sampled = sum([end - start for start, end, version, _ in segments if version != NO_VERSION])
     return DeliveredRollout(
         rollout_id=rollout.rollout_id,
@@ -585,13 +592,13 @@ def _delivered(rollout: Rollout, key: str | int | None, *, tokens: bool) -> Deli
 
 
 def group_ids(rollouts: Iterable[DeliveredRollout]) -> list[int]:
-    """The groups of these rollouts, each once, in their order."""
+    """The ids of the groups of these rollouts, each once, in their order."""
     return list(dict.fromkeys(rollout.group_id for rollout in rollouts))
 
 
 def by_delivery(facts: Sequence[Fact]) -> Iterator[Sequence[Fact]]:
-    """The facts of one event in parts that end with a delivery: whoever reads the state of the run
-    at a delivery reads it as it was then, and not as what followed at once has left it."""
+    """Split the facts of one event into parts that end with a delivery, so that a listener that
+    reads the state of the run at a delivery does not see what followed in the same event."""
     begin = 0
     for end, fact in enumerate(facts, start=1):
         if fact.__class__ is BatchDelivered:

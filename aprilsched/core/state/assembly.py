@@ -1,4 +1,4 @@
-"""From records to the frozen data that users get."""
+"""Makes the immutable data that users and listeners get from the records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["batch_of", "group_of", "launched", "rollout_of"]
 
 
 def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> Rollout:
-    """The rollout as it is now; tokens older than `oldest_unmasked` are masked out."""
+    """The rollout as it is now. Tokens older than version `oldest_unmasked` are masked."""
     versions = record.log.versions()
     mask = record.log.sampled()
     oldest = record.log.oldest_version
@@ -38,7 +38,7 @@ def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> 
 
 
 def group_of(record: GroupRecord, *, oldest_unmasked: int | None = None) -> Group:
-    """A whole group, its members in the order of their index."""
+    """A whole group, with its members in the order of their index."""
     return Group(
         group_id=record.group_id,
         prompt=record.prompt,
@@ -54,7 +54,7 @@ def batch_of(
     oldest_unmasked: int | None = None,
     redelivered: bool = False,
 ) -> Batch:
-    """A batch of whole groups, consumed at `version`."""
+    """A batch of whole groups, which the trainer consumes at `version`."""
     return Batch(
         index=index,
         version=version,
@@ -64,7 +64,7 @@ def batch_of(
 
 
 def launched(record: GroupRecord, *, restored: bool = False, tokens: bool = False) -> GroupLaunched:
-    """That the group is in flight, with its prompt's `tokens` if a listener asks for them."""
+    """The fact that the group is in flight, with the prompt's `tokens` if a listener asks for them."""
     lengths = None
     if restored:
         members = record.members

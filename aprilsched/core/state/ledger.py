@@ -1,7 +1,7 @@
-"""Counters, and the ledger of everything that was dropped on purpose.
+"""Counters, and the ledger of all rollouts that were dropped.
 
-Every rollout that is neither delivered nor in flight has an entry in the ledger, with its reason,
-the cause behind it and its tokens. Counts are kept for ever, entries up to a bound.
+Every rollout that is neither delivered nor in flight has an entry in the ledger, with the reason,
+the cause and its number of tokens. Counts are kept for ever, and the latest entries up to a bound.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Counters", "Entry", "Ledger", "Reason"]
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Monotonic counts. Rollouts of evaluations count like any other."""
+    """Counts since the run began. Rollouts of evaluations count like any other."""
 
     launched: int = 0
     delivered: int = 0
@@ -24,13 +24,13 @@ class Counters:
     tokens_generated: int = 0
     """Tokens that arrived from engines."""
     tokens_delivered: int = 0
-    """Sampled tokens in delivered rollouts (those of environments not counted)."""
+    """Sampled tokens in delivered rollouts. Tokens of environments do not count."""
     tokens_discarded: int = 0
-    """Sampled tokens of rollouts in the ledger, late ones included."""
+    """Sampled tokens of dropped rollouts, including those that arrive after the drop."""
     tokens_reprefilled: int = 0
-    """Context tokens computed again after an interruption."""
+    """Context tokens recomputed after an interruption."""
     tokens_masked: int = 0
-    """Delivered with loss mask 0 because they passed the staleness bound."""
+    """Tokens delivered with loss mask 0 because they are older than the staleness bound."""
     retries: int = 0
 
 
@@ -41,29 +41,30 @@ class Reason(StrEnum):
     """Why a rollout was dropped."""
 
     REJECTED = "rejected"
-    """The user's accept function refused its group (dynamic sampling)."""
+    """The user's accept function rejected its group (dynamic sampling)."""
     FAILED = "failed"
     """Its request failed too often, or was refused by the engine."""
     SIBLING_FAILED = "sibling_failed"
-    """Another rollout of its group failed; groups are never torn."""
+    """Another rollout of its group failed, and a group is dropped as a whole."""
     BAD_PROMPT = "bad_prompt"
-    """A prompt of the source that cannot be used: one entry for it, and nothing was generated."""
+    """The prompt cannot be used. It has one entry, and nothing was generated."""
     REWARD_FAILED = "reward_failed"
     EPISODE_FAILED = "episode_failed"
     STALE = "stale"
-    """Evicted at an update because it would pass the staleness bound. Censors lengths."""
+    """Evicted at an update because it would pass the staleness bound. This censors lengths."""
     RESTARTED = "restarted"
-    """Of an evaluation, or of an episode that took another way, when the scheduler was resumed."""
+    """The scheduler was resumed: the rollout belonged to an evaluation, or its tokens to an episode
+    that took another way this time."""
     ABANDONED = "abandoned"
-    """Of an evaluation whose engines are gone, where only an update leads on."""
+    """Its evaluation was abandoned: its engines are gone, and only an update leads on."""
     WITHDRAWN = "withdrawn"
-    """Given up by the caller: rollouts of an evaluation whose call was cancelled; and tokens of
-    turns that an episode gave up and did not keep, whose rollouts go on."""
+    """The caller gave it up: a rollout of an evaluation whose call was cancelled. Also tokens of a
+    turn that an episode withdrew and did not keep; their rollout goes on."""
     OTHER_VERSION = "other_version"
-    """Of an evaluation, some tokens of which an engine sampled under another version. The prompt
-    was generated again."""
+    """An engine sampled some tokens of its evaluation under another version. The prompt is generated
+    again."""
     DAMAGED = "damaged"
-    """The store could not read it any more."""
+    """The store cannot read it any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ class Entry:
 
 
 class Ledger:
-    """Counts by reason, tokens by reason, and the latest entries."""
+    """Rollouts and tokens by reason, and the latest entries."""
 
     def __init__(self) -> None:
         self.rollouts: Counter[Reason] = Counter()
@@ -92,10 +93,10 @@ class Ledger:
         self.entries.append(entry)
 
     def late_tokens(self, reason: Reason, tokens: int) -> None:
-        """Tokens that arrived for a rollout after it was dropped."""
+        """Count tokens that arrived for a rollout after it was dropped."""
         self.tokens[reason] += tokens
 
     @property
     def total(self) -> int:
-        """Rollouts dropped."""
+        """Number of rollouts dropped."""
         return sum(self.rollouts.values())

@@ -1,7 +1,7 @@
-"""The states of a rollout and the table of its legal moves.
+"""The states of a rollout, and the table of its legal moves.
 
-The table is the documentation: a move that is not in it raises. "Carried" is no state: a
-rollout is carried when a batch was delivered while it was queued, running or held.
+A move that is not in the table raises an error. "Carried" is not a state: a rollout is carried when
+a batch was delivered while it was queued, running or held.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ __all__ = ["GENERATING", "MOVES", "TERMINAL", "Move", "State", "after"]
 
 
 class State(StrEnum):
-    """Where a rollout is."""
+    """The state of a rollout."""
 
     QUEUED = "queued"
     """Its request waits to be sent, for the first time or with the tokens known so far."""
     RUNNING = "running"
     """Its request is with an engine."""
     HELD = "held"
-    """Its request is inside a paused engine; the call is open."""
+    """Its request is inside a paused engine."""
     RETURNING = "returning"
-    """The episode gave its turn up; the request is being called back from its engine."""
+    """The episode withdrew its turn, and the request is being called back from its engine."""
     THINKING = "thinking"
-    """Between two requests: the episode's tools and environment are at work."""
+    """Its episode runs tools or an environment between two requests."""
     SCORING = "scoring"
-    """Generated to its end; the reward is being computed."""
+    """It is generated to its end, and its reward is being computed."""
     DONE = "done"
-    """Scored; waits for its siblings or for its batch."""
+    """It is scored, and waits for its siblings or for its batch."""
     DELIVERED = "delivered"
     DROPPED = "dropped"
-    """Named in the ledger with its reason."""
+    """It is in the ledger, with the reason."""
 
 
 class Move(StrEnum):
@@ -58,13 +58,13 @@ MOVES: dict[tuple[State, Move], State] = {
     (State.QUEUED, Move.SEND): State.RUNNING,
     (State.RUNNING, Move.HOLD): State.HELD,
     (State.HELD, Move.CONTINUE): State.RUNNING,
-    # An interrupted request comes back with what it has: aborted, failed, its engine lost.
+    # A request that was aborted, that failed, or whose engine was lost comes back with its tokens.
     (State.RUNNING, Move.INTERRUPT): State.QUEUED,
     (State.HELD, Move.INTERRUPT): State.QUEUED,
     # The last tokens of a request may still be on their way when the pause is confirmed.
     (State.RUNNING, Move.END_TURN): State.THINKING,
     (State.HELD, Move.END_TURN): State.THINKING,
-    # What waits to be sent is taken out of the queue; what is with an engine has to come back.
+    # A request that waits is taken out of the queue. One that is with an engine has to come back.
     (State.QUEUED, Move.WITHDRAW): State.THINKING,
     (State.RUNNING, Move.WITHDRAW): State.RETURNING,
     (State.HELD, Move.WITHDRAW): State.RETURNING,

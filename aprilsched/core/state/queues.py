@@ -1,10 +1,4 @@
-"""Ordered collections of groups and requests.
-
-:class:`Ready` has the complete groups and their numbers of samples and tokens, which change only
-when a group comes or goes, because a complete group does not grow. :class:`Waiting` has the
-requests that wait to be sent. :class:`MustDeliver` has the groups that the next batch must contain
-under the staleness rule "finish".
-"""
+"""Ordered collections: complete groups, waiting requests, and groups that a batch must contain."""
 
 from __future__ import annotations
 
@@ -20,13 +14,18 @@ __all__ = ["MustDeliver", "Ready", "Waiting"]
 
 
 class Ready(Sequence[GroupRecord]):
-    """Groups that wait for their batch."""
+    """Complete groups that wait for their batch.
+
+    A complete group does not grow, so its numbers of samples and tokens are counted when it comes
+    and when it goes.
+    """
 
     def __init__(self) -> None:
         self._groups: list[GroupRecord] = []
         self.samples = 0
-        """Their rollouts."""
+        """Number of rollouts in these groups."""
         self.tokens = 0
+        """Number of tokens in these groups."""
 
     def add(self, group: GroupRecord) -> None:
         self._groups.append(group)
@@ -34,7 +33,7 @@ class Ready(Sequence[GroupRecord]):
         self.tokens += group.tokens
 
     def put_back(self, groups: Sequence[GroupRecord]) -> None:
-        """These had been taken out for a batch that the trainer did not take: they go first."""
+        """Put groups back in front, after the offer of their batch was withdrawn."""
         self._groups[:0] = groups
         self.samples += sum(len(group.members) for group in groups)
         self.tokens += sum(group.tokens for group in groups)
@@ -59,8 +58,8 @@ class Ready(Sequence[GroupRecord]):
 
 
 class Waiting:
-    """Requests by id and by the `place` they are given; those of evaluations can be taken
-    alone."""
+    """Requests that wait to be sent, ordered by the `place` of each. Requests of evaluations can
+    be taken alone."""
 
     def __init__(self, place: Callable[[RequestRecord], Place]) -> None:
         self._place = place
@@ -73,7 +72,7 @@ class Waiting:
         heapq.heappush(self._heap(request), (self._place(request), request.request_id))
 
     def discard(self, request: RequestRecord) -> None:
-        """It was sent, or its group was dropped. From within a heap it goes when it comes up."""
+        """Remove a request. It leaves the inside of the heap later, when it comes to the top."""
         if self._waiting.pop(request.request_id, None) is None:
             return
         heap = self._heap(request)
@@ -81,7 +80,7 @@ class Waiting:
             heapq.heappop(heap)
 
     def first(self, *, training: bool) -> RequestRecord | None:
-        """The next to be sent; without `training` the next of an evaluation."""
+        """The request to send next; without `training` the next one of an evaluation."""
         heaps = (self._evaluations, self._training) if training else (self._evaluations,)
         tops = [heap[0] for heap in heaps if heap]
         return self._waiting[min(tops)[1]] if tops else None
@@ -93,7 +92,7 @@ class Waiting:
         return request_id in self._waiting
 
     def places(self) -> Iterator[tuple[Place, RequestRecord]]:
-        """Every request with the place that it was given (for the check of the invariants)."""
+        """Every request with its place, for the check of the invariants."""
         for heap in (self._training, self._evaluations):
             for place, request_id in heap:
                 if request_id in self._waiting:
@@ -113,18 +112,18 @@ class MustDeliver:
         self._candidates: dict[int, GroupRecord] = {}
 
     def has(self, group: GroupRecord, version: int) -> bool:
-        """Must the group be in the batch that `version` consumes?"""
+        """Whether the group must be in the batch that `version` consumes."""
         if not self._gate.finishes or group.evaluation_id is not None:
             return False
         return self._gate.due(group.oldest_version, version)
 
     def note(self, group: GroupRecord, version: int) -> None:
-        """The group has other tokens, or other versions of them, than before."""
+        """Look at a group whose tokens or versions have changed."""
         if self.has(group, version):
             self._candidates[group.group_id] = group
 
     def open(self, groups: Mapping[int, GroupRecord], version: int) -> Iterator[GroupRecord]:
-        """Those of `groups`, neither delivered nor dropped, that are due."""
+        """The groups among `groups`, those in flight, that the batch must contain."""
         if not self._gate.finishes:
             return
         if self._version != version:

@@ -1,9 +1,11 @@
-"""The tokens of one rollout while it is being generated.
+"""The tokens of one rollout while it is being generated, with the version of each.
 
 Invariant: ids and logprobs have one length, and the runs cover it without gap or overlap.
-A held token costs 8 bytes (int32 id, float32 logprob) plus at most half of that in spare room;
-versions are kept as runs and spread out only when the rollout is delivered. A long first chunk
-is held as it came and never written to: there is no room behind it, so more tokens move it.
+
+A token takes 8 bytes (int32 id, float32 logprob) and at most half of that in spare room. Versions
+are kept as runs, and are spread out only when the rollout is delivered. A long first chunk is kept
+as the array that arrived and is never written to: since there is no room behind it, further tokens
+move everything to a new array.
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ class TokenLog:
         self._size = 0
         self._runs: list[_Run] = []
         self.exact = True
-        """False once the version of some token could not be told."""
+        """False once the version of some token is unknown."""
         self.stale_keys = False
-        """True once tokens have come that attend to keys which older weights computed."""
+        """True once tokens have arrived that attend to keys which older weights computed."""
 
     def __len__(self) -> int:
         return self._size
@@ -64,7 +66,7 @@ class TokenLog:
         exact: bool,
         stale_keys: bool = False,
     ) -> TokenLog:
-        """A log that was saved: `runs` as :attr:`runs` gave them, the last ending with `ids`."""
+        """A log from saved data. `runs` are as :attr:`runs` returned them, and cover all of `ids`."""
         log = TokenLog()
         log._extend(ids, logprobs)
         log._runs = [_Run(*run) for run in runs]
@@ -78,13 +80,13 @@ class TokenLog:
         return tuple((run.end, run.version, run.engine) for run in self._runs)
 
     def since(self, start: int) -> tuple[Int32Array, Float32Array]:
-        """Ids and logprobs from `start` on: views, valid until the next token is booked."""
+        """Ids and logprobs from `start` on: views, valid until the next token is added."""
         return self._ids[start : self._size], self._logprobs[start : self._size]
 
     def cut(self, size: int) -> None:
         """Forget all tokens after the first `size`."""
         self._size = min(self._size, size)
-        # Copied: what is beyond may be another's, and would be written over by the next tokens.
+        # Copied, because the next tokens would overwrite the array, which may belong to others.
         self._ids = self._ids[: self._size].copy()
         self._logprobs = self._logprobs[: self._size].copy()
         kept: list[_Run] = []
@@ -95,15 +97,15 @@ class TokenLog:
 
     @property
     def token_ids(self) -> Int32Array:
-        """int32 [T], a copy."""
+        """A copy of the ids, int32 [T]."""
         return self._ids[: self._size].copy()
 
     def after(self, ids: Int32Array) -> Int32Array:
-        """int32 [len(ids) + T]: `ids` and all tokens; `ids` itself while there are none."""
+        """int32 [len(ids) + T]: `ids` and then all tokens; `ids` itself while there are no tokens."""
         return np.concatenate((ids, self._ids[: self._size])) if self._size else ids
 
     def tail(self, start: int) -> tuple[Int32Array, Float32Array, Int32Array]:
-        """Ids, logprobs and versions from `start` on, copies."""
+        """Copies of ids, logprobs and versions from `start` on."""
         return (
             self._ids[start : self._size].copy(),
             self._logprobs[start : self._size].copy(),
@@ -111,20 +113,21 @@ class TokenLog:
         )
 
     def append(self, ids: Int32Array, logprobs: Float32Array, *, version: int, engine: str) -> None:
-        """Tokens sampled by `engine` under `version`, as far as is known now."""
+        """Add tokens that `engine` sampled, under `version` as far as is known now."""
         self._extend(ids, logprobs)
         self._mark(version, engine)
 
     def append_environment(self, ids: Int32Array) -> None:
-        """Tokens that no policy sampled."""
+        """Add tokens of the environment, which no policy sampled."""
         self._extend(ids, np.zeros(len(ids), dtype=np.float32))
         self._mark(NO_VERSION, None)
 
     def assign(self, start: int, spans: tuple[VersionSpan, ...], *, engine: str) -> None:
-        """Replace what is known of the versions from `start` on by the engine's own report.
+        """Replace the versions of all tokens from `start` on by the engine's own report.
 
-        Spans count from `start`. They may reach beyond the tokens that arrived (an abort can
-        cut the tail) and may be of zero length; tokens beyond the last span take its version.
+        Spans count from `start`. They may reach beyond the tokens that arrived, because an abort
+        can cut the last tokens off, and they may have zero length. Tokens beyond the last span get
+        its version.
         """
         if start >= self._size or not spans:
             return
@@ -146,7 +149,7 @@ class TokenLog:
             self._mark_to(self._size, spans[-1].version, engine)
 
     def versions(self) -> Int32Array:
-        """int32 [T]; -1 for tokens of the environment."""
+        """The version of each token, int32 [T]; -1 for tokens of the environment."""
         out = np.empty(self._size, dtype=np.int32)
         if len(self._runs) == 1:
             out.fill(self._runs[0].version)
@@ -158,17 +161,17 @@ class TokenLog:
         return out
 
     def logprobs(self) -> Float32Array:
-        """float32 [T], a copy."""
+        """A copy of the logprobs, float32 [T]."""
         return self._logprobs[: self._size].copy()
 
     def sampled(self) -> BoolArray:
-        """bool [T]; False for tokens of the environment."""
+        """Whether a policy sampled each token, bool [T]; False for tokens of the environment."""
         if self.covered == self._size and all(run.version != NO_VERSION for run in self._runs):
             return np.ones(self._size, dtype=np.bool_)
         return self.versions() != NO_VERSION
 
     def segments(self) -> tuple[Segment, ...]:
-        """The runs, as users see them."""
+        """The runs in the form that users get."""
         out: list[Segment] = []
         begin = 0
         for run in self._runs:
@@ -178,7 +181,7 @@ class TokenLog:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that a policy sampled."""
+        """Number of tokens that a policy sampled."""
         count = begin = 0
         for run in self._runs:
             if run.version != NO_VERSION:
@@ -194,7 +197,7 @@ class TokenLog:
 
     @property
     def covered(self) -> int:
-        """Where the last run ends; equals the length (checked as an invariant)."""
+        """Where the last run ends. It equals the length, which is checked as an invariant."""
         return self._runs[-1].end if self._runs else 0
 
     def _extend(self, ids: Int32Array, logprobs: Float32Array) -> None:
@@ -211,7 +214,7 @@ class TokenLog:
         self._size = size
 
     def _last_is(self, start: int, version: int, engine: str) -> bool:
-        """Does the last run hold all tokens from `start` on, and say just this of them?"""
+        """Whether the last run has all tokens from `start` on, with this version and engine."""
         run = self._runs[-1]
         begin = self._runs[-2].end if len(self._runs) > 1 else 0
         return begin <= start and run.version == version and run.engine == engine
