@@ -121,8 +121,8 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # called back: a request that is aborted after a retract comes back without the tokens that
     # were not streamed yet (hazard 1).
     stragglers.resolve_stragglers,
-    # Before `dispatch.steer`, so that requests inside a paused engine are called back before it goes
-    # on. After `stragglers.resolve_stragglers` or before it: what was called back once is not
+    # Before `dispatch.steer`, so that requests inside a paused engine are called back before it
+    # goes on. After `stragglers.resolve_stragglers` or before it: what was called back once is not
     # called back again.
     dispatch.interrupt,
     # Before `outage.attend`, which would ask the trainer for a new version otherwise, although an

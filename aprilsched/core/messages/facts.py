@@ -160,7 +160,8 @@ class DeliveredRollout(Struct, frozen=True, kw_only=True, omit_defaults=True, gc
 
 
 class BatchDelivered(Fact, frozen=True):
-    """The trainer has taken the batch. `again`: it was delivered before the run was resumed, too."""
+    """The trainer has taken the batch. `again`: it was delivered before the run was resumed,
+    too."""
 
     batch: int
     version: int
@@ -450,8 +451,8 @@ class EngineModeChanged(Fact, frozen=True):
 
 
 class RefitBegun(Fact, frozen=True):
-    """These engines are loading the version. `adapter`: the version is an adapter. `catch_up`: it is
-    the fleet's version already, published again for an engine on standby."""
+    """These engines are loading the version. `adapter`: the version is an adapter. `catch_up`: it
+    is the fleet's version already, published again for an engine on standby."""
 
     version: int
     engines: tuple[str, ...]
@@ -492,7 +493,8 @@ class ControlCallFailed(Fact, frozen=True):
 
 
 class FleetAwaited(Fact, frozen=True):
-    """No engine is left, and one is waited for. `lost` has those that were lost last, with causes."""
+    """No engine is left, and one is waited for. `lost` has those that were lost last, with
+    causes."""
 
     lost: tuple[tuple[str, str], ...]
     waited_s: float

@@ -64,7 +64,8 @@ def batch_of(
 
 
 def launched(record: GroupRecord, *, restored: bool = False, tokens: bool = False) -> GroupLaunched:
-    """The fact that the group is in flight, with the prompt's `tokens` if a listener asks for them."""
+    """The fact that the group is in flight, with the prompt's `tokens` if a listener asks for
+    them."""
     lengths = None
     if restored:
         members = record.members

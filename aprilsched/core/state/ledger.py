@@ -61,8 +61,8 @@ class Reason(StrEnum):
     """The caller gave it up: a rollout of an evaluation whose call was cancelled. Also tokens of a
     turn that an episode withdrew and did not keep; their rollout goes on."""
     OTHER_VERSION = "other_version"
-    """An engine sampled some tokens of its evaluation under another version. The prompt is generated
-    again."""
+    """An engine sampled some tokens of its evaluation under another version. The prompt is
+    generated again."""
     DAMAGED = "damaged"
     """The store cannot read it any more."""
 

@@ -66,7 +66,8 @@ class TokenLog:
         exact: bool,
         stale_keys: bool = False,
     ) -> TokenLog:
-        """A log from saved data. `runs` are as :attr:`runs` returned them, and cover all of `ids`."""
+        """A log from saved data. `runs` are as :attr:`runs` returned them, and cover all of
+        `ids`."""
         log = TokenLog()
         log._extend(ids, logprobs)
         log._runs = [_Run(*run) for run in runs]
@@ -101,7 +102,8 @@ class TokenLog:
         return self._ids[: self._size].copy()
 
     def after(self, ids: Int32Array) -> Int32Array:
-        """int32 [len(ids) + T]: `ids` and then all tokens; `ids` itself while there are no tokens."""
+        """int32 [len(ids) + T]: `ids` and then all tokens; `ids` itself while there are no
+        tokens."""
         return np.concatenate((ids, self._ids[: self._size])) if self._size else ids
 
     def tail(self, start: int) -> tuple[Int32Array, Float32Array, Int32Array]:
