@@ -1,17 +1,17 @@
-"""The control state of every engine, and the next call that leads to the one wanted.
+"""The control state of every engine, and the next control call towards a goal.
 
-The scheduler never says "pause, then flush, then refit": it says each time what it wants of the
-fleet, and :meth:`FleetControl.reconcile` gives the next call for every engine that is not there
-yet. So a pause is followed by a continue whatever was raised or cancelled in between: as soon as
-running is wanted again, that is the next call of every paused engine. Illegal orders cannot be
-written down: memory is released only of a paused and flushed engine, weights are loaded only
-while they are awake, an engine runs only with all its memory.
+The scheduler never runs a sequence such as "pause, flush, refit". After each event it says which
+goal the fleet has, and :meth:`FleetControl.reconcile` gives the next call for every engine that has
+not reached it. So a pause is always followed by a continue, whatever was raised or cancelled in
+between: as soon as the goal is to run, that is the next call of every paused engine. Illegal orders
+cannot happen: memory is released only on a paused and flushed engine, weights are loaded only while
+their memory is there, and an engine runs only with all its memory.
 
-The order around a refit is the one that neither kills a server nor leaves stale keys (hazard 3):
-pause, flush until done, load with the cache untouched, continue.
+The order around a refit neither kills a server nor leaves stale keys (hazard 3): pause, flush until
+that is done, load with the cache untouched, continue.
 
-Engines are *in use*, or *on standby*: connected, but without the fleet's version. Nothing is
-generated on standby; the next refit that reaches such an engine brings it (back) into use.
+An engine is *in use*, or *on standby*: connected, but without the fleet's version. Nothing is
+generated on standby. The next refit that reaches such an engine brings it into use.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KV_CACHE = "kv_cache"
 
 
 class Mode(StrEnum):
-    """What an engine is doing, as far as control calls go."""
+    """What an engine is doing with regard to control calls."""
 
     RUNNING = "running"
     PAUSING = "pausing"
@@ -53,16 +53,16 @@ class Mode(StrEnum):
     WAKING = "waking"
     CONTINUING = "continuing"
     VERIFYING = "verifying"
-    """It runs, and is asked for its version before anything is sent to it."""
+    """It runs, and is asked for its version before anything more is sent to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """What is wanted of the engines.
+    """The state that the engines should reach.
 
     Attributes:
         kind: "refit" is a pause in which weights can be loaded.
-        away: memory that should be released; only with a pause.
+        away: memory that should be released; empty unless the engines should pause.
     """
 
     kind: Literal["run", "pause", "refit"]
@@ -76,44 +76,48 @@ PauseKind: TypeAlias = Literal["retract", "in_place"]
 
 @dataclass(slots=True, kw_only=True)
 class EngineControl:
+    """The control state of one engine."""
+
     name: str
     mode: Mode = Mode.RUNNING
     consecutive_failures: int = 0
-    """Failures in a row; attempts that were under way together are one."""
+    """Failures in a row. Failures of attempts that were open at the same time count as one."""
     last_failure: int = 0
-    """Attempts that had been sent, to any engine, at the last of them."""
+    """The number of attempts that had been sent, to any engine, at the last counted failure."""
     flushed: bool = False
-    """The KV was flushed in this pause, so its requests are prefilled again."""
+    """The KV was flushed in this pause, so the engine recomputes its requests afterwards."""
     paused_by: PauseKind = "retract"
+    """The kind of the latest pause."""
     released: frozenset[str] = frozenset()
-    """Memory that is given to the trainer."""
+    """Memory that the trainer has."""
     inconsistent: bool = False
-    """Its weights are neither old nor new, or were released without being kept."""
+    """Its weights are neither the old nor the new ones, or were released and not kept."""
     keeps_weights: bool = False
-    """Released weights come back as they were."""
+    """Weights that it released come back as they were."""
     holds_stragglers: bool = False
-    """Memory can be released while requests wait in a pause."""
+    """It can release memory while requests wait in a pause."""
     base: int = 0
-    """The version of the weights it came with, below any adapter."""
+    """The version of its full model, to which any adapter belongs."""
     kv_tokens: int | None = None
-    """The size of its KV pool."""
+    """The number of tokens that its KV pool holds; None if it does not report it."""
     catching_up: bool = False
-    """On standby, with a refit to the fleet's version under way for it alone."""
+    """It is on standby, and is being brought to the fleet's version alone."""
     failed_version: int = -1
-    """The version to which catching up failed."""
+    """The version that it failed to catch up with; -1 if it did not fail."""
     version_seen_at: float = 0.0
-    """When it last showed that it has the fleet's version: it was asked, or a response ended."""
+    """When it last showed that it has the fleet's version: by an answer, or by a finished
+    response."""
     doubt: str = ""
-    """How a connection to it broke: the process behind it may be another one by now."""
+    """How a connection to it broke, empty if none did: it may have been restarted since."""
 
     @property
     def keeps_keys(self) -> bool:
-        """Whether requests that wait in this pause go on with the KV that they had before it."""
+        """Whether requests that wait in this pause go on with the KV that they had before."""
         return not self.flushed and KV_CACHE not in self.released
 
 
 class FleetControl:
-    """The engines in use and those on standby. Lost ones are not here."""
+    """The engines in use and the engines on standby; not those that are lost."""
 
     def __init__(
         self, *, pause_mode: PauseKind, flushes: bool, tell: Callable[[Fact], None]
@@ -124,13 +128,13 @@ class FleetControl:
         self.engines: dict[str, EngineControl] = {}
         self.standby: dict[str, EngineControl] = {}
         self._goal: Goal | None = None
-        """What the last calls were given for."""
+        """The goal of the last :meth:`reconcile`."""
         self._touched: set[str] = set()
-        """Engines whose record has changed since. In a fleet of thousands, looking at every
+        """Engines whose record has changed since then. In a fleet of thousands, looking at every
         engine after every event would take longer than everything else."""
 
     def join(self, engine: EngineInfo, *, standby: bool, now: float) -> EngineControl:
-        """An engine is connected; not `standby` only with the fleet's version."""
+        """Add an engine, which is connected. Without `standby` it must have the fleet's version."""
         control = EngineControl(
             name=engine.name,
             inconsistent=engine.version is None,
@@ -147,7 +151,7 @@ class FleetControl:
     def enter(
         self, control: EngineControl, mode: Mode, *, pause: str = "", tags: tuple[str, ...] = ()
     ) -> None:
-        """The engine is in another mode from now on."""
+        """Change the mode of an engine, and tell listeners."""
         self._tell(
             EngineModeChanged(
                 engine=control.name,
@@ -160,20 +164,21 @@ class FleetControl:
         control.mode = mode
 
     def touch(self, engine: str) -> None:
-        """Its record has changed: the next :meth:`reconcile` looks at it."""
+        """Let the next :meth:`reconcile` look at the engine, because its record has changed."""
         self._touched.add(engine)
 
     def of(self, engine: str) -> EngineControl | None:
-        """Its record, in use or on standby; None if it is lost."""
+        """The record of an engine in use or on standby; None if it is lost."""
         return self.engines.get(engine) or self.standby.get(engine)
 
     def all(self) -> Iterator[EngineControl]:
+        """Engines in use, then engines on standby."""
         yield from self.engines.values()
         yield from self.standby.values()
 
     @property
     def kv_tokens(self) -> int | None:
-        """The KV pools in use together; None where one of them is unknown."""
+        """The tokens that the KV pools of all engines in use hold; None if one is unknown."""
         total = 0
         for control in self.engines.values():
             if control.kv_tokens is None:
@@ -182,13 +187,16 @@ class FleetControl:
         return total or None
 
     def runs(self, engine: str) -> bool:
-        """May a request be sent to it now?"""
+        """Whether a request may be sent to the engine now."""
         control = self.engines.get(engine)
         return control is not None and control.mode is Mode.RUNNING
 
     def reconcile(self, goal: Goal, *, idle: Callable[[str], bool]) -> list[Command]:
-        """The next calls. An engine that is `idle` holds no requests; a mere pause leaves it
-        alone."""
+        """The next control call of each engine that has not reached the goal.
+
+        `idle` says whether an engine has no requests; such an engine is not paused for the sake of
+        a pause alone.
+        """
         if goal == self._goal:
             if not self._touched:
                 return []
@@ -209,14 +217,14 @@ class FleetControl:
             if rests and idle(control.name):
                 return None
             return self._next_call(control, goal, self._pause(goal), flush=flush)
-        # Of an engine on standby nothing is wanted but that it can be refitted.
+        # An engine on standby is only made ready for a refit.
         if goal.kind != "refit" and not control.catching_up:
             return None
         refit = goal if goal.kind == "refit" else Goal(kind="refit")
         return self._next_call(control, refit, "retract", flush=flush)
 
     def refittable(self, control: EngineControl) -> bool:
-        """Paused, its cache as the refit wants it, its weights' memory there."""
+        """Whether the engine is paused, flushed if needed, and has the memory of its weights."""
         return (
             control.mode is Mode.PAUSED
             and not self._flushes(control)
@@ -224,7 +232,8 @@ class FleetControl:
         )
 
     def confirm(self, engine: str, doing: Mode, done: Mode) -> EngineControl | None:
-        """An engine answered a control call; None if it was lost meanwhile."""
+        """Note the answer to a control call. Returns the engine's record; None if it was lost
+        meanwhile, or does something else by now."""
         control = self.of(engine)
         if control is None or control.mode is not doing:
             return None
@@ -233,7 +242,7 @@ class FleetControl:
         return control
 
     def _pause(self, goal: Goal) -> PauseKind:
-        # Stragglers held in place would lose their KV with the memory.
+        # Requests that are held in place would lose their KV with the memory.
         return "retract" if goal.away else self._pause_mode
 
     def _flushes(self, control: EngineControl) -> bool:
@@ -256,8 +265,8 @@ class FleetControl:
             self.enter(control, Mode.WAKING, tags=tags)
             return Wake(engine=name, tags=tags)
         if goal.kind == "run" or (goal.away and control.paused_by != "retract"):
-            # An engine that was still pausing in place when its memory was asked for goes on first:
-            # memory is released only under a retract.
+            # Memory is released only under a retract, so an engine that was paused in place when
+            # its memory was asked for continues first.
             self.enter(control, Mode.CONTINUING)
             return Continue(engine=name)
         if flush and (goal.kind == "refit" or goal.away):

@@ -1,13 +1,14 @@
-"""How many tokens a response is expected to need still.
+"""How many further tokens a response is expected to need.
 
-The law is that of the run so far, unfinished responses counted as censored. A group's finished
-members are evidence for the others: on the scale of log lengths, with a share w of the variance
-in common and k finished siblings whose mean log length is d above the law's, the expectation of a
-member's log length is w * k / (w * k + 1 - w) * d above the law's (the posterior mean of a normal
-random effect). The law is stretched by the exponential of that.
+The law of lengths is estimated from the run so far, with unfinished responses as censored ones. A
+group's finished members are evidence for the others. On the scale of log lengths, let a share w of
+the variance be common to a group, and let k finished siblings have a mean log length that is d
+above the law's. Then the expected log length of a member is w * k / (w * k + 1 - w) * d above the
+law's, which is the posterior mean of a normal random effect. The law is stretched by the
+exponential of that.
 
-A request's own limit is not looked at: workloads with lengths drawn beforehand give each request
-its length as its limit, and a policy that saw it would know what no policy can.
+A request's own limit is not used: workloads with lengths drawn beforehand give each request its
+length as its limit, and a policy that used it would know what no policy can know.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SHARED = 0.5
 
 
 class Expectations:
-    """What the run has seen, and what follows from it for those still generating."""
+    """The lengths seen in the run, and what they say about responses that still generate."""
 
     def __init__(self) -> None:
         self.observed = ObservedLengths()
@@ -47,7 +48,7 @@ class Expectations:
         return self._limit
 
     def note_limit(self, tokens: int) -> None:
-        """A response that was launched may be so long."""
+        """Note that a response with this limit was launched."""
         self._limit = max(self._limit, tokens)
 
     def log_law(self) -> LogLaw:
@@ -64,11 +65,11 @@ class Expectations:
         )
 
     def renew(self) -> None:
-        """A batch was delivered: the law is estimated again when it is next asked for."""
+        """Estimate the law again when it is next needed, because a batch was delivered."""
         self._stale = True
 
     def remaining(self, request: RequestRecord) -> float:
-        """Expected tokens to the end of the response; 0 while nothing is known."""
+        """Expected number of tokens to the end of the response; 0 while no length is known."""
         if self._stale:
             self._estimate()
         if self._law is None:
@@ -78,7 +79,7 @@ class Expectations:
         return stretch * float(self._law.residual_mean(so_far / stretch))
 
     def ends_within(self, request: RequestRecord, tokens: int) -> float:
-        """Probability that the response ends within so many more tokens; 0 while nothing is
+        """Probability that the response ends within `tokens` further tokens; 0 while no length is
         known."""
         if self._stale:
             self._estimate()
@@ -108,5 +109,5 @@ class Expectations:
         variance = float((mass * (logs - self._mean_log) ** 2).sum() / mass.sum())
         self._deviation_log = variance**0.5
         shared = self.observed.shared_log_variance()
-        # Never quite 1, where one sibling would decide everything.
+        # Below 1, because at 1 a single sibling would decide everything.
         self._shared = _SHARED if shared is None else min(shared, 0.95)

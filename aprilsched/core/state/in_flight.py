@@ -1,7 +1,7 @@
-"""The book of everything in flight: groups, their rollouts, their requests, the queue.
+"""Everything in flight: groups, their rollouts, their requests, and the queue.
 
-Every rollout is in exactly one group here, or delivered, or in the ledger. The book makes the
-moves; it decides nothing.
+Every rollout is in exactly one group here, or it is delivered, or it is in the ledger. The methods
+carry out the moves of the life cycle and keep the counts. They decide nothing.
 """
 
 from __future__ import annotations
@@ -30,37 +30,39 @@ __all__ = ["InFlight"]
 
 
 class InFlight:
-    """Records by id, and what is counted about them. `place` orders what waits to be sent."""
+    """The records in flight by id, and their counts. `place` orders the requests that wait."""
 
     def __init__(self, place: Callable[[RequestRecord], Place]) -> None:
         self.groups: dict[int, GroupRecord] = {}
         self.rollouts: dict[int, RolloutRecord] = {}
         self.requests: dict[int, RequestRecord] = {}
-        """Current requests, and those of dropped rollouts until their attempt comes back."""
+        """The current requests, and those of dropped rollouts until their attempt comes back."""
         self.queue = Waiting(place)
+        """Requests that wait to be sent."""
         self.ready = Ready()
         """Complete training groups, in the order of their completion."""
         self.training = 0
-        """Training groups."""
+        """Number of training groups."""
         self.generating = 0
-        """Rollouts of training groups that are not generated to their end."""
+        """Number of rollouts of training groups that are not generated to their end."""
         self.open: Counter[str] = Counter()
-        """Open attempts by engine."""
+        """Number of open attempts on each engine."""
         self.open_attempts = 0
-        """Attempts with engines, those of dropped rollouts and of evaluations included."""
+        """Number of open attempts, including those of dropped rollouts and of evaluations."""
         self.held_tokens = 0
-        """Prompt and response tokens of those attempts: what the fleet's KV pool should hold."""
+        """Prompt and response tokens of all open attempts: what the fleet's KV pools should
+        hold."""
         self.peak_tokens = 0
-        """The most of them since the begin of the batch in work."""
+        """The peak of `held_tokens` since the batch in work began."""
         self._open_on: dict[str, dict[int, RequestRecord]] = {}
         self.called_back = 0
-        """Open attempts that were told to abort."""
+        """Number of open attempts that were told to abort."""
         self.ledger = Ledger()
         self.counters = Counters()
         self.last_id = 0
-        """Of groups, rollouts and requests; ids are never given twice."""
+        """The last id of a group, rollout or request. No id is given twice."""
         self.journal = Journal()
-        """What a store is told next."""
+        """The changes that the next snapshot has to save."""
 
     # --- opening ---------------------------------------------------------------------------
 
@@ -74,7 +76,7 @@ class InFlight:
         opened: int,
         deferred: bool = False,
     ) -> GroupRecord:
-        """Launch a group: one rollout for each of `samplings`, waiting or `deferred`."""
+        """Launch a group with one rollout for each of `samplings`, waiting or `deferred`."""
         group = GroupRecord(
             group_id=self._next_id(),
             prompt=prompt,
@@ -114,8 +116,8 @@ class InFlight:
         *,
         output_start: int | None = None,
     ) -> RequestRecord:
-        """A rollout's next turn: `input_ids` is its whole context. With `output_start` the output
-        from there on is known already."""
+        """Begin a rollout's next turn; `input_ids` is its whole context. With `output_start`, the
+        output from there on is known already."""
         known = len(rollout.prompt_ids) + len(rollout.log)
         if rollout.turns == 0:
             rollout.prompt_ids = input_ids
@@ -141,7 +143,7 @@ class InFlight:
 
     @staticmethod
     def _is_plain(rollout: RolloutRecord, ids: Int32Array, sampling: SamplingParams) -> bool:
-        """Is all that there is to be known of the rollout known from its group?"""
+        """Whether the rollout is as its group says, so that it need not be saved for itself."""
         as_launched = ids is rollout.group.prompt.input_ids and sampling is rollout.sampling
         return as_launched and rollout.eligible and not rollout.turns
 
@@ -150,7 +152,7 @@ class InFlight:
         return self.last_id
 
     def refuse(self, reason: Reason, cause: str, *, now: float) -> Entry:
-        """A prompt for which nothing can be launched: one entry of the ledger."""
+        """Enter a prompt that cannot be used into the ledger."""
         entry = Entry(
             rollout_id=self._next_id(),
             group_id=self._next_id(),
@@ -169,7 +171,7 @@ class InFlight:
     def open_attempt(
         self, request: RequestRecord, engine: str, *, version: int, adapter: int | None
     ) -> None:
-        """The request is sent to `engine`, to be sampled under `version`."""
+        """Begin an attempt: the request is sent to `engine`, and sampled under `version`."""
         self.queue.discard(request)
         rollout = request.rollout
         rollout.move(Move.SEND)
@@ -189,14 +191,16 @@ class InFlight:
         self._open_on.setdefault(engine, {})[request.request_id] = request
 
     def attempt(self, request_id: int, attempt: int) -> RequestRecord | None:
-        """The request, if this attempt of it is still open; late news of others is void."""
+        """The request, if this attempt of it is open. Late answers to other attempts are
+        ignored."""
         request = self.requests.get(request_id)
         if request is None or not request.open or request.attempt != attempt:
             return None
         return request
 
     def close_attempt(self, request: RequestRecord, spans: tuple[VersionSpan, ...] | None) -> None:
-        """The attempt came back; `spans` is what the engine says of its tokens' versions."""
+        """End an attempt, which came back. `spans` has the versions of its tokens, as the engine
+        reports them."""
         request.open = request.unsure = False
         self.open[request.engine] -= 1
         self.open_attempts -= 1
@@ -204,7 +208,7 @@ class InFlight:
         del self._open_on[request.engine][request.request_id]
         self.called_back -= request.aborting
         log = request.rollout.log
-        # An engine's label is of its base model: it says nothing of adapters.
+        # An engine reports the version of its base model, which says nothing of adapters.
         if spans and request.adapter is None:
             log.assign(request.attempt_start, spans, engine=request.engine)
         elif request.crossed and len(log) > request.attempt_start:
@@ -212,13 +216,13 @@ class InFlight:
         self.journal.change(request.rollout)
 
     def arrive(self, request: RequestRecord, ids: Int32Array, logprobs: Float32Array) -> None:
-        """New tokens of an open attempt."""
+        """Add new tokens of an open attempt."""
         rollout, version, engine = request.rollout, request.version, request.engine
         self.hold(len(ids))
         rollout.log.append(ids, logprobs, version=version, engine=engine)
         self.journal.arrive(rollout, ids, logprobs, version=version, engine=engine)
         if request.crossed and not request.unsure:
-            # A process that goes on from here will never hear what the engine would have said.
+            # Saved, because a process that goes on from here never gets the engine's report.
             request.unsure = True
             self.journal.change(rollout)
         if request.kept_keys and not rollout.log.stale_keys:
@@ -226,12 +230,12 @@ class InFlight:
             self.journal.change(rollout)
 
     def hold(self, tokens: int) -> None:
-        """So many more tokens are with engines."""
+        """Count tokens that are with engines in addition."""
         self.held_tokens += tokens
         self.peak_tokens = max(self.peak_tokens, self.held_tokens)
 
     def requeue(self, request: RequestRecord) -> None:
-        """The rest of a request waits to be sent, with all tokens known."""
+        """Let the rest of a request wait to be sent, with all tokens known so far."""
         request.rollout.move(Move.INTERRUPT)
         if request.rollout.eligible:
             self.queue.add(request)
@@ -240,17 +244,17 @@ class InFlight:
         self.requests.pop(request.request_id, None)
 
     def open_requests(self, engine: str | None = None) -> Iterator[RequestRecord]:
-        """Requests with an open attempt (on `engine`), those of dropped rollouts included."""
+        """Requests with an open attempt (on `engine`), including those of dropped rollouts."""
         engines = self._open_on if engine is None else (engine,)
         return iter([r for name in engines for r in self._open_on.get(name, {}).values()])
 
     def call_back(self, request: RequestRecord) -> None:
-        """Its open attempt is told to abort."""
+        """Note that the open attempt is told to abort."""
         request.aborting = True
         self.called_back += 1
 
     def finish(self, rollout: RolloutRecord) -> None:
-        """A rollout is generated to its end."""
+        """Note that the rollout is generated to its end."""
         rollout.move(Move.FINISH)
         self.journal.finish(rollout)
         group = rollout.group
@@ -264,7 +268,7 @@ class InFlight:
     # --- leaving ---------------------------------------------------------------------------
 
     def deliver(self, group: GroupRecord) -> None:
-        """The group leaves the book with a batch."""
+        """Remove a group that is delivered."""
         for member in group.members:
             member.move(Move.DELIVER)
             self.counters.delivered += 1
@@ -277,15 +281,15 @@ class InFlight:
 
     @staticmethod
     def release(group: GroupRecord) -> None:
-        """Nobody asks for the delivered group any more."""
-        # Records point at each other: what is left in a ring waits for the garbage collector.
+        """Free the members of a delivered group that nobody will ask for again."""
+        # Records refer to each other, and a ring of references waits for the garbage collector.
         group.members = []
 
     def drop(
         self, group: GroupRecord, reason: Reason, cause: str, *, culprit: int | None, now: float
     ) -> list[Entry]:
-        """The group goes to the ledger, with these entries; with a culprit, the others are its
-        siblings."""
+        """Move the group to the ledger; returns its entries. With a `culprit` the reason of the
+        other members is that their sibling failed."""
         group.dropped = reason
         entries: list[Entry] = []
         for member in group.members:

@@ -1,7 +1,7 @@
-"""The data of a saved scheduler, without what only a process can hold (streams, engines, calls).
+"""The data of a saved scheduler, for stores; without what only a process can hold (streams, calls).
 
-Invariant: a :class:`Cut` has everything that changed since the one before it, taken between two
-events, so the cuts up to any one of them are the scheduler as it was at one moment.
+Invariant: a :class:`Cut` is a snapshot of everything that changed since the one before it, taken
+between two events. So all snapshots up to one of them give the scheduler as it was at that moment.
 """
 
 from __future__ import annotations
@@ -36,29 +36,31 @@ __all__ = [
 ]
 
 SavedRun: TypeAlias = tuple[int, int, str | None]
-"""A run of tokens: its end, its version, its engine."""
+"""A run of tokens of one version: its end, its version and its engine."""
 
 SavedTurn: TypeAlias = tuple[int, int, FinishReason]
+"""A finished turn of an episode: where its output begins and ends, and why it ended."""
 
 
 class Stage(StrEnum):
-    """How far a rollout has come."""
+    """The progress of a rollout."""
 
     GENERATING = "generating"
     GENERATED = "generated"
-    """To its end; its reward is not known."""
+    """The response is generated to its end, and its reward is not known."""
     SCORED = "scored"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenPage:
-    """Tokens of many rollouts that arrived between two cuts.
+    """Tokens of many rollouts that arrived between two snapshots.
 
     Attributes:
-        slices: int32 [n, 5], one row for each run of tokens: rollout, position of its first token
-            in the response, tokens, version, place of the engine in `engines` (-1 for none).
-        engines: names.
-        token_ids: int32 [t], slice after slice.
+        slices: int32 [n, 5], one row for each run of tokens: rollout, position of the first token
+            in the response, number of tokens, version, index of the engine in `engines` (-1 for
+            none).
+        engines: names of engines.
+        token_ids: ids of all slices, one after the other, int32 [t].
         logprobs: float32 [t].
     """
 
@@ -74,6 +76,8 @@ class TokenPage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedMember:
+    """A member of a launched group; it never changes."""
+
     rollout_id: int
     index: int
     sampling: SamplingParams
@@ -81,7 +85,7 @@ class SavedMember:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavedGroup:
-    """A launched group; nothing of it changes."""
+    """A launched group; it never changes."""
 
     group_id: int
     prompt: Prompt
@@ -91,7 +95,7 @@ class SavedGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupState:
-    """What changes of a group."""
+    """The data of a group that changes."""
 
     group_id: int
     accepted: bool | None = None
@@ -111,14 +115,15 @@ class SavedRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutState:
-    """What changes of a rollout, but for its tokens.
+    """The data of a rollout that changes, without its tokens.
 
     Attributes:
-        anew: its tokens are saved from the first one on again; those saved before are void.
-        runs: versions and engines of its tokens at the time; tokens beyond are as their slices
-            say.
+        anew: all its tokens are saved again; those saved before are void.
+        runs: versions and engines of the tokens that it had at the time. For later tokens their
+            slices have them.
+        due: the rollout may generate; otherwise it is deferred.
         prompt_ids: the context of its first token, where that is not the group's prompt.
-        turns: of each finished turn of an episode, where its output begins and ends, and why.
+        turns: the finished turns of an episode.
     """
 
     rollout_id: int
@@ -148,15 +153,15 @@ class SavedBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """What there is once in a run.
+    """The data of the run itself.
 
     Attributes:
-        last_id: of groups, rollouts and requests.
-        cursor: prompts of the source that were launched.
+        last_id: the last id of a group, rollout or request.
+        cursor: the number of the source's prompts that were launched.
         ready: complete groups, in the order of their completion.
-        version: the trainer's.
-        evaluating: rollout, group and tokens of what evaluations have under way: those end with
-            the call that asked for them.
+        version: the trainer's version.
+        evaluating: rollout, group and number of tokens of each rollout of an evaluation. An
+            evaluation ends with the call that asked for it.
         longest: the most tokens that any response may have.
     """
 
@@ -180,19 +185,23 @@ class RunState:
     looked_at: int
     batches_since_update: int | None = None
     delivered_since_update: int = 0
-    """In groups, as it was written before `batches_since_update`."""
+    """The same in groups, as older versions wrote it."""
     accepts: bool | None = None
-    """Groups were filtered; None where that was not written."""
+    """Whether groups were filtered; None if an older version wrote the data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Cut:
-    """What changed since the cut before; if it is `whole`, everything, and all before is void.
+    """A snapshot: everything that changed since the one before it.
 
-    `batches` are those that the trainer has or may have; numbers in `acknowledged` are forgotten
-    before them, since a batch that was withdrawn may be followed by another of its number.
-    `removed` are groups that were dropped, or delivered and acknowledged, and all their tokens;
-    `schedule` is what was chosen while the run went on, None where nothing is chosen.
+    Attributes:
+        whole: this is a full snapshot, and everything saved before it is void.
+        schedule: the schedule that automatic over-provisioning has chosen; None without it.
+        batches: batches that the trainer has or may have.
+        acknowledged: indexes of batches to forget, before `batches` are taken in: a withdrawn
+            batch may be followed by another one with its index.
+        removed: groups that were dropped, or delivered and acknowledged, each with its number of
+            tokens.
     """
 
     whole: bool
@@ -211,7 +220,8 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavedTokens:
-    """All tokens of one rollout: int32 [t] and float32 [t], and what their slices say of them."""
+    """All tokens of one rollout, int32 [t] and float32 [t], with the runs that their slices
+    give."""
 
     token_ids: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     logprobs: Float32Array = field(default_factory=lambda: np.empty(0, dtype=np.float32))
@@ -220,10 +230,10 @@ class SavedTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Saved:
-    """A whole scheduler, as a store gives it back.
+    """A whole scheduler, as a store returns it.
 
-    `damaged` are groups of which something cannot be read any more, with what is wrong; of a
-    rollout whose tokens are damaged from some place on, only those before it are here.
+    `damaged` has the groups of which something cannot be read any more, each with the cause. Of a
+    rollout whose tokens are damaged from some position on, only the tokens before it are here.
     """
 
     run: RunState
