@@ -1,11 +1,11 @@
-"""RolloutScheduler for trainers that are not asyncio code: the same names, without await.
+"""RolloutScheduler for trainers that are not asyncio code: the same methods, without await.
 
-A thread owns the event loop and with it the whole scheduler; every method here waits for its
-coroutine there. Coroutines that the caller gives (reward, accept, episode) run on that loop.
+A thread owns the event loop and the whole scheduler. Every method here runs its coroutine on that
+loop and waits for it. Coroutines of the caller (reward, accept, episode) run on that loop too.
 
-Invariant: an exception that is raised in the trainer's thread while it waits (Ctrl-C, say) loses
-no batch. A batch is delivered once the call that returns it can no longer raise; until then it is
-offered, and the next call gets it.
+Invariant: an exception in the trainer's thread while it waits (for example Ctrl-C) loses no batch.
+A batch counts as delivered only when the call that returns it can no longer raise. Until then it is
+offered, and the next call returns it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ __all__ = ["RolloutScheduler"]
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.001
-"""Between two looks whether the trainer's thread has what was handed to it: microseconds pass."""
+"""Interval at which the loop checks whether the trainer's thread has taken a batch. The thread
+usually needs some microseconds."""
 
 
 class RolloutScheduler:
-    """The blocking twin of :class:`aprilsched.RolloutScheduler`; see there for the arguments.
+    """The blocking form of :class:`aprilsched.RolloutScheduler`, which describes the arguments.
 
     Use it as ``with RolloutScheduler(...) as rollouts``, and ``for batch in rollouts``.
     """
@@ -87,7 +88,7 @@ class RolloutScheduler:
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
-        """The process that has the loop's thread."""
+        """Id of the process that has the loop's thread."""
         self._handing: _Handing | None = None
         self._thread: threading.Thread | None = None
 
@@ -117,7 +118,7 @@ class RolloutScheduler:
     def close(self) -> None:
         """Stop from any state; see :meth:`aprilsched.RolloutScheduler.close`.
 
-        In a process that was forked from the scheduler's it does nothing.
+        It does nothing in a process that was forked from the scheduler's.
         """
         if self._loop is not None and self._pid == os.getpid():
             try:
@@ -132,13 +133,13 @@ class RolloutScheduler:
 
     @property
     def state(self) -> SchedulerState:
-        """What the scheduler knows, to look at while no call is open."""
+        """The scheduler's state, to be read only, while no call is open."""
         if self._loop is not None and threading.current_thread() is not self._thread:
             return self._wait(_called(lambda: self._rollouts.state))
         return self._rollouts.state
 
     def bias(self) -> BiasNow:
-        """How far what was delivered so far is from what is drawn."""
+        """How the delivered lengths differ so far from the law that lengths are drawn from."""
         return self._wait(_called(self._rollouts.bias))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -151,14 +152,14 @@ class RolloutScheduler:
     def next_batch(self) -> Batch:
         """Wait for the next batch; raises PromptsExhausted after the last.
 
-        A wait that is interrupted (KeyboardInterrupt) loses nothing: the next call goes on with
-        it, and returns a batch that came meanwhile.
+        An interrupted wait (KeyboardInterrupt) loses nothing. The next call continues the wait, and
+        returns a batch that was completed in between.
         """
         handing = _Handing()
         try:
             batch = self._wait(self._hand_over(handing))
-            # Nothing between these two lines can raise: a signal is looked at when something is
-            # called.
+            # From here to the return nothing can raise, because Python handles a signal only at a
+            # call.
             handing.done = True
             return batch
         except BaseException:
@@ -166,9 +167,9 @@ class RolloutScheduler:
             raise
 
     def evaluate(self, prompts: Iterable[Prompt], *, group_size: int = 1) -> Batch:
-        """Run `prompts` to their end, neither over-provisioned nor carried.
+        """Generate all responses to `prompts`, without over-provisioning and carry.
 
-        When the wait is interrupted (KeyboardInterrupt), the result is thrown away: ask again.
+        When the wait is interrupted (KeyboardInterrupt), the result is lost; call it again.
         """
         return self._wait(self._rollouts.evaluate(prompts, group_size=group_size))
 
@@ -178,25 +179,25 @@ class RolloutScheduler:
         """Bring new weights into every engine: pause, refit, verify, continue.
 
         When the wait is interrupted (KeyboardInterrupt) before any weights were loaded, nothing
-        has changed; after that the update runs to its end. :attr:`version` says which it was.
+        changes. After that, the update runs to its end. :attr:`version` tells which case it was.
         """
         return self._wait(self._rollouts.update_weights(publisher, version=version))
 
     def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
-        """Write the scheduler as it is now, for the trainer's own checkpoint.
+        """Write the scheduler's state to a file, for the trainer's own checkpoint.
 
-        When the wait is interrupted (KeyboardInterrupt), nothing is acknowledged, and the file is
-        the old one or the new one, whole.
+        When the wait is interrupted (KeyboardInterrupt), nothing is acknowledged. The file is then
+        either the complete old one or the complete new one.
         """
         self._wait(self._rollouts.checkpoint(path, acknowledge=acknowledge))
 
     def restore(self, path: Path | str) -> None:
-        """Begin where :meth:`checkpoint` was called; before the ``with`` block."""
+        """Begin with the state of a checkpoint. Call it before the ``with`` block."""
         self._rollouts.restore(path)
 
     @contextmanager
     def asleep(self, *, tags: Sequence[str] = ("kv_cache", "weights")) -> Generator[None]:
-        """Lend the engines' memory; see :meth:`aprilsched.RolloutScheduler.asleep`."""
+        """Release the engines' memory; see :meth:`aprilsched.RolloutScheduler.asleep`."""
         sleep = self._rollouts.asleep(tags=tags)
         entered: list[bool] = []
 
@@ -208,7 +209,7 @@ class RolloutScheduler:
             self._wait(enter())
             yield
         except BaseException as error:
-            # Also for a Ctrl-C in the moment in which they had fallen asleep.
+            # Ctrl-C may also come when the engines are asleep and the block has not begun.
             if entered:
                 self._wait(_coroutine(sleep.__aexit__(type(error), error, error.__traceback__)))
             raise
@@ -220,23 +221,24 @@ class RolloutScheduler:
             work.close()
             raise SchedulerClosed("use the scheduler inside its `with` block.")
         if self._pid != os.getpid():
-            # The loop's thread is not in this process: nobody would answer.
+            # The loop's thread is not in this process, so nothing would answer.
             work.close()
             raise forked()
-        call = _Call(work, self._loop, self._settled)
+        call = _Call(work, self._loop, self._hand_over_resolved)
         try:
             call.begin()
             return call.outcome.result()
         except BaseException:
             if not call.outcome.done():
-                # Ctrl-C in the trainer's thread. The call is withdrawn, and its end waited for, so
-                # that the next one does not find it still open. A second one ends this wait.
+                # Ctrl-C in the trainer's thread. The call is withdrawn. Its end is waited for, so
+                # that it is not open any more at the next call. A second Ctrl-C ends this wait.
                 call.withdraw()
                 concurrent.futures.wait([call.outcome])
             raise
 
     async def _hand_over(self, handing: _Handing) -> Batch:
         """Wait for a batch, and let the trainer's thread take it."""
+        # The batch counts as taken when _hand_over_resolved() finds that the call has returned.
         batch = await self._rollouts._offered()  # pyright: ignore[reportPrivateUsage]
         self._handing = handing
         asyncio.get_running_loop().call_soon(self._take_in_time)
@@ -246,16 +248,16 @@ class RolloutScheduler:
         return replace(batch, receipt=Receipt(lambda: self._acknowledge(receipt)))
 
     def _acknowledge(self, receipt: Receipt) -> None:
-        """From any thread that has the batch, so the trainer has it. On the loop this may come
-        before the next look."""
+        """Acknowledge from any thread. Whoever calls this has the batch, so the trainer has taken
+        it; the loop may not have noticed that yet."""
         if self._pid != os.getpid():
             raise receipt.elsewhere()
         loop = self._loop
         if loop is not None:
-            loop.call_soon_threadsafe(lambda: self._settled() and receipt.give())
+            loop.call_soon_threadsafe(lambda: self._hand_over_resolved() and receipt.give())
 
-    def _settled(self) -> bool:
-        """Is it known whether the trainer has what was handed to it last? On the loop."""
+    def _hand_over_resolved(self) -> bool:
+        """Whether it is known if the trainer took the last batch. Call it on the loop's thread."""
         handing = self._handing
         if handing is None:
             return True
@@ -267,7 +269,7 @@ class RolloutScheduler:
         return True
 
     def _take_in_time(self) -> None:
-        if self._loop is not None and not self._settled():
+        if self._loop is not None and not self._hand_over_resolved():
             self._loop.call_later(_LOOK_SECONDS, self._take_in_time)
 
     def _stop_loop(self) -> None:
@@ -279,17 +281,20 @@ class RolloutScheduler:
 
 @dataclass(slots=True, eq=False)
 class _Handing:
-    """One batch on its way from the loop's thread to the trainer's."""
+    """One batch on its way from the loop's thread to the trainer's thread."""
 
     done: bool = False
-    """The trainer has it."""
+    """The trainer has the batch."""
     void: bool = False
-    """It has not: its call raised."""
+    """The trainer does not have the batch, because its call raised."""
 
 
 class _Call(Generic[T]):
-    """A coroutine that runs on the loop, for another thread; `outcome` is done when it has ended,
-    also when it was withdrawn. It begins when `ready` says so."""
+    """Runs a coroutine on the loop for another thread.
+
+    The coroutine begins when `ready` returns True. `outcome` is done when the coroutine has ended
+    or was withdrawn.
+    """
 
     def __init__(
         self,
@@ -316,7 +321,7 @@ class _Call(Generic[T]):
             self._task = self._loop.create_task(self._work)
             self._task.add_done_callback(self._end)
         else:
-            # Another thread is about to return with a batch, or not.
+            # Another thread is about to return with a batch, or to raise.
             self._loop.call_later(_LOOK_SECONDS, self._begin)
 
     def _cancel(self) -> None:
@@ -336,7 +341,7 @@ class _Call(Generic[T]):
 
 
 async def _called(function: Callable[[], T]) -> T:
-    """On the loop's thread, where nothing changes meanwhile."""
+    """Call `function` on the loop's thread, so that nothing changes during the call."""
     return function()
 
 

@@ -1,7 +1,7 @@
-"""Values of sampling parameters as the plain Python types that every engine understands.
+"""Converts values of sampling parameters to the plain Python types that every engine understands.
 
-Numpy's scalars and arrays look like numbers and lists and are neither to JSON, so they are
-converted where a parameter is made; what cannot be converted is refused there, in one sentence.
+Numpy's scalars and arrays look like numbers and lists, but JSON cannot encode them. So they are
+converted when a parameter is made, and a value that cannot be converted is refused at that time.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ WORDS: Mapping[Kind, str] = {
 }
 
 _LARGEST = 2**63
-"""JSON has no bound for whole numbers; the readers of engines have this one."""
+"""JSON has no bound for whole numbers, but the JSON readers of engines have this one."""
 _DEEPEST = 32
+"""Largest depth of nested lists and mappings."""
 
 
 def converted(name: str, value: Any, kind: Kind) -> Any:
-    """The value as the plain Python type of one of our own fields.
+    """`value` as the plain Python type that a field of kind `kind` has.
 
     Raises:
         ConfigError: if it is of another kind.
@@ -65,7 +66,7 @@ def converted(name: str, value: Any, kind: Kind) -> Any:
 
 
 def checked(name: str, value: Any, kind: Kind) -> Any:
-    """`value`, if it is of `kind`. True is no number here, although Python calls it one.
+    """`value`, if it is of `kind`. True and False do not count as numbers here.
 
     Raises:
         ConfigError: if it is not.
@@ -81,11 +82,11 @@ def checked(name: str, value: Any, kind: Kind) -> Any:
 
 
 def plain(name: str, value: Any, *, depth: int = 0) -> Any:
-    """`value` as what JSON can hold: numpy's scalars and arrays, tuples and whole-number keys are
+    """`value` in types that JSON has. Numpy's scalars and arrays, tuples and whole-number keys are
     converted.
 
     Raises:
-        ConfigError: if something in it has no form in JSON.
+        ConfigError: if JSON has no form for something in it.
     """
     if isinstance(value, np.generic | np.ndarray):
         value = cast("Any", value).tolist()
@@ -121,13 +122,13 @@ def mistyped(name: str, value: object, kind: Kind) -> ConfigError:
 
 
 def typed(value: object) -> str:
-    """A value with its type, short enough for a sentence."""
+    """`value` and its type as text that is short enough for an error message."""
     shown = repr(value)
     return f"{shown if len(shown) <= 40 else shown[:37] + '...'} ({type(value).__name__})"
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Token ids from one of them or from several. A string is iterable, and never ids."""
+    """Token ids from one id or from several. A string is refused, although it is iterable."""
     ids: Any = (value,) if isinstance(value, Integral) else value
     if isinstance(ids, np.ndarray):
         ids = np.atleast_1d(cast("Any", ids))

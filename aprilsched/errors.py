@@ -1,29 +1,29 @@
-"""Every exception that aprilsched raises, one type for each boundary.
+"""Every exception that aprilsched raises, for those who catch them.
 
 ::
 
     AprilschedError
-    ├── ConfigError            the caller's settings, prompts or sampling parameters
+    ├── ConfigError            a setting, prompt or sampling parameter of the caller is wrong
     │   └── MissingExtra       a package that only some parts need is not installed
-    ├── EngineError            one engine: .engine names it
+    ├── EngineError            one engine failed; .engine names it
     │   ├── EngineUnreachable  nothing was sent; the call may be repeated
-    │   ├── EngineProtocolError  the answer is not what the protocol allows
+    │   ├── EngineProtocolError  the protocol does not allow the engine's answer
     │   ├── EngineRejected     the engine answered with an error status
-    │   ├── ControlTimeout     a control call did not answer in time
+    │   ├── ControlTimeout     the engine did not answer a control call in time
     │   ├── EngineRestarted    another process answers than the one that was opened
-    │   └── TornWeights        an update began and did not end well; neither old nor new
-    ├── RefitError             no engine took the new weights; the old version goes on
+    │   └── TornWeights        an update failed halfway; the weights are neither old nor new
+    ├── RefitError             no engine took the new weights; the old version stays in use
     ├── FleetLost              no engine is left to generate on, and none came back in time
-    ├── RunGivenUp             group after group failed, and none was accepted
+    ├── RunGivenUp             too many groups in a row failed
     ├── PromptsExhausted       the prompts have ended and everything was delivered
     ├── EpisodeError           an episode used its turn in a way that cannot be recorded
     ├── CallbackError          the caller's code raised CancelledError, StopIteration or the like
-    ├── RunFolderError         a run folder is missing, taken or unreadable
+    ├── RunFolderError         a run folder is missing, in use or unreadable
     ├── StoreError             a store or checkpoint cannot be read, written or used
     ├── SchedulerClosed        the scheduler was used outside of its ``async with`` block
-    └── InvariantViolation     a bug in aprilsched: state that must not be, was
+    └── InvariantViolation     aprilsched has a bug: its state is one that must not occur
 
-A failed rollout, reward or prompt is no exception: it is an entry of the ledger
+A failed rollout, reward or prompt raises no exception. It becomes an entry of the ledger
 (:mod:`aprilsched.core.state.ledger`) with its cause.
 """
 
@@ -76,7 +76,7 @@ class EngineUnreachable(EngineError):
 
 
 class EngineProtocolError(EngineError):
-    """The engine answered with something the protocol does not allow."""
+    """The engine gave an answer that the protocol does not allow."""
 
 
 class EngineRejected(EngineError):
@@ -88,19 +88,19 @@ class EngineRejected(EngineError):
 
 
 class ControlTimeout(EngineError):
-    """A pause, flush, refit or continue call did not answer within its time."""
+    """The engine did not answer a pause, flush, refit or continue call in time."""
 
 
 class EngineRestarted(EngineError):
-    """Behind the engine's address is another process than the one that was opened."""
+    """Another process answers at the engine's address than the one that was opened."""
 
 
 class TornWeights(EngineError):
-    """The engine's weights are neither the old nor the new ones; only a whole refit mends it."""
+    """The engine's weights are neither the old nor the new ones; only a full refit repairs them."""
 
 
 class RefitError(AprilschedError):
-    """No engine took the new weights; generation goes on under the old version."""
+    """No engine took the new weights; generation continues under the old version."""
 
 
 class FleetLost(AprilschedError):
@@ -108,11 +108,12 @@ class FleetLost(AprilschedError):
 
 
 class RunGivenUp(AprilschedError):
-    """Group after group failed and none was accepted; the ledger has every cause."""
+    """``max_failed_groups`` groups in a row failed, and none was accepted; the ledger has every
+    cause."""
 
 
 class PromptsExhausted(AprilschedError):
-    """The prompts have ended and everything was delivered; `async for` just ends."""
+    """The prompts have ended and everything was delivered; `async for` ends without this error."""
 
 
 class EpisodeError(AprilschedError):
@@ -120,10 +121,10 @@ class EpisodeError(AprilschedError):
 
 
 class CallbackError(AprilschedError):
-    """A function that the caller gave raised what is no ordinary exception; its cause is that.
+    """The caller's function raised an exception that asyncio reserves; it is the ``__cause__``.
 
-    CancelledError, StopIteration, GeneratorExit and SystemExit mean something to asyncio itself,
-    so they must not travel through the scheduler's tasks as they are.
+    CancelledError, StopIteration, GeneratorExit and SystemExit have a meaning for asyncio itself,
+    so the scheduler's tasks must not raise them.
     """
 
     def __init__(self, what: str, error: BaseException) -> None:
@@ -133,7 +134,7 @@ class CallbackError(AprilschedError):
 
 
 class RunFolderError(AprilschedError):
-    """A run folder is missing, already taken, or cannot be read."""
+    """A run folder is missing, already in use, or cannot be read."""
 
 
 class StoreError(AprilschedError):
@@ -145,4 +146,4 @@ class SchedulerClosed(AprilschedError, RuntimeError):
 
 
 class InvariantViolation(AprilschedError, AssertionError):
-    """An internal invariant does not hold: a bug in aprilsched."""
+    """An internal invariant does not hold; this is a bug in aprilsched."""

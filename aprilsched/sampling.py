@@ -1,8 +1,8 @@
-"""Sampling parameters in the names of other libraries, as :class:`SamplingParams`.
+"""Makes :class:`SamplingParams` from a mapping that uses the names of other libraries.
 
-Every key is translated, passed on or refused in one sentence; none is dropped, because a
-mistyped name that is ignored shows only as a policy that trains badly. What the scheduler
-itself decides (how many responses, streaming, logprobs) is refused with a hint.
+Every key is translated, passed on, or refused with one sentence. No key is ignored, because the
+only sign of an ignored mistyped name is a policy that trains badly. Parameters that the scheduler
+itself decides (number of responses, streaming, logprobs) are refused with a hint.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ SERVER: Mapping[str, Kind] = {
     "logit_bias": Mapping,
     "custom_params": Mapping,
 }
-"""What SGLang 0.5.17 to 0.5.23 know beyond our own fields; goes to ``extra`` as it is."""
+"""Parameters that SGLang 0.5.17 to 0.5.23 know and :class:`SamplingParams` does not have as
+fields; they go to ``extra`` unchanged."""
 
 REFUSED: Mapping[str, str] = {
     "n": "set group_size in SchedulerConfig to get several responses of a prompt",
@@ -55,11 +56,11 @@ REFUSED: Mapping[str, str] = {
 }
 
 HARMLESS: Mapping[str, Any] = {"n": 1, "beam_width": 1}
-"""The one value of a refused name that asks for nothing."""
+"""Refused names that have one harmless value, with this value."""
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer; those of transformers fit."""
+    """The part of a tokenizer that is used; the tokenizers of transformers have it."""
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> Sequence[int]:
         """The token ids of `text`."""
@@ -69,16 +70,15 @@ class Tokenizer(Protocol):
 def sampling_params(
     mapping: Mapping[str, Any], *, tokenizer: Tokenizer | None = None
 ) -> SamplingParams:
-    """Sampling parameters from `mapping`, in SGLang's, vLLM's or OpenAI's names.
+    """Sampling parameters from `mapping`, which uses SGLang's, vLLM's or OpenAI's names.
 
-    None as a value means that the parameter is not given, and the default of
-    :class:`SamplingParams` holds. An explicit ``extra`` mapping reaches the server as it is.
+    The value None means that the parameter is not given, so that the default of
+    :class:`SamplingParams` is used. An explicit ``extra`` mapping reaches the server unchanged.
 
     Args:
         mapping: names and values, for example ``{"max_tokens": 4096, "temperature": 0.8}``.
-        tokenizer: the model's tokenizer, to turn ``stop`` strings into token ids. Only a
-            string that is exactly one token can be one; the response then ends with that
-            token, wherever the model samples it.
+        tokenizer: the model's tokenizer, which turns ``stop`` strings into token ids. Each string
+            must be exactly one token; the response then ends when the model samples that token.
 
     Raises:
         ConfigError: if a name is unknown, given twice, or has a value of the wrong type.
@@ -112,11 +112,11 @@ def sampling_params(
 
 
 def check_sampling(sampling: object) -> None:
-    """Refuse what is no :class:`SamplingParams`, and what ``extra`` must not say because the
-    scheduler does.
+    """Check that `sampling` can be used.
 
     Raises:
-        ConfigError: if it is one of these.
+        ConfigError: if it is not a :class:`SamplingParams`, or if its ``extra`` holds a parameter
+            that the scheduler decides.
     """
     if not isinstance(sampling, SamplingParams):
         raise ConfigError(
@@ -130,7 +130,7 @@ def check_sampling(sampling: object) -> None:
 
 
 def _target(name: str, value: Any) -> str | None:
-    """The name in SGLang's words; None where there is nothing to pass on."""
+    """SGLang's name for the parameter; None if nothing has to be passed on."""
     if name in REFUSED:
         if name in HARMLESS and value == HARMLESS[name]:
             return None
@@ -145,18 +145,18 @@ def _target(name: str, value: Any) -> str | None:
 
 
 def _keep_apart(extra: Mapping[str, Any]) -> None:
-    """Refuse our own names inside ``extra``.
+    """Refuse names of :class:`SamplingParams` fields inside ``extra``.
 
-    A resumed response asks for the tokens that are left; max_new_tokens in ``extra`` would
-    override that and grant the whole length again.
+    A resumed response asks only for the remaining tokens. max_new_tokens in ``extra`` would
+    override that and allow the whole length again.
     """
     for name in extra:
         if name in OWN:
-            raise ConfigError(f"extra holds {name}; give it beside extra, not inside.")
+            raise ConfigError(f"extra holds {name}; give it outside of extra.")
 
 
 def _stop_ids(stop: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """One token id for each stop string."""
+    """The token id of each stop string."""
     strings = [stop] if isinstance(stop, str) else checked("stop", stop, (list, tuple))
     for string in strings:
         if not isinstance(string, str):

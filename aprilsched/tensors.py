@@ -1,8 +1,9 @@
-"""A batch as torch tensors, padded to one length or packed into one row.
+"""Makes torch tensors of a batch for a trainer, padded to one length or packed into one row.
 
-Everything is aligned to ``input_ids``: ``logprobs[i]`` is the log-probability of token ``i``
-itself, not of the one after it (a trainer that shifts its logits compares them with
-``logprobs[1:]``). The rows are the batch's rollouts in their order, groups whole.
+All tensors are aligned to ``input_ids``: ``logprobs[i]`` is the log-probability of token ``i``
+itself, not of the next token. (A trainer that shifts its logits compares them with
+``logprobs[1:]``.) The rows are the rollouts in the order of the batch, so each group stays
+together.
 
 torch is imported only when a function is called, so that a scheduler runs without it.
 """
@@ -28,20 +29,21 @@ __all__ = ["PackedTensors", "PaddedTensors", "pack", "pad"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PaddedTensors:
-    """[B, S]: one rollout a row, prompt and response joined, padded on the right.
+    """Tensors [B, S]: each row is a rollout, its prompt before its response, padded on the right.
 
     Attributes:
-        input_ids: int64 [B, S], the pad id after the end.
+        input_ids: int64 [B, S], token ids; the pad id after the end.
         attention_mask: int64 [B, S], 1 for tokens, 0 for padding.
-        position_ids: int64 [B, S], from 0 in each row; 0 for padding.
-        response_mask: bool [B, S], True from the first response token to the last, those that
-            an environment added included.
-        loss_mask: bool [B, S], True for the response tokens that count.
-        logprobs: float32 [B, S], under the version that sampled the token; 0 elsewhere.
+        position_ids: int64 [B, S], positions from 0 in each row; 0 for padding.
+        response_mask: bool [B, S], True from the first response token to the last, including
+            tokens that an environment added.
+        loss_mask: bool [B, S], True for the response tokens that count in the loss.
+        logprobs: float32 [B, S], log-probability under the version that sampled the token; 0
+            elsewhere.
         versions: int64 [B, S], the policy version that sampled the token; -1 elsewhere.
-        prompt_lengths: int64 [B].
-        response_lengths: int64 [B].
-        rewards: float32 [B], NaN where there is no reward.
+        prompt_lengths: int64 [B], prompt tokens of each rollout.
+        response_lengths: int64 [B], response tokens of each rollout.
+        rewards: float32 [B], NaN for a rollout without a reward.
         group_ids: int64 [B], equal for the rollouts of one prompt.
     """
 
@@ -60,15 +62,15 @@ class PaddedTensors:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedTensors:
-    """[N]: all rollouts in one row without padding, N tokens in total.
+    """Tensors [N]: all rollouts in one row without padding, N tokens in total.
 
-    The fields are those of :class:`PaddedTensors`, [N] instead of [B, S] and without the
-    attention mask, and where each rollout begins:
+    The fields are those of :class:`PaddedTensors` without the attention mask, with shape [N]
+    instead of [B, S]. Two fields say where each rollout begins:
 
     Attributes:
-        cu_seqlens: int32 [B + 1]; rollout b holds the tokens ``cu_seqlens[b]`` to
-            ``cu_seqlens[b + 1]``, as variable-length attention takes it.
-        max_seqlen: the longest rollout.
+        cu_seqlens: int32 [B + 1]; rollout b has the tokens ``cu_seqlens[b]`` to
+            ``cu_seqlens[b + 1]``. Variable-length attention takes this form.
+        max_seqlen: tokens of the longest rollout.
     """
 
     input_ids: Tensor
@@ -86,7 +88,7 @@ class PackedTensors:
 
 
 def pad(batch: Batch, *, pad_id: int) -> PaddedTensors:
-    """`batch` as one row for each rollout, padded on the right with `pad_id`.
+    """`batch` with one row for each rollout, padded on the right with `pad_id`.
 
     Raises:
         MissingExtra: if torch is not installed.
@@ -102,7 +104,7 @@ def pad(batch: Batch, *, pad_id: int) -> PaddedTensors:
 
 
 def pack(batch: Batch) -> PackedTensors:
-    """`batch` as one row without padding.
+    """`batch` in one row without padding.
 
     Raises:
         MissingExtra: if torch is not installed.
@@ -123,12 +125,12 @@ def _torch() -> ModuleType:
 
 
 def _lengths(rollouts: Iterable[Rollout]) -> NDArray[np.int64]:
-    """Tokens of prompt and response together."""
+    """Number of tokens of each rollout, prompt and response together."""
     return np.array([len(r.prompt_ids) + len(r) for r in rollouts], dtype=np.int64)
 
 
 def _flat(rollouts: tuple[Rollout, ...]) -> dict[str, NDArray[Any]]:
-    """Every per-token field, one rollout after the other. The arrays are new and writable."""
+    """Every per-token field, with one rollout after the other. The arrays are new and writable."""
     return {
         "input_ids": _join((part for r in rollouts for part in (r.prompt_ids, r.token_ids)), "i8"),
         "position_ids": _join((np.arange(len(r.prompt_ids) + len(r)) for r in rollouts), "i8"),
@@ -150,17 +152,17 @@ def _per_rollout(rollouts: tuple[Rollout, ...]) -> dict[str, NDArray[Any]]:
 
 
 def _join(parts: Iterable[NDArray[Any]], dtype: str) -> NDArray[Any]:
-    """The parts in one row; an empty part goes first, because numpy joins no empty list."""
+    """The parts in one row. An empty part goes first, because numpy refuses an empty list."""
     return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="unsafe")
 
 
 def _after(rollout: Rollout, values: NDArray[Any], prompt: int) -> NDArray[Any]:
-    """The response's `values` behind as many times `prompt` as the prompt has tokens."""
+    """`values` of the response after one value `prompt` for each prompt token."""
     return np.concatenate((np.full(len(rollout.prompt_ids), prompt, values.dtype), values))
 
 
 def _rows(flat: NDArray[Any], taken: NDArray[np.bool_], fill: int) -> NDArray[Any]:
-    """`flat` written row by row where `taken`, `fill` elsewhere."""
+    """Rows that hold `flat` where `taken` is True, and `fill` elsewhere."""
     rows = np.full(taken.shape, fill, flat.dtype)
     rows[taken] = flat
     return rows

@@ -1,7 +1,7 @@
-"""The data that users and all parts of aprilsched share: frozen, token data in numpy arrays.
+"""Data types that users and all parts of aprilsched share; they are frozen, with numpy arrays.
 
-A :class:`Prompt` becomes a group of rollouts; a :class:`Rollout` is one sampled response;
-a :class:`Group` holds the rollouts of one prompt; a :class:`Batch` is what a trainer consumes.
+A :class:`Prompt` becomes a group of rollouts. A :class:`Rollout` is one sampled response.
+A :class:`Group` holds the rollouts of one prompt. A :class:`Batch` is what a trainer consumes.
 """
 
 from __future__ import annotations
@@ -50,19 +50,20 @@ _PLAIN: Mapping[str, type] = {
     "ignore_eos": bool,
     "sampling_seed": int,
 }
-"""What needs no conversion; parameters are made again for each attempt that goes on."""
+"""Types that need no conversion. This saves time, because a new SamplingParams is made for each
+attempt that continues a response."""
 _NO_SEED = ("sampling_seed", None)
 
 NO_VERSION = -1
-"""Policy version of tokens that no policy sampled (those an environment added)."""
+"""Policy version of tokens that no policy sampled: an environment added them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How one response is sampled, in SGLang's names.
 
-    Numbers may be numpy's; they are converted. ``extra`` is passed to the engine as it is, so any
-    other parameter of the server can be used; it holds what JSON can.
+    Numbers may be numpy scalars; they are converted. ``extra`` is passed to the engine unchanged,
+    so any other parameter of the server can be used; its values must be valid JSON.
     :func:`aprilsched.sampling_params` builds this from a mapping in the names of other libraries
     (``max_tokens``, ``stop``, ``seed``).
     """
@@ -105,7 +106,7 @@ class SamplingParams:
             raise ConfigError(f"min_p is {self.min_p}; give a number from 0 to 1.")
 
     def after(self, generated: int) -> SamplingParams:
-        """The parameters that finish a response of which `generated` tokens are known."""
+        """The parameters for the rest of a response of which `generated` tokens are known."""
         if not generated:
             return self
         return replace(
@@ -117,14 +118,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
-    """What a group of rollouts answers.
+    """One prompt, which a group of rollouts answers.
 
     Args:
         input_ids: token ids, one dimension, at least one token; any integer sequence.
-        sampling: parameters for all rollouts of the group, or one for each of them;
-            the scheduler's own default where it is None.
-        key: the user's name for the prompt (a dataset index, say), carried unchanged.
-        metadata: anything a reward or an episode needs; never sent to an engine.
+        sampling: parameters for all rollouts of the group, or one for each of them; None means
+            the scheduler's own default.
+        key: the user's name for the prompt, for example a dataset index; it is kept unchanged.
+        metadata: anything that a reward or an episode needs; it is never sent to an engine.
 
     Raises:
         ConfigError: if `input_ids` is empty, not one-dimensional or holds negative ids.
@@ -143,8 +144,11 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefusedPrompt:
-    """A prompt of the source that cannot be used. It keeps its place among the others, so that a
-    resumed run passes over as many, and goes to the ledger with its cause."""
+    """A prompt of the source that cannot be used, with the cause.
+
+    It goes to the ledger. It keeps its place among the other prompts, so that a resumed run skips
+    the right number of prompts.
+    """
 
     cause: str
 
@@ -172,7 +176,7 @@ def token_array(ids: Sequence[int] | Int32Array, what: str) -> Int32Array:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VersionSpan:
-    """Tokens ``start`` to ``end`` (exclusive) of one request's output are of ``version``."""
+    """Tokens ``start`` to ``end`` (exclusive) of a request's output were sampled by ``version``."""
 
     version: int
     start: int
@@ -181,9 +185,9 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A run of response tokens, ``start`` to ``end``, of one policy version on one engine.
+    """Response tokens ``start`` to ``end``, of one policy version and from one engine.
 
-    Tokens that an environment added are a segment of their own with ``version`` -1 and
+    Tokens that an environment added are a segment of their own, with ``version`` -1 and
     ``engine`` None.
     """
 
@@ -199,19 +203,19 @@ class Rollout:
 
     Attributes:
         prompt_ids: int32 [P], the context of the first token.
-        token_ids: int32 [T], the response, tokens of the environment included.
+        token_ids: int32 [T], the response, including tokens that the environment added.
         logprobs: float32 [T], natural log-probability under the version that sampled the
             token; 0 for tokens of the environment.
         versions: int32 [T], the policy version that sampled the token; -1 for tokens of the
             environment.
-        loss_mask: bool [T], False for tokens of the environment and for tokens masked
-            because they are staler than the scheduler's bound.
-        segments: the same as `versions`, as runs, with the engine that decoded them.
-        versions_exact: False where the server could not tell the version of every token.
-        reward: the score, or None without a reward function.
+        loss_mask: bool [T], False for tokens of the environment and for tokens that are masked
+            because their staleness is above the scheduler's bound.
+        segments: `versions` as consecutive segments, with the engine that decoded each.
+        versions_exact: False if the server could not tell the version of every token.
+        reward: the score; None without a reward function.
         stale_keys: True if an engine kept the rollout's KV across a refit and sampled tokens
-            after it. Those attend to keys that older weights computed, so their logprobs are those
-            of no single version, whatever `versions` says of them.
+            after it. These tokens attend to keys that older weights computed, so their logprobs
+            belong to no single version, although `versions` names one.
     """
 
     rollout_id: int
@@ -239,15 +243,17 @@ class Rollout:
         return int(sampled.min()) if sampled.size else None
 
     def staleness(self, version: int) -> int:
-        """Versions between the oldest token and `version`, the one that consumes it; 0 for tokens
-        of a newer version, which somebody else than the trainer has loaded."""
+        """Number of versions from the oldest sampled token to `version`, which consumes it.
+
+        It is 0 if the tokens are of a newer version, which somebody other than the trainer loaded.
+        """
         oldest = self.oldest_version
         return 0 if oldest is None else max(0, version - oldest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Group:
-    """The rollouts of one prompt, in the order of their `index`. Never torn."""
+    """All rollouts of one prompt, in the order of their `index`. A group is never split."""
 
     group_id: int
     prompt: Prompt
@@ -255,9 +261,9 @@ class Group:
 
 
 class Receipt:
-    """How a batch says that the trainer is done with it.
+    """Tells the scheduler that the trainer is done with a batch.
 
-    A copy in another process, sent there or forked, cannot say it: the scheduler is not there.
+    A copy in another process, whether sent or forked, cannot do so: the scheduler is not there.
     """
 
     __slots__ = ("_tell",)
@@ -269,14 +275,14 @@ class Receipt:
         return (Receipt, ())
 
     def give(self) -> None:
-        """Tell the scheduler. Raises ConfigError in another process than its own."""
+        """Tell the scheduler. Raises ConfigError in any process but the scheduler's."""
         if self._tell is None:
             raise self.elsewhere()
         self._tell()
 
     @staticmethod
     def elsewhere() -> ConfigError:
-        """What is raised where the scheduler is not."""
+        """The error for a call in a process that does not have the scheduler."""
         return ConfigError(
             "this batch is a copy from another process; acknowledge it in the process of the "
             "scheduler."
@@ -285,11 +291,15 @@ class Receipt:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """What the trainer consumes: whole groups, and the version it consumes them at.
+    """Whole groups for one training step.
 
     Attributes:
-        index: counts from 0; a batch that is delivered again keeps it.
-        redelivered: it was there before a restart and not acknowledged, and is the same.
+        index: number of the batch, from 0; a batch that is delivered again keeps its number.
+        version: the trainer's policy version at delivery; staleness is counted from it.
+        groups: the groups of the batch.
+        redelivered: True if the batch was delivered before a restart and not acknowledged; its
+            content is the same as then.
+        receipt: acknowledges the batch; see :meth:`acknowledge`.
     """
 
     index: int
@@ -299,12 +309,13 @@ class Batch:
     receipt: Receipt | None = field(default=None, repr=False)
 
     def acknowledge(self) -> None:
-        """Say that this batch need never be delivered again, whatever happens: what was learned
-        from it is safe. The next update of the weights says it too. Without a store it means
-        nothing.
+        """Tell the scheduler that this batch need not be delivered again after a restart.
+
+        Call it when the result of training on the batch is saved. The next update of the weights
+        acknowledges the batch too. Without a store, acknowledging has no effect.
 
         Raises:
-            ConfigError: in another process than the scheduler's.
+            ConfigError: in any process but the scheduler's.
         """
         if self.receipt is not None:
             self.receipt.give()
@@ -316,7 +327,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Response tokens in the batch."""
+        """Number of response tokens in the batch."""
         return sum(len(rollout) for rollout in self.rollouts)
 
     def to_torch(self, *, packed: bool = False, pad_id: int = 0) -> PaddedTensors | PackedTensors:

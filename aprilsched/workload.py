@@ -1,7 +1,7 @@
-"""Built-in prompts whose responses have a long tail, with lengths drawn beforehand.
+"""Built-in prompts whose response lengths are drawn beforehand from a law with a long tail.
 
-A response's length is decided by its ``max_new_tokens`` (and ``ignore_eos``), so the same
-workload has the same lengths on the embedded engine and on a real server, under any schedule.
+Each response has its length as ``max_new_tokens``, with ``ignore_eos``. So the same workload has
+the same lengths on the embedded engine and on a real server, under any schedule.
 
 The log of a length is ``log(median) + sigma * x`` with x of variance 1, of which `within_group`
 is shared by the responses of one prompt:
@@ -10,10 +10,10 @@ is shared by the responses of one prompt:
 
 where the z are standard normal and s is 1 (law "lognormal") or, once for a group, the scale that
 makes x a Student t of `dof` degrees of freedom, divided by its standard deviation ("log_t").
-Lengths above `cap` become `cap`: an atom, as truncation makes one.
+Lengths above `cap` become `cap`, so the law has an atom there, as truncated responses do.
 
-Invariant: prompt i of a seed is always the same, in whatever order prompts are asked for. Each
-has a counter-based generator of its own, Philox under the key (seed, i).
+Invariant: prompt i of a seed is always the same, in whatever order prompts are requested. Each
+prompt has a counter-based generator of its own: Philox with the key (seed, i).
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ __all__ = ["LengthLaw", "LengthMoments", "LongTailWorkload"]
 
 LengthLaw: TypeAlias = Literal["lognormal", "log_t"]
 
-_MOMENTS_STREAM = 2**64 - 1  # no prompt has this index, so moments never share draws with one
+_MOMENTS_STREAM = 2**64 - 1
+"""Index of the generator for moments. No prompt has this index, so none shares its draws."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthMoments:
-    """Of the capped law: `mean` in tokens; `cv2`, variance over squared mean; share `capped`."""
+    """Moments of the capped law: `mean` in tokens, `cv2` (variance over squared mean), and the
+    share of responses that are `capped`."""
 
     mean: float
     cv2: float
@@ -54,18 +56,18 @@ class LongTailWorkload:
     cv2 0.98.
 
     Args:
-        median: of the length law, in tokens, before the cap.
+        median: median length in tokens, before the cap.
         sigma: standard deviation of the log length, before the cap.
-        cap: the longest response, in tokens.
+        cap: length of the longest response, in tokens.
         within_group: share of the log length's variance that a prompt's responses have in
             common, 0 to 1.
-        prompt_tokens: tokens of every prompt, random ids below `vocab_size`.
-        vocab_size: at most the served model's.
+        prompt_tokens: number of tokens of every prompt; they are random ids below `vocab_size`.
+        vocab_size: bound of the token ids, at most the vocabulary size of the served model.
         law: "lognormal", or "log_t" for a heavier tail.
         dof: degrees of freedom of "log_t", above 2.
-        seed: which prompts, lengths and sampling seeds.
-        group_size: responses for each prompt: the scheduler's group size.
-        count: how many prompts; None for no end.
+        seed: decides the prompts, the lengths and the sampling seeds.
+        group_size: responses for each prompt; give the scheduler's group size.
+        count: number of prompts; None for an endless workload.
 
     Raises:
         ConfigError: if a parameter is out of its range.
@@ -117,15 +119,15 @@ class LongTailWorkload:
         return Prompt(input_ids=input_ids, sampling=sampling, key=index)
 
     def lengths(self, index: int) -> NDArray[np.int64]:
-        """The response lengths of prompt `index`, int64 [group_size], without building it."""
+        """The response lengths of prompt `index`, int64 [group_size], without making the prompt."""
         return self._draw(self._generator(index), 1)[0]
 
     def moments(self, samples: int = 1 << 20) -> LengthMoments:
         """Moments of the capped law, by Monte Carlo over about `samples` responses.
 
-        Draws come from a stream that no prompt uses. The standard error of the mean is
-        ``mean * sqrt(cv2 * (1 + (group_size - 1) * rho) / samples)`` with rho the correlation
-        within a group, at most 1: 0.3 % or less at the default.
+        The draws come from a stream that no prompt uses. The standard error of the mean is
+        ``mean * sqrt(cv2 * (1 + (group_size - 1) * rho) / samples)``, where rho is the correlation
+        within a group, at most 1. With the defaults it is 0.3 % of the mean or less.
         """
         groups = -(-samples // self.group_size)
         drawn = self._draw(self._generator(_MOMENTS_STREAM), groups)
@@ -149,9 +151,10 @@ class LongTailWorkload:
         own = rng.standard_normal((groups, self.group_size))
         x = np.sqrt(self.within_group) * shared + np.sqrt(1 - self.within_group) * own
         if self.law == "log_t":
-            # t_dof has variance dof / (dof - 2); the dof cancels against that of its definition.
+            # Student's t is z / sqrt(chi2 / dof) and has the variance dof / (dof - 2). After
+            # division by the standard deviation, the factor dof cancels.
             x *= np.sqrt((self.dof - 2) / rng.chisquare(self.dof, (groups, 1)))
-        # Capped in the exponent: a far draw of log_t would overflow as a length.
+        # The cap applies to the logarithm, because exp() of an extreme draw of log_t overflows.
         log_length = np.minimum(np.log(self.median) + self.sigma * x, np.log(self.cap))
         return np.clip(np.rint(np.exp(log_length)), 1, self.cap).astype(np.int64)
 

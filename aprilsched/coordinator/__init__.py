@@ -1,4 +1,4 @@
-"""The asyncio shell around the core: it turns I/O into events and carries commands out."""
+"""The asyncio shell around the core: it turns I/O into events and carries out commands."""
 
 from aprilsched.coordinator.bias import BiasNow
 from aprilsched.coordinator.episodes import Episode, Turn, TurnOutput

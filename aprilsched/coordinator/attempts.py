@@ -1,4 +1,4 @@
-"""Attempts at requests: sending at a bounded rate, streaming, and calling back."""
+"""Sends attempts at requests to engines at a bounded rate, streams them, and aborts them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ __all__ = ["Attempts", "LoopThrottler"]
 log = logging.getLogger("aprilsched")
 
 _ABORT_AGAIN_S = 0.25
+"""Seconds between two aborts of an attempt whose stream has not ended."""
 _OF_THE_REQUEST = frozenset({400, 413, 422})
-"""Statuses that another attempt cannot change. A missing key (401, 403) or path (404) is the
-engine's trouble, or its proxy's: it is lost like one that answers 500, and asked back."""
+"""Statuses that another attempt cannot change, because the request is wrong. A missing key (401,
+403) or path (404) is a fault of the engine or of its proxy: the engine is lost as after a 500, and
+may come back."""
 
 Key = tuple[int, int]
 
 
 class Attempts:
-    """All attempts of a run."""
+    """The attempts of a run that are waiting to be sent or are open."""
 
     def __init__(
         self,
@@ -46,13 +48,13 @@ class Attempts:
         self._feed = feed
         self._may_send = may_send
         self.adapter_names: dict[int, str] = {}
-        """What the adapter of each version is called on the engines."""
+        """Name of each version's adapter on the engines."""
         self._throttle = LoopThrottler(rate_limit=rate)
         self._outbox: OrderedDict[Key, Send] = OrderedDict()
         self._waiting = asyncio.Event()
         self._open: dict[Key, Send] = {}
         self._aborts_unasked: set[str] = set()
-        """Engines of which it was said."""
+        """Engines for which an abort that this run did not request was logged."""
         self._tasks: Tasks | None = None
 
     def start(self, tasks: Tasks) -> None:
@@ -73,24 +75,27 @@ class Attempts:
             self._tasks.start(("abort", key), self._call_back(self._open[key]))
 
     def abandon(self, engine: str) -> list[TaskKey]:
-        """The engine is lost: leave its streams; each tells the engine to abort as it goes. The
-        keys of the tasks in which they do."""
+        """Drop what waits for a lost engine, and cancel its streams.
+
+        Each stream tells the engine to abort its request as it ends. Returns the keys of the
+        streams' tasks.
+        """
         for key in [key for key, send in self._outbox.items() if send.engine == engine]:
             del self._outbox[key]
         return self._cancel(engine)
 
     async def leave(self, engine: str) -> None:
-        """Leave its streams as :meth:`abandon` does, and wait until it has been told."""
+        """Cancel the engine's streams, and wait until each has told it to abort."""
         keys = self._cancel(engine)
         if self._tasks is not None:
             await self._tasks.ended(keys)
 
     def _cancel(self, engine: str) -> list[TaskKey]:
-        """Cancel what is under way with an engine; the keys of its attempts."""
+        """Cancel the streams of an engine; returns the keys of their tasks."""
         keys = [key for key, send in self._open.items() if send.engine == engine]
         attempts: list[TaskKey] = [("attempt", key) for key in keys]
         if self._tasks is not None:
-            # Whoever repeats aborts must not take the places of the streams' own.
+            # The tasks that repeat aborts end first, so that the streams' own aborts get through.
             self._tasks.cancel([("abort", key) for key in keys])
             self._tasks.cancel(attempts)
         return attempts
@@ -99,7 +104,7 @@ class Attempts:
         self._outbox.clear()
 
     def open_ids(self, engine: str) -> list[str]:
-        """Request ids that are with an engine."""
+        """Ids of the requests that are open on an engine."""
         return [self._name(send) for send in self._open.values() if send.engine == engine]
 
     # --- work ----------------------------------------------------------------------------------
@@ -129,10 +134,10 @@ class Attempts:
             self._feed(event)
 
     async def _stream(self, send: Send) -> list[Event]:
-        """Stream an attempt; its last tokens and the event that ends it.
+        """Stream an attempt; returns its last tokens and the event that ends it.
 
-        Those belong together: a response that was saved with its last token and without its end
-        would be gone on with behind that end.
+        These belong together. If a response were saved with its last token but without its end, a
+        resumed run would generate beyond that end.
         """
         last: list[Event] = []
         request_id, attempt = send.request_id, send.attempt
@@ -173,14 +178,14 @@ class Attempts:
         return last
 
     def _look_for_others(self, end: Event, send: Send) -> None:
-        """Say once of an engine that it aborts what nobody here has called back."""
+        """Log once for each engine that it aborted a request which this run did not abort."""
         key: TaskKey = ("abort", (send.request_id, send.attempt))
         asked = self._tasks is not None and self._tasks.running(key)
         if isinstance(end, Interrupted) and not asked and send.engine not in self._aborts_unasked:
             self._aborts_unasked.add(send.engine)
             log.warning(
-                "%s aborted a request that this run had not called back; it is sent again, "
-                "but if another scheduler uses the engine, give each its own",
+                "%s aborted a request although this run did not ask for it; the request is sent "
+                "again, but if another scheduler uses the engine, give each its own engines",
                 send.engine,
             )
 
@@ -188,7 +193,7 @@ class Attempts:
         key = (send.request_id, send.attempt)
         engine, name = self._engines[send.engine], self._name(send)
         while key in self._open:
-            # The stream itself reports what is wrong with an engine.
+            # An error of the engine is reported by the stream.
             with suppress(EngineError):
                 await engine.abort(name)
             await asyncio.sleep(_ABORT_AGAIN_S)
@@ -200,16 +205,17 @@ class Attempts:
     def _cache_key(self, send: Send) -> str | None:
         if send.cache_version is None:
             return None
-        # With the run's name: another run's version of the same number was another model.
+        # The run's id is part of the key, because the same version of another run is another model.
         return f"{self._run_id}-{send.cache_version}"
 
     def _name(self, send: Send) -> str:
-        # One length for all: SGLang aborts every request whose id starts with the given one.
+        # All ids have the same length, because SGLang aborts every request whose id begins with
+        # the given one.
         return f"{self._run_id}-{send.request_id:010d}-{send.attempt:04d}"
 
 
 class LoopThrottler(Throttler):
-    """At most `rate_limit` entries per second of the running loop's clock."""
+    """Allows at most `rate_limit` calls per second on the running loop's clock."""
 
     def flush(self) -> None:
         horizon = asyncio.get_running_loop().time() - self.period

@@ -1,7 +1,7 @@
-"""The bias ledger of a run that goes on: what ``rollouts.bias()`` says, and one warning.
+"""Measures the length bias of a running scheduler: for ``rollouts.bias()`` and for one warning.
 
-Bounded, whatever the length of the run: laws are those of the latest responses, totals are sums.
-(The command line's summary keeps every batch instead, and says more.)
+Its memory is bounded, however long the run is: laws are those of the latest responses, and totals
+are sums. (The command line's summary keeps every batch instead and has more figures.)
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ __all__ = ["BiasNow", "LiveBias"]
 log = logging.getLogger("aprilsched")
 
 _RECENT_BATCHES = 16
+"""Number of batches whose lengths make the law of delivered lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BiasNow:
-    """Are short responses over-represented in what was delivered so far?
+    """Shows whether short responses are over-represented in what was delivered so far.
 
     Attributes:
-        drawn: the law that lengths are drawn from, by Kaplan and Meier's estimate over the groups
-            launched last, those in flight censored; None until a response has ended.
-        delivered: of the last batches.
-        length_bias: mean length of all that was delivered / mean drawn - 1.
-        transient: what of it will go away, because it is in flight: see
-            :mod:`aprilsched.core.lengths.identity`.
-        in_flight: how many and how long they will be.
-        dropped_tokens: by reason.
-        warning: what makes the rest permanent, with the size of the effect; None for nothing.
+        drawn: the law that lengths are drawn from, as the Kaplan-Meier estimate over the groups
+            that were launched last; responses in flight are censored. None until a response has
+            ended.
+        delivered: the law of the lengths in the last batches.
+        length_bias: mean delivered length / mean drawn length - 1, over all delivered responses.
+        transient: the part of `length_bias` that will go away when the responses in flight are
+            delivered; see :mod:`aprilsched.core.lengths.identity`.
+        in_flight: number and expected lengths of the responses in flight.
+        dropped_tokens: number of dropped tokens, by reason.
+        warning: what makes the other part permanent, with the size of the effect; None if nothing
+            does.
     """
 
     drawn: LawFigures | None
@@ -57,7 +60,7 @@ class BiasNow:
 
 
 class LiveBias:
-    """Listens to a scheduler whose state it can see."""
+    """A listener that measures the bias; it reads the scheduler's `state`."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
@@ -83,7 +86,7 @@ class LiveBias:
         pass
 
     def now(self) -> BiasNow:
-        """The figures so far."""
+        """The figures at this time."""
         in_flight, observed = self._state.in_flight, self._state.expectations.observed
         open_groups = [group_lengths(group) for group in in_flight.training_groups()]
         incomplete = [group for group in open_groups if not group.complete]

@@ -1,10 +1,12 @@
-"""Control calls of engines: pause, flush, release, wake, continue; each with a bound on its time.
+"""Makes control calls to engines: pause, flush, release, wake, continue, verify.
 
-A call that fails or stalls is reported with the engine's name; the core then does without the
-engine, so nothing waits for ever. The calls of a lost engine are given up with it, but not a
-release or a wake: what those have done must be known, since SGLang dies of waking what was not
-released. Nothing is asked of the engine again before they have ended
-(:mod:`aprilsched.coordinator.handback`), so no answer is taken for its next incarnation's.
+Each call has a timeout. A call that fails or times out is reported with the engine's name, and the
+core then does without the engine, so that nothing waits forever.
+
+The calls of a lost engine are cancelled, except a release or a wake. The effect of these must be
+known, because SGLang crashes when memory is woken that was not released. The engine gets no other
+call before they have ended (:mod:`aprilsched.coordinator.handback`), so their answers cannot be
+taken for answers of the process that comes back.
 """
 
 from __future__ import annotations
@@ -42,15 +44,15 @@ from aprilsched.errors import EngineError, TornWeights
 __all__ = ["EngineControls"]
 
 Work: TypeAlias = Callable[[], Awaitable[Event]]
-"""A control call, and the event that answers it."""
+"""Makes a control call, and returns the event that reports its end."""
 
 _VERIFY_S = 10.0
-"""For an engine to tell its version. The others' requests wait for it too, so no longer than that
-for one that hangs."""
+"""Seconds within which an engine must tell its version. The requests of the other engines wait for
+it too, so an engine that hangs must not delay them for longer."""
 
 
 class EngineControls:
-    """Carries control commands out."""
+    """Carries out control commands."""
 
     def __init__(
         self, *, engines: Mapping[str, Engine], feed: Callable[[Event], None], timeout_s: float
@@ -60,8 +62,8 @@ class EngineControls:
         self._timeout_s = timeout_s
         self._tasks: Tasks | None = None
         self._calls = 0
-        self._lending: dict[str, TaskKey] = {}
-        """The last release or wake of each engine."""
+        self._memory_calls: dict[str, TaskKey] = {}
+        """Task of the last release or wake of each engine."""
         self.memory_is_back = asyncio.Event()
         """Set while the trainer has no engine's memory."""
         self.memory_is_back.set()
@@ -70,17 +72,17 @@ class EngineControls:
         self._tasks = tasks
 
     def stop(self) -> None:
-        """Give up all calls but releases and wakes."""
+        """Cancel all calls except releases and wakes."""
         if self._tasks is not None:
-            self._tasks.cancel_kind(("control",), but=self._lending.values())
+            self._tasks.cancel_kind(("control",), but=self._memory_calls.values())
 
     def give_up(self, engine: str) -> None:
-        """The same, of a lost engine."""
+        """Cancel all calls of a lost engine except releases and wakes."""
         if self._tasks is not None:
-            self._tasks.cancel_kind(("control", engine), but=self._lending.values())
+            self._tasks.cancel_kind(("control", engine), but=self._memory_calls.values())
 
     async def ended(self, engine: str) -> None:
-        """Wait until no call of the engine is under way, however it ends."""
+        """Wait until every call of the engine has ended, with or without success."""
         if self._tasks is not None:
             await self._tasks.ended(self._tasks.of_kind(("control", engine)))
 
@@ -88,8 +90,8 @@ class EngineControls:
         """The tags whose memory the engine has released.
 
         Raises:
-            EngineError: if it cannot be asked.
-            TimeoutError: if it does not answer.
+            EngineError: if the call fails.
+            TimeoutError: if the engine does not answer.
         """
         if not isinstance(engine, SleepingEngine):
             return frozenset()
@@ -97,22 +99,23 @@ class EngineControls:
             return await engine.released()
 
     async def wake_up(self, engine: Engine) -> bool:
-        """Take back all memory that is released; was there any?
+        """Take back all memory that is released; returns whether there was any.
 
         Raises:
-            EngineError: if the engine does not give it back.
-            TimeoutError: if it does not answer.
+            EngineError: if the engine does not take its memory back.
+            TimeoutError: if the engine does not answer.
         """
-        lending = self._lending.get(engine.name)
-        if lending is not None and self._tasks is not None:
-            await self._tasks.ended([lending])
+        call = self._memory_calls.get(engine.name)
+        if call is not None and self._tasks is not None:
+            await self._tasks.ended([call])
         tags = await self.released(engine)
         if tags:
             await self._to_its_end(_sleeping(engine).wake(sorted(tags)))
         return bool(tags)
 
     async def _to_its_end(self, wake: Coroutine[Any, Any, None]) -> None:
-        """Whoever gives this up does not end the call: what it has done must be known."""
+        """Run `wake` to its end, even if the caller is cancelled, because its effect must be
+        known."""
 
         async def bounded() -> None:
             async with asyncio.timeout(self._timeout_s):
@@ -125,7 +128,7 @@ class EngineControls:
             except asyncio.CancelledError:
                 cancelled = True
         if cancelled and not task.cancelled():
-            task.exception()  # nobody is there to be told
+            task.exception()  # marks the error as retrieved, because the caller is cancelled
             raise asyncio.CancelledError
         task.result()
 
@@ -148,14 +151,16 @@ class EngineControls:
         name, tags = command.engine, command.tags
         engine, done = self._engines[name], Released(engine=name, tags=tags)
         self.memory_is_back.clear()
-        self._lending[name] = self._begin(
+        self._memory_calls[name] = self._begin(
             name, "release", lambda: _sleeping(engine).release(tags), done
         )
 
     def wake(self, command: Wake) -> None:
         name, tags = command.engine, command.tags
         engine, done = self._engines[name], Woken(engine=name, tags=tags)
-        self._lending[name] = self._begin(name, "wake", lambda: _sleeping(engine).wake(tags), done)
+        self._memory_calls[name] = self._begin(
+            name, "wake", lambda: _sleeping(engine).wake(tags), done
+        )
 
     def finish_sleep(self, command: FinishSleep) -> None:
         if not command.asleep:

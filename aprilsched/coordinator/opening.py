@@ -1,4 +1,4 @@
-"""What is refused before anything is launched: engines that cannot do what is asked of them."""
+"""Checks engines before anything is launched, and refuses those that cannot do what is needed."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ __all__ = ["check_engines", "examine"]
 async def check_engines(
     engines: Sequence[Engine], config: SchedulerConfig, *, resumed: bool = False
 ) -> Opened:
-    """The fleet as the core sees it. In a `resumed` run an engine may have any version, or torn
-    weights: what has not the run's own waits for it.
+    """Check all engines, and describe them for the core.
+
+    In a `resumed` run an engine may have any version, or inconsistent weights. An engine without
+    the run's own version waits for a refit.
 
     Raises:
-        ConfigError: if the engines have different policy versions, or one cannot keep what
-            `config` promises.
+        ConfigError: if the engines have different policy versions, or if an engine cannot do what
+            `config` needs.
     """
     if not engines:
         raise ConfigError("the fleet has no engines; give at least one.")
     for engine in engines:
         _check_engine(engine, config)
-    # A run that was killed may have left its engines paused. Continuing twice is harmless.
+    # A run that was killed may have left its engines paused. Continuing a running engine is
+    # harmless.
     await asyncio.gather(*(engine.resume() for engine in engines))
     versions = await asyncio.gather(*(_version(engine, resumed) for engine in engines))
     if len(set(versions)) > 1 and not resumed:
         found = ", ".join(f"{e.name} has {v}" for e, v in zip(engines, versions, strict=True))
         raise ConfigError(
-            f"the engines have different policy versions ({found}); restart them or bring one "
-            "version into all before scheduling."
+            f"the engines have different policy versions ({found}); restart them, or load one "
+            "version into all of them before scheduling."
         )
     return Opened(
         engines=tuple(
@@ -46,11 +49,11 @@ async def check_engines(
 
 
 async def examine(engine: Engine, config: SchedulerConfig) -> EngineInfo:
-    """A single engine that joins, or is back: does it do its work?
+    """Check one engine that joins or comes back, and describe it for the core.
 
     Raises:
-        ConfigError: if it cannot keep what `config` promises.
-        EngineError: if it does not answer, or does not pass the doctor's quick checks.
+        ConfigError: if it cannot do what `config` needs.
+        EngineError: if it does not answer, or does not pass the quick checks.
     """
     _check_engine(engine, config)
     return _info(engine, await check(engine))
@@ -66,19 +69,19 @@ async def _version(engine: Engine, resumed: bool) -> int | None:
 
 
 def _check_engine(engine: Engine, config: SchedulerConfig) -> None:
-    """Raises ConfigError if the engine cannot keep what `config` promises."""
+    """Raise ConfigError if the engine cannot do what `config` needs."""
     able, behaviour = engine.capabilities, BEHAVIOURS[config.straggler]
     exact = able.version_spans or config.allow_inexact_versions
     if behaviour.needs_spans and not exact:
         raise ConfigError(
             f"{engine.name} ({able.server}) cannot tell which version sampled a token, so "
-            f'straggler="{config.straggler}" would mix versions unseen; use straggler="abort", '
-            "or set allow_inexact_versions."
+            f'straggler="{config.straggler}" would mix versions without a record; use '
+            'straggler="abort", or set allow_inexact_versions.'
         )
     if behaviour.needs_flush_while_paused(config.cached_kv) and not able.flush_while_paused:
         raise ConfigError(
-            f"{engine.name} ({able.server}) cannot flush its cache between pause and continue, "
-            f'so straggler="{config.straggler}" would go on with stale keys; use straggler="abort".'
+            f"{engine.name} ({able.server}) cannot flush its cache between pause and continue, so "
+            f'straggler="{config.straggler}" would continue with stale keys; use straggler="abort".'
         )
 
 

@@ -1,7 +1,7 @@
-"""One open scheduler: the core, everything that carries its commands out, and their lifetime.
+"""One open scheduler: connects the core with the parts that carry out its commands.
 
-Every task belongs to one task group, from open to close. Whatever ends it (the caller, a bug, a
-cancellation), the engines are released: nothing of ours decodes on, nothing stays paused.
+Every task belongs to one task group, from open to close. Whatever ends the group (the caller, a
+bug, a cancellation), the engines are released: they decode none of our requests and are not paused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger("aprilsched")
 
 
 class Session:
-    """The parts of a scheduler, wired together. `work` runs the caller's functions."""
+    """Makes and connects the parts of a scheduler. `work` runs the caller's functions."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Session:
         self._stopping = asyncio.Event()
         self._opening: asyncio.Future[None] | None = None
         self._pid = os.getpid()
-        """The process that opened it."""
+        """Id of the process that opened the session."""
         self._main: asyncio.Task[None] | None = None
         self._wire()
 
@@ -156,12 +156,13 @@ class Session:
         try:
             await ready
         except BaseException:
-            # Whoever gave up opening it will not close it.
+            # The caller whose open() fails does not call close().
             await self._end()
             raise
 
     async def _open_fleet(self) -> ev.Opened:
-        # Before it is opened: whoever is refused must not close it for the one who has it.
+        # Claimed before it is opened: a scheduler that is refused must not close the fleet of the
+        # one that uses it.
         self._claim.take(self._fleet.engines)
         try:
             await self._fleet.open()
@@ -184,8 +185,8 @@ class Session:
             raise
 
     async def close(self) -> None:
-        # A forked process has copies of everything and owns nothing of it: the engines, the store
-        # and the tasks are those of the process that opened them.
+        # A forked process has copies of everything but owns nothing: the engines, the store and the
+        # tasks belong to the process that opened them.
         if self._pid != os.getpid():
             return
         if self._opening is not None:
@@ -196,12 +197,15 @@ class Session:
     async def _end(self) -> None:
         if self._main is not None:
             self._stopping.set()
-            # A second Ctrl-C cancels this wait; the clean-up below it is bounded and goes on.
+            # A second Ctrl-C cancels only this wait. The clean-up continues; its time is bounded.
             await asyncio.wait([self._main])
 
     def check_open(self) -> None:
-        """Raises what ended the session, or SchedulerClosed if it was not opened or is closed, or
-        if this process was forked from the one that opened it."""
+        """Raise the error that ended the session, if there is one.
+
+        Raises SchedulerClosed if the session was not opened or is closed, or if this process was
+        forked from the one that opened it.
+        """
         if self._main is not None and self._pid != os.getpid():
             raise forked()
         self.waits.raise_failure()
@@ -232,8 +236,8 @@ class Session:
                 ready.set_result(None)
                 await self._stopping.wait()
                 self._loop.stop()
-                # A pause that is on its way must not arrive after the continue, nor may an
-                # engine be opened anew while it is closed.
+                # A pause must not arrive after the last continue, and an engine must not be opened
+                # again while it is being closed.
                 self._controls.stop()
                 self._hand_back.stop()
                 tasks.cancel_kind(("readmission",))
@@ -244,14 +248,14 @@ class Session:
                 self._work.stop()
                 tasks.cancel_all()
         except BaseExceptionGroup as errors:
-            # One bug or one bad prompt is what happened; the group is only how it travelled.
+            # The caller gets the first error itself; the exception group has no information.
             error = _first(errors)
             log.error("the scheduler stopped: %r", error)
             self.waits.fail(error)
         except KeyboardInterrupt:
-            # It has left the event loop where it was raised. Raised here once more, it would end
-            # the loop in which the caller's own tasks clean up.
-            log.warning("the scheduler was interrupted, and closes")
+            # asyncio has already raised it out of the event loop. If it were raised here again, it
+            # would end the loop in which the caller's own tasks clean up.
+            log.warning("the scheduler was interrupted and closes")
         except asyncio.CancelledError:
             self.waits.fail(SchedulerClosed("the scheduler's own task was cancelled from outside."))
             raise
@@ -350,13 +354,13 @@ class Session:
         self.waits.fail(
             RunGivenUp(
                 f"{command.groups} groups in a row failed and none was accepted, the last because "
-                f"{command.cause}; mend that, or raise max_failed_groups."
+                f"{command.cause}; correct that, or raise max_failed_groups."
             )
         )
 
 
 def forked() -> SchedulerClosed:
-    """What a forked process is told that asks for something."""
+    """The error for a call in a process that was forked from the scheduler's."""
     return SchedulerClosed(
         "this process was forked from that of the scheduler; use the scheduler where it was opened."
     )

@@ -1,7 +1,7 @@
-"""The caller's functions, and the one way in which all of them are called.
+"""Calls the caller's functions, so that whatever they raise becomes an ordinary exception.
 
-Whatever they raise comes out as an ordinary exception: a CancelledError, StopIteration or
-SystemExit of theirs that reached the scheduler's own tasks would end them without a word.
+A CancelledError, StopIteration or SystemExit from the caller's code would end the scheduler's own
+tasks without any message. So these become a CallbackError here.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ log = logging.getLogger("aprilsched")
 T = TypeVar("T")
 
 Reward: TypeAlias = Callable[[Rollout, Prompt], float | Awaitable[float]]
-"""Scores one rollout. A plain function runs in a thread, so it may be slow."""
+"""Function that scores one rollout. A plain function runs in a thread, so it may be slow."""
 GroupReward: TypeAlias = Callable[[Group], Sequence[float] | Awaitable[Sequence[float]]]
-"""Scores a whole group, in the order of its rollouts (``reward_scope="group"``)."""
+"""Function that scores a whole group, in the order of its rollouts (``reward_scope="group"``)."""
 Accept: TypeAlias = Callable[[Group], bool | Awaitable[bool]]
-"""Keeps or rejects a scored group (dynamic sampling)."""
+"""Function that keeps or rejects a scored group (dynamic sampling)."""
 
 _THREADS = 16
 _GRACE_S = 10.0
-"""For cancelled code of the caller's to clean up after itself (leave a process group, say)."""
+"""Seconds that cancelled code of the caller has to clean up, for example to leave a process
+group."""
 _LEFT_BEHIND: set[asyncio.Task[Any]] = set()
-"""Cancelled code that may still run: a task that nobody refers to could vanish in mid-air."""
+"""Tasks of cancelled code that may still run. asyncio may drop a task that nothing refers to."""
 
 
 class CallbackRunner:
     """Calls the caller's functions: coroutines on the loop, plain functions in threads.
 
-    A cancelled coroutine is cancelled; of a plain function only the result is thrown away,
-    because a thread cannot be stopped.
+    Cancelling a call cancels a coroutine. A plain function runs to its end and its result is
+    dropped, because a thread cannot be stopped.
     """
 
     def __init__(self) -> None:
@@ -59,8 +60,8 @@ class CallbackRunner:
         """The result of ``function(*args)``; `what` names the function in errors.
 
         Raises:
-            CallbackError: if it raises what is no ordinary exception.
-            Exception: what it raises otherwise.
+            CallbackError: if it raises an exception that asyncio reserves.
+            Exception: any other exception that it raises.
         """
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 (an object with async __call__)
@@ -93,14 +94,15 @@ async def called(
 ) -> T:
     """Await ``function(*args)``, which is the caller's code, in a task of its own.
 
-    A CancelledError that the caller's code raises by itself is thereby told apart from a
-    cancellation of the task that waits here. When that task is cancelled, so is the caller's code;
-    if it does not end within :data:`_GRACE_S`, it is left behind and that is said.
+    The separate task distinguishes a CancelledError that the caller's code raises by itself from a
+    cancellation of the task that waits here. When the waiting task is cancelled, the caller's code
+    is cancelled too. If it does not end within :data:`_GRACE_S`, it is left behind, and an error is
+    logged.
 
     Raises:
-        CallbackError: if it raises what is no ordinary exception; `what` names it.
+        CallbackError: if it raises an exception that asyncio reserves; `what` names the function.
         Overdue: if it has not ended after `within` seconds.
-        Exception: what it raises otherwise.
+        Exception: any other exception that it raises.
     """
     task = asyncio.create_task(_outcome(function, args), name=what)
     try:
@@ -111,7 +113,7 @@ async def called(
     if not done:
         await _leave(task, what)
         raise Overdue
-    # Cancelled before it began: by code that cancels every task that it finds.
+    # The task may be cancelled before it begins, by code that cancels every task it finds.
     result, error = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
     if error is not None:
         raise _ordinary(what, error)
@@ -119,11 +121,11 @@ async def called(
 
 
 def called_now(what: str, function: Callable[..., T], *args: Any) -> T:
-    """Call a plain function of the caller's on the loop, where it must not take long.
+    """Call a plain function of the caller on the loop's thread, where it must not take long.
 
     Raises:
-        CallbackError: if it raises what is no ordinary exception; `what` names it.
-        Exception: what it raises otherwise.
+        CallbackError: if it raises an exception that asyncio reserves; `what` names the function.
+        Exception: any other exception that it raises.
     """
     try:
         return function(*args)
@@ -134,19 +136,19 @@ def called_now(what: str, function: Callable[..., T], *args: Any) -> T:
 
 
 def raised(what: str, error: Exception) -> str:
-    """The cause for the ledger: what was called, and what it raised."""
+    """The cause for the ledger: the name of the called function, and what it raised."""
     return f"{what} raised {(error.__cause__ if isinstance(error, CallbackError) else error)!r}"
 
 
 class Overdue(Exception):
-    """The caller's code has not ended within its time."""
+    """The caller's code did not end in time."""
 
 
 async def _outcome(
     function: Callable[..., Awaitable[Any]], args: Sequence[Any]
 ) -> tuple[Any, BaseException | None]:
-    """The result, or what was raised, as a value: as the end of a task a CancelledError or
-    SystemExit would be taken for something else. Ctrl-C alone goes its way."""
+    """The result or the exception, as a pair. A task that raises CancelledError or SystemExit has
+    another meaning for asyncio, so exceptions are values here. Only Ctrl-C is raised."""
     try:
         return await function(*args), None
     except KeyboardInterrupt:
@@ -158,7 +160,7 @@ async def _outcome(
 def _outcome_in_thread(
     function: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[Any, BaseException | None]:
-    # A StopIteration cannot be set on a future at all: whoever awaits it would wait for ever.
+    # A future refuses a StopIteration, so its waiter would wait forever.
     try:
         return function(*args), None
     except BaseException as error:
@@ -174,7 +176,7 @@ def _ordinary(what: str, error: BaseException) -> Exception:
 
 
 async def _leave(task: asyncio.Task[Any], what: str) -> None:
-    """Cancel the caller's code, and wait for it no longer than it may take to clean up."""
+    """Cancel the caller's code, and wait until it ends, at most :data:`_GRACE_S`."""
     task.cancel()
     _LEFT_BEHIND.add(task)
     task.add_done_callback(_LEFT_BEHIND.discard)

@@ -1,4 +1,4 @@
-"""From what an engine streams to what the core is told, for both shells."""
+"""Turns the chunks that an engine streams into events for the core; both shells use it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["ending", "progress"]
 
 
 def progress(chunk: Chunk, request_id: int, attempt: int) -> Progress | None:
-    """The chunk's tokens; None if it has none."""
+    """The event with the chunk's tokens; None if the chunk has no tokens."""
     if not len(chunk.token_ids):
         return None
     return Progress(
@@ -22,7 +22,7 @@ def progress(chunk: Chunk, request_id: int, attempt: int) -> Progress | None:
 
 
 def ending(chunk: Chunk, request_id: int, attempt: int) -> Finished | Interrupted | None:
-    """How the attempt came back with this chunk; None if it goes on."""
+    """The event that ends the attempt with this chunk; None if the attempt continues."""
     if chunk.finish is None:
         return None
     if chunk.finish == "abort":

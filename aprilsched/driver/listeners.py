@@ -1,12 +1,13 @@
-"""The listeners of a run: told of everything that happens, and kept from doing it harm.
+"""Tells a run's listeners everything that happens, and protects the run from their mistakes.
 
-- One that raises is told nothing more. The run goes on, and it is said once, with where it raised.
-- One that holds the event loop up is named once: while it is at work nothing is read, sent or
-  decided.
-- Chunks of tokens are held for a moment for those that take many at once, and shown before anything
-  that comes after them.
-- An :class:`~aprilsched.errors.InvariantViolation` is no mistake of the listener. It is one of the
-  scheduler, which a listener that checks it has found, and it ends the run.
+- A listener that raises is told nothing more. The run continues, and the error is logged once with
+  its traceback.
+- A listener that blocks the event loop for long is named once in the log, because nothing is read,
+  sent or decided meanwhile.
+- For listeners that take many chunks at once, chunks of tokens are held for a moment. They are
+  passed on before anything that comes after them.
+- An :class:`~aprilsched.errors.InvariantViolation` is not a mistake of the listener but of the
+  scheduler, found by a listener that checks it. It ends the run.
 """
 
 from __future__ import annotations
@@ -36,19 +37,22 @@ log = logging.getLogger("aprilsched")
 
 _LISTENER = "the listener"
 _LONG_CALL_S = 0.01
-"""A call that is shorter is not counted: ten thousand tokens are encoded in it."""
+"""Shorter calls are not counted. In this time ten thousand tokens can be encoded."""
 _TOO_LONG_S = 1.0
+"""Seconds in counted calls below which a listener is never named."""
 _TOO_MUCH = 0.05
-"""Of the run's time, in calls that are counted."""
+"""Share of the run's time that a listener may spend in counted calls."""
 _HELD_S = 0.25
+"""Seconds for which chunks of tokens are held at most, while chunks arrive."""
 _HELD_CHUNKS = 256
+"""Number of chunks that are held at most."""
 
 
 _Calls: TypeAlias = tuple[tuple[AnyListener, Callable[[Any, float], None]], ...]
 
 
 class Listeners:
-    """Passes events and commands on, in order."""
+    """Passes events, commands and facts on, in order."""
 
     def __init__(self, listeners: Sequence[AnyListener]) -> None:
         watching = [each for each in listeners if isinstance(each, Listener)]
@@ -77,11 +81,11 @@ class Listeners:
         self._release_at = -math.inf
         self._began: float | None = None
         self._seconds: dict[int, float] = {}
-        """In long calls, by the listener's id."""
+        """Seconds that each listener spent in long calls, by its id."""
         self._named: set[int] = set()
 
     def facts(self, facts: Sequence[Fact], now: float) -> None:
-        """These have come true, in this order."""
+        """Pass on facts that became true, in this order."""
         first = facts[0]
         if first.__class__ is TokensReceived and len(facts) == 1:
             if self._on_fact_chunk:
@@ -97,7 +101,7 @@ class Listeners:
             self._tell(self._on_facts, part, now)
 
     def release_tokens(self) -> None:
-        """Show the chunks of tokens that are held."""
+        """Pass on the chunks of tokens that are held."""
         if self._held_tokens:
             held, self._held_tokens = self._held_tokens, []
             now = held[-1][1]
@@ -105,7 +109,7 @@ class Listeners:
             self._tell(self._on_tokens, held, now)
 
     def event(self, event: Event, now: float) -> None:
-        """`event` was handled."""
+        """Pass on an event that the core has handled."""
         if isinstance(event, Progress):
             if self._on_chunk:
                 self._tell(self._on_chunk, event, now)
@@ -119,13 +123,13 @@ class Listeners:
             self._tell(self._on_event, event, now)
 
     def command(self, command: Command, now: float) -> None:
-        """`command` was decided."""
+        """Pass on a command that the core has decided."""
         if self._held:
             self.release()
         self._tell(self._on_command, command, now)
 
     def release(self) -> None:
-        """Show what is held."""
+        """Pass on everything that is held."""
         self.release_tokens()
         if self._held:
             held, self._held = self._held, []
@@ -166,7 +170,7 @@ class Listeners:
 
     def _count(self, listener: AnyListener, seconds: float, elapsed: float) -> None:
         total = self._seconds[id(listener)] = self._seconds.get(id(listener), 0.0) + seconds
-        # Of the run's own clock: on a virtual one nothing is held up.
+        # `elapsed` is on the run's own clock, which may be virtual.
         much = total >= _TOO_LONG_S and total > _TOO_MUCH * elapsed
         if (much or seconds >= _TOO_LONG_S) and id(listener) not in self._named:
             self._named.add(id(listener))

@@ -1,7 +1,7 @@
-"""The heart of the shell: events go into the core one at a time, commands go to who does them.
+"""The loop of both shells: it feeds events to the core and passes its commands to performers.
 
-Everything runs on one thread, so the core needs no lock; an event that comes up while another is
-handled waits its turn in the inbox.
+Everything runs on one thread, so the core needs no lock. An event that comes while another is
+handled waits in the inbox.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from aprilsched.telemetry.base import AnyListener
 __all__ = ["EventLoop", "Perform"]
 
 Perform = Callable[[Any], None]
-"""Starts what a command asks for; returns at once."""
+"""Function that starts what a command asks for, and returns at once."""
 
 
 class EventLoop:
-    """Feeds the core, tells the listeners, carries commands out; `clock` says the time."""
+    """Feeds the core, tells the listeners, and has commands carried out; `clock` gives the time."""
 
     def __init__(
         self, core: Scheduler, listeners: Sequence[AnyListener], *, clock: Callable[[], float]
@@ -37,15 +37,15 @@ class EventLoop:
         self._stopped = False
 
     def stop(self) -> None:
-        """Decide nothing any more: what happens while closing must not pause an engine again."""
+        """Ignore all further events, so that nothing pauses an engine again during close()."""
         self._stopped = True
         self._listeners.release()
 
     def feed(self, event: Event) -> None:
-        """Something happened. Handled now, or right after the event in work.
+        """Handle an event now, or right after the event that is being handled.
 
         Raises:
-            InvariantViolation: if it cannot have happened; a bug.
+            InvariantViolation: if the event is impossible, which is a bug.
         """
         if self._stopped:
             return
@@ -69,7 +69,7 @@ class EventLoop:
         if self.core.facts:
             self._listeners.facts(self.core.facts, now)
         if commands:
-            # A command may be carried out by what a listener has learnt from the tokens.
+            # A listener may have to know the tokens before a command is carried out.
             self._listeners.release_tokens()
         for command in commands:
             self._listeners.command(command, now)

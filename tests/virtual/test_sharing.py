@@ -132,4 +132,4 @@ def test_aborts_that_nobody_here_asked_for_are_said_once(caplog: pytest.LogCaptu
             await waiting
 
     run_virtual(main())
-    assert len([m for m in caplog.messages if "had not called back" in m]) == 1
+    assert len([m for m in caplog.messages if "did not ask for it" in m]) == 1
