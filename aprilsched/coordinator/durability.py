@@ -1,7 +1,7 @@
-"""What makes a run outlive its process: resuming, batches that are acknowledged, checkpoints.
+"""Lets a run continue after its process has ended: saves it, resumes it, writes checkpoints.
 
-Without a store a batch is handed over at once and forgotten; with one it is handed over when the
-store has it, and kept until the trainer says that it is done with it.
+Without a store, a batch is offered to the trainer at once and is then forgotten. With a store, a
+batch is offered when the store has it, and is kept until the trainer acknowledges it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = ["FINISHED_S", "Durability", "Recorder"]
 log = logging.getLogger("aprilsched")
 
 _SAFE_S = 30.0
-"""As long as closing waits for the store."""
+"""Seconds that an update waits at most until the store has saved it."""
 
 
 class Durability:
-    """The durable side of one session."""
+    """Resumes and saves the run of one session."""
 
     def __init__(
         self,
@@ -68,22 +68,22 @@ class Durability:
     # --- lifetime ------------------------------------------------------------------------------
 
     def restore(self, path: Path) -> None:
-        """Begin with a checkpoint, whatever the store has.
+        """Begin with a checkpoint instead of the store's content.
 
         Raises:
-            StoreError: if it cannot be read.
-            SchedulerClosed: if it is too late for that.
+            StoreError: if the checkpoint cannot be read.
+            SchedulerClosed: if the scheduler was opened already.
         """
         if self._loop is not None:
             raise SchedulerClosed("restore() comes before the `async with` block.")
         self._checkpoint = read_checkpoint(path)
 
     async def open(self) -> bool:
-        """Bring back what was saved. May engines that have a newer version keep it?
+        """Restore what was saved. Returns whether engines may keep a newer version that they have.
 
         Raises:
             StoreError: if the store cannot be used.
-            ConfigError: if what was saved cannot go on in this scheduler.
+            ConfigError: if this scheduler cannot continue the saved run.
         """
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
@@ -99,7 +99,7 @@ class Durability:
             self._restore(saved)
             self._work.pass_over(saved.run.cursor)
             log.warning("the run %s", _resumed(self._core.state))
-        # After a checkpoint the engines may have gone on: those versions are void.
+        # Versions that the engines got after the checkpoint was written are not valid any more.
         return self._checkpoint is None
 
     def _restore(self, saved: Saved) -> None:
@@ -110,8 +110,8 @@ class Durability:
             raise
         except Exception as error:
             raise StoreError(
-                f"what was saved is of no run that can go on ({error}); restore a checkpoint, or "
-                "begin with a new store."
+                f"what was saved is not a run that can continue ({error}); restore a checkpoint, "
+                "or begin with a new store."
             ) from error
 
     def start(self, tasks: Tasks) -> None:
@@ -119,14 +119,14 @@ class Durability:
             self._recorder.start(tasks)
 
     async def close(self) -> None:
-        """Save the end."""
+        """Save the final state, and close the store."""
         if self._recorder is not None:
             await self._recorder.close()
 
     # --- batches -------------------------------------------------------------------------------
 
     def offer(self, command: Offer) -> None:
-        """Show a batch to the trainer when the store has it."""
+        """Offer a batch to the trainer when the store has it."""
         offered = command.offered
         if self._recorder is None:
             self._waits.show(offered)
@@ -134,7 +134,7 @@ class Durability:
         batch = replace(offered, receipt=Receipt(lambda: self.acknowledge((offered.index,))))
 
         def show() -> None:
-            # While it was written, a new version may have come.
+            # A new version may have arrived while the batch was written.
             offer = self._core.state.delivery.offer
             if offer is not None and offer.batch is offered:
                 self._waits.show(batch)
@@ -142,14 +142,14 @@ class Durability:
         self._recorder.before(show)
 
     def finish_update(self, command: FinishUpdate) -> None:
-        """The new version, and that the batches before it are acknowledged, is saved."""
+        """Save the new version and that the batches before it are acknowledged."""
         if self._recorder is not None:
             self._safe = safe = asyncio.get_running_loop().create_future()
             self._recorder.before(lambda: _resolve(safe))
         self._waits.finish_update(command)
 
     async def safe(self) -> None:
-        """Wait, not for ever, until the store has what the last update brought."""
+        """Wait until the store has saved the last update, at most :data:`_SAFE_S`."""
         if self._safe is None:
             return
         done, _ = await asyncio.wait([self._safe], timeout=_SAFE_S)
@@ -161,11 +161,11 @@ class Durability:
             )
 
     def trained_on(self) -> tuple[int, ...]:
-        """Batches that the trainer was given and has not acknowledged."""
+        """Numbers of the batches that the trainer has and has not acknowledged."""
         return handed_over(self._core.state)
 
     def acknowledge(self, batches: tuple[int, ...]) -> None:
-        """The trainer need not be given these again. From any thread.
+        """Record that these batches need not be delivered again. Any thread may call this.
 
         Raises:
             ConfigError: in a process that was forked from the scheduler's.
@@ -193,7 +193,7 @@ class Durability:
             write_checkpoint(path, cut)
         else:
             await asyncio.to_thread(write_checkpoint, path, cut)
-        # Not before the file is there: what it does not hold must be delivered again.
+        # Only now, because batches that are not in the file must be delivered again.
         if batches:
             self._acknowledge(batches)
 
@@ -224,8 +224,11 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 T = TypeVar("T")
 
 FINISHED_S = 0.5
+"""Seconds after which finished rollouts are saved at the latest."""
 _AGAIN_S = 10.0
+"""Seconds until the next try after a failed write."""
 _CLOSE_S = 30.0
+"""Seconds that closing waits for the store at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,14 +242,14 @@ class Recorder:
     """Keeps a store up to date with a scheduler.
 
     Args:
-        store: opened and closed here.
-        state: the scheduler's.
+        store: the store; it is opened and closed here.
+        state: the scheduler's state.
         interval_s: seconds after which new tokens are saved.
     """
 
     def __init__(self, store: Store, state: SchedulerState, *, interval_s: float) -> None:
         self.error: str | None = None
-        """Why the run is not saved now; None while it is."""
+        """Why the run is not saved at present; None while it is saved."""
         self._store = store
         self._state = state
         self._interval_s = interval_s
@@ -260,7 +263,7 @@ class Recorder:
         self._failed_at = 0.0
 
     async def open(self) -> Saved | None:
-        """What was saved before.
+        """Open the store, and return what was saved before.
 
         Raises:
             StoreError: if the store cannot be used.
@@ -270,7 +273,8 @@ class Recorder:
         return saved
 
     def begin_anew(self) -> None:
-        """What the store holds is not what the scheduler goes on from: it is replaced."""
+        """Replace the store's content with the next write, because the run continues from a
+        checkpoint instead."""
         self._whole = True
 
     def start(self, tasks: Tasks) -> None:
@@ -281,18 +285,18 @@ class Recorder:
     # --- saving --------------------------------------------------------------------------------
 
     def before(self, hand_over: Callable[[], None]) -> None:
-        """Save everything up to now, then `hand_over`."""
+        """Save everything up to now, then call `hand_over`."""
         self._save(durable=True, then=hand_over)
 
     def save_soon(self) -> None:
-        """Something is decided that must not be forgotten."""
+        """Save a decision that must not be lost, after the event that is being handled."""
         if not self._soon:
             self._soon = True
-            # Not at once: the event in work may have others behind it that belong to it.
+            # Not at once, because further events may belong to the one that is being handled.
             asyncio.get_running_loop().call_soon(self._save)
 
     async def close(self) -> None:
-        """Save the end, and let go of the store."""
+        """Save the final state, and close the store."""
         try:
             async with asyncio.timeout(_CLOSE_S):
                 if self._writing is not None:
@@ -302,7 +306,7 @@ class Recorder:
                     await self._write(self._queue.popleft())
                 await self._call(self._store.close)
         except TimeoutError:
-            log.error("the store did not take the last cut within %g s", _CLOSE_S)
+            log.error("the store did not take the last snapshot within %g s", _CLOSE_S)
         except AprilschedError as error:
             log.error("the store could not be closed: %s", error)
         finally:
@@ -318,7 +322,7 @@ class Recorder:
     ) -> None:
         self._soon = False
         if self.error is not None and not last and _now() < self._failed_at + _AGAIN_S:
-            # What is noted meanwhile would grow without bound; the next cut is a whole one.
+            # The journal would grow without bound. The next snapshot is a full one.
             self._state.in_flight.journal.clear()
             if then is not None:
                 then()
@@ -337,8 +341,8 @@ class Recorder:
         while True:
             await asyncio.sleep(min(FINISHED_S, self._interval_s))
             if self._queue:
-                # The store is slower than the interval: cuts that wait for it would become ever
-                # more, and each batch would wait behind all of them.
+                # The store is slower than the interval. More and more snapshots would wait for it,
+                # and each batch would wait behind all of them.
                 continue
             journal = self._state.in_flight.journal
             if journal.finished or _now() >= self._saved_at + self._interval_s:
@@ -355,7 +359,7 @@ class Recorder:
 
     async def _write(self, write: _Write) -> None:
         self._writing = asyncio.ensure_future(self._written(write))
-        # A cancelled wait leaves the thread at its work: close() waits for it.
+        # If the wait is cancelled, the thread continues, and close() waits for it.
         await asyncio.shield(self._writing)
 
     async def _written(self, write: _Write) -> None:
@@ -365,7 +369,7 @@ class Recorder:
         self._finish(write, await self._call(lambda: self._attempt(write)))
 
     def _attempt(self, write: _Write) -> str | None:
-        """Why it failed; None if it did not."""
+        """Write a snapshot; returns why it failed, or None."""
         try:
             self._store.save(write.cut, durable=write.durable)
         except AprilschedError as error:
@@ -376,7 +380,7 @@ class Recorder:
         if error is not None:
             if self.error is None:
                 log.error(
-                    "the run goes on and is not saved: %s (tried again every %g s)",
+                    "the run continues and is not saved: %s (tried again every %g s)",
                     error,
                     _AGAIN_S,
                 )

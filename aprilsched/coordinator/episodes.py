@@ -1,11 +1,12 @@
-"""Episodes: rollouts of several turns, driven by a coroutine of the caller's.
+"""Runs episodes: rollouts of several turns that a coroutine of the caller drives.
 
-An interrupted request resumes inside the same ``await turn.generate(...)``; the episode sees
-nothing of pauses, aborts, refits and failovers.
+An interrupted request resumes inside the same ``await turn.generate(...)``. The episode does not
+notice pauses, aborts, refits and failovers.
 
-An ``await turn.generate(...)`` that is cancelled (a timeout around it) calls its request back. What
-had come of it is given by ``await turn.partial()``, and then belongs to the rollout; without that
-call it is dropped, and counted in the ledger. A rollout of which there is nothing else keeps it.
+Cancelling an ``await turn.generate(...)``, for example by a timeout around it, aborts its request.
+``await turn.partial()`` then returns the tokens that had arrived, and they become part of the
+rollout. Without that call they are dropped and counted in the ledger. But a rollout that would
+otherwise have no tokens keeps them.
 """
 
 from __future__ import annotations
@@ -37,9 +38,13 @@ _ENDED = "the rollout of this turn has ended; nothing can be generated for it an
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TurnOutput:
-    """What one turn generated: int32 [n], float32 [n], int32 [n].
+    """The output of one turn, n tokens.
 
-    `finish_reason` is "length" where the turn was cut short.
+    Attributes:
+        token_ids: int32 [n], the sampled tokens.
+        logprobs: float32 [n], log-probability of each token under the version that sampled it.
+        versions: int32 [n], policy version of each token.
+        finish_reason: "length" if the turn was cut short.
     """
 
     token_ids: Int32Array
@@ -49,10 +54,10 @@ class TurnOutput:
 
 
 class Turn:
-    """What an episode generates with. One for each rollout.
+    """Lets an episode generate. Each rollout has its own.
 
     Attributes:
-        index: the rollout's place in its group, 0 to group_size - 1.
+        index: position of the rollout in its group, 0 to group_size - 1.
     """
 
     def __init__(
@@ -66,11 +71,11 @@ class Turn:
         self._tell = tell
         self._context: Int32Array | None = None
         self._asked: Int32Array | None = None
-        """The context of the latest call."""
+        """Context of the latest call."""
         self._answer: asyncio.Future[TurnOutput] | None = None
-        """Of the open call."""
+        """Output of the open call; None while no call is open."""
         self._back: asyncio.Future[TurnOutput] | None = None
-        """What came of the cancelled call, of which the episode has not asked."""
+        """Output of the cancelled call, until the episode takes it or begins another turn."""
         self._ended = False
 
     async def generate(
@@ -79,15 +84,16 @@ class Turn:
         """Generate one turn after the context `input_ids`, [n].
 
         From the second turn on, `input_ids` must begin with the whole context and output of the
-        turn before; what follows is recorded as tokens of the environment, with loss mask 0.
+        previous turn. The tokens after that are recorded as tokens of the environment, with loss
+        mask 0.
 
-        Cancelling this call (with ``asyncio.timeout``, say) gives the turn up: see
-        :meth:`partial`. The next call waits until the request is back.
+        Cancelling this call, for example with ``asyncio.timeout``, gives up the turn; see
+        :meth:`partial`. The next call waits until the engine has ended the request.
 
         Raises:
             ConfigError: if `input_ids` or `sampling` cannot be used.
-            EpisodeError: if the context was rewritten, if a turn is being generated already, or if
-                the rollout has ended.
+            EpisodeError: if the context does not continue the previous turn, if a turn is being
+                generated already, or if the rollout has ended.
         """
         ids = token_array(input_ids, "input_ids of the turn")
         if sampling is not None:
@@ -116,13 +122,13 @@ class Turn:
         return output
 
     async def partial(self) -> TurnOutput:
-        """What had come of the turn whose :meth:`generate` was cancelled, once its request is back.
+        """Wait until a cancelled :meth:`generate` has ended, and return the tokens that arrived.
 
-        These tokens are the rollout's from now on, with their logprobs and versions, and the next
-        context has to begin with the one that was asked for and them. If no token had come, the
-        turn counts for nothing, and the next context is that of a turn never asked for.
+        These tokens become part of the rollout, with their logprobs and versions. The next context
+        must begin with the context of the cancelled call and these tokens. If no token had arrived,
+        the cancelled call has no effect, and the next context continues the turn before it.
 
-        A request that waits inside a paused engine comes back when the engine continues.
+        A request that waits inside a paused engine ends when the engine continues.
 
         Raises:
             EpisodeError: if no call was cancelled since the last turn, or the rollout has ended.
@@ -131,7 +137,10 @@ class Turn:
         await self._returned()
         self._check_free()
         if self._back is None:
-            raise EpisodeError("no turn was given up since the last one; nothing is left of it.")
+            raise EpisodeError(
+                "no generate() call was cancelled since the last turn; call partial() only after "
+                "one."
+            )
         return self._keep(self._back)
 
     def _keep(self, back: asyncio.Future[TurnOutput]) -> TurnOutput:
@@ -143,7 +152,7 @@ class Turn:
         return output
 
     def resolve(self, command: ResolveTurn) -> None:
-        """The scheduler has the whole turn, or what came of one that was given up."""
+        """Take the whole turn from the scheduler, or the tokens of a turn that was given up."""
         future = self._back if command.withdrawn else self._answer
         if future is not None and not future.done():
             future.set_result(
@@ -156,20 +165,24 @@ class Turn:
             )
 
     async def settle(self) -> None:
-        """The episode has returned: a call that a task of it still waits for is given up, so that
-        nothing is generated for nobody."""
+        """End the turns of an episode that has returned.
+
+        A call that a task of the episode still waits for is given up, because nobody would use its
+        tokens.
+        """
         if self._answer is not None:
             answer = self._answer
             self._withdraw()
             _fail(answer, _ENDED)
         await self._returned()
-        # An episode that gives every turn up and returns, with the reward of a response that took
-        # too long perhaps, would otherwise be one without a token, which fails its group.
+        # An episode may give up every turn and then return, for example with the reward for a
+        # response that took too long. Without these tokens its rollout would have none, and its
+        # group would fail.
         if self._context is None and self._back is not None and not self._ended:
             self._keep(self._back)
 
     def end(self) -> None:
-        """The rollout has ended, or its group was dropped: nothing will come any more."""
+        """Fail all open calls, because the rollout has ended or its group was dropped."""
         self._ended = True
         _fail(self._answer, _ENDED)
         _fail(self._back, _ENDED)
@@ -183,7 +196,7 @@ class Turn:
         self._tell(TurnWithdrawn(rollout_id=self._rollout_id))
 
     async def _returned(self) -> None:
-        """A request that was given up is back. To cancel this wait changes nothing."""
+        """Wait until a request that was given up has ended. Cancelling this wait is harmless."""
         if self._back is not None and not self._back.done():
             await asyncio.wait([self._back])
 
@@ -195,7 +208,7 @@ class Turn:
 
 
 class Episode(Protocol):
-    """Drives one rollout of several turns; may return the rollout's reward."""
+    """Coroutine function that drives one rollout of several turns; it may return the reward."""
 
     def __call__(self, turn: Turn, prompt: Prompt, /) -> Awaitable[float | None]: ...
 
@@ -203,5 +216,5 @@ class Episode(Protocol):
 def _fail(future: asyncio.Future[TurnOutput] | None, why: str) -> None:
     if future is not None and not future.done():
         future.set_exception(EpisodeError(why))
-        # Perhaps nobody waits for it.
+        # Marks the error as retrieved, because perhaps nothing awaits the future.
         future.exception()

@@ -34,16 +34,18 @@ __all__ = ["HandBack", "release"]
 log = logging.getLogger("aprilsched")
 
 _HEAD_START_S = 1.0
-"""For the aborts, before the continue: what is aborted in a pause is not recomputed after it."""
+"""Seconds that the continue waits for the aborts at most. An engine does not recompute a request
+that is aborted during the pause."""
 _AGAIN_S = 1.0
 _AGAIN_EACH_S = 0.02
-"""For the aborts after the continue: a bound, and so much more for each of them. A real server
-takes 1.5 to 3 ms for one."""
+"""Seconds for the aborts after the continue: `_AGAIN_S` in total and this much more for each abort.
+A real server takes 1.5 to 3 ms for one."""
 _CONTINUE_S = 10.0
-"""For the continue. A server on a busy machine answers within one or two seconds."""
+"""Timeout of the last continue. A server on a busy machine answers within one or two seconds."""
 _LOST_S = 1.0
-"""The same, for an engine that was given up before."""
+"""Timeout of the last continue for an engine that is lost."""
 _SAY_AFTER_S = 2.0
+"""Seconds after which a last continue that has no answer is logged."""
 
 
 class HandBack:
@@ -66,7 +68,8 @@ class HandBack:
         self._tasks: Tasks | None = None
         self._begun = 0
         self._owed: dict[int, Engine] = {}
-        """By identity: a server that joins again before that is another engine of its name."""
+        """Engines that are not handed back yet, by identity. A server that joins again before its
+        engine is handed back is another engine with the same name."""
 
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks
@@ -77,12 +80,13 @@ class HandBack:
 
     @property
     def owed(self) -> dict[str, Engine]:
-        """The engines that have not been handed back yet, by name. Of two of one name it is the
-        first: the other has not been used."""
+        """The engines that are not handed back yet, by name. If two have the same name, it is the
+        first, because the second was not used yet."""
         return {engine.name: engine for engine in reversed(self._owed.values())}
 
     def begin(self, engine: Engine) -> None:
-        """It is out of use. Unless it is among the engines at the end, it is closed."""
+        """Hand back an engine that is out of use. It is closed afterwards, unless it is still among
+        the engines of the scheduler then."""
         if self._tasks is None or id(engine) in self._owed:
             return
         name = engine.name
@@ -96,26 +100,27 @@ class HandBack:
         self._tasks.start(("hand back", name, self._begun), work)
 
     def under_way(self, name: str) -> bool:
-        """Is an engine of this name not handed back yet?"""
+        """Whether an engine of this name is not handed back yet."""
         return name in self.owed
 
     async def ended(self, name: str) -> None:
-        """Wait until no engine of this name is being handed back, however that ends."""
+        """Wait until no engine of this name is being handed back, with or without success."""
         if self._tasks is not None:
             await self._tasks.ended(self._tasks.of_kind(("hand back", name)))
 
     async def quiet(self, name: str) -> None:
-        """The same, and until none is examined: a wake that was given up is over then."""
+        """Wait until no engine of this name is being handed back or readmitted. A wake that one of
+        these began has then ended too."""
         if self._tasks is not None:
             kinds = ("hand back", name), ("readmission", name)
             await self._tasks.ended(self._tasks.of_kind(*kinds))
 
     async def let_go_on(self, engine: Engine) -> None:
-        """Continue an engine that is out of use, as soon as it may have all its memory.
+        """Continue an engine that is out of use, when it may have all its memory again.
 
         Raises:
-            EngineError: if it does not do that.
-            TimeoutError: if it does not answer.
+            EngineError: if a call fails.
+            TimeoutError: if the engine does not answer.
         """
         await self._controls.ended(engine.name)
         await self._refits.ended(engine)
@@ -140,7 +145,7 @@ class HandBack:
         try:
             await self.let_go_on(engine)
         except EngineUnreachable as error:
-            log.debug("%s is not there to be told to continue: %s", engine.name, error)
+            log.debug("%s cannot be reached to tell it to continue: %s", engine.name, error)
         except (EngineError, TimeoutError) as error:
             why = str(error) or f"{engine.name} did not answer within {self._timeout_s:g} s"
             log.warning("%s is out of use and may be left paused: %s", engine.name, why)
@@ -164,10 +169,10 @@ async def release(
     engines: Mapping[str, Engine],
     state: SchedulerState,
 ) -> None:
-    """Leave what is open on every engine and let it go on, all engines at the same time, those
-    included that have left the fleet and have not been handed back.
+    """Cancel what is open on every engine and continue it, all engines at the same time.
 
-    A cancellation does not cut this short; it is raised at the end.
+    This includes engines that have left the fleet and are not handed back yet. A cancellation does
+    not shorten this; it is raised at the end.
 
     Raises:
         CancelledError: if this was cancelled, or if an engine may not have been released, because
@@ -195,8 +200,8 @@ async def release(
         except asyncio.CancelledError as error:
             cancelled = error
     errors = [None if task.cancelled() else task.exception() for task in tasks]
-    # A KeyboardInterrupt has left the event loop where it was raised. Raised here once more, it
-    # would end the loop in which the engines are released.
+    # asyncio has already raised a KeyboardInterrupt out of the event loop. If it were raised here
+    # again, it would end the loop in which the engines are released.
     if any(task.cancelled() for task in tasks) or any(
         isinstance(error, KeyboardInterrupt) for error in errors
     ):
@@ -217,7 +222,7 @@ async def _release(
     left: bool,
 ) -> None:
     control = state.fleet.control.of(engine.name)
-    # One that has left the fleet is as well as any.
+    # An engine that has left the fleet may work well, so it gets the long timeout.
     lost = control is None and not left
     requests = attempts.open_ids(engine.name)
     leaving = asyncio.ensure_future(attempts.leave(engine.name))
@@ -233,7 +238,7 @@ async def _release(
 
 
 async def _continue(controls: EngineControls, engine: Engine, *, lost: bool) -> bool:
-    """Wake the engine if memory of it is released, and let it go on."""
+    """Wake the engine if its memory is released, and continue it; returns whether that worked."""
     bound = _LOST_S if lost else _CONTINUE_S
     try:
         if await controls.wake_up(engine):
@@ -243,7 +248,7 @@ async def _continue(controls: EngineControls, engine: Engine, *, lost: bool) -> 
                 await engine.resume()
     except (EngineError, TimeoutError) as error:
         why = str(error) or f"{engine.name} did not answer within {bound:g} s"
-        # That a lost engine is not there was said when it was lost, and it was told to continue.
+        # This was logged when the engine was lost, and it was told to continue at that time.
         expected = lost and isinstance(error, EngineUnreachable)
         level = logging.DEBUG if expected else logging.WARNING
         log.log(level, "the engine may be left paused, since it could not be continued: %s", why)
@@ -252,8 +257,11 @@ async def _continue(controls: EngineControls, engine: Engine, *, lost: bool) -> 
 
 
 async def _abort_again(engine: Engine, requests: Sequence[str]) -> None:
-    """SGLang loses an abort of a request that a pause holds before its scheduler has heard of it
-    (hazard 4). After the continue it counts; for what is gone already it does nothing."""
+    """Abort requests again after the continue.
+
+    SGLang loses the abort of a request that a pause holds before SGLang's scheduler has got it
+    (hazard 4). An abort after the continue works, and has no effect on a request that has ended.
+    """
     try:
         async with asyncio.timeout(_AGAIN_S + _AGAIN_EACH_S * len(requests)):
             answers = await asyncio.gather(*map(engine.abort, requests), return_exceptions=True)

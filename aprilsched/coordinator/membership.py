@@ -1,4 +1,4 @@
-"""Engines that join and leave a running scheduler, and how engines that were lost come back."""
+"""Lets engines join and leave a running scheduler, and readmits engines that were lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("aprilsched")
 
 
 class Membership:
-    """Keeps `engines` as the fleet has them."""
+    """Keeps `engines` equal to the engines of the fleet."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Membership:
         self._readmission.forget(name)
         engine = self._engines.pop(name, None)
         if engine is not None:
-            # The core may have lost it before, and it may have been left paused then.
+            # The core may have lost the engine before, and the engine may be paused since then.
             self._hand_back.begin(engine)
 
     async def _join(self, engine: Engine) -> None:
@@ -68,7 +68,7 @@ class Membership:
             self._readmission.expect(engine.name)
             return
         try:
-            # One that holds its token back must not keep the fleet's other changes waiting.
+            # An engine that gives no token must not delay the other changes of the fleet.
             async with asyncio.timeout(self._config.control_timeout_s):
                 info = await examine(engine, self._config)
         except (AprilschedError, TimeoutError) as error:
@@ -79,15 +79,20 @@ class Membership:
 
 
 _FIRST_S = 1.0
+"""Seconds before the first try to readmit an engine; each further wait is twice as long."""
 _LAST_S = 60.0
-"""Between two tries."""
+"""Longest wait between two tries, in seconds."""
 _LONGEST_S = 900.0
-"""Of an engine that was lost soon after it came back, again and again."""
+"""Longest wait for an engine that is lost again and again soon after it came back, in seconds."""
 _SOON_S = 300.0
+"""An engine that is lost within these seconds after it came back is lost soon."""
 
 
 class Readmission:
-    """Watches the engines that are quarantined."""
+    """Waits for quarantined engines to work again, and readmits them.
+
+    This is a circuit breaker for each engine: a lost engine is open, a try is half open.
+    """
 
     def __init__(
         self,
@@ -101,7 +106,7 @@ class Readmission:
         self._feed = feed
         self._config = config
         self._losses: Counter[str] = Counter()
-        """In a row, each soon after the engine had come back."""
+        """Number of losses in a row, each soon after the engine had come back, by engine."""
         self._back_at: dict[str, float] = {}
         self._tasks: Tasks | None = None
         self._hand_back = hand_back
@@ -112,19 +117,19 @@ class Readmission:
         self._tasks = tasks
 
     def lost(self, command: LoseEngine) -> None:
-        """Open: wait for the engine to come back, unless it only stands by."""
+        """Wait for a lost engine to come back, unless it is on standby."""
         if not command.standby:
             self.expect(command.engine, last=command.last)
 
     def expect(self, engine: str, *, last: bool = False) -> None:
-        """It does not work now, but is expected to."""
+        """Wait for an engine that does not work now and is expected to come back."""
         if self._tasks is not None and engine not in self._watching:
             self._begun += 1
             key = self._watching[engine] = ("readmission", engine, self._begun)
             self._tasks.start(key, self._watch(engine, self._first_wait(engine, last=last)))
 
     def forget(self, engine: str) -> None:
-        """It left the fleet and is not expected back."""
+        """Stop waiting for an engine that left the fleet."""
         key = self._watching.pop(engine, None)
         if self._tasks is not None and key is not None:
             self._tasks.cancel([key])
@@ -154,10 +159,10 @@ class Readmission:
                 return
 
     async def _try(self, name: str) -> EngineInfo:
-        """Half open."""
+        """Try once to readmit an engine; returns what the core must know of it."""
         engine = self._engines[name]
         async with asyncio.timeout(self._config.control_timeout_s):
-            # Anew: behind the same address may be another process with other capabilities.
+            # Opened again, because another process with other capabilities may be at the address.
             await engine.close()
             await engine.open()
         await self._hand_back.let_go_on(engine)

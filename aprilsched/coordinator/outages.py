@@ -1,4 +1,4 @@
-"""What is said of slow engines and of a fleet that is gone, in the log and to those who wait."""
+"""Reports slow engines and the loss of the whole fleet, in the log and to waiting calls."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ log = logging.getLogger("aprilsched")
 
 
 class Outages:
-    """Carries the commands of :mod:`aprilsched.core.steps.outage` out."""
+    """Carries out the commands of :mod:`aprilsched.core.steps.outage`."""
 
     def __init__(self, waits: Waits) -> None:
         self._waits = waits
 
     def report_slow(self, command: ReportSlow) -> None:
         log.warning(
-            "engine %s is slow: %s; it stays in use, since no other shows what it could do",
+            "engine %s is slow: %s; it stays in use, because there is no other engine to compare "
+            "it with",
             command.engine,
             command.cause,
         )
@@ -31,7 +32,7 @@ class Outages:
     def wait(self, command: AwaitFleet) -> None:
         now = datetime.now().astimezone()
         log.error(
-            "no engine is left since %s; one of them is waited for until %s: %s",
+            "no engine is left since %s; the scheduler waits until %s for one to come back: %s",
             _clock(now - timedelta(seconds=command.waited_s)),
             _clock(now + timedelta(seconds=command.left_s)),
             _causes(command.lost),
@@ -51,7 +52,7 @@ class Outages:
 
 
 def wants_update(engines: Iterable[str], version: int) -> RefitError:
-    """For who waits for tokens that nobody can generate before an update."""
+    """The error for a call that waits for tokens which no engine can generate before an update."""
     return RefitError(
         f"no engine has the fleet's weights ({', '.join(engines)} wait for them); call "
         f"update_weights(publisher, version={version}), or with newer ones, first."

@@ -1,4 +1,4 @@
-"""The source of prompts: any iterable or async iterable of them, read as far as needed."""
+"""Reads and checks prompts from any iterable or async iterable, only as many as are needed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ __all__ = ["PromptSource", "checked"]
 
 _END = object()
 TOGETHER_S = 0.1
-"""Seconds without another prompt after which those at hand are launched. Each prompt that arrives
-alone costs those that run a prefill pass (hazard 15), about 20 ms."""
+"""Seconds without a new prompt after which the prompts read so far are launched. A prompt that is
+launched alone costs a prefill pass of its own (hazard 15), which stops the running requests of its
+engine for about 20 ms."""
 
 
 class PromptSource:
@@ -32,7 +33,7 @@ class PromptSource:
         self._skip: Callable[[int], Any] | None = getattr(prompts, "skip", None)
         self._passed = 0
         self._raised: ConfigError | None = None
-        """What the latest prompt was refused for, if it was."""
+        """Why the latest prompt was refused; None if it was not."""
         self._storable = False
         self._read(prompts)
 
@@ -48,14 +49,14 @@ class PromptSource:
             )
 
     def must_be_storable(self) -> None:
-        """From now on prompts whose metadata a store cannot keep are refused."""
+        """Refuse prompts whose metadata a store cannot save, from now on."""
         self._storable = True
 
     def pass_over(self, count: int) -> None:
-        """The first `count` prompts were taken in a former life: they are not given again.
+        """Skip the first `count` prompts, because the run had launched them before it was resumed.
 
-        They are read and thrown away, unless the source has a method ``skip(count)`` that gives
-        the source without them.
+        If the source has a method ``skip(count)``, which returns the source without them, it is
+        used. Otherwise the prompts are read and dropped.
         """
         if self._skip is None:
             self._passed = count
@@ -65,14 +66,14 @@ class PromptSource:
     async def take(
         self, count: int, early: Callable[[tuple[Prompt | RefusedPrompt, ...]], None]
     ) -> tuple[tuple[Prompt | RefusedPrompt, ...], bool]:
-        """Up to `count` prompts, and whether the source has ended.
+        """Read up to `count` prompts; returns them and whether the source has ended.
 
-        An asynchronous source that gives nothing for :data:`TOGETHER_S` is dry for now: `early` is
-        given what has come, if anything, and the rest is waited for.
+        If an asynchronous source gives no prompt for :data:`TOGETHER_S`, `early` is called with the
+        prompts read so far, and only the rest is returned.
 
         Raises:
-            Exception: whatever the source itself raises. A ConfigError out of it is one bad prompt,
-                unless the source has ended with it, as a generator has.
+            Exception: any exception of the source. A ConfigError of the source counts as one bad
+                prompt, unless the source ends with it, as a generator does.
         """
         taken: list[Prompt | RefusedPrompt] = []
 
@@ -96,7 +97,7 @@ class PromptSource:
         return tuple(taken), False
 
     async def _usable(self) -> Prompt | RefusedPrompt | None:
-        """The next prompt, or why it cannot be used; None at the end."""
+        """The next prompt, or the reason why it cannot be used; None at the end of the source."""
         try:
             prompt = await self._next()
             if prompt is _END:
@@ -115,7 +116,7 @@ class PromptSource:
         return usable
 
     async def _next(self) -> object:
-        """The next prompt, or :data:`_END`."""
+        """The next object of the source, or :data:`_END`."""
         return await anext(self._async, _END) if self._async else next(self._sync, _END)
 
     async def _pass_over(self) -> None:
@@ -129,10 +130,10 @@ class PromptSource:
 
 
 def checked(prompt: object, group_size: int) -> Prompt:
-    """The prompt, if a group of `group_size` can be launched for it.
+    """`prompt`, if a group of `group_size` can be launched for it.
 
     Raises:
-        ConfigError: if not.
+        ConfigError: if it cannot.
     """
     if not isinstance(prompt, Prompt):
         raise ConfigError(

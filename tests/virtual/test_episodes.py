@@ -312,7 +312,7 @@ def test_partial_output_without_a_turn_that_was_given_up_is_refused():
         async with checked(SimFleet(1), prompts(1), asks, config("retract")) as rollouts:
             async for _ in rollouts:
                 raise AssertionError("nothing can be delivered")
-            assert "no turn was given up" in rollouts.state.in_flight.ledger.entries[0].cause
+            assert "no generate() call was cancelled" in rollouts.state.in_flight.ledger.entries[0].cause
 
     run_virtual(main())
 
