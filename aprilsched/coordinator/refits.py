@@ -1,8 +1,9 @@
-"""Refits: a publisher moves the weights, and every engine says itself what it has afterwards.
+"""Refits engines: a publisher moves the weights, and then every engine is asked for its version.
 
-- Whatever a publisher does (raises, hangs past its deadline, is cancelled), the refit ends with an
-  answer for each engine. A publisher that ignores its cancellation is left behind, and said so.
-- What counts is the engine's own word: the new version, the old one, or torn.
+- Whatever a publisher does (raises, exceeds its timeout, is cancelled), the refit ends with a
+  result for each engine. A publisher that ignores its cancellation is left behind, and this is
+  logged.
+- Only the engine's own answer counts: the new version, the old version, or inconsistent weights.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ _PUBLISHER = "the publisher"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefitReport:
-    """What an update did.
+    """The result of an update.
 
     Attributes:
         version: the policy version that all engines in use have now.
-        quarantined: engines that did not take it, with the cause; their rollouts go on on others.
-        seconds: from the call to the last engine's answer, preparation included.
+        quarantined: engines that did not take the version, with the cause; their rollouts continue
+            on other engines.
+        seconds: time from the call to the last engine's answer, including the preparation.
     """
 
     version: int
@@ -45,7 +47,7 @@ class RefitReport:
 
 
 class Refits:
-    """Carries refits and what belongs to them out."""
+    """Carries out refits, and the removal of adapters that are not used any more."""
 
     def __init__(
         self,
@@ -57,10 +59,11 @@ class Refits:
         refit_timeout_s: float,
     ) -> None:
         self.publisher: WeightPublisher | None = None
-        """Moves the version that is asked for now, and after that the fleet's."""
+        """Publisher of the latest update, whether it succeeded or not."""
         self.failure: Exception | None = None
-        """What the publisher raised, to be chained to the error the trainer gets."""
+        """What the publisher raised; the trainer's error is chained to it."""
         self._fleets: WeightPublisher | None = None
+        """Publisher of the version that the fleet has."""
         self._engines = engines
         self._feed = feed
         self._fleet_version = fleet_version
@@ -69,7 +72,7 @@ class Refits:
         self._tasks: Tasks | None = None
         self._calls = 0
         self._under_way: dict[TaskKey, Sequence[Engine]] = {}
-        """The engines of each refit that goes on."""
+        """The engines of each refit that has not ended."""
 
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks
@@ -80,7 +83,7 @@ class Refits:
         publisher = self._fleets if command.catch_up else self.publisher
         # Catching up ends with its engine; a refit of the whole fleet goes on for the others.
         kind = ("control", command.engines[0]) if command.catch_up else ("control",)
-        # Taken now: one that leaves the fleet meanwhile is not among the engines any more.
+        # Looked up now, because an engine that leaves the fleet is removed from the mapping.
         engines = [self._engines[name] for name in command.engines]
         key = self._start(kind, self._refit(command, publisher, engines))
         if self._tasks is not None:
@@ -88,13 +91,13 @@ class Refits:
             self._under_way[key] = engines
 
     async def ended(self, engine: Engine) -> None:
-        """Wait until no weights are brought into the engine any more."""
+        """Wait until no refit of the engine is open."""
         if self._tasks is not None:
             refits = self._under_way.items()
             await self._tasks.ended([key for key, engines in refits if engine in engines])
 
     def keep_publisher(self) -> None:
-        """The version that it moved is the fleet's now."""
+        """Remember the publisher of the latest update, because its version is the fleet's now."""
         self._fleets = self.publisher
 
     def retire(self, command: Retire) -> None:
@@ -123,7 +126,7 @@ class Refits:
     async def _publish(
         self, command: Refit, publisher: WeightPublisher | None, engines: Sequence[Engine]
     ) -> Mapping[str, str]:
-        """Bring the version in; for each engine why it failed, or an empty string."""
+        """Load the version into the engines; returns for each why it failed, or an empty string."""
         if publisher is None:
             return dict.fromkeys(command.engines, "there is no publisher")
         self.failure = None
@@ -142,12 +145,12 @@ class Refits:
             cause = f"the publisher did not finish within {self._refit_timeout_s:g} s"
             return dict.fromkeys(command.engines, cause)
         except Exception as error:
-            # A publisher is the caller's code: whatever it raises ends this update, not the run.
+            # A publisher is the caller's code. Its errors end this update but not the run.
             self.failure = error
             return dict.fromkeys(command.engines, raised(_PUBLISHER, error))
 
     async def _verify(self, command: Refit, engine: Engine, cause: str) -> None:
-        """Believe only what the engine itself says of its version."""
+        """Ask the engine for its version, and report the result to the core."""
         name = engine.name
         version: int | None
         try:
@@ -164,7 +167,8 @@ class Refits:
         async with asyncio.timeout(self._call_timeout_s):
             version = await engine.version()
         if command.beside:
-            # The label is the base model's. An adapter is there if loading it did not fail.
+            # The engine's version is that of the base model. The adapter is there if loading it
+            # did not fail.
             return self._fleet_version() if cause else command.version
         return version
 
@@ -184,13 +188,13 @@ class Refits:
 
 
 def _causes(results: Mapping[str, Exception | None]) -> Mapping[str, str]:
-    """For each engine why it did not take the weights, as the publisher says."""
+    """For each engine why it did not take the weights, by the publisher, or an empty string."""
     if not isinstance(results, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"publish() returned a {type(results).__name__}; return a mapping from each engine's "
             "name to None, or to the exception that says why it did not take the weights"
         )
-    # An exception without words (TimeoutError()) is one nevertheless.
+    # An exception without a message, such as TimeoutError(), also means failure.
     return {
         name: "" if error is None else str(error) or repr(error) for name, error in results.items()
     }

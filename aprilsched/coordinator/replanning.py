@@ -36,33 +36,41 @@ __all__ = ["WINDOW", "Planning", "StepTimes"]
 log = logging.getLogger("aprilsched")
 
 WINDOW = 2.0
-"""Seconds: a few hundred steps, of which each request streams a few chunks. In longer ones the
-batch shrinks so much that the parts of a step's time cannot be told apart: with 10 s a
-doubled t0 was found by a tenth only, with 2 s by four fifths."""
+"""Length of a window in seconds. It has a few hundred decode steps, in which each request streams a
+few chunks. In a longer window the batch shrinks so much that the terms of a step's time cannot be
+distinguished: of a doubled t0, windows of 10 s found a tenth, windows of 2 s four fifths."""
 _LEAST_TOKENS = 256
+"""A window with fewer timed tokens is ignored."""
 _BURST = 2e-3
-"""Requests that arrive within so many seconds are prefilled together."""
+"""Requests that are sent to an engine within so many seconds count as one prefill pass."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Window:
-    """What one engine does, since `began`."""
+    """What one engine did since `began`; seconds are on the run's clock."""
 
     began: float
     at: float
     running: dict[int, int] = field(default_factory=dict[int, int])
-    """Context tokens of each open attempt, by request."""
+    """Number of context tokens of each open attempt, by request."""
     held: int = 0
+    """Number of context tokens of all open attempts."""
     running_time: float = 0.0
+    """Integral of the number of open attempts over time."""
     held_time: float = 0.0
+    """Integral of `held` over time."""
     since: dict[int, float] = field(default_factory=dict[int, float])
-    """When the last chunk of those that are timed arrived."""
+    """Time of the last chunk of each request that is timed."""
     timed: float = 0.0
+    """Sum over the timed requests of the seconds between their chunks."""
     tokens: int = 0
-    """Request seconds from chunk to chunk, and the tokens that came in them."""
+    """Number of tokens that arrived in the `timed` seconds."""
     passes: int = 0
+    """Number of prefill passes."""
     prefilled: int = 0
+    """Number of tokens that the prefill passes computed."""
     sent_at: float = -1.0
+    """Time at which the last request was sent."""
 
     def advance(self, now: float) -> None:
         seconds = now - self.at
@@ -76,9 +84,10 @@ class _Window:
         self.tokens = self.passes = self.prefilled = 0
 
     def arrived(self, key: int, tokens: int, now: float) -> None:
-        """A chunk of a request."""
+        """Count a chunk of a request."""
         if not self.since:
-            self.restart(now)  # it was idle or prefilled, or nobody knows what it did
+            # Before the first chunk the engine was idle, was prefilling, or did something unknown.
+            self.restart(now)
         elif key in self.since:
             self.timed += now - self.since[key]
             self.tokens += tokens
@@ -99,14 +108,14 @@ class _Window:
 
 
 class StepTimes:
-    """Keeps the planner's model up to date."""
+    """A listener that fits the planner's step-time model to the run."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self._fit = OnlineFit(planner.model)
         self._engines: dict[str, _Window] = {}
         self._where: dict[int, str] = {}
-        """The engine of each request with an open attempt."""
+        """Engine of each request that has an open attempt."""
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         for fact in facts:
@@ -188,7 +197,7 @@ class StepTimes:
 
 
 class Planning:
-    """Carries out Plan; a failure keeps the schedule in force and is said once for each time."""
+    """Carries out Plan. A failure is logged, and the current schedule stays in use."""
 
     def __init__(
         self, *, planner: Planner, config: SchedulerConfig, feed: Callable[[Event], None]
@@ -215,7 +224,7 @@ class Planning:
             schedule = called_now("the planner", self._planner.plan, command, self._config)
             changes = not schedule.same_as(command.current)
         except Exception as error:
-            log.exception("no schedule could be chosen; the one in force stays")
+            log.exception("no schedule could be chosen; the current one stays in use")
             return Planned(schedule=None, cause=repr(error))
         if changes:
             log.info("from now on %s", schedule.why)

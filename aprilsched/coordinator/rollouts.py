@@ -1,4 +1,4 @@
-"""RolloutScheduler: what a trainer calls."""
+"""RolloutScheduler: the class that a trainer uses."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ __all__ = ["RolloutScheduler"]
 
 
 class RolloutScheduler:
-    """Keeps a fleet of engines full and hands over batches of whole groups.
+    """Keeps a fleet of engines full and delivers batches of whole groups.
 
-    Use it as ``async with RolloutScheduler(...) as rollouts``. Inside, ``async for batch in
-    rollouts`` or :meth:`next_batch` give batches, :meth:`update_weights` brings a new policy
-    version in, :meth:`evaluate` runs a set of prompts to its end.
+    Use it as ``async with RolloutScheduler(...) as rollouts``. In this block, ``async for batch in
+    rollouts`` or :meth:`next_batch` give batches, :meth:`update_weights` loads a new policy
+    version, and :meth:`evaluate` generates the responses to a set of prompts.
 
     Args:
-        fleet: the engines; opened and closed with the scheduler.
-        prompts: any iterable or async iterable of :class:`~aprilsched.types.Prompt`; when it
-            ends, what is in flight is finished and delivered, the last batch perhaps smaller.
-        reward: scores a rollout (or a group, see `reward_scope`); plain functions run in
-            threads, coroutines on the loop, both beside generation.
-        reward_scope: "rollout": ``reward(rollout, prompt)``; "group": ``reward(group)`` gives
-            one score for each rollout.
-        accept: ``accept(group)`` keeps or rejects a scored group; rejected ones are replaced.
+        fleet: the engines; they are opened and closed with the scheduler.
+        prompts: any iterable or async iterable of :class:`~aprilsched.types.Prompt`. When it ends,
+            the rollouts in flight are finished and delivered, perhaps in a smaller last batch.
+        reward: scores a rollout, or a group (see `reward_scope`), while generation continues.
+            Plain functions run in threads, coroutines run on the event loop.
+        reward_scope: "rollout" calls ``reward(rollout, prompt)``; "group" calls ``reward(group)``,
+            which returns one score for each rollout.
+        accept: ``accept(group)`` keeps or rejects a scored group; a rejected group is replaced.
         episode: ``async episode(turn, prompt)`` drives a rollout of several turns.
-        config: how to schedule.
-        planner: chooses schedules for ``over_provision="auto"``, with the step-time model of
-            the engines; by default that of an H200 with a 4B model.
-        listeners: see every event and command (telemetry).
-        run_id: prefix of the request ids; random unless given.
-        store: keeps partial rollouts through a crash; with one that holds a run, that run goes on.
+        config: settings of the scheduler.
+        planner: chooses schedules for ``over_provision="auto"`` by a step-time model of the
+            engines; the default is the model of an H200 with a 4B model.
+        listeners: telemetry; each gets the events and commands, or the facts, of the run.
+        run_id: prefix of the request ids; random by default.
+        store: saves partial rollouts, so that a run can resume after a crash. If the store already
+            has a run, the scheduler resumes it.
 
     Raises:
-        ConfigError: for settings, prompts or engines that cannot work, before anything is
-            launched.
+        ConfigError: if settings, prompts or engines cannot work; nothing is launched then.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class RolloutScheduler:
         await self.close()
 
     async def close(self) -> None:
-        """Stop from any state: requests aborted, every engine continued, nothing left running.
+        """Stop in any state: abort all requests, continue every engine, end all tasks.
 
-        How long that may take grows with the number of requests in flight. It may be called from
-        any task, at any time and repeatedly.
+        The time that this may take grows with the number of requests in flight. Any task may call
+        it, at any time and repeatedly.
         """
         await self._session.close()
 
@@ -130,12 +130,15 @@ class RolloutScheduler:
 
     @property
     def state(self) -> SchedulerState:
-        """What the scheduler knows, to look at (telemetry, tests); only the core changes it."""
+        """The scheduler's state, to be read only (telemetry, tests); only the core changes it."""
         return self._session.state
 
     def bias(self) -> BiasNow:
-        """How far what was delivered so far is from what is drawn, and how much of it will go
-        away. A few milliseconds; a policy that censors lengths is also logged, once."""
+        """How the delivered lengths differ so far from the law that lengths are drawn from, and
+        which part of the difference will go away.
+
+        The call takes a few milliseconds. A policy that censors lengths is also logged, once.
+        """
         return self._session.bias.now()
 
     def _check_open(self) -> None:
@@ -163,16 +166,16 @@ class RolloutScheduler:
     async def next_batch(self) -> Batch:
         """Wait for the next batch.
 
-        A cancelled wait loses nothing: a batch is taken when the call returns, and until then it
-        is there for the next call. A timeout around it may be as short as you like, also shorter
-        than the store takes to keep a batch safe. A batch that was not taken before the next
-        update is made up anew after it.
+        A cancelled wait loses nothing. A batch is taken when the call returns; until then it stays
+        available for the next call. A timeout around the call may be arbitrarily short, even
+        shorter than the store needs to save a batch. If a batch is not taken before the next
+        update, a new batch is chosen after the update.
 
         Raises:
             PromptsExhausted: when the prompts have ended and everything was delivered.
             FleetLost: when no engine is left and none comes back within `fleet_wait_s`.
-            RefitError: when the engines that are left have not the fleet's weights; after an
-                update it goes on.
+            RefitError: when the remaining engines do not have the fleet's weights; an update
+                repairs this.
             RunGivenUp: when `max_failed_groups` groups in a row failed.
             SchedulerClosed: outside of the ``async with`` block.
         """
@@ -180,10 +183,12 @@ class RolloutScheduler:
         return self._take()
 
     async def _offered(self) -> Batch:
-        """Wait until a batch may be taken."""
+        """Wait until a batch may be taken; returns it without taking it."""
         self._check_open()
         if self._waits.batch_wanted:
-            raise ConfigError("next_batch() is waited for already; one trainer takes batches.")
+            raise ConfigError(
+                "another next_batch() call is waiting already; await it before the next call."
+            )
         future = self._waits.for_batch()
         self._feed(ev.BatchRequested())
         try:
@@ -191,7 +196,7 @@ class RolloutScheduler:
                 if not await future:
                     raise PromptsExhausted("the prompts have ended and everything was delivered.")
                 if self._waits.offer is None:
-                    # An update came in the moment between, and the batch is made up anew.
+                    # An update came between the offer and this line, so the offer was withdrawn.
                     future = self._waits.for_batch()
         except asyncio.CancelledError:
             self._feed(ev.BatchWithdrawn())
@@ -201,7 +206,7 @@ class RolloutScheduler:
         return self._waits.offer
 
     def _take(self) -> Batch:
-        """The trainer has the batch that is offered."""
+        """Take the batch that is offered, for the trainer."""
         batch, self._waits.offer = self._waits.offer, None
         if batch is None:
             raise InvariantViolation("a batch was taken that is not offered")
@@ -209,11 +214,12 @@ class RolloutScheduler:
         return batch
 
     async def evaluate(self, prompts: Iterable[Prompt], *, group_size: int = 1) -> Batch:
-        """Run `prompts` to their end on the same engines, under one version.
+        """Generate all responses to `prompts` on the same engines, under one version.
 
-        Neither over-provisioned nor carried; an update waits for it. Groups come in the order of
-        the prompts; those that failed are missing and in the ledger. A call that is cancelled ends
-        the evaluation: its requests are called back, and no update waits for it.
+        Evaluations are neither over-provisioned nor carried, and an update waits for their end. The
+        groups are in the order of the prompts; failed groups are missing and are in the ledger.
+        Cancelling the call ends the evaluation: its requests are aborted, and no update waits for
+        it.
 
         Raises:
             ConfigError: if there is no prompt, if one cannot be used, or if `group_size` is 0.
@@ -240,35 +246,36 @@ class RolloutScheduler:
     # --- durability ----------------------------------------------------------------------------
 
     async def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
-        """Write the scheduler as it is now to one file, for the trainer's own checkpoint.
+        """Write the scheduler's state to one file, for the trainer's own checkpoint.
 
-        A call that fails acknowledges nothing, and leaves a file that was there as it was. One
-        that is cancelled acknowledges nothing either; its file may still be written.
+        The file has everything in flight with its tokens, the position in the prompts, and the
+        versions. After :meth:`restore` the run continues from this state.
 
-        Everything in flight with its tokens, the place in the prompts, the versions. After
-        :meth:`restore` the run goes on as it did from here.
+        A call that fails acknowledges nothing and does not change an existing file. A call that is
+        cancelled acknowledges nothing either, but its file may still be written.
 
         Args:
-            path: the file; replaced if it is there, whole or not at all.
-            acknowledge: the trainer's checkpoint has all batches that it was given until now. If
-                False, those that were not acknowledged are delivered again after a restore; that
-                needs a store, which keeps them.
+            path: the file; an existing file is replaced as a whole or not at all.
+            acknowledge: True if the trainer's checkpoint includes training on all batches that it
+                has taken so far. If False, batches that were not acknowledged are delivered again
+                after a restore; this needs a store, which keeps them.
 
         Raises:
-            StoreError: if it cannot be written.
+            StoreError: if the file cannot be written.
         """
         self._session.check_open()
         await self._session.durability.checkpoint(Path(path), acknowledge=acknowledge)
 
     def restore(self, path: Path | str) -> None:
-        """Begin where :meth:`checkpoint` was called; before the ``async with`` block.
+        """Begin with the state of a checkpoint. Call it before the ``async with`` block.
 
-        The prompts must be those of then, from their begin: what was launched is passed over. A
-        store's own content is replaced. Engines with another version wait for
-        :meth:`update_weights`, which takes the checkpoint's version here.
+        The prompts must be the same as when :meth:`checkpoint` was called, from the first one;
+        prompts that were launched are skipped. The content of a store is replaced. Engines with
+        another version wait for :meth:`update_weights`, which accepts the checkpoint's version in
+        this case.
 
         Raises:
-            StoreError: if there is no checkpoint, or it cannot be read.
+            StoreError: if there is no checkpoint, or if it cannot be read.
             SchedulerClosed: if the scheduler was opened already.
         """
         self._session.durability.restore(Path(path))
@@ -281,38 +288,40 @@ class RolloutScheduler:
         """Bring the trainer's new weights into every engine: pause, refit, verify, continue.
 
         With an :class:`~aprilsched.weights.base.AdapterPublisher` nothing is paused: the new
-        adapter serves new requests, what was sent before ends under the old one.
+        adapter serves new requests, and requests that were sent before end under the old adapter.
 
-        A call that is cancelled before any weights were loaded changes nothing; after that the
-        update runs to its end, since half an update would be neither version.
+        A call that is cancelled before any weights were loaded changes nothing. After that, the
+        update runs to its end, because a half update would leave inconsistent weights.
 
         Args:
             publisher: moves the weights.
-            version: its number; one more than the last unless given.
+            version: number of the new version; by default one more than the last.
 
         Raises:
-            RefitError: if no engine took the version; generation goes on under the old one.
-            ConfigError: if `version` is not newer than the one in use, or whole weights are
-                published where adapters are in use.
+            RefitError: if no engine took the version; generation continues under the old one.
+            ConfigError: if `version` is not newer than the one in use, or if full weights are
+                published while adapters are in use.
         """
         return await self._updates.update(publisher, version)
 
     def asleep(
         self, *, tags: Sequence[str] = ("kv_cache", "weights")
     ) -> AbstractAsyncContextManager[None]:
-        """Lend the engines' GPU memory to a trainer on the same GPUs.
+        """Release the engines' GPU memory for a trainer on the same GPUs.
 
-        ``async with rollouts.asleep(): ...`` pauses the engines, keeps the stragglers safe (inside
-        them where they can hold requests without memory, else called back with their tokens) and
-        releases the memory of `tags`. Inside the block :meth:`update_weights` takes the weights'
-        memory back and loads them; at its end the rest comes back and generation goes on.
+        ``async with rollouts.asleep(): ...`` pauses the engines, keeps the stragglers, and releases
+        the memory of `tags`. Engines that can hold requests without memory keep the stragglers;
+        otherwise the requests are aborted and their tokens kept. In the block,
+        :meth:`update_weights` takes the memory of the weights back and loads them. At the end of
+        the block the rest of the memory comes back and generation continues.
 
         Args:
             tags: "kv_cache", "weights" and "cuda_graph", or some of them.
 
         Raises:
-            ConfigError: if `tags` or an engine cannot be put to sleep, or all sleep already.
-            RefitError: at the end, if weights were released, the servers did not keep them, and
-                no update brought new ones.
+            ConfigError: if a tag is unknown, if an engine cannot release memory, or if the engines
+                are asleep already.
+            RefitError: at the end of the block, if weights were released, the servers did not keep
+                them, and no update loaded new ones.
         """
         return self._updates.asleep(tags)

@@ -1,9 +1,10 @@
-"""What is known of others who use the same engines, and what is done about it.
+"""Detects other users of the same engines: refuses them in this process, warns of others.
 
-Two schedulers on one engine pause and refit it under each other. Within one process the second one
-is refused. What another process does is seen only by its traces: requests that are there when a
-scheduler opens, and aborts that it did not ask for (a version that it did not bring in is seen
-elsewhere, in every answer).
+Two schedulers on one engine would each pause and refit it while the other uses it. Within one
+process, the second scheduler is refused. Another process is detected only by its effects: requests
+that an engine has when a scheduler opens, and aborts that the scheduler did not request (see
+:mod:`aprilsched.coordinator.attempts`). A version that the scheduler did not load is detected in
+every answer of an engine.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ __all__ = ["Claim", "say_who_is_there"]
 log = logging.getLogger("aprilsched")
 
 _AGAIN_S = 1.0
-"""Until an engine is asked once more. SGLang's figures are some steps old, and requests that a
-killed client left are aborted within that time."""
+"""Seconds until an engine is asked again. SGLang's figures are some steps old, and SGLang aborts
+the requests of a killed client within this time."""
 
 
 class Claim:
     """The engines that one open scheduler of this process uses.
 
     Args:
-        run_id: of the scheduler, for the message to the other one.
+        run_id: the scheduler's run id, for the error message that another scheduler gets.
     """
 
     _holders: ClassVar[dict[Hashable, Claim]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    """The blocking facade has a loop in a thread of its own."""
+    """Protects `_holders`, because a blocking scheduler has its loop in a thread of its own."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engines: list[Engine] = []
-        """Held, so that no other object gets the identity of one of them."""
+        """The claimed engines. The references ensure that no other object gets the same id."""
 
     def take(self, engines: Iterable[Engine]) -> None:
-        """Take these too.
+        """Claim these engines too.
 
         Raises:
             ConfigError: if another open scheduler uses one of them.
@@ -57,15 +58,15 @@ class Claim:
                 if holder is not None and holder is not self and holder.is_open:
                     raise ConfigError(
                         f"{engine.name} is in use by the open scheduler of run "
-                        f"{holder._run_id}, and two would pause and refit it under each other; "
-                        "close that one first."
+                        f"{holder._run_id}, and two schedulers would disturb each other by pauses "
+                        "and refits; close that one first."
                     )
             for engine in engines:
                 self._holders[_key(engine)] = self
                 self._engines.append(engine)
 
     def give_back(self) -> None:
-        """Whoever comes next may have them."""
+        """End the claim, so that another scheduler may use the engines."""
         with self._lock:
             for engine in self._engines:
                 if self._holders.get(_key(engine)) is self:
@@ -74,7 +75,7 @@ class Claim:
 
     @property
     def is_open(self) -> bool:
-        """A scheduler whose loop was closed under it uses nothing any more."""
+        """Whether the scheduler may still use engines. It cannot when its event loop is closed."""
         return self._loop is not None and not self._loop.is_closed()
 
 
@@ -83,22 +84,22 @@ def _key(engine: Engine) -> Hashable:
 
 
 async def say_who_is_there(engines: Sequence[Engine]) -> None:
-    """Log a line for each engine that works for somebody else before anything is sent to it."""
+    """Log a warning for each engine that has requests before this run has sent any."""
     found = await _busy(engines)
     if found:
         await asyncio.sleep(_AGAIN_S)
         found = await _busy([engine for engine, _ in found])
     for engine, count in found:
         log.warning(
-            "%s has requests of somebody else (%d of them): this run's pauses and refits stop "
-            "those too, and another scheduler's would stop this run's",
+            "%s has requests of another client (%d of them): this run's pauses and refits stop "
+            "those too, and another scheduler's would stop this run's; give each its own engines",
             engine.name,
             count,
         )
 
 
 async def _busy(engines: Sequence[Engine]) -> list[tuple[Engine, int]]:
-    """The engines that have requests, and how many."""
+    """The engines that have requests, each with their number."""
     counts = await asyncio.gather(*map(_requests, engines))
     return [(engine, count) for engine, count in zip(engines, counts, strict=True) if count]
 

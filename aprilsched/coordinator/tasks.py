@@ -1,8 +1,8 @@
-"""Named tasks inside one task group: every task is referenced, and can be cancelled by its key.
+"""Runs tasks with keys in one task group, for all parts of a session.
 
-Invariants: a key that is in use is never given to a second task; a task that ends cancelled
-although nothing here cancelled it ends the group with an error, because whoever waits for what it
-would have done would wait for ever.
+Invariants: every task is referenced and can be cancelled by its key. Two tasks never have the same
+key at the same time. A task that was cancelled from outside ends the group with an error, because
+its result would be awaited forever.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ TaskKey: TypeAlias = str | tuple[Any, ...]
 
 
 class Tasks:
-    """Tasks by key. A task that raises ends the whole group, as asyncio.TaskGroup does. Made
-    inside the group, by the task that owns it."""
+    """The tasks of `group` by key. A task that raises ends the group, as in asyncio.TaskGroup.
+
+    Make it in the task that owns the group, inside the group's block.
+    """
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self._group = group
@@ -33,7 +35,8 @@ class Tasks:
         """Start `work` under a key that is not in use.
 
         Raises:
-            InvariantViolation: if the key is in use: the older task could not be cancelled then.
+            InvariantViolation: if the key is in use, because the older task could then not be
+                cancelled.
         """
         if key in self._tasks:
             work.close()
@@ -46,7 +49,7 @@ class Tasks:
         return key in self._tasks
 
     def fail(self, error: BaseException) -> None:
-        """End the whole group with `error`, which happened where nobody of the group saw it."""
+        """End the whole group with `error`, which was raised outside of the group's tasks."""
         if self._ending:
             return
         self._ending = True
@@ -54,7 +57,7 @@ class Tasks:
         try:
             self._group.create_task(work)
         except RuntimeError:
-            # The group is over already.
+            # The group has ended already.
             work.close()
 
     def cancel(self, keys: Iterable[TaskKey]) -> None:
@@ -65,12 +68,12 @@ class Tasks:
                 task.cancel()
 
     def cancel_kind(self, kind: tuple[Any, ...], *, but: Iterable[TaskKey] = ()) -> None:
-        """Cancel every task whose key is a tuple that begins with `kind`, `but` a few."""
+        """Cancel every task whose key is a tuple that begins with `kind`, except those in `but`."""
         spared = set(but)
         self.cancel([key for key in self.of_kind(kind) if key not in spared])
 
     def of_kind(self, *kinds: tuple[Any, ...]) -> list[TaskKey]:
-        """The keys of the tasks that run, where they are tuples that begin with one of `kinds`."""
+        """Keys of the running tasks that are tuples and begin with one of `kinds`."""
         return [
             key
             for key in self._tasks
@@ -78,13 +81,13 @@ class Tasks:
         ]
 
     async def ended(self, keys: Iterable[TaskKey], *, within: float | None = None) -> None:
-        """Wait until none of these runs any more, however it ends; no longer than `within`."""
+        """Wait until these tasks have ended, with or without success, at most `within` seconds."""
         tasks = [self._tasks[key] for key in keys if key in self._tasks]
         if tasks:
             await asyncio.wait(tasks, timeout=within)
 
     def cancel_all(self) -> None:
-        """The group ends."""
+        """Cancel every task, because the group ends."""
         self._ending = True
         for task in list(self._tasks.values()):
             task.cancel()
@@ -93,12 +96,12 @@ class Tasks:
         del self._tasks[key]
         expected = task in self._cancelled
         self._cancelled.discard(task)
-        # With its owner the whole group is cancelled, and with the first task that raises.
+        # The whole group is cancelled with its owner, and when the first task raises.
         ending = self._ending or (self._owner is not None and self._owner.cancelling() > 0)
         if not task.cancelled():
             self._ending = self._ending or task.exception() is not None
         elif not expected and not ending:
-            self.fail(InvariantViolation(f"the task {key} was cancelled by none of ours"))
+            self.fail(InvariantViolation(f"the task {key} was cancelled from outside"))
 
 
 async def _raise(error: BaseException) -> None:

@@ -1,7 +1,7 @@
-"""The trainer's side of updates and sleep: one at a time, each ending in an answer or an error.
+"""Carries out the trainer's calls update_weights() and asleep(), one at a time.
 
-A cancelled call never leaves an engine paused or asleep: what it began is withdrawn where that is
-still possible, and runs to its end otherwise.
+Each call ends with a result or an error. A cancelled call never leaves an engine paused or asleep:
+what it began is withdrawn if that is still possible, and otherwise runs to its end.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 class Updates:
-    """Updates and sleep of one session."""
+    """Updates the weights of one session's engines, and lets the engines sleep."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._lock = asyncio.Lock()
 
     def check_whole(self) -> None:
-        """Raises RefitError if no engine in use has whole weights, so nothing could come."""
+        """Raise RefitError if no engine can generate before the next update."""
         state = self._session.state
         if stranded(state):
             raise wants_update(state.fleet.control.standby, state.weights.versions.trainer)
@@ -77,8 +77,8 @@ class Updates:
         beside = isinstance(publisher, AdapterPublisher)
         if state.weights.adapter is not None and not beside:
             raise ConfigError(
-                "adapters are in use, and what is in flight would end on another model; go on "
-                "publishing adapters, or open a new scheduler."
+                "adapters are in use, and the rollouts in flight would end on another model; "
+                "continue to publish adapters, or open a new scheduler."
             )
         if beside and state.fleet.sleep is not None:
             raise ConfigError("the engines are asleep; publish adapters outside of asleep().")
@@ -118,7 +118,7 @@ class Updates:
         return RefitError(f"version {result.version} reached no engine, {outcome}: {result.cause}")
 
     async def _previous_update(self) -> None:
-        """An update whose caller was cancelled still runs; two at once would mix their weights."""
+        """Wait for an update whose caller was cancelled. Two updates at once would mix weights."""
         previous = self._session.waits.update
         if previous is not None and not previous.done():
             await asyncio.wait([previous])

@@ -1,7 +1,7 @@
-"""What the trainer waits for: its next batch, an update, evaluations.
+"""Holds the futures that the trainer's calls wait for: a batch, an update, a sleep, evaluations.
 
-A batch is only shown here, and the trainer's call takes it when it goes on. A call that is
-cancelled, at whatever moment, has taken nothing, and the batch is there for the next one.
+A batch is only offered here. The trainer's call takes it when the call continues. So a call that is
+cancelled at any moment has taken nothing, and the batch stays available for the next call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Waits:
 
     def __init__(self) -> None:
         self.offer: Batch | None = None
-        """The batch that may be taken; a store has it."""
+        """The batch that may be taken; None if there is none. If there is a store, it has saved
+        this batch."""
         self._batch: asyncio.Future[bool] | None = None
         self._update: asyncio.Future[FinishUpdate] | None = None
         self._evaluations: dict[int, asyncio.Future[Batch]] = {}
@@ -35,7 +36,7 @@ class Waits:
         return self._batch is not None and not self._batch.done()
 
     def for_batch(self) -> asyncio.Future[bool]:
-        """For a batch to be offered: True; False when there will be no more."""
+        """A future that is True when a batch is offered, and False when there will be no more."""
         self._batch = self._check().create_future()
         return self._batch
 
@@ -44,7 +45,7 @@ class Waits:
         return self._update
 
     def for_sleep(self) -> asyncio.Future[FinishSleep]:
-        """For the engines to be asleep, or to be awake again."""
+        """A future that is done when the engines are asleep, or are awake again."""
         self._sleep = self._check().create_future()
         return self._sleep
 
@@ -55,7 +56,7 @@ class Waits:
 
     @property
     def update(self) -> asyncio.Future[FinishUpdate] | None:
-        """The update under way, whoever still waits for it."""
+        """Future of the latest update, even if its caller was cancelled."""
         return self._update
 
     def raise_failure(self) -> None:
@@ -65,13 +66,13 @@ class Waits:
     # --- commands ------------------------------------------------------------------------------
 
     def show(self, batch: Batch) -> None:
-        """The batch may be taken."""
+        """Offer a batch to the trainer."""
         self.offer = batch
         if self._batch is not None and not self._batch.done():
             self._batch.set_result(True)
 
     def withdraw(self, _: object) -> None:
-        """It may not be taken any more."""
+        """Withdraw the offer of a batch."""
         self.offer = None
 
     def end(self, _: object) -> None:
@@ -92,17 +93,17 @@ class Waits:
             future.set_result(command.batch)
 
     def forget_evaluation(self, evaluation_id: int) -> None:
-        """Nobody waits for it any more."""
+        """Drop the future of an evaluation whose caller was cancelled."""
         self._evaluations.pop(evaluation_id, None)
 
     def refuse(self, error: BaseException, *, batch: bool, evaluations: Iterable[int]) -> None:
-        """Who waits for these gets `error`; later calls work again."""
+        """Raise `error` in the calls that wait for these; later calls work again."""
         futures = [self._evaluations.pop(evaluation, None) for evaluation in evaluations]
         for future in (self._batch if batch else None, *futures):
             _fail(future, error)
 
     def fail(self, error: BaseException) -> None:
-        """Nothing will come any more: everyone who waits, now or later, gets `error`."""
+        """Raise `error` in every call that waits now or later, because the session has ended."""
         self._failure = self._failure or error
         for future in (self._batch, self._update, self._sleep, *self._evaluations.values()):
             _fail(future, error)
@@ -115,5 +116,5 @@ class Waits:
 def _fail(future: asyncio.Future[Any] | None, error: BaseException) -> None:
     if future is not None and not future.done():
         future.set_exception(error)
-        # A waiter that was cancelled meanwhile will never look at it.
+        # Marks the error as retrieved, because a cancelled waiter does not look at it.
         future.exception()

@@ -1,7 +1,7 @@
-"""The caller's work beside generation: episodes, rewards, verdicts, and the reading of prompts.
+"""Runs the caller's functions for the core: episodes, rewards, accept, and reading prompts.
 
-Whatever a callback raises becomes an event with its cause, never an end of the run. The work of a
-dropped group is cancelled with it.
+An exception of a callback becomes an event with its cause and does not end the run. The work of a
+dropped group is cancelled with the group.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _REWARD = "the reward function"
 _ACCEPT = "the accept function"
 
 _EXPECTED = frozenset({"rejected", "stale", "withdrawn"})
-"""Reasons that the user asked for; the others are failures, and said as they happen."""
+"""Reasons that the user asked for. All other reasons are failures, and each is logged."""
 
 
 class Work:
@@ -86,15 +86,15 @@ class Work:
         tasks.start("prompts", called("the source of prompts", self._read))
 
     def must_be_storable(self) -> None:
-        """Prompts are kept in a store."""
+        """Refuse prompts that a store cannot save."""
         self._prompts.must_be_storable()
 
     def pass_over(self, count: int) -> None:
-        """The first so many prompts were launched before the run was resumed."""
+        """Skip the first `count` prompts, because the run launched them before it was resumed."""
         self._prompts.pass_over(count)
 
     def stop(self) -> None:
-        """The scheduler ends: no turn that an episode waits for will come."""
+        """Fail the open turns of all episodes, because the scheduler ends."""
         for turn in self._turns.values():
             turn.end()
 
@@ -143,8 +143,8 @@ class Work:
             self._tasks.start(key, work)
 
     async def _read(self) -> None:
-        """Take prompts as they are asked for: one task from the begin of the run to its end, so
-        that a source that waits for more is never read twice at a time, and can be cancelled."""
+        """Read prompts as they are requested, in one task for the whole run. So a source that
+        waits is never read twice at a time, and can be cancelled."""
         while True:
             await self._reads.wait()
             self._reads.clear()
@@ -156,8 +156,11 @@ class Work:
         self._tell(PromptsArrived(prompts=prompts, partial=True))
 
     def _tell(self, event: Event) -> None:
-        """Feed an event out of the caller's own code. What is wrong then is a bug of the
-        scheduler's, and must not be taken for a mistake of that code, which could even catch it."""
+        """Feed an event from within the caller's code.
+
+        An exception here is a bug of the scheduler. It must end the run, although the caller's code
+        might catch it, and it must not count as an error of that code.
+        """
         try:
             self._feed(event)
         except Exception as error:
@@ -228,8 +231,11 @@ def _finite(reward: float) -> float:
 
 
 def _scores(rewards: Any, count: int) -> tuple[float, ...]:
-    """The rewards of a group in the order of its rollouts. What iterates over something else than
-    its scores, or in no order, is refused: a mapping would be scored by its keys."""
+    """The rewards of a group in the order of its rollouts.
+
+    A mapping, a set and a string are refused, because iterating over them does not give the scores
+    in order: a mapping would give its keys.
+    """
     if isinstance(rewards, Mapping | Set | str | bytes):
         kind = cast("object", rewards).__class__.__name__
         raise TypeError(f"a {kind}; return one reward for each rollout, in order")

@@ -162,7 +162,7 @@ def test_adapters_come_in_without_a_pause_and_leave_with_their_last_request():
                 4,
                 5,
             }
-            with pytest.raises(ConfigError, match="go on publishing adapters"):
+            with pytest.raises(ConfigError, match="continue to publish adapters"):
                 await rollouts.update_weights(SimPublisher())
 
     run_virtual(main())

@@ -103,7 +103,7 @@ def test_requests_of_somebody_else_are_said(caplog: pytest.LogCaptureFixture):
     run_virtual(main())
     said = [m for m in caplog.messages if "of somebody else" in m]
     assert len(said) == 1
-    assert "has requests of somebody else (1 of them)" in said[0]
+    assert "has requests of another client (1 of them)" in said[0]
 
 
 def test_a_quiet_engine_is_not_spoken_of(caplog: pytest.LogCaptureFixture):
