@@ -1,4 +1,4 @@
-"""A run from its settings to its folder, as the command line and experiments use it."""
+"""Makes a run from settings to its run folder, for the command line and the experiments."""
 
 from aprilsched.extras import extra
 

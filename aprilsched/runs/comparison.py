@@ -1,4 +1,4 @@
-"""Policies against each other: comparison.json, and the one sentence that sums it up."""
+"""Compares the runs of several policies, for comparison.json and for one summary sentence."""
 
 from __future__ import annotations
 
@@ -13,28 +13,33 @@ __all__ = ["Comparison", "PolicyRow", "compare", "verdict"]
 BASELINE = "sync"
 
 _FLAT = 0.02
-"""Optima are flat: within this share of the fastest, the least stale policy is the better one."""
+"""The best policy is the least stale one among those whose efficiency is at most this share below
+the highest. Optima are flat, so such a difference is of no use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyRow:
-    """One policy. Rates, efficiency and shares are those of the steady state, after the burn-in;
-    the others are of the whole run. Whatever cannot be known is None."""
+    """The figures of one policy. A figure that cannot be known is None.
+
+    Rates, efficiency and shares are those of the steady state, after the burn-in. All other figures
+    are those of the whole run.
+    """
 
     policy: str
     efficiency: float | None
-    """T_bound / T."""
+    """T_bound / T: the least possible time for the delivered tokens, divided by the actual time."""
     delivered_tokens_per_s: float | None
     generated_tokens_per_s: float | None
-    """All that engines gave, what is carried over the end included."""
+    """All tokens that the engines generated, including those still in flight at the end."""
     off_policy_share: float | None
-    """Of the delivered tokens, those of an older version than the one that consumes them."""
+    """Share of the delivered tokens that are of an older version than the one that consumes
+    them."""
     staleness_mean: float
-    """Versions, over delivered tokens."""
+    """Mean staleness of the delivered tokens, in versions."""
     staleness_max: int
     length_bias: float | None
-    """Mean length delivered / mean length drawn - 1, over the whole run: a transient where
-    everything is carried."""
+    """Mean delivered length / mean drawn length - 1, over the whole run. It is a transient if all
+    stragglers are carried."""
     first_batch_length_bias: float | None
     wall_s: float
     """Modelled seconds of the whole run."""
@@ -43,20 +48,20 @@ class PolicyRow:
     reprefilled_tokens: int
     masked_tokens: int
     speedup: float | None
-    """Delivered tokens/s over the baseline's."""
+    """Delivered tokens/s divided by the baseline's."""
     schedule: str = ""
-    """What automatic scheduling chose last."""
+    """The schedule that automatic over-provisioning chose last; empty without it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What is in comparison.json."""
+    """The content of comparison.json."""
 
     schema: int = 2
     baseline: str | None
     fastest: str | None
     best: str | None
-    """The least stale policy within 2 % of the fastest."""
+    """The least stale policy of those within 2 % of the fastest."""
     policies: list[PolicyRow]
 
 
@@ -65,9 +70,12 @@ def compare(
     generated: Mapping[str, float | None],
     schedules: Mapping[str, str],
 ) -> Comparison:
-    """The policies' figures, held against the baseline's if it is among them.
+    """The figures of the policies, compared with the baseline if it is one of them.
 
-    `generated`: tokens/s of each in its steady state. `schedules`: what each chose by itself.
+    Args:
+        summaries: summary of each policy's run.
+        generated: tokens/s that each policy's engines generated in its steady state.
+        schedules: schedule that each policy chose automatically, if it did.
     """
     rates = {name: s.steady_state.delivered_tokens_per_s for name, s in summaries.items()}
     base = rates.get(BASELINE)
@@ -86,7 +94,7 @@ def compare(
 
 
 def verdict(comparison: Comparison) -> str:
-    """One sentence: what the best policy is, relative to waiting."""
+    """One sentence that names the best policy and compares it with the synchronous baseline."""
     row = next((row for row in comparison.policies if row.policy == comparison.best), None)
     if row is None:
         return "Too few batches for a steady state: raise --batches."

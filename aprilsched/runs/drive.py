@@ -1,6 +1,6 @@
-"""Drives a run through the real coordinator, from its setup to its run folder.
+"""Drives a run through the real coordinator, for ``aprilsched run``.
 
-Invariant: once the run folder is there, summary.json gets into it, however the run ends.
+Invariant: when the run folder was made, summary.json is written into it, however the run ends.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.sampling import Sampler
 from aprilsched.telemetry.summary import Remainder, Summary
 
-__all__ = ["Former", "Run"]
+__all__ = ["PriorRun", "Run"]
 
 _FAILURES = frozenset({Reason.FAILED, Reason.REWARD_FAILED, Reason.EPISODE_FAILED, Reason.DAMAGED})
-"""Reasons that nobody asked for. A group that failed has one of them with one of its rollouts."""
+"""Reasons that the user did not ask for. In a failed group, one of the rollouts has one of them."""
 
 
 class Run:
-    """One run, begun and ended by :meth:`execute`.
+    """One run; :meth:`execute` begins and ends it.
 
     Args:
-        setup: its parts.
-        folder: where its files go: a new one, or that of a run that goes on.
-        screen: where it is shown; None is quiet.
-        store: keeps it through a crash; a run that goes on needs the one it had.
+        setup: the parts of the run.
+        folder: run folder for its files: a new one, or the folder of a run that is resumed.
+        screen: where the run is shown; None shows nothing.
+        store: saves the run, so that it can resume after a crash; a resumed run needs its old one.
     """
 
     def __init__(
@@ -71,23 +71,25 @@ class Run:
         self._figures = account_of(setup, self._summary)
         self._exported: list[AnyListener] = []
         self._shown = None if screen is None else screen.shown(self._summary, self._figures)
-        self._former = Former(folder.path, self._summary) if folder.resumed else None
+        self._prior = PriorRun(folder.path, self._summary) if folder.resumed else None
         self._scheduler: RolloutScheduler | None = None
         self._interrupted = False
 
     def execute(self) -> RunSummary:
-        """Run to the end, or to Ctrl-C; the summary, which is in the folder too. Its `error` says
-        why batches are missing, if groups that failed are the reason.
+        """Run to the end or to Ctrl-C; returns the summary, which is also written to the folder.
+
+        The summary's `error` says why batches are missing, if failed groups are the reason.
 
         Raises:
-            AprilschedError: if the run could not begin or go on.
+            AprilschedError: if the run could not begin or continue.
         """
         self._folder.reserve()
         with ExitStack() as exporting:
             return self._execute(exporting)
 
     def _execute(self, exporting: ExitStack) -> RunSummary:
-        """The exporters are closed after the summary is there: they may take their time."""
+        """Run; the exporters are closed only after the summary is written, because closing them may
+        take long."""
         failure: AprilschedError | None = None
         try:
             self._exported = exporting.enter_context(
@@ -117,7 +119,7 @@ class Run:
 
     async def _run(self) -> None:
         setup = self._setup
-        summary = self._summary if self._former is None else self._former.listener
+        summary = self._summary if self._prior is None else self._prior.listener
         listeners: list[AnyListener] = [self._log, summary]
         if self._shown is not None:
             listeners += self._shown.listeners
@@ -136,13 +138,13 @@ class Run:
         async with self._scheduler as rollouts:
             before = await self._begin(rollouts.state)
             if not rollouts.state.fleet.control.engines and setup.publisher is not None:
-                # Engines that were begun anew have not the version that the run had come to.
+                # Engines that were restarted do not have the version of the resumed run.
                 await rollouts.update_weights(setup.publisher, version=rollouts.version)
             async with self._sampler:
                 await self._train(rollouts, before)
 
     async def _train(self, rollouts: RolloutScheduler, before: int) -> None:
-        """What a trainer does, from its batch number `before` on."""
+        """Take and acknowledge batches as a trainer does, after the first `before` ones."""
         setup, settings = self._setup, self._setup.settings
         for done in range(before + 1, settings.batches + 1):
             try:
@@ -156,15 +158,15 @@ class Run:
                 await rollouts.update_weights(setup.publisher)
 
     async def _begin(self, state: SchedulerState) -> int:
-        """From here on the folder is the run's; how many batches the trainer has had before."""
+        """Make the folder, and start the log. Returns how many batches the trainer had before."""
         settings, before = self._setup.settings, 0
-        if self._former is not None:
-            before = await self._former.show(state, inline=self._setup.clock == "virtual")
+        if self._prior is not None:
+            before = await self._prior.show(state, inline=self._setup.clock == "virtual")
             if before >= settings.batches and self._folder.ended:
                 raise ConfigError(
                     f"{self._folder.path} has all its {before} batches; give more with --batches."
                 )
-        # What censors lengths is said by the scheduler itself.
+        # The scheduler itself warns of policies that censor lengths, so the summary must not.
         self._summary.ledger, self._summary.warns = state.in_flight.ledger, False
         self._figures.count_with(state.in_flight.counters, state.in_flight.ledger)
         if self._shown is not None:
@@ -175,12 +177,12 @@ class Run:
 
     @contextmanager
     def _ended_by_ctrl_c(self) -> Generator[None]:
-        """Ctrl-C cancels the run, which then cleans up.
+        """Let Ctrl-C cancel the run, which then cleans up.
 
-        KeyboardInterrupt would break out of whatever the loop is at, the cleaning up included.
+        A KeyboardInterrupt would interrupt the loop at any place, even in the clean-up.
         """
         loop, run = asyncio.get_running_loop(), asyncio.current_task()
-        # A shell that starts a job in the background has it ignore Ctrl-C.
+        # A job that a shell starts in the background ignores Ctrl-C, and this must stay so.
         ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         if run is None or ignored or threading.current_thread() is not threading.main_thread():
             yield
@@ -209,10 +211,10 @@ class Run:
         return summary
 
     def _shortfall(self) -> str | None:
-        """Why there are fewer batches than were asked for, if that is a failure.
+        """Why there are fewer batches than requested, if this is a failure; otherwise None.
 
-        A file of prompts may well end before the batches that were asked for: that is none, as
-        long as there was a batch and the groups that failed would not have made up the rest.
+        A file of prompts may end before the requested number of batches. This is no failure if
+        there was a batch, and if the failed groups would not have been enough for the missing ones.
         """
         if self._scheduler is None or self._interrupted:
             return None
@@ -230,18 +232,21 @@ class Run:
         many = "1 group" if groups == 1 else f"{groups} groups"
         return (
             f"{said} delivered, because {many} failed, the last one with "
-            f"{failed[-1].cause.rstrip('.')}; mend that, or give more prompts."
+            f"{failed[-1].cause.rstrip('.')}; correct that, or give more prompts."
         )
 
     def _remainder(self) -> Remainder:
         if self._scheduler is None:
-            raise AssertionError("the folder is made by the scheduler's own block")
+            raise AssertionError("the folder is made inside the scheduler's block")
         return remainder(self._scheduler.state)
 
 
-class Former:
-    """Of the run in `folder`. :attr:`listener` stands before `summary`, which hears nothing new
-    until :meth:`show` has shown it what was."""
+class PriorRun:
+    """The part of a resumed run that an earlier process wrote to `folder`.
+
+    :attr:`listener` holds back what is new for `summary`, until :meth:`show` has replayed the
+    prior part to it.
+    """
 
     def __init__(self, folder: Path, summary: Summary) -> None:
         self._folder = folder
@@ -249,16 +254,18 @@ class Former:
         self.listener = Onward([summary])
 
     async def show(self, state: SchedulerState, *, inline: bool) -> int:
-        """Once the scheduler is restored; how many batches the trainer has had.
+        """Replay the prior part to the summary; returns how many batches the trainer had.
 
-        `inline`: not in a thread, since a virtual clock would run on meanwhile.
+        Args:
+            state: state of the scheduler, which is restored already.
+            inline: replay in this thread, because a virtual clock would advance meanwhile.
 
         Raises:
-            RunFolderError: if nothing was saved, or the log cannot be read.
+            RunFolderError: if nothing was saved, or if the log cannot be read.
         """
         if not state.resumed:
             raise RunFolderError(
-                f"{self._folder} has nothing saved that could go on; begin a new run with "
+                f"{self._folder} has nothing saved that could be resumed; begin a new run with "
                 f"--config {self._folder / CONFIG}."
             )
         batches = state.in_flight.counters.batches

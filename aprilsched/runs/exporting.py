@@ -1,7 +1,7 @@
-"""The optional listeners of a run that show it to other programs, with their lifetimes.
+"""Opens and closes the optional listeners that export a run to other programs.
 
-A new one is a function here that takes an :class:`_Exported` run, enters what it needs into the
-stack and gives its listeners, and a line in :data:`_EXPORTERS`.
+To add one, write a function that takes an :class:`_Exported` run, enters what it needs into its
+stack and returns its listeners, and add it to :data:`_EXPORTERS`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["account_of", "exporters"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Exported:
-    """A run that has not begun; `figures` are told of it before any exporter is."""
+    """A run that has not begun; `figures` get each event before any exporter."""
 
     setup: Setup
     folder: Path
@@ -37,7 +37,8 @@ class _Exported:
 
 
 def account_of(setup: Setup, summary: Summary) -> LiveFigures:
-    """The one account of a run, for all that show it; `summary` is told of the run before it."""
+    """The figures of a run, shared by all that show it. They read `summary`, so the summary must
+    be the earlier listener."""
     return LiveFigures(
         meter=summary.meter,
         batch_groups=setup.config.batch_groups,
@@ -47,11 +48,12 @@ def account_of(setup: Setup, summary: Summary) -> LiveFigures:
 
 @contextmanager
 def exporters(setup: Setup, folder: Path, figures: LiveFigures) -> Generator[list[AnyListener]]:
-    """Those that the settings ask for, without `figures`, which they need; none are asked for
-    unless a setting says so.
+    """The exporters that the settings ask for, opened; by default there are none.
+
+    They read `figures`, which must be an earlier listener of the run.
 
     Raises:
-        ConfigError: if one lacks its package, its port or its account.
+        ConfigError: if the package, the port or the user account of an exporter is not available.
     """
     with ExitStack() as stack:
         run = _Exported(setup=setup, folder=folder, figures=figures, stack=stack)
@@ -69,7 +71,7 @@ def _metrics(run: _Exported) -> Sequence[AnyListener]:
 
 def _trackers(run: _Exported) -> Sequence[AnyListener]:
     config = as_toml(run.setup.settings)
-    # One at a time, so that what has begun is closed if the next one refuses.
+    # Entered one at a time, so that the earlier ones are closed if the next one fails.
     return [
         run.stack.enter_context(StepTracker(begin_writer(name, run.folder, config), run.figures))
         for name in tracker_names(run.setup.settings.track)

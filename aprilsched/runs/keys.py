@@ -1,4 +1,4 @@
-"""API keys from environment variables: one on a command line shows in every process list."""
+"""Reads API keys from environment variables, because process lists show command lines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The pictures and the pages that a command leaves in its folders.
+"""Writes the pictures, reports and traces that a command leaves in its folders.
 
-Invariant: what cannot be made is said in one line, and the command goes on: the run itself is over
-and safe.
+Invariant: if one of them cannot be made, the command says so in one line and continues, because the
+run itself is complete.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ __all__ = ["draw_comparison", "leave_report", "leave_trace"]
 def draw_comparison(
     root: Path, folders: Mapping[str, str], messages: Console, *, each: bool = True
 ) -> None:
-    """comparison.png in `root`; with `each`, timeline.png, lengths.png and bias.png in the folder
-    of each policy, which takes two seconds for each."""
+    """Draw comparison.png in `root`.
+
+    With `each`, also draw timeline.png, lengths.png and bias.png in the folder of each policy,
+    which takes about two seconds for each policy.
+    """
     try:
         from aprilsched.analysis import bias_plots, plots
     except MissingExtra as error:
@@ -41,7 +44,8 @@ def draw_comparison(
 def leave_report(
     messages: Console, folder: Path, other: Path | None = None, *, out: Path | None = None
 ) -> None:
-    """The report of the run in `folder`, beside that of `other` if given; say where it is."""
+    """Write the report of the run in `folder`, with the run `other` side by side if it is given,
+    and print its path."""
 
     def make() -> None:
         from aprilsched.analysis.report.page import write_report
@@ -53,7 +57,7 @@ def leave_report(
 
 
 def leave_trace(messages: Console, folder: Path) -> None:
-    """The trace of the run in `folder`, for Perfetto; say where it is."""
+    """Write the trace of the run in `folder` for Perfetto, and print its path."""
 
     def make() -> None:
         from aprilsched.analysis.trace import write_trace

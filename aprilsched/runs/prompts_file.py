@@ -1,7 +1,7 @@
-"""Prompts from a JSONL file, every line checked before anything is launched.
+"""Reads prompts from a JSONL file and checks every line before anything is launched.
 
-A line is an object with ``input_ids`` (or ``text``, which needs a tokenizer), and perhaps ``key``
-and ``sampling``, in the names that :func:`aprilsched.sampling.sampling_params` knows.
+A line is an object with ``input_ids``, or with ``text``, which needs a tokenizer. It may also have
+``key``, and ``sampling`` with the names that :func:`aprilsched.sampling.sampling_params` knows.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class _Encoding(Protocol):
 
 
 class _FastTokenizer(Protocol):
-    """What is used of tokenizers.Tokenizer."""
+    """The part of tokenizers.Tokenizer that is used."""
 
     def encode(self, sequence: str, *, add_special_tokens: bool = ...) -> _Encoding: ...
 
 
 class _Tokenizer:
-    """A tokenizers.Tokenizer in the shape that :mod:`aprilsched.sampling` wants."""
+    """Gives a tokenizers.Tokenizer the interface that :mod:`aprilsched.sampling` needs."""
 
     def __init__(self, inner: _FastTokenizer) -> None:
         self._inner = inner
@@ -45,10 +45,10 @@ class _Tokenizer:
 
 
 def read_prompts(path: Path, *, tokenizer: Path | None = None) -> list[Prompt]:
-    """The prompts of the file at `path`; empty lines are passed over.
+    """The prompts of the file at `path`; empty lines are skipped.
 
     Raises:
-        ConfigError: if the file cannot be read or a line cannot be used, naming file and line.
+        ConfigError: if the file cannot be read, or if a line cannot be used; it names the line.
     """
     known = None if tokenizer is None else _load(tokenizer)
     try:
@@ -120,9 +120,9 @@ def _load(folder: Path) -> _Tokenizer:
     if not file.is_file():
         raise ConfigError(f"There is no {file}; name the folder with the model's tokenizer.json.")
     try:
-        # The package has no types of its own.
+        # The package has no type annotations.
         load = cast("Callable[[str], _FastTokenizer]", cast("Any", Tokenizer).from_file)
         return _Tokenizer(load(str(file)))
     except Exception as error:
-        # The package raises plain Exception for whatever it cannot read.
+        # The package raises Exception itself for any file that it cannot read.
         raise ConfigError(f"{file} is no tokenizer: {error}.") from error

@@ -1,7 +1,9 @@
-"""A recorded run under another policy: its prompts, its costs, its engines, in virtual time.
+"""Replays a recorded run under other policies in virtual time, for ``aprilsched replay``.
 
-Invariant: every policy sees the groups of the record in the order in which the run launched
-them, and ends when it needs one that the record does not have.
+The prompts, the costs and the number of engines are those of the record.
+
+Invariant: every policy gets the groups of the record in the order in which the run launched them,
+and ends when it needs a group that the record does not have.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ __all__ = ["RecordedPrompts", "Replay", "bound_of", "replay_settings"]
 class RecordedPrompts:
     """The groups of a record as prompts; iterating again begins at the first one.
 
-    The end of a record is not that of the prompts, unless the run launched all that there were:
-    it raises PromptsExhausted, as the batch in work is starved from there on.
+    If the run did not launch all of its prompts, its prompts continued after the record. Then the
+    end of the record raises PromptsExhausted, because the next batch cannot be completed as it
+    would have been.
     """
 
     def __init__(self, record: RecordedRun) -> None:
@@ -50,7 +53,7 @@ class RecordedPrompts:
 def replay_settings(
     run: RunSettings, record: RecordedRun, sim: SimSettings, *, batches: int, burn_in: int
 ) -> RunSettings:
-    """The run's settings on modelled engines, with the record's latencies."""
+    """The run's settings with modelled engines and with the latencies of the record."""
     costs = record.costs
     return replace(
         run,
@@ -72,24 +75,24 @@ def replay_settings(
 
 
 def bound_of(model: StepTimeModel, sim: SimSettings) -> Bound:
-    """T_bound of the whole fleet under `model`."""
+    """T_bound of the whole fleet by `model`."""
     one = partial(model.bound_seconds, max_running=sim.max_running)
     return lambda prompts, lengths: one(prompts, lengths) / sim.engines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """A record that policies are tried on."""
+    """A record on which policies are tried."""
 
     record: RecordedRun
     settings: RunSettings
     model: StepTimeModel
 
     def setup(self, variant: Variant) -> Setup:
-        """Of one policy.
+        """The setup of the replay under one policy.
 
         Raises:
-            ConfigError: if its settings contradict each other.
+            ConfigError: if the policy's settings contradict each other.
         """
         settings = replace(self.settings, scheduler=variant.scheduler)
         return replace(
@@ -100,7 +103,7 @@ class Replay:
         )
 
     def run(self, setup: Setup, folder: RunFolder | None, screen: Screen | None) -> SimulatedRun:
-        """That is ready to be executed."""
+        """A simulated run of `setup` that is ready to be executed."""
         costs = self.record.costs
         return SimulatedRun(
             setup,

@@ -1,6 +1,6 @@
-"""From settings to the parts of a run: engines, prompts, weights, and what is known of them.
+"""Makes the parts of a run from its settings: engines, prompts, publisher, planner, time bound.
 
-Nothing is opened here and nothing is launched; whatever is wrong with the settings shows here.
+Nothing is opened or launched here. All errors in the settings are raised here.
 """
 
 from __future__ import annotations
@@ -40,21 +40,23 @@ class Setup:
     prompts: Iterable[Prompt]
     fleet: Fleet
     publisher: WeightPublisher | None
-    """None: no new versions."""
+    """Moves new weights; None if the run never updates them."""
     bound: Bound | None
+    """Least time in which the engines can generate given lengths; None if it is not known."""
     workload_mean: float | None
+    """Mean length of the built-in workload; None for other prompts."""
     clock: Literal["virtual", "wall"]
     planner: Planner
-    """For automatic over-provisioning."""
+    """Chooses schedules for automatic over-provisioning."""
     run_id: str | None
-    """Prefix of the request ids; None for a random one, which a shared server needs."""
+    """Prefix of the request ids; None for a random one, which is unique on a shared server."""
 
 
 def prepare(settings: RunSettings) -> Setup:
-    """The parts that `settings` ask for.
+    """Make the parts that `settings` ask for.
 
     Raises:
-        ConfigError: if they cannot be had.
+        ConfigError: if a setting is wrong, or if a file that it names cannot be used.
     """
     settings.check()
     config = settings.scheduler.checked()
@@ -136,7 +138,8 @@ def _model(settings: RunSettings) -> StepTimeModel | None:
 
 
 def _planner(settings: RunSettings) -> Planner:
-    """On the virtual clock it knows the engines' own model; otherwise it learns while it runs."""
+    """The planner. On the virtual clock it has the engines' own model; otherwise it begins with a
+    default model, or the given one, and learns during the run."""
     model = _model(settings)
     if settings.simulated:
         return Planner(model or H200_QWEN3_4B, max_running=settings.sim.max_running, inline=True)

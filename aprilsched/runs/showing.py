@@ -1,4 +1,4 @@
-"""How a command shows a run while it goes on: what is drawn where."""
+"""Chooses how a command shows a run in progress: as a live view or as plain lines."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Shown: TypeAlias = LiveView | PlainLines
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Screen:
-    """Where one run is shown, before it has begun; `compact` is one line that changes."""
+    """Where and how a run will be shown; if `compact`, as one line that changes."""
 
     console: Console
     facts: RunFacts
     compact: bool = False
 
     def shown(self, summary: Summary, figures: LiveFigures | None = None) -> Shown:
-        """What shows the run that `summary` is told of, and told of first. `figures` are the run's
-        account, where others read it too."""
+        """The view of the run. `summary` must be an earlier listener of the run. Give `figures` if
+        other listeners share them."""
         figures = figures or LiveFigures(
             meter=summary.meter,
             batch_groups=self.facts.batch_groups,
@@ -44,7 +44,7 @@ class Screen:
 def screen_of(
     setup: Setup, console: Console, *, title: str, where: str = "", compact: bool = False
 ) -> Screen:
-    """That of the run which `setup` describes."""
+    """The screen for the run that `setup` describes."""
     facts = RunFacts(
         title=title,
         where=where,

@@ -1,4 +1,4 @@
-"""One policy in virtual time, from its setup to its summary, and to its run folder if asked."""
+"""Simulates a run in virtual time, for the commands simulate and replay."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["SimulatedRun"]
 
 
 class SimulatedRun:
-    """Begun and ended by :meth:`execute`; the folder is a whole run folder afterwards.
+    """One simulated run; :meth:`execute` begins and ends it, and writes a complete run folder.
 
     Args:
-        setup: what is run; its fleet and its publisher are modelled, not used. Prompts that raise
-            PromptsExhausted end the run there, with the batches that it has.
-        folder: where the files go; None writes none.
-        screen: where it is shown; None is quiet.
-        timing: how long the engines take.
-        costs: latencies of everything else; those of the settings unless given.
+        setup: the parts of the run; its fleet and its publisher are not used but modelled. Prompts
+            that raise PromptsExhausted end the run with the batches that it has.
+        folder: run folder for its files; None writes none.
+        screen: where the run is shown; None shows nothing.
+        timing: step-time model of the engines.
+        costs: latencies of everything else; by default those of the settings.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class SimulatedRun:
         self._costs = costs or _costs(setup)
         self._generation = Generation()
         self.schedule = ""
-        """What automatic scheduling chose last."""
+        """The schedule that automatic over-provisioning chose last; empty without it."""
         self.generated_tokens_per_s: float | None = None
 
     def execute(self) -> RunSummary:
-        """Run to the last batch; the summary, which is in the folder too.
+        """Run to the last batch; returns the summary, which is also written to the folder.
 
         Raises:
-            AprilschedError: if the run could not begin or go on.
+            AprilschedError: if the run could not begin or continue.
         """
         log = None if self._folder is None else self._log(self._folder)
         summary = summary_of(self._setup)

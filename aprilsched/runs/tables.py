@@ -1,4 +1,4 @@
-"""What the commands print at their end: figures as tables, None as a dash."""
+"""Makes the tables that the commands print at their end; a figure that is None is a dash."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ __all__ = ["comparison_table", "number", "percent", "run_table", "signed_percent
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """With thousands separators."""
+    """A number with thousands separators."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def percent(value: float | None) -> str:
-    """A share of 1."""
+    """A share of 1 in percent."""
     return "-" if value is None else f"{value:.1%}"
 
 
 def signed_percent(value: float | None) -> str:
-    """A difference, as a share of 1."""
+    """A difference of two shares of 1 in percent, with its sign."""
     return "-" if value is None else f"{value:+.1%}"
 
 
 def run_table(summary: RunSummary) -> Table:
-    """The figures of one run."""
+    """A table of the figures of one run."""
     rollouts, tokens, steady = summary.rollouts, summary.tokens, summary.steady_state
     drawn = summary.bias.drawn
     table = Table("figure", "value", title="interrupted run" if summary.interrupted else None)
@@ -38,7 +38,7 @@ def run_table(summary: RunSummary) -> Table:
         "dropped": number(sum(rollouts.dropped.values())),
         "lost, duplicated": f"{rollouts.lost}, {rollouts.duplicated}",
         "tokens delivered / generated": f"{tokens.delivered:,} / {tokens.generated:,}",
-        "tokens prefilled again": number(tokens.reprefilled),
+        "recomputed tokens": number(tokens.reprefilled),
         f"seconds ({summary.clock} clock)": number(summary.seconds.wall, 1),
         "delivered tokens/s": number(summary.delivered_tokens_per_s),
         "efficiency": percent(summary.efficiency),
@@ -56,7 +56,8 @@ def run_table(summary: RunSummary) -> Table:
 
 
 def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
-    """One line for each policy; steady-state figures but for the first batch's bias."""
+    """A table with one row for each policy. All figures except the first batch's bias are those of
+    the steady state."""
     burn_in = max((s.steady_state.burn_in for s in summaries.values()), default=0)
     table = Table(title=f"steady state, after the first {burn_in} batches")
     table.add_column("policy")

@@ -1,4 +1,4 @@
-"""The policies of a replay: the run's own settings, and others that keep what is not theirs."""
+"""Finds the policies of a replay: the run's own settings, and presets applied to them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from aprilsched.runs.settings import SchedulerFlags
 __all__ = ["RECORDED", "Variant", "variants"]
 
 RECORDED = "recorded"
-"""The run's own settings, as a policy."""
+"""Name of the policy that is the run's own settings."""
 
 _DECIDED = (
     "max_staleness", "over_provision", "pace", "refill", "refill_groups", "refill_until",
     "resume_order",
 )  # fmt: skip
-"""What a recipe decides; a preset begins from the defaults of these, and not from the run's."""
+"""Settings that a preset decides. A preset begins with the defaults of these settings, and with
+the run's own values of all others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """A policy of a replay: its name, what it does, and its scheduler's settings."""
+    """A policy of a replay: its name, its folder, what it does, and its scheduler's settings."""
 
     name: str
     folder: str
@@ -33,13 +34,13 @@ class Variant:
 
 
 def variants(names: str, run: SchedulerFlags) -> Sequence[Variant]:
-    """The run's own settings, then the policies in a list with commas.
+    """The run's own settings, and then the policies in `names`, a list with commas.
 
-    Presets keep what they do not decide (group size, stragglers, sampling, …) as the run had it.
-    ``recorded:over_provision=1.5`` is the run with another ratio.
+    Presets keep the settings that they do not decide (group size, stragglers, sampling and others)
+    as the run had them. ``recorded:over_provision=1.5`` is the run with another ratio.
 
     Raises:
-        ConfigError: if there is an unknown one, one twice, or one with groups of another size.
+        ConfigError: if a policy is unknown, is named twice, or has another group size.
     """
     own = "Its own settings."
     found = [Variant(name=RECORDED, folder=RECORDED, what=own, scheduler=run)]
@@ -52,8 +53,8 @@ def variants(names: str, run: SchedulerFlags) -> Sequence[Variant]:
             raise ConfigError(f"The policy {variant.name} is named twice; name each once.")
         if variant.scheduler.group_size != run.group_size:
             raise ConfigError(
-                f"{variant.name} has groups of another size than the record's {run.group_size}; "
-                "leave group_size out."
+                f"{variant.name} has another group size than the record, whose group size is "
+                f"{run.group_size}; leave group_size out."
             )
         taken.add(variant.name)
     return found
@@ -62,7 +63,7 @@ def variants(names: str, run: SchedulerFlags) -> Sequence[Variant]:
 def _variants(name: str, run: SchedulerFlags) -> list[Variant]:
     preset, colon, changes = name.partition(":")
     if preset == RECORDED:
-        # Its settings are read as those of any preset, and put onto the run's own.
+        # The changes are parsed with any preset as the name, and applied to the run's settings.
         stand_in = next(iter(PRESETS))
         return [
             Variant(

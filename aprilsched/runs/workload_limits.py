@@ -1,8 +1,8 @@
-"""What the servers of a run can take, asked before the built-in workload is made.
+"""Fits the built-in workload to the servers of a run before it is made.
 
-A token id beyond the model's vocabulary, and a response beyond its context, is refused request by
-request, group by group. So the workload is fitted to the servers, and what was asked for and does
-not fit is refused at once.
+A server would refuse each request that has a token id beyond the model's vocabulary or a response
+beyond its context, and group after group would fail. So defaults are chosen to fit the servers, and
+a setting that does not fit is refused at once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def fitted(settings: RunSettings, fleet: Callable[[], SGLangFleet]) -> RunSettin
     """`settings` with the vocabulary and the longest response of the built-in workload.
 
     Args:
-        settings: as given; those of a file of prompts, or of the embedded engine, come back with
-            the defaults filled in.
-        fleet: makes the fleet of the servers, which is opened and closed again.
+        settings: the settings as given. For a file of prompts or for the embedded engine, only the
+            defaults are filled in.
+        fleet: makes the fleet of the servers, which is opened and closed here.
 
     Raises:
-        ConfigError: if the workload that was asked for does not fit the servers.
-        EngineError: if a server cannot be asked.
+        ConfigError: if the given workload does not fit the servers.
+        EngineError: if a call to a server fails.
     """
     workload = settings.workload
     if settings.simulated or settings.prompts is not None:
@@ -41,7 +41,7 @@ async def _fitted(workload: WorkloadSettings, fleet: SGLangFleet) -> WorkloadSet
     await fleet.open()
     try:
         if any(engine.facts.vocab_size is None for engine in fleet.engines):
-            # A server that somebody left paused does not tell; the run would continue it anyway.
+            # A paused server does not tell its vocabulary. The run would continue it anyway.
             for engine in fleet.engines:
                 await engine.resume()
             await fleet.close()
@@ -78,7 +78,7 @@ def _check(workload: WorkloadSettings, engine: SGLangEngine) -> None:
 
 
 def _room(workload: WorkloadSettings, engine: SGLangEngine) -> int:
-    """Tokens of the longest response."""
+    """Number of tokens of the longest response that fits the engine's context."""
     return (engine.facts.context_tokens or 0) - workload.prompt_tokens
 
 

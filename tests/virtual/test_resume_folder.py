@@ -274,6 +274,6 @@ def test_only_a_run_can_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_run_of_which_nothing_was_saved_cannot_go_on(tmp_path: Path):
     (left,) = begin(tmp_path / "a", [2.0])
     (left / STORE).unlink()
-    with pytest.raises(RunFolderError, match="nothing saved that could go on"):
+    with pytest.raises(RunFolderError, match="nothing saved that could be resumed"):
         resume(left)
     assert not (left / "run" / SUMMARY).exists()

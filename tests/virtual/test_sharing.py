@@ -101,7 +101,7 @@ def test_requests_of_somebody_else_are_said(caplog: pytest.LogCaptureFixture):
             await other.aclose()
 
     run_virtual(main())
-    said = [m for m in caplog.messages if "of somebody else" in m]
+    said = [m for m in caplog.messages if "of another client" in m]
     assert len(said) == 1
     assert "has requests of another client (1 of them)" in said[0]
 
