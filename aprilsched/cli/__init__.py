@@ -1,1 +1,1 @@
-"""The command line: one module for each command."""
+"""The command line; each command has a module."""

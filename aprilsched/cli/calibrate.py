@@ -1,4 +1,4 @@
-"""``aprilsched calibrate LOG``: the step-time model of a server, fitted to its own log."""
+"""``aprilsched calibrate LOG``: fits the step-time model of a server to the server's log."""
 
 # matplotlib's own signatures end in untyped **kwargs.
 # pyright: reportUnknownMemberType=false
@@ -65,16 +65,16 @@ class CalibrateCommand:
     out: Path | None = None
     """Write the model here (TOML), for ``load_model``."""
     linear: bool = False
-    """Fit t0, t1 and t2 only; otherwise further terms are added where they earn their place."""
+    """Fit t0, t1 and t2 only; otherwise further terms are added where they reduce the error."""
     steps: int = 40
-    """Decode steps between two lines: the server's --decode-log-interval."""
+    """Decode steps between two lines of the log: the server's --decode-log-interval."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code.
+    """Run the command; returns the exit code.
 
     Raises:
-        AprilschedError: if the log cannot be read or has too little in it.
+        AprilschedError: if the log cannot be read, or has too few lines for a fit.
     """
     command = tyro.cli(
         CalibrateCommand,
@@ -165,7 +165,7 @@ def _range(bucket: Bucket) -> str:
 
 
 def _draw(model: StepTimeModel, windows: Windows, path: Path) -> None:
-    """Write a PNG.
+    """Draw measured and predicted step times and their errors, as a PNG file.
 
     Raises:
         ConfigError: if matplotlib is missing or the file cannot be written.

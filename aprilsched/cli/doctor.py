@@ -1,4 +1,4 @@
-"""``aprilsched doctor URL…``: what live SGLang servers can do, and which hazards they have."""
+"""``aprilsched doctor URL…``: finds what live SGLang servers can do and which hazards they have."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorCommand:
-    """Probe live SGLang servers; harmless, and bounded in time."""
+    """Probe live SGLang servers; this is harmless, and its time is bounded."""
 
     urls: tyro.conf.Positional[tuple[str, ...]]
-    """Of the servers, such as http://127.0.0.1:30000."""
+    """URLs of the servers, such as http://127.0.0.1:30000."""
     json: bool = False
     """Print a list of objects on stdout instead of lines."""
     admin_key_env: str | None = None
@@ -36,10 +36,10 @@ class DoctorCommand:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code: 1 if a check failed.
+    """Run the command; returns the exit code, which is 1 if a check failed.
 
     Raises:
-        AprilschedError: if a server cannot be reached or is no SGLang.
+        AprilschedError: if a server cannot be reached or is not SGLang.
     """
     command = tyro.cli(
         DoctorCommand,

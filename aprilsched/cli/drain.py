@@ -1,4 +1,4 @@
-"""``aprilsched drain RUN``: when the bias of a run's start is gone, and what would end it."""
+"""``aprilsched drain RUN``: tells when the bias of a run's start is gone, and what would end it."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ __all__ = ["DrainCommand", "main"]
 
 @dataclass(frozen=True, kw_only=True)
 class DrainCommand:
-    """Say how long the length bias of a run's start still lasts, and what ends it at once."""
+    """Tell how long the length bias of a run's start still lasts, and what ends it at once."""
 
     run: tyro.conf.Positional[Path]
     """The run folder."""
     below: float = 0.01
     """The bias that is accepted, as a share of the mean length."""
     model: Path | None = None
-    """A TOML file of aprilsched calibrate: the engines' step times."""
+    """Step times of the engines: a TOML file that aprilsched calibrate wrote."""
     json: bool = False
     """Print an object on stdout instead of sentences."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code.
+    """Run the command; returns the exit code.
 
     Raises:
-        AprilschedError: if the run folder or the model cannot be read, or `below` is no share.
+        AprilschedError: if the run folder or the model cannot be read, or if `below` is not a
+            share.
     """
     command = tyro.cli(
         DrainCommand,
@@ -94,16 +95,16 @@ def _plan(record: RecordedRun, below: float, model: StepTimeModel) -> DrainPlan:
 
 def _sentences(plan: DrainPlan, below: float) -> str:
     if plan.further_batches:
-        when = f"{plan.further_batches} more batches bring it below {below:.1%}"
+        when = f"after {plan.further_batches} more batches it is below {below:.1%}"
     else:
         when = f"it is below {below:.1%} already"
     drain, ramp = plan.drained_epoch_seconds, plan.staggered_launch_seconds
     return (
-        f"The bias of the delivered lengths is {signed_percent(plan.bias_now)} by what is in "
-        f"flight; {when}.\n"
-        "To end it now, launch nothing until all in flight have finished: the fleet idles for "
-        f"{drain:.0f} s in sum.\n"
-        "To begin without it, spread the launches over the first mean response: the fleet is half "
-        f'empty for {2 * ramp:.0f} s, which costs {ramp:.0f} s (start_up="ramp" does so batch by '
-        "batch)."
+        "The rollouts in flight cause a bias of the delivered lengths of "
+        f"{signed_percent(plan.bias_now)}; {when}.\n"
+        "To end the bias now, launch nothing until all rollouts in flight have finished; the fleet "
+        f"is then idle for {drain:.0f} s in total.\n"
+        "To begin a run without the bias, spread the launches over the time of the first mean "
+        f"response; the fleet is then half empty for {2 * ramp:.0f} s, which costs {ramp:.0f} s "
+        '(start_up="ramp" does this batch by batch).'
     )

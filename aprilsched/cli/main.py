@@ -1,6 +1,7 @@
-"""The command line: finds the command, and turns what goes wrong into one line and an exit code.
+"""The entry point of the command line: it runs a command, and prints an error as one line.
 
-Exit codes: 0 done; 2 refused or failed, with one sentence on stderr; 130 ended by Ctrl-C.
+Exit codes: 0 means done; 2 means refused or failed, with one sentence on stderr; 130 means ended by
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _INTERRUPTED = 130  # as shells say it: 128 + SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _call(arguments[0], arguments[1:])
     except AprilschedError as error:
-        # One line whatever an engine put into its message.
+        # An engine's message may have several lines.
         print(f"aprilsched: {' '.join(str(error).split())}", file=sys.stderr)
         return _REFUSED
     except KeyboardInterrupt:
@@ -43,7 +44,7 @@ def _call(command: str, arguments: list[str]) -> int:
     if command not in COMMANDS:
         near = get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else "see aprilsched --help."
-        print(f"aprilsched: {command!r} is no command; {hint}", file=sys.stderr)
+        print(f"aprilsched: {command!r} is not a command; {hint}", file=sys.stderr)
         return _REFUSED
     with extra("cli"):
         module = import_module(f"aprilsched.cli.{command.replace('-', '_')}")
@@ -64,15 +65,15 @@ def _help() -> str:
 COMMANDS: dict[str, str] = {
     "calibrate": "fit the step-time model of a server to its own log",
     "doctor": "probe live SGLang servers: capabilities and hazards, pass, warn or fail",
-    "drain": "say when the length bias of a run's start is gone, and what ends it at once",
-    "replay": "what if a recorded run had been scheduled in another way, in virtual time",
+    "drain": "tell when the length bias of a run's start is gone, and what ends it at once",
+    "replay": "replay a recorded run under other scheduling policies, in virtual time",
     "report": "write one HTML page about a run, or about two side by side",
     "run": "drive batches of rollouts on the embedded engine or on SGLang servers",
     "serve-sim": "serve the embedded engine behind SGLang's own HTTP API, for tests",
     "simulate": "compare scheduling policies on one workload, in virtual time",
-    "watch": "show a run that goes on in another terminal, or one that has ended",
+    "watch": "show a run that is in progress in another terminal, or one that has ended",
 }
-"""Every command and what it does."""
+"""Every command with a description."""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""``aprilsched replay RUN``: what if a recorded run had been scheduled in another way.
+"""``aprilsched replay RUN``: predicts a recorded run under other scheduling policies.
 
-The run's own settings are replayed first and held against what really happened, so that every
-answer comes with the error of the question whose answer is known.
+The run's own settings are replayed first and compared with what really happened. So every
+prediction comes with the error of a prediction whose true answer is known.
 """
 
 from __future__ import annotations
@@ -45,33 +45,34 @@ class ReplayCommand:
     run: tyro.conf.Positional[Path]
     """The folder of a run, as aprilsched run and simulate write it."""
     policy: str = "sync,april,auto"
-    """Which, with commas between, as in simulate. "recorded" is the run's own settings, which come
-    first in any case; recorded:over_provision=1.5 changes one of them."""
+    """Policies, with commas between them, as in simulate. "recorded" is the run's own settings,
+    which always come first; recorded:over_provision=1.5 changes one of them."""
     model: Path | None = None
     """Step times of the engines (TOML), as aprilsched calibrate --out writes them; those of one
     H200 with a 4B model if not given."""
     max_running: int | None = None
-    """Most requests that one engine decodes together; the run's own on the embedded engine, else
-    512."""
+    """Most requests that one engine decodes together. If not given, the value of a run on the
+    embedded engine, otherwise 512."""
     kv_tokens: int | None = None
-    """Tokens in one engine's KV pool; what the run's own say of themselves, else 1,000,000."""
+    """Tokens in one engine's KV pool. If not given, the value that the run's engines reported,
+    otherwise 1,000,000."""
     batches: int | None = None
-    """Of each replay; as many as the run delivered if not given."""
+    """Batches of each replay; as many as the run delivered if not given."""
     burn_in: int | None = None
-    """Batches left out of the steady-state figures; the run's own if not given."""
+    """Batches left out of the steady-state figures; the run's own value if not given."""
     seed: int = 0
-    """Of the lengths of responses that had not finished."""
+    """Seed of the lengths that are drawn for responses that had not finished."""
     out: Path | None = None
     """A folder for the run folders of the replays; none are written if not given. It must be new
     or empty."""
     json: bool = False
-    """Print an object as JSON on stdout; all else goes to stderr."""
+    """Print an object as JSON on stdout; everything else goes to stderr."""
     quiet: bool = False
-    """No progress; the figures at the end all the same."""
+    """Show no progress, only the figures at the end."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code.
+    """Run the command; returns the exit code.
 
     Raises:
         AprilschedError: if the run cannot be read, or a setting is refused.
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     messages = Console(stderr=True)
     if command.out is not None:
-        RunFolder(command.out)  # refuses one that holds something
+        RunFolder(command.out)  # raises an error if the folder is not empty
     replay = _replay(command)
     setups = [(v, replay.setup(v)) for v in variants(command.policy, replay.settings.scheduler)]
     runs = {v.name: _run(command, replay, v, setup, messages) for v, setup in setups}
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def what_if(command: ReplayCommand) -> ReplayReport:
-    """The same as a call: what `command` says of folders and output is ignored.
+    """Replay as `command` says, for callers from Python; its folders and output are ignored.
 
     Raises:
         AprilschedError: if the run cannot be read, or a setting is refused.
@@ -115,10 +116,10 @@ def what_if(command: ReplayCommand) -> ReplayReport:
 
 
 def _replay(command: ReplayCommand) -> Replay:
-    """What is replayed."""
+    """The record and the settings that the policies are applied to."""
     if not (command.run / CONFIG).is_file():
         raise RunFolderError(
-            f"{command.run} is no run folder (it has no {CONFIG}); name one that aprilsched run "
+            f"{command.run} is not a run folder (it has no {CONFIG}); name one that aprilsched run "
             "has written."
         )
     if command.seed < 0:
@@ -139,7 +140,7 @@ def _replay(command: ReplayCommand) -> Replay:
 
 
 def _engines(command: ReplayCommand, run: RunSettings, record: RecordedRun) -> SimSettings:
-    """As many as the run had, each as the flags, the run or the defaults say."""
+    """As many engines as the run had, with the values of the flags, the run or the defaults."""
     sim = run.sim if run.simulated else SimSettings()
     if not run.simulated and record.kv_tokens is not None:
         sim = replace(sim, kv_tokens=record.kv_tokens)
@@ -185,22 +186,24 @@ def _report(
 class ReplayReport:
     """What ``aprilsched replay --json`` prints.
 
-    Rows are those of ``simulate``, but for `speedup`: delivered tokens/s over those of the replay
-    under the run's own settings.
+    The rows are like those of ``simulate``, except `speedup`: it is delivered tokens/s divided by
+    those of the replay under the run's own settings.
     """
 
     schema: int = 1
     recorded: PolicyRow
-    """The run as it was, its rates and shares over the batches that its replay has too."""
+    """The run as it really was; rates and shares are over the batches that its replay has too."""
     replayed: list[PolicyRow]
-    """The run's own settings first."""
+    """The replays; that of the run's own settings is first."""
     prediction_error: PredictionError
     imputed: int
-    """Responses that had not finished, whose lengths were drawn."""
+    """Number of responses that had not finished, so that their lengths were drawn."""
     known: int
+    """Number of responses whose lengths are known."""
     costs: RecordedCosts
     batches_wanted: int
-    """A replay has fewer if it needed more groups than were recorded."""
+    """Requested batches of each replay. A replay has fewer if it needed more groups than were
+    recorded."""
 
 
 def report(
@@ -213,8 +216,17 @@ def report(
     generated: Mapping[str, float | None],
     schedules: Mapping[str, str],
 ) -> ReplayReport:
-    """`real` is the run's own summary, `summaries` those of its replays, its own settings' first;
-    `generated` and `schedules` are as in :func:`~aprilsched.runs.comparison.compare`."""
+    """Make the report.
+
+    Args:
+        record: the recorded run.
+        real: the run's own summary.
+        summaries: summaries of the replays; that of the run's own settings is first.
+        error: prediction error of the first replay.
+        wanted: requested batches of each replay.
+        generated: as in :func:`~aprilsched.runs.comparison.compare`.
+        schedules: as in :func:`~aprilsched.runs.comparison.compare`.
+    """
     rows = compare(summaries, generated, schedules).policies
     own = compare({RECORDED: real}, {RECORDED: None}, {}).policies[0]
     base = rows[0].delivered_tokens_per_s
@@ -230,7 +242,7 @@ def report(
 
 
 def show(found: ReplayReport, what: Mapping[str, str]) -> None:
-    """Print it; `what` says what each policy does."""
+    """Print the report; `what` describes each policy."""
     console = Console(highlight=False)
     console.print(_table(found))
     sentences = [_error(found), _lengths(found), _costs(found.costs)]
@@ -270,7 +282,10 @@ def _table(found: ReplayReport) -> Table:
 def _error(found: ReplayReport) -> str:
     error = found.prediction_error
     if not error.batches:
-        return "Prediction error: unknown, no batch is left after the burn-in; lower --burn-in."
+        return (
+            "The prediction error is unknown, because no batch is left after the burn-in; lower "
+            "--burn-in."
+        )
     return (
         f"Prediction error, replayed against real over {error.batches} batches: tokens/s "
         f"{_exact(error.delivered_tokens_per_s)}, efficiency {_exact(error.efficiency)}, "
@@ -282,8 +297,8 @@ def _error(found: ReplayReport) -> str:
 def _lengths(found: ReplayReport) -> str:
     total = found.known + found.imputed
     return (
-        f"Lengths: {found.known:,} of {total:,} responses are known; {found.imputed:,} had not "
-        "finished and were imputed."
+        f"The lengths of {found.known:,} of {total:,} responses are known; {found.imputed:,} "
+        "responses had not finished, and their lengths were drawn."
     )
 
 

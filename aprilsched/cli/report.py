@@ -1,4 +1,4 @@
-"""``aprilsched report RUN [RUN2]``: one page about a run, or about two side by side."""
+"""``aprilsched report RUN [RUN2]``: writes one page about a run, or about two side by side."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ class ReportCommand:
     """Write one HTML page about a run, or about two side by side; it needs no network."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """The folder of a run, as aprilsched run and simulate write it; or of two, to compare the
-    second with the first."""
+    """The run folder of one run, or of two to compare the second with the first."""
     out: Path | None = None
-    """The file; report.html in the first folder if not given."""
+    """The file to write; report.html in the first folder if not given."""
     json: bool = False
-    """Print the figures as JSON on stdout too: an object, or a list of two; all else goes to
-    stderr."""
+    """Also print the figures as JSON on stdout: an object, or a list of two. Everything else goes
+    to stderr."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code.
+    """Run the command; returns the exit code.
 
     Raises:
         AprilschedError: if a run cannot be read or the page cannot be written.

@@ -1,4 +1,4 @@
-"""``aprilsched run``: drive batches from prompts, without a trainer, into a run folder."""
+"""``aprilsched run``: runs batches of rollouts without a trainer, and writes a run folder."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class RunCommand:
     out: Path | None = None
     """The run folder; runs/TIME-SEED if not given. It must be new or empty."""
     resume: Path | None = None
-    """Go on with the run in this folder, which was cut off, under its own settings; of the others
-    only --batches, --json, --no-report and --quiet may be given too."""
+    """Resume the run in this folder, which was cut off, with its own settings. Only --batches,
+    --json, --no-report and --quiet may be given with it."""
     json: bool = False
     """Print the summary as JSON on stdout; everything else goes to stderr."""
     quiet: bool = False
-    """No progress, no figures, no report and no trace, only errors."""
+    """Show only errors: no progress and no figures; also write no report and no trace."""
     no_report: bool = False
     """Write neither report.html nor trace.json."""
     dry_run: bool = False
@@ -55,7 +55,7 @@ class RunCommand:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code.
+    """Run the command; returns the exit code.
 
     Raises:
         AprilschedError: if the run is refused or fails.
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = _folder(command)
     messages = Console(stderr=True)
     screen = screen_of(setup, messages, title="run", where=str(folder.path))
-    # On a virtual clock a thread's work would take no time, or all of it.
+    # A virtual clock does not measure the time that a thread takes, so the store uses none.
     store = SqliteStore(folder.store, inline=setup.clock == "virtual")
     summary = Run(setup, folder, None if command.quiet else screen, store=store).execute()
     if command.json:
@@ -99,7 +99,7 @@ def _folder(command: RunCommand) -> RunFolder:
 
 
 def _parse(arguments: Sequence[str]) -> RunCommand:
-    """Flags over the config file's settings over the defaults."""
+    """The command: flags override the config file, and the config file overrides the defaults."""
     path = _config_path(arguments)
     default = RunCommand() if path is None else RunCommand(settings=read_settings(Path(path)))
     return tyro.cli(
@@ -112,7 +112,8 @@ def _parse(arguments: Sequence[str]) -> RunCommand:
 
 
 def _config_path(arguments: Sequence[str]) -> str | None:
-    """The file's content decides the defaults of all other flags, so it is looked for first."""
+    """Path of the config file. It is looked for before the other flags are parsed, because its
+    content gives their defaults."""
     resumed = _value("--resume", arguments, "folder; give that of a run")
     if resumed is None:
         return _value("--config", arguments, "file; give the path of a TOML file")
@@ -120,8 +121,8 @@ def _config_path(arguments: Sequence[str]) -> str | None:
         flag = argument.partition("=")[0]
         if flag.startswith("--") and flag not in _WITH_RESUME:
             raise ConfigError(
-                f"{flag} does not go with --resume, which goes on under the run's own settings; "
-                "give only --batches, --json, --no-report or --quiet with it."
+                f"{flag} cannot be used with --resume, which keeps the run's own settings; give "
+                "only --batches, --json, --no-report or --quiet with it."
             )
     return str(RunFolder.resume(Path(resumed)).path / CONFIG)
 

@@ -1,4 +1,4 @@
-"""``aprilsched serve-sim``: the embedded engine behind SGLang's own HTTP API, until it is ended."""
+"""``aprilsched serve-sim``: serves the embedded engine behind SGLang's HTTP API until a signal."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ class ServeSimCommand:
     """Serve the embedded engine behind SGLang's own HTTP API, for tests."""
 
     host: str = "127.0.0.1"
-    """Where to listen; anything but loopback opens it to others."""
+    """Address to listen at; any address but loopback lets other machines connect."""
     port: int = 30000
-    """Of the first engine; further ones (--sim.engines) have the ports after it. 0 for any."""
+    """Port of the first engine; further engines (--sim.engines) have the next ports. 0 chooses free
+    ports."""
     admin_key_env: str | None = None
-    """Name of the environment variable with the key that control calls must then bring."""
+    """Name of the environment variable with a key; control calls must then have this key."""
     time_scale: float = 1.0
-    """Wall seconds for each modelled second: 0.1 is ten times faster than the machine."""
+    """Wall seconds for each modelled second: 0.1 is ten times faster than the modelled machine."""
     faults: Path | None = None
-    """A TOML script of what shall go wrong (docs/faults.md); what did is printed at the end."""
+    """A TOML script of faults (docs/faults.md); those that happened are printed at the end."""
     sim: SimSettings = field(default_factory=SimSettings)
 
     def servers(self) -> list[SimServer]:
-        """What is asked for, not started yet.
+        """The servers that the settings ask for, not started yet.
 
         Raises:
-            ConfigError: if a setting cannot be.
+            ConfigError: if a setting is wrong.
         """
         sim = self.sim
         if sim.engines < 1:
@@ -70,10 +71,10 @@ class ServeSimCommand:
 
 
 def read_faults(path: Path) -> FaultScript:
-    """The script in the file at `path`.
+    """The fault script in the file at `path`.
 
     Raises:
-        ConfigError: if it cannot be read, or cannot be carried out.
+        ConfigError: if it cannot be read, or if a fault in it is not possible.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -85,10 +86,10 @@ def read_faults(path: Path) -> FaultScript:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code: 0 after SIGTERM, 130 after Ctrl-C.
+    """Run the command; returns the exit code, which is 0 after SIGTERM and 130 after Ctrl-C.
 
     Raises:
-        AprilschedError: if it cannot listen there, or a setting cannot be.
+        AprilschedError: if it cannot listen at the address, or if a setting is wrong.
     """
     command = tyro.cli(
         ServeSimCommand,

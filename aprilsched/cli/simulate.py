@@ -1,7 +1,7 @@
-"""``aprilsched simulate``: policies on the same workload and seed, in virtual time.
+"""``aprilsched simulate``: compares policies on the same workload and seed, in virtual time.
 
-Every policy is decided by the production core, against modelled engines, with new weights after
-each batch; all see the same prompts and lengths. Each leaves a whole run folder.
+Every policy runs on the production core with modelled engines, and with new weights after each
+batch. All policies get the same prompts and lengths. Each writes a complete run folder.
 """
 
 from __future__ import annotations
@@ -45,40 +45,40 @@ class SimulateCommand:
     """Compare scheduling policies on one workload, in virtual time."""
 
     policy: str = DEFAULT_POLICIES
-    """Which, with commas between. Settings follow a colon: april:over_provision=1.25|1.5|2 is
-    three of them."""
+    """Policies, with commas between them. Settings follow a colon: april:over_provision=1.25|1.5|2
+    is three policies."""
     batches: int = 60
-    """Of each policy."""
+    """Batches of each policy."""
     seed: int = 0
-    """Of the workload."""
+    """Seed of the workload."""
     burn_in: int | None = None
-    """Batches left out of the steady-state figures; a quarter of them if not given."""
+    """Batches left out of the steady-state figures; a quarter of the batches if not given."""
     batch_groups: int = 32
     """Groups (prompts) in a batch."""
     group_size: int = 8
     """Rollouts of one prompt."""
     kv: Literal["recompute", "keep"] = "recompute"
-    """What a refit does to what is in flight: prefilled again, or kept with its older keys."""
+    """What a refit does to the KV of rollouts in flight: recompute it, or keep its older keys."""
     max_staleness: int | None = None
-    """Bound on the staleness of what counts, for policies that set none."""
+    """Bound on staleness, for policies that set none."""
     train_seconds: float = 0.0
-    """What the trainer takes over a batch."""
+    """Seconds that the trainer takes for a batch."""
     model: str | None = None
-    """A TOML file that aprilsched calibrate wrote: the engines' step times."""
+    """Step times of the engines: a TOML file that aprilsched calibrate wrote."""
     sim: SimSettings = field(default_factory=lambda: SimSettings(stream_interval=NEVER))
     out: Path | None = None
     """The folder for the results; runs/TIME-SEED if not given. It must be new or empty."""
     json: bool = False
-    """Print a list of objects as JSON on stdout, one for each policy; all else goes to stderr.
-    Of the pictures only the comparison is drawn."""
+    """Print a list of objects as JSON on stdout, one for each policy; everything else goes to
+    stderr. The only picture is then the comparison."""
     quiet: bool = False
-    """No progress; the figures at the end all the same."""
+    """Show no progress, only the figures at the end."""
     workload: Annotated[WorkloadSettings, tyro.conf.arg(name="")] = field(
         default_factory=WorkloadSettings
     )
 
     def settings(self, policy: Policy) -> RunSettings:
-        """What the run of one policy does."""
+        """The settings of one policy's run."""
         flags = SchedulerFlags(
             batch_groups=self.batch_groups,
             group_size=self.group_size,
@@ -98,7 +98,7 @@ class SimulateCommand:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code.
+    """Run the command; returns the exit code.
 
     Raises:
         AprilschedError: if a setting is refused or the results cannot be written.
@@ -169,7 +169,9 @@ class Trial:
 
 
 def simulated(command: SimulateCommand) -> dict[str, Trial]:
-    """Each policy that `command` names, by name. What it says of folders and output is ignored.
+    """Simulate the policies of `command`, for callers from Python; folders and output are ignored.
+
+    Returns each policy's row and summary, by the policy's name.
 
     Raises:
         AprilschedError: if a setting is refused.

@@ -1,4 +1,4 @@
-"""``aprilsched watch RUN``: look at a run from another terminal, by what it writes."""
+"""``aprilsched watch RUN``: shows a run in another terminal, from the files that it writes."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _POLL_SECONDS = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class WatchCommand:
-    """Show a run as its own terminal does, from its folder: one that goes on, about a second late,
-    or one that has ended."""
+    """Show a run from its folder, as its own terminal does: a run in progress, about a second late,
+    or a run that has ended."""
 
     run: tyro.conf.Positional[Path]
     """The run folder."""
     once: bool = False
-    """Print what is to be seen now, and end."""
+    """Print the current state, and end."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code.
+    """Run the command; returns the exit code.
 
     Raises:
-        AprilschedError: if the folder holds no run, or one that cannot be understood.
+        AprilschedError: if the folder has no run, or if its files cannot be understood.
     """
     command = tyro.cli(
         WatchCommand,
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     if not (command.run / CONFIG).is_file():
         raise RunFolderError(
-            f"{command.run} holds no run (it has no {CONFIG}); name the folder of one that has "
+            f"{command.run} has no run (it has no {CONFIG}); name the folder of a run that has "
             "begun."
         )
     console = Console()
@@ -82,7 +82,7 @@ def _follow(folder: Path, console: Console) -> None:
     with watched:
         ended = False
         while not ended:
-            # Before the last look: what a run writes it has written when its summary is there.
+            # Checked before the last read: a run writes its summary after everything else.
             ended = watched.ended
             while watched.read():
                 pass
@@ -101,21 +101,23 @@ def _follow(folder: Path, console: Console) -> None:
 
 
 _LINES = 10_000
-"""Told between two notes of how far the reading has come."""
+"""Number of lines after which the view shows again how far the reading has come."""
 _SILENT_SECONDS = 5.0
-"""A run writes once a second while something happens."""
+"""Seconds without a new line after which the view says so. A run writes each second while something
+happens."""
 _LONG_SECONDS = 60.0
+"""Seconds without a new line after which the view says that the run waits or was killed."""
 
 
 class Watched:
-    """The run in `folder`; use it as ``with watched:`` to have it drawn.
+    """Reads the run in `folder` and shows it; use it as ``with watched:`` to draw the view.
 
     Attributes:
-        draws: a view; else one line for each batch is printed.
-        view: None if nothing is drawn.
+        draws: whether a view is drawn; otherwise one line is printed for each batch.
+        view: the view; None if none is drawn.
 
     Raises:
-        OSError, ValueError: if its configuration cannot be read, or understood.
+        OSError, ValueError: if the configuration cannot be read or understood.
     """
 
     def __init__(self, folder: Path, console: Console, *, draws: bool) -> None:
@@ -130,7 +132,7 @@ class Watched:
 
     @property
     def ended(self) -> bool:
-        """It has its summary, and so everything else."""
+        """Whether the run has ended. Its summary is then there, and so is everything else."""
         return (self._folder / SUMMARY).exists()
 
     def __enter__(self) -> Self:
@@ -143,10 +145,10 @@ class Watched:
             self.view.__exit__(*exception)
 
     def read(self) -> bool:
-        """Show what is new; whether anything was.
+        """Show new lines of the log; returns whether there were any.
 
         Raises:
-            OSError, ValueError, MsgspecError: if it cannot be read, or understood.
+            OSError, ValueError, MsgspecError: if the log cannot be read or understood.
             RunFolderError: if the log is damaged.
         """
         news = self._follower.poll(_LINES)
@@ -163,14 +165,14 @@ class Watched:
         return bool(news.lines)
 
     def last_frame(self) -> Text:
-        """The view as it is now, as high as it needs to be where it is not on a terminal."""
-        assert self.view is not None  # noqa: S101 - only who draws asks
+        """The view as it is now; if the output is not a terminal, in full height."""
+        assert self.view is not None  # noqa: S101 - only called when a view is drawn
         self.view.model.note = ""
         return self.view.frame(whole=not self._console.is_terminal)
 
     def _begin(self) -> Sequence[FactListener]:
-        """Who is told the log from its first line. A process that goes on with the run may have
-        other settings than the one before."""
+        """The listeners that get the log from its first line. They are made again when a process
+        resumes the run, because it may have other settings."""
         config: dict[str, Any] = tomllib.loads((self._folder / CONFIG).read_text(encoding="utf-8"))
         basis = basis_of(config)
         facts = RunFacts(

@@ -173,7 +173,7 @@ def test_a_server_that_is_no_sglang(capsys: pytest.CaptureFixture[str], web_serv
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]):
     assert main(["simulat"]) == 2
     captured = capsys.readouterr()
-    assert captured.err == "aprilsched: 'simulat' is no command; did you mean simulate?\n"
+    assert captured.err == "aprilsched: 'simulat' is not a command; did you mean simulate?\n"
 
 
 def test_an_unknown_policy(capsys: pytest.CaptureFixture[str]):

@@ -260,9 +260,9 @@ def test_only_a_run_can_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for arguments, what in (
         ([str(tmp_path)], "holds no run that could go on (it has no config.toml)"),
         ([], "--resume names no folder"),
-        ([str(folder), "--seed", "3"], "--seed does not go with --resume"),
-        ([str(folder), "--out=x"], "--out does not go with --resume"),
-        ([str(folder), "--dry-run"], "--dry-run does not go with --resume"),
+        ([str(folder), "--seed", "3"], "--seed cannot be used with --resume"),
+        ([str(folder), "--out=x"], "--out cannot be used with --resume"),
+        ([str(folder), "--dry-run"], "--dry-run cannot be used with --resume"),
     ):
         assert main(["run", "--quiet", "--resume", *arguments]) == 2
         error = capsys.readouterr().err

@@ -240,8 +240,8 @@ def test_what_is_no_run_is_refused_in_one_sentence(
         assert said.count("\n") == 1
         return said
 
-    assert "holds no run (it has no config.toml)" in refusal(tmp_path / "nowhere")
-    assert "holds no run" in refusal(tmp_path)
+    assert "has no run (it has no config.toml)" in refusal(tmp_path / "nowhere")
+    assert "has no run" in refusal(tmp_path)
     folder = part_of(ended, tmp_path / "run", 1_000)
     (folder / CONFIG).write_text("engine = [")
     assert "cannot be understood" in refusal(folder)
