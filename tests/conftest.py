@@ -1,4 +1,4 @@
-"""How the tests are shared out among processes, and what each of them costs (``--cpu-times``)."""
+"""Distributes the tests among processes, and shows what each test costs (``--cpu-times``)."""
 
 # xdist has no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -27,7 +27,7 @@ CPU = "cpu seconds"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on servers come first: they wait more than they compute, and the others fill that."""
+    """Put tests on servers first: they mostly wait, and the other tests use that time."""
     items.sort(key=lambda item: SERVERS not in item.path.parents)
     for item in items:
         if item.get_closest_marker("long") is not None:
@@ -36,9 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """A file's tests run in one process, which makes what they share once.
+    """Run the tests of a file in one process, so that their fixtures are made once.
 
-    Those on real servers run in two: each has its servers, boots them once and keeps them.
+    The tests on real servers run in two processes. Each has its own servers and boots them once.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -46,14 +46,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
         def _split_scope(self, nodeid: str) -> str:
             return _shared(nodeid.split("::", 1)[0])
 
-    # Otherwise the files of many tests, which are the quick ones, would come first.
+    # Otherwise the files with many tests, which are the quick ones, would come first.
     config.option.loadscopereorder = False
     return Files(config, log)
 
 
 @cache
 def _shared(file: str) -> str:
-    """What keeps the tests of a file in one process: the file, or the servers that they use."""
+    """A name that is equal for tests of one process: the file, or the servers that they use."""
     path = SERVERS.parents[1] / file
     if SERVERS not in path.parents:
         return file
@@ -61,7 +61,7 @@ def _shared(file: str) -> str:
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """A busy machine is slow, and nothing else: no test's timers run ahead of its work."""
+    """Use a loop whose timers do not run ahead of the test's work on a busy machine."""
     return {"patient": PatientLoop}
 
 
@@ -79,13 +79,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Registered, since a conftest's own hooks do not see the notebooks.
+    # A plugin, because the hooks of a conftest do not see the notebooks.
     if config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes())
 
 
 class CpuTimes:
-    """The CPU time of each test with the fixtures that it is the first or the last to use."""
+    """Measures the CPU time of each test, with the fixtures that it is first or last to use."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -96,7 +96,7 @@ class CpuTimes:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """A test's last report carries it, from other processes, too."""
+        """Add the time to the test's last report, which also comes from other processes."""
         report = yield
         if call.when == "teardown":
             report.user_properties.append((CPU, _cpu_seconds() - item.stash[_begun]))
@@ -120,6 +120,6 @@ _begun = pytest.StashKey[float]()
 
 
 def _cpu_seconds() -> float:
-    """Of this process, and of those that it started and that have ended."""
+    """CPU seconds of this process, and of its child processes that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(part.ru_utime + part.ru_stime for part in used)

@@ -1,7 +1,7 @@
-"""Open a page in a real headless browser, as a reader with a small screen or a dark theme would.
+"""Opens pages in a real headless browser, with a given screen size and color scheme.
 
 The browser is the one that `make .browser` fetches, with its own fonts, or the one that
-:data:`ENVIRONMENT` names. A page keeps what went wrong in it: `errors` is empty where nothing did.
+:data:`ENVIRONMENT` names. Errors of a page are in its `errors`.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ ColorScheme = Literal["light", "dark"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenPage:
-    """A loaded page, and what it complained about since."""
+    """A loaded page, and its messages and errors so far."""
 
     page: Page  #: playwright's page, for everything else (clicks, locators)
-    console: list[str] = field(default_factory=list[str])  #: "error: text", of every type
-    errors: list[str] = field(default_factory=list[str])  #: console errors, uncaught ones, requests
+    console: list[str] = field(default_factory=list[str])  #: every message, as "type: text"
+    errors: list[str] = field(default_factory=list[str])  #: in the console, uncaught, of requests
 
     def evaluate(self, expression: str, argument: object = None) -> Any:
         """The value of a JavaScript expression or of a function of `argument`."""
         return self.page.evaluate(expression, argument)
 
     def screenshot(self, path: Path, *, full_page: bool = False) -> Path:
-        """Write what is seen as a PNG file."""
+        """Write a picture of the page as a PNG file."""
         self.page.screenshot(path=path, full_page=full_page)
         return path
 
     def overflow(self) -> int:
-        """By how many pixels the page is wider than the screen; 0 where nobody scrolls sideways."""
+        """Number of pixels by which the page is wider than the screen; 0 if it fits."""
         root = "document.documentElement"
         return int(self.evaluate(f"Math.max(0, {root}.scrollWidth - {root}.clientWidth)"))
 
@@ -54,7 +54,7 @@ def browser_program() -> Path:
     """The browser's program.
 
     Raises:
-        RuntimeError: if it is not there; a missing browser must never look like a passed test.
+        RuntimeError: if it does not exist, because a test must not pass without a browser.
     """
     program = Path(os.environ.get(ENVIRONMENT) or FOLDER / "chromium")
     if not program.is_file():
@@ -67,7 +67,7 @@ def browser_program() -> Path:
 
 @contextmanager
 def launched() -> Generator[Browser]:
-    """A browser without a window, for as many pages as are wanted."""
+    """A browser without a window, for any number of pages."""
     program = browser_program()
     environment = dict[str, str | float | bool](os.environ)
     if program.parent == FOLDER:
@@ -95,11 +95,11 @@ def opened(
     color_scheme: ColorScheme = "light",
     network: bool = False,
 ) -> Generator[OpenPage]:
-    """The page of a file or an address, loaded.
+    """Load the page of a file or an address.
 
-    Without `network` every request but the page's own file is refused and counted as an error, so
-    a page that is said to be self-contained is found out. A phone's viewport is a phone: touch,
-    and two pixels for one.
+    Without `network`, every request except the page's own file is refused and counted as an error,
+    which tests that the page is self-contained. With a phone's viewport the browser behaves as a
+    phone: it has touch, and two device pixels for each CSS pixel.
     """
     address = target if isinstance(target, str) else target.resolve().as_uri()
     phone = viewport[0] < 600

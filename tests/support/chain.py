@@ -1,4 +1,4 @@
-"""Everything that shows a run, over one run folder: account, trace, report, view."""
+"""Checks everything that shows a run on one run folder: usage, trace, report, live view."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ TOKENS = """
 
 
 def check_chain(folder: Path, engines: Collection[str]) -> None:
-    """What `aprilsched run` left in `folder` can be seen in every way, and agrees. Starts a browser
-    of its own, so it must not be called where an event loop runs."""
+    """Check that all views of the run in `folder` work and agree.
+
+    It starts a browser, so it must not be called while an event loop runs.
+    """
     summary = read_run(folder).summary
     rebuilt = rebuilt_summary(folder)
     assert rebuilt.rollouts == summary.rollouts

@@ -1,6 +1,6 @@
-"""Episodes as the core sees them: who waits to ask, what is asked, what was answered.
+"""Plays the part of episodes for tests of the core: asks for turns, and takes their answers.
 
-The environment is a function of the context, as a replayed one must be.
+The environment is a function of the context, so that an episode can be replayed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ TOOL = np.array([9, 9], dtype=np.int32)
 
 @dataclass
 class Dialogues:
-    """The episodes that run."""
+    """The running episodes; all mappings are by rollout."""
 
     thinking: dict[int, Int32Array] = field(default_factory=dict[int, Int32Array])
-    """The context that each would ask with next."""
+    """Context of the next turn, of episodes that wait for no turn."""
     asking: dict[int, Int32Array] = field(default_factory=dict[int, Int32Array])
     turns: dict[int, int] = field(default_factory=dict[int, int])
     answered: dict[int, Int32Array] = field(default_factory=dict[int, Int32Array])
-    """The context of the turn that each was given last, while it has done nothing since."""
+    """Context of the turn that was answered last, until the episode does something else."""
     withdrawn: dict[int, Int32Array] = field(default_factory=dict[int, Int32Array])
-    """The context of the turn that each has given up, until its request is back."""
+    """Context of a turn that the episode gave up, until its request has ended."""
     partial: dict[int, Int32Array] = field(default_factory=dict[int, Int32Array])
-    """That context, and the tokens that had come."""
+    """Context and received tokens of a turn that the episode gave up and whose request ended."""
 
     def start(self, command: do.StartEpisode) -> None:
         self.thinking[command.rollout_id] = command.prompt.input_ids
@@ -65,7 +65,7 @@ class Dialogues:
         self.partial.pop(rollout_id, None)
 
     def withdraw(self, rollout_id: int) -> ev.TurnWithdrawn:
-        """It gives up the turn that it waits for, or one whose answer it has not seen."""
+        """The episode gives up the turn that it waits for, or one whose answer it has not seen."""
         if rollout_id in self.asking:
             self.withdrawn[rollout_id] = self.asking.pop(rollout_id)
         else:
@@ -75,25 +75,25 @@ class Dialogues:
         return ev.TurnWithdrawn(rollout_id=rollout_id)
 
     def keep(self, rollout_id: int) -> ev.TurnKept:
-        """It looks at what had come of the turn that it gave up."""
+        """The episode takes the partial output of the turn that it gave up."""
         self.thinking[rollout_id] = np.concatenate((self.partial.pop(rollout_id), TOOL))
         self.turns[rollout_id] += 1
         return ev.TurnKept(rollout_id=rollout_id)
 
     def ask(self, rollout_id: int) -> ev.TurnRequested:
-        """The episode's next turn."""
+        """The episode asks for its next turn."""
         self._goes_on(rollout_id)
         self.asking[rollout_id] = self.thinking.pop(rollout_id)
         return ev.TurnRequested(rollout_id=rollout_id, input_ids=self.asking[rollout_id])
 
     def end(self, rollout_id: int) -> ev.EpisodeFinished:
-        """It returns."""
+        """The episode returns."""
         del self.thinking[rollout_id]
         self._goes_on(rollout_id)
         return ev.EpisodeFinished(rollout_id=rollout_id, reward=1.0 if rollout_id % 2 else None)
 
     def fail(self, rollout_id: int) -> ev.EpisodeFailed:
-        """It raises."""
+        """The episode raises an error."""
         del self.thinking[rollout_id]
         self._goes_on(rollout_id)
         return ev.EpisodeFailed(rollout_id=rollout_id, cause="the tool is broken")

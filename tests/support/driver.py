@@ -1,6 +1,6 @@
-"""Drives the core without a loop: keeps the open commands, and answers them as told.
+"""Drives the core without a loop: keeps the open commands, and answers them when a test says so.
 
-The tests feed an event and look at the commands; the driver only remembers what is open, so that
+A test feeds events and looks at the commands. The driver remembers which commands are open, so that
 an answer needs no ids.
 """
 
@@ -30,12 +30,12 @@ Control = do.Pause | do.Flush | do.Continue | do.Release | do.Wake
 
 
 def prompts(count: int, *, start: int = 0) -> tuple[Prompt, ...]:
-    """Prompts that differ from each other."""
+    """Prompts that are all different."""
     return tuple(Prompt(input_ids=np.array([start + i, 7], dtype=np.int32)) for i in range(count))
 
 
 def config(**changes: object) -> SchedulerConfig:
-    """Small asynchronous batches, over-provisioned twice."""
+    """A configuration with small asynchronous batches and an over-provisioning of 2."""
     values: dict[str, object] = {
         "batch_groups": 2,
         "group_size": 2,
@@ -55,7 +55,7 @@ def tokens(count: int, first: int = 100) -> Int32Array:
 
 @dataclass
 class Driver:
-    """A scheduler and everything it waits for."""
+    """A scheduler and its open commands."""
 
     config: SchedulerConfig
     reward_scope: RewardScope = "none"
@@ -67,10 +67,10 @@ class Driver:
     holds_stragglers: bool = True
     keeps_weights: bool = False
     store: Store | None = None
-    """Saves before each batch is handed over, and when told."""
+    """A store that saves before each batch is offered, and at :meth:`save`; None for no store."""
     restarts: int = 0
     journal: bool = False
-    """Note what changes, for a test that takes the cuts itself."""
+    """Whether the journal is active although there is no store, for tests that take snapshots."""
     now: float = 0.0
     sends: dict[Key, do.Send] = field(default_factory=dict[Key, do.Send])
     aborts: dict[Key, do.Abort] = field(default_factory=dict[Key, do.Abort])
@@ -86,14 +86,14 @@ class Driver:
     cancelled: list[do.CancelWork] = field(default_factory=list[do.CancelWork])
     fetches: list[do.FetchPrompts] = field(default_factory=list[do.FetchPrompts])
     takes: bool = True
-    """The trainer takes each batch as soon as it is offered."""
+    """Whether the trainer takes each batch as soon as it is offered."""
     offers: list[Batch] = field(default_factory=list[Batch])
     withdrawn: list[int] = field(default_factory=list[int])
     batches: list[Batch] = field(default_factory=list[Batch])
     redelivered: list[Batch] = field(default_factory=list[Batch])
     evaluations: dict[int, Batch] = field(default_factory=dict[int, Batch])
     kept_evaluations: dict[int, Batch] = field(default_factory=dict[int, Batch])
-    """Those that the store counts."""
+    """Evaluations that were delivered before the last save."""
     updates: list[do.FinishUpdate] = field(default_factory=list[do.FinishUpdate])
     retired: list[do.Retire] = field(default_factory=list[do.Retire])
     sleeps: list[do.FinishSleep] = field(default_factory=list[do.FinishSleep])
@@ -108,19 +108,19 @@ class Driver:
     ended: bool = False
     auto_prompts: bool = True
     auto_verify: bool = True
-    """Engines that are asked for their version have the right one."""
+    """Whether engines answer at once that they have the right version."""
     verifications: list[do.Verify] = field(default_factory=list[do.Verify])
     given: int = 0
     bad: bool = False
-    """Some prompts of the source cannot be used."""
+    """Whether some prompts of the source cannot be used."""
     dries: bool = False
-    """The source answers with half of what is asked for, and gives the rest when told."""
+    """Whether the source gives half of the requested prompts, and the rest by give_owed()."""
     owed: list[int] = field(default_factory=list[int])
     sent: list[do.Send] = field(default_factory=list[do.Send])
     run: RunState = field(default_factory=RunState)
-    """Hears the facts."""
+    """State from the facts of the core."""
     retold: RunState = field(default_factory=RunState)
-    """Hears the facts that are worked out from the events and commands."""
+    """State from the facts that are derived from events and commands, as for an old log."""
 
     def __post_init__(self) -> None:
         self.core = self._scheduler()
@@ -136,7 +136,7 @@ class Driver:
         return Scheduler(self.config, caller)
 
     def info(self, name: str, version: int | None = -1) -> ev.EngineInfo:
-        """What is known of an engine; it has the version the driver began with unless told."""
+        """Description of an engine; by default it has the version that the driver began with."""
         return ev.EngineInfo(
             name=name,
             version=self.version if version == -1 else version,
@@ -149,7 +149,7 @@ class Driver:
         return self.core.state
 
     def feed(self, event: ev.Event) -> list[do.Command]:
-        """Handle one event, check the invariants, remember what was commanded."""
+        """Handle one event, check the invariants, and remember the commands."""
         self.now += 0.001
         commands = self.core.handle(event, self.now)
         self.core.check_invariants()
@@ -172,7 +172,7 @@ class Driver:
         return commands
 
     def take(self) -> list[do.Command]:
-        """The trainer takes what is offered."""
+        """The trainer takes the offered batch."""
         assert self.state.delivery.offer is not None
         return self.feed(ev.BatchTaken(index=self.state.delivery.offer.batch.index))
 
@@ -260,14 +260,16 @@ class Driver:
     # --- durability ----------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Take a cut into the store, if there is one."""
+        """Save a snapshot of the changes in the store, if there is one."""
         if self.store is not None:
             self.store.save(take_changes(self.state), durable=True)
             self.kept_evaluations = dict(self.evaluations)
 
     def restart(self, versions: Sequence[int | None] = ()) -> None:
-        """The process is gone, and a new one goes on with what the store has; the engines then
-        have `versions`, or the saved one."""
+        """The process dies, and a new one continues with the store's content.
+
+        The engines then have `versions`; engines without one have the saved version.
+        """
         assert self.store is not None
         self.restarts += 1
         saved = self.store.open()
@@ -307,7 +309,7 @@ class Driver:
             self._give(count, partial=False)
 
     def give_owed(self, count: int) -> None:
-        """A source that was dry gives so many more of those that are asked for."""
+        """A source that ran dry gives `count` more of the requested prompts."""
         owed = self.owed.pop(0)
         if count < owed:
             self.owed.append(owed - count)
@@ -327,7 +329,7 @@ class Driver:
         self.feed(ev.PromptsArrived(prompts=tuple(given), last=last, partial=partial and not last))
 
     def verify(self, version: int | None = -1) -> None:
-        """The engine that was asked first says that it has `version`, the right one unless told."""
+        """The oldest open Verify is answered with `version`, by default the right one."""
         command = self.verifications.pop(0)
         said = self.state.weights.base if version == -1 else version
         self.feed(ev.Verified(engine=command.engine, version=said))
@@ -350,7 +352,7 @@ class Driver:
         if count:
             self.progress(key, count)
         if key not in self.sends:
-            return  # its engine was lost by what the tokens prove
+            return  # the tokens showed a wrong version, so the engine was lost
         del self.sends[key]
         self.aborts.pop(key, None)
         self.feed(ev.Finished(request_id=key[0], attempt=key[1], reason="stop", spans=spans))
@@ -382,7 +384,7 @@ class Driver:
         return command
 
     def answer_refit(self, **failures: tuple[int | None, str]) -> None:
-        """Every engine of the oldest refit takes the version, but for those in `failures`."""
+        """Every engine of the oldest refit takes the version, except those in `failures`."""
         refit = self.refits.pop(0)
         for name in refit.engines:
             version, cause = failures.get(name, (refit.version, ""))
@@ -403,7 +405,7 @@ class Driver:
                 self.answer_refit()
 
     def come_back(self, engine: str, version: int | None = -1) -> None:
-        """A lost engine, restarted."""
+        """A lost engine is restarted and joins again."""
         self.gone.remove(engine)
         self.feed(ev.EngineJoined(info=self.info(engine, version)))
 

@@ -1,7 +1,7 @@
 """An engine whose weights are a dictionary, and which really joins the trainer's group (gloo).
 
-It stands for failures that a server does not show on demand. It lives in the trainer's process,
-as members of their own; what a server does with such a group is tested on servers.
+Tests use it for failures that a server does not produce on demand. Its ranks are group members in
+the trainer's process. The behaviour of a server in such a group is tested on servers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GroupMember:
 
     Attributes:
         fail_at: the call ("begin", "receive 2", "end", "join") that fails.
-        dies: whether it then says nothing and drops its connections, or refuses.
+        dies: whether it then drops its connections without an answer, instead of refusing the call.
     """
 
     def __init__(
@@ -115,12 +115,14 @@ class GroupMember:
 
 
 def _in_thread(work: Callable[..., T], *args: object) -> asyncio.Future[T]:
-    """In threads of their own: all ranks wait for each other, and the loop has few."""
+    """Run `work` in a thread of this module's pool, because all ranks wait for each other and the
+    loop's own pool has few threads."""
     return asyncio.get_running_loop().run_in_executor(_THREADS, work, *args)
 
 
 def _member(group: RefitGroup, rank: int) -> Any:
-    """As SGLang's init_custom_process_group, but for torch's registry, which has room for one."""
+    """Join the group as SGLang's init_custom_process_group does, but without torch's registry,
+    which allows only one member in a process."""
     distributed: Any = importlib.import_module("torch.distributed")
     store = distributed.TCPStore(group.address, group.port, None, False, TIMEOUT)
     for prefix in (group.name, f"{group.name}/", "cpu/"):

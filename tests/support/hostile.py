@@ -1,6 +1,6 @@
-"""A server that answers the probe like SGLang, and a generation with whatever a test makes up.
+"""A server that answers probes like SGLang, and a generation with any bytes that a test gives.
 
-It writes HTTP by hand, because a library would not let it be as wrong as a test needs.
+It writes HTTP by hand, because a library refuses to write the errors that the tests need.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _PROBES: dict[str, Any] = {
 }
 
 Answer = Callable[[], Iterable[bytes]]
-"""What is written, piece by piece, until the client hangs up or the pieces end."""
+"""Makes the pieces of an answer. They are written until they end or the client disconnects."""
 
 
 class Hostile:
-    """What a server answers to which call, and how much of it the client took."""
+    """The answers of a server by path, and counts of what it wrote."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.answers: dict[str, Answer] = {}
         self.written = 0
         self.unsent = 0
-        """What the machine would not take yet of what was last written."""
+        """Bytes of the last write that the operating system had not taken yet."""
         self.closed = 0
-        """Connections that ended with their pieces."""
+        """Number of connections that were closed after their pieces."""
         self.connections = 0
         self.headers: list[bytes] = []
         self.closes = True
@@ -63,8 +63,8 @@ class Hostile:
                     await writer.drain()
                 if self.closes:
                     self.closed += 1
-                    # Not abort(): that drops what the machine has not taken yet, the last part
-                    # of an answer whose reader is busy.
+                    # Not abort(), which would drop what the operating system has not taken yet:
+                    # the last part of an answer whose reader is busy.
                     writer.close()
                     await writer.wait_closed()
                     return
@@ -94,12 +94,12 @@ async def hostile() -> AsyncGenerator[Hostile]:
 
 
 def chunked(*pieces: bytes) -> bytes:
-    """The pieces as chunks of an HTTP body, which they do not end."""
+    """The pieces as chunks of an HTTP body, without the chunk that ends it."""
     return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
 
 
 def event(start: int, end: int, *, finish: str | None = None) -> bytes:
-    """An event of the tokens `start` to `end`."""
+    """A stream event with the tokens `start` to `end`."""
     meta: dict[str, Any] = {
         "finish_reason": None if finish is None else {"type": finish},
         "completion_tokens": end,

@@ -1,8 +1,8 @@
 """An event loop whose clock stands still while its thread has no processor.
 
-An engine in scaled wall time generates while the test that started it is not running: on a busy
-machine a response is over before the test can pause it, and a timeout passes in which nothing could
-happen. On this loop a second is one that the thread worked or waited.
+On a busy machine, an engine in scaled wall time generates while the test that started it does not
+run. Then a response ends before the test can pause it, and a timeout passes in which nothing could
+happen. On this loop, only the time in which the thread worked or waited counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ __all__ = ["PatientLoop"]
 
 class _Selector(selectors.DefaultSelector):
     waited = 0.0
-    """Seconds, of each wait no more than was asked for: waking up late is no waiting."""
+    """Sum of the seconds waited. Of each wait, at most the requested time counts, because the rest
+    is a late wake-up."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         begun = time.monotonic()
@@ -27,7 +28,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class PatientLoop(asyncio.SelectorEventLoop):
-    """The standard loop with that clock; it belongs to the thread that runs it."""
+    """The standard loop with this clock. It must run in the thread that made it."""
 
     def __init__(self) -> None:
         self._waiting = _Selector()

@@ -1,4 +1,4 @@
-"""Streams and answers spoiled at random, in their bytes and in their structure."""
+"""Makes random faults in streams and answers, in their bytes and in their structure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEYS = (
 
 
 def cut(draw: random.Random, data: bytes) -> list[bytes]:
-    """`data` in pieces as a network cuts it: whole, in a few, or byte by byte in places."""
+    """`data` in pieces, as a network may cut it: in one piece, or in up to 21 of any size."""
     if len(data) < 2 or draw.random() < 0.3:
         return [data]
     places = sorted(draw.choices(range(len(data)), k=draw.choice((1, 2, 5, 20))))
@@ -63,7 +63,7 @@ def spoiled_answer(draw: random.Random, answer: Any) -> bytes:
 
 
 def spoiled_bytes(draw: random.Random, data: bytes, faults: int) -> bytes:
-    """`data` with so many changes of its bytes."""
+    """`data` with `faults` random changes of its bytes."""
     for _ in range(faults):
         at = draw.randrange(len(data) + 1)
         upto = min(len(data), at + draw.choice((1, 1, 2, 8, 64, 500)))
@@ -116,7 +116,7 @@ def _spoil_one(draw: random.Random, values: list[Any]) -> None:
 
 
 def _keys(value: Any) -> Sequence[Any]:
-    """Under which a container holds something."""
+    """Keys or indices of a container; none for any other value."""
     if isinstance(value, dict):
         return list(cast("dict[str, Any]", value))
     return range(len(cast("list[Any]", value))) if isinstance(value, list) else ()

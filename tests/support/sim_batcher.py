@@ -25,7 +25,7 @@ def request(
     min_new: int = 0,
     ignore_eos: bool = True,
 ) -> GenerationRequest:
-    """A request whose prompt follows from its id."""
+    """A request whose prompt is a function of its id."""
     sampling = SamplingParams(
         max_new_tokens=length,
         min_new_tokens=min_new,
@@ -64,7 +64,7 @@ class Outcome:
 
 
 class Driver:
-    """A batcher with its clock, collecting what comes out."""
+    """A batcher and its clock; it collects the chunks of all requests."""
 
     def __init__(self, config: SimConfig) -> None:
         self.batcher = Batcher(config)
@@ -82,7 +82,7 @@ class Driver:
         self.collect(when)
 
     def settle(self) -> None:
-        """Run until nothing happens any more."""
+        """Run until there are no more events."""
         while (due := self.batcher.next_event_time()) is not None:
             self.collect(due)
 
@@ -114,10 +114,10 @@ class Driver:
 def explained(
     sent: GenerationRequest, outcome: Outcome, keys: dict[int, int], vocab_size: int
 ) -> bool:
-    """Whether every token is what the weights of its span say of all tokens before it.
+    """Whether every token is what the weights of its span give for the tokens before it.
 
-    Holds where every refit was followed by a flush: each span then starts from a context
-    prefilled under its own weights.
+    This is true if every refit was followed by a flush, because each span then starts from a
+    context that was prefilled under its own weights.
     """
     model = ToyModel(vocab_size)
     ids, logprobs = outcome.ids, outcome.logprobs

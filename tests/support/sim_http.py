@@ -1,4 +1,4 @@
-"""A served embedded engine for the tests, and raw words with it."""
+"""Serves the embedded engine for tests, and makes HTTP calls to it without the adapter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def served(*, admin_key: str | None = None, config: SimConfig = CONFIG) -> SimSe
 
 
 def two_weights(folder: Path) -> tuple[Path, Path]:
-    """Two checkpoints whose files differ, which is all that the toy model sees of them."""
+    """Two checkpoints with different files. The toy model uses nothing else of them."""
     found = folder / "first", folder / "second"
     for path in found:
         path.mkdir()
@@ -42,7 +42,7 @@ def asked(tokens: int, *, rid: str | None = None, **body: Any) -> dict[str, Any]
 
 
 class Raw:
-    """HTTP without the adapter; an async context manager."""
+    """Makes HTTP calls without the adapter; an async context manager."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -55,18 +55,18 @@ class Raw:
         await self.session.close()
 
     async def get(self, path: str) -> tuple[int, Any]:
-        """Status and JSON (or text) of an answer."""
+        """Status and JSON (or text) of the answer to a GET."""
         async with self.session.get(path) as answer:
             return answer.status, _content(await answer.read())
 
     async def post(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-        """The same; None sends no body."""
+        """Status and JSON (or text) of the answer to a POST; None sends no body."""
         data = None if body is None else msgspec.json.encode(body)
         async with self.session.post(path, data=data) as answer:
             return answer.status, _content(await answer.read())
 
     async def events(self, body: dict[str, Any]) -> list[Any]:
-        """The events of a streamed generation, to its end."""
+        """All events of a streamed generation."""
         async with self.session.post("/generate", json={**body, "stream": True}) as answer:
             assert answer.status == 200
             assert answer.content_type == "text/event-stream"

@@ -1,4 +1,4 @@
-"""A command on a terminal of its own: what it draws there, and how it ends."""
+"""Runs a command on a terminal of its own, and reads what it draws and how it ends."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["Terminal", "on_a_terminal"]
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _WAIT_SECONDS = 600.0
-"""For a loaded machine; what is waited for comes within one or two."""
+"""Longest wait for anything, for a loaded machine. Usually one or two seconds are enough."""
 
 
 class Terminal:
-    """Reads in a thread of its own, as a terminal does: a command never waits for it."""
+    """A terminal and its command. A thread reads the output, so the command never waits for it."""
 
     def __init__(self, reads: int, process: subprocess.Popen[Any]) -> None:
         self.process = process
@@ -37,17 +37,17 @@ class Terminal:
 
     @property
     def raw(self) -> str:
-        """Everything so far, with what moves the cursor and gives colours."""
+        """All output so far, including the sequences for cursor and colours."""
         with self._news:
             return self._bytes.decode(errors="replace")
 
     @property
     def text(self) -> str:
-        """The same without."""
+        """All output so far, without the sequences for cursor and colours."""
         return _ESCAPE.sub("", self.raw).replace("\r\n", "\n")
 
     def wait_for(self, text: str) -> None:
-        """Until it was drawn."""
+        """Wait until `text` was drawn."""
         with self._news:
             found = self._news.wait_for(
                 lambda: text in self._text() or self._closed, timeout=_WAIT_SECONDS
@@ -59,7 +59,7 @@ class Terminal:
         os.write(self._reads, keys)
 
     def end(self) -> int:
-        """Wait for the command's end; its exit code."""
+        """Wait for the command's end; returns its exit code."""
         code = self.process.wait(_WAIT_SECONDS)
         self._thread.join(_WAIT_SECONDS)
         return code
@@ -71,7 +71,7 @@ class Terminal:
         while True:
             try:
                 some = os.read(self._reads, 1 << 16)
-            except OSError:  # how Linux says that nobody has the other side any more
+            except OSError:  # Linux raises it when the other side is closed
                 some = b""
             with self._news:
                 self._bytes += some
@@ -88,7 +88,7 @@ def on_a_terminal(
     lines: int = 30,
     environment: Mapping[str, str] | None = None,
 ) -> Generator[Terminal]:
-    """``aprilsched`` with `arguments` as the foreground job of a new terminal."""
+    """Run ``aprilsched`` with `arguments` as the foreground job of a new terminal."""
     reads, writes = pty.openpty()
     fcntl.ioctl(writes, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -110,6 +110,6 @@ def on_a_terminal(
 
 
 def _take_the_terminal() -> None:
-    """So that Ctrl-C typed there reaches the command; a runner in the background ignores it."""
+    """Let Ctrl-C in the terminal reach the command, even if the test runner ignores Ctrl-C."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)

