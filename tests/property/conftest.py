@@ -1,4 +1,4 @@
-"""How many steps the state machines made, printed at the end of a run."""
+"""Prints at the end of a test run how many steps the state machines made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEPS = "steps of "
 
 @pytest.fixture
 def record_steps(record_property: Callable[[str, object], None]) -> RecordSteps:
-    """Takes the name of a machine and its steps."""
+    """A function that records the name of a machine and its number of steps."""
     return lambda name, steps: record_property(STEPS + name, steps)
 
 

@@ -1,4 +1,4 @@
-"""Whatever is done to the batcher: nothing is lost, and every token is explained."""
+"""Tests the batcher under random actions: no token is lost, and each follows from its context."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CONFIGS = st.builds(
 
 
 class Script:
-    """Carries a list of actions out; every refit is a retract with a flush."""
+    """Carries out a list of actions; every refit is a retract with a flush."""
 
     def __init__(self, config: SimConfig) -> None:
         self.driver = Driver(config)
@@ -216,7 +216,7 @@ def test_steps_within_is_the_largest_that_fits(batch: int, kv: int, seconds: flo
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=3, max_size=80), st.data())
 def test_every_wrong_splice_is_seen(tokens: list[int], data: st.DataObject) -> None:
-    """Lose, double, swap or replace one token of a context: what follows is another text."""
+    """If one token of a context is lost, doubled, swapped or replaced, other tokens follow."""
     place = data.draw(st.integers(0, len(tokens) - 2))
     splices = [
         tokens[:place] + tokens[place + 1 :],

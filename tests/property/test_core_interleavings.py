@@ -1,7 +1,7 @@
-"""Random interleavings of everything that can happen, with the invariants after every event.
+"""Tests the core under random orders of all events, with its invariants after each event.
 
-The machine knows only what the shell knows: which attempts, control calls and callbacks are open.
-At the end it drains, and the conservation law must hold without any tolerance.
+The state machine knows only what a shell knows: the open attempts, control calls and callbacks. At
+the end all rollouts finish, and the conservation law must hold exactly.
 """
 
 from __future__ import annotations

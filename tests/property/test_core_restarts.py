@@ -1,7 +1,7 @@
-"""Random interleavings with restarts at any moment: what was saved goes on, and nothing twice.
+"""Tests the core under random events and restarts: the saved run continues, with nothing twice.
 
-The cut before a batch is handed over is the only one that must be taken; others are taken at
-random, and what came after the last one is gone with the process, as after kill -9.
+Only the snapshot before a batch is offered must be taken. Others are taken at random. What came
+after the last snapshot is lost with the process, as after kill -9.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def told(rollout: RolloutRecord) -> tuple[Any, ...]:
 
 
 def picture(state: SchedulerState) -> dict[str, Any]:
-    """The scheduler, without what only its process has."""
+    """The scheduler's state, without what belongs only to its process."""
     in_flight = state.in_flight
     offer = () if state.delivery.offer is None else (state.delivery.offer.batch.index,)
     return {

@@ -1,8 +1,8 @@
-"""The arrows of the architecture, read from the import statements.
+"""Tests which module may import which, by the import statements: the arrows of the architecture.
 
 types, errors <- core <- driver <- coordinator -> engines, weights, store; telemetry listens;
 analysis reads files only; runs put the parts together, and the command line calls runs.
-The table below is the law; the checker is small and is tested itself.
+The table below has the rules. The checker is small and is tested itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ LAZY = (
     )
     | PLOTS
 )
-"""Optional or slow to import: only inside functions, or for the type checker."""
+"""Packages that are optional or slow to import, so they may be imported only inside functions or
+for the type checker."""
 
 # fmt: off
 EFFECTS = frozenset({
@@ -59,14 +60,14 @@ EFFECTS = frozenset({
     "warnings",
 })
 # fmt: on
-"""Modules of the standard library with a clock, chance, other threads or the world behind them."""
+"""Modules of the standard library with effects: clocks, random numbers, threads, I/O."""
 
 EFFECT_CALLS = frozenset({"input", "open", "print"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a module may import; names stand for themselves and all that is below them."""
+    """What a module may import. A name allows itself and all modules below it."""
 
     ours: tuple[str, ...] = ()
     ours_deferred: tuple[str, ...] = ()
@@ -367,7 +368,7 @@ def imports(node: ast.AST, *, deferred: bool = False) -> Iterator[Import]:
 
 
 def rule_of(module: str) -> Rule | None:
-    """The rule of the module or of the package it is in. "aprilsched" itself stands for none."""
+    """The rule of the module, or of the nearest package above it except "aprilsched" itself."""
     found = [name for name in RULES if within(module, (name,)) and name != "aprilsched"]
     return (
         RULES["aprilsched"]
@@ -397,7 +398,7 @@ def forbidden(found: Import, rule: Rule) -> str | None:
 
 
 def effects(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Calls of built-in functions that reach out of the process, and uses of numpy.random."""
+    """Calls of built-in functions that do I/O, and uses of numpy.random."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id in EFFECT_CALLS:
@@ -407,7 +408,7 @@ def effects(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """One sentence for each thing that `module` must not do."""
+    """One sentence for each violation in `module`."""
     rule = rule_of(module)
     if rule is None:
         return [f"{module} has no rule; add it to the table, with what it may import."]

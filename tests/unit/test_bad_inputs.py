@@ -1,4 +1,4 @@
-"""Bad input is refused before anything is launched: exit code 2, one sentence, no folder."""
+"""Tests that bad input is refused before a launch: exit code 2, one sentence, no run folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GOOD = json.dumps({"input_ids": [1, 2, 3]})
 
 @pytest.fixture(autouse=True)
 def nothing_is_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Sending a request fails the test; files may only come up in the test's own folder."""
+    """Fail the test if a request is sent, and run it in a folder of its own."""
 
     def send(*_: Any) -> None:
         raise AssertionError("a request was sent")
@@ -29,7 +29,7 @@ def nothing_is_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The sentence with which `aprilsched run` refuses."""
+    """The error sentence of a refused `aprilsched run`."""
     before = set(Path.cwd().rglob("*"))
     assert main(["run", *arguments]) == 2
     captured = capsys.readouterr()
@@ -155,7 +155,7 @@ class _Page(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def web_server() -> Generator[str]:
-    """Something that answers every path with a page."""
+    """A web server that answers every path with a page."""
     with HTTPServer(("127.0.0.1", 0), _Page) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

@@ -1,4 +1,4 @@
-"""Bias from arrays: conservation, laws, the transient, censors, and what it costs to be rid."""
+"""Tests the bias analysis: conservation, laws, the transient, censoring, the cost of draining."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def drawn(n: int, seed: int) -> Ints:
 
 
 def first_come(lengths: Ints, *, batch: int, pool: int) -> tuple[Ints, Ints]:
-    """The batch that each is delivered in and the one that it is launched in.
+    """For each response, the batch that delivers it and the batch in which it is launched.
 
-    All decode together, one token a step; a batch is the next `batch` that finish, and then as
-    many are launched.
+    All responses decode together, one token in each step. A batch is the next `batch` responses
+    that finish; after it, the same number is launched.
     """
     launched = np.full(len(lengths), len(lengths))
     delivered = np.full(len(lengths), len(lengths))
@@ -161,7 +161,7 @@ def test_staleness_by_decile():
 
 
 def test_the_effect_of_a_censor_is_what_it_did():
-    """Everything above 200 tokens dropped at 200, half of the responses never looked at."""
+    """Responses above 200 tokens are dropped at 200; half of the responses are not observed."""
     lengths = drawn(20_000, 2)
     at_risk = np.arange(20_000) % 2 == 0
     gone = at_risk & (lengths > 200)

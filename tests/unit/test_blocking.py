@@ -1,4 +1,4 @@
-"""The blocking facade: the same names for trainers without asyncio."""
+"""Tests the blocking RolloutScheduler, for trainers without asyncio."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_second_interrupt_ends_the_wait_for_a_call_that_is_withdrawn():
 
 
 def in_a_fork(work: Callable[[], str]) -> str:
-    """What `work` says in a child of this process, which then ends as a program does."""
+    """The result of `work` in a forked child, which then ends as a program does."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Tensors in buckets: order, size, and where a tensor may begin."""
+"""Tests tensors in buckets: their order, the size of a bucket, and the alignment of tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_tensors_without_elements_are_not_lost():
 
 
 def test_a_tensor_begins_where_torch_can_look_at_it_as_its_own_type():
-    """Six bytes of bfloat16 and then float32: the view would begin at no multiple of 4."""
+    """After six bytes of bfloat16, a view as float32 would not begin at a multiple of 4."""
     odd, even = row(3, torch.bfloat16), row(4, torch.bfloat16)
     assert names(iter_buckets(named(odd, row(1)), 100)) == [["t0"], ["t1"]]
     assert names(iter_buckets(named(even, row(1)), 100)) == [["t0", "t1"]]

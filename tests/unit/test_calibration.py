@@ -1,4 +1,4 @@
-"""Reading logs and fitting step times: known models come back, disturbed windows do not count."""
+"""Tests reading server logs and fitting step times: known models are found, noise is ignored."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TRUE = StepTimeModel(t0=5e-3, t1=2e-5, t2=6e-8, prefill_pass=11e-3, prefill_rate
 
 
 def synthetic(model: StepTimeModel, count: int, noise: float, seed: int = 0) -> list[LogLine]:
-    """Lines that an engine of this model writes, one window in five with prefill passes."""
+    """Log lines of an engine with this model; one window in five has prefill passes."""
     rng = np.random.default_rng(seed)
     lines: list[LogLine] = []
     for number in range(count):

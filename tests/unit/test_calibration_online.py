@@ -1,4 +1,4 @@
-"""The fit that follows a live engine."""
+"""Tests the fit that follows the step times of a live engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLACES = [(4, 20_000), (60, 30_000), (200, 60_000), (300, 300_000), (512, 150_00
 
 
 def seen(model: StepTimeModel, rng: np.random.Generator, noise: float) -> Observation:
-    """40 steps of any batch with up to two prefill passes."""
+    """An observation of 40 steps of a random batch, with up to two prefill passes."""
     running = float(rng.integers(1, 513)) if rng.random() < 0.5 else 512 ** rng.uniform(0, 1)
     kv = running * float(rng.uniform(50, 2000))
     passes = int(rng.integers(0, 3))

@@ -1,4 +1,4 @@
-"""What CheckpointEnginePublisher asks of a parameter server, and how it survives one that hangs."""
+"""Tests the calls of CheckpointEnginePublisher, and that it survives a server that hangs."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_each_engine_has_its_own_outcome() -> None:
 
 
 async def test_a_server_that_waits_for_a_failed_engine_is_given_up() -> None:
-    """checkpoint-engine waits on its socket without a time; the run must not."""
+    """checkpoint-engine waits on its socket without a timeout, but the run must not."""
     release = threading.Event()
     publisher = await prepared(Server(waits=release), patience=0.05)
     outcomes = await publisher.publish(3, as_engines(SocketEngine("bad", fails_at=1)))

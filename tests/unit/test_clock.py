@@ -1,4 +1,4 @@
-"""The virtual clock and what it cannot measure."""
+"""Tests the virtual clock, and what it cannot measure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aprilsched.engines.sim import run_virtual
 
 
 def test_threads_are_waited_for_at_the_end_however_long_they_take():
-    """From Python 3.12 on a Runner gives them five minutes, which a virtual clock jumps over."""
+    """From Python 3.12 on, a Runner waits five minutes for them; a virtual clock skips these."""
     ending = threading.Event()
     ended: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""Adapters: loaded beside the one in use, no pause, each unloaded with its last request."""
+"""Tests adapters in the core: no pause for loading, and unloading after the last request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches: over-provisioning, refill, stop rules, surplus, the end of the prompts."""
+"""Tests batches in the core: over-provisioning, refill, stop rules, surplus, end of prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts of several turns in the core: an interrupted request resumes inside its turn."""
+"""Tests rollouts of several turns in the core: an interrupted request resumes in its turn."""
 
 from __future__ import annotations
 

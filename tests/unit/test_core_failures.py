@@ -1,4 +1,4 @@
-"""Failures: bounded retries, the ledger, engines that are lost."""
+"""Tests failures in the core: bounded retries, the ledger, lost engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet without an engine in use: nothing in flight is lost, nothing waits for ever."""
+"""Tests a fleet without an engine in use: nothing in flight is lost, nothing waits forever."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_an_update_waits_for_the_only_engine_which_is_catching_up():
 
 
 def without_weights(driver: Driver) -> None:
-    """Every engine is lost, and one is back with the first version."""
+    """Every engine is lost, and one comes back with the first version."""
     driver.update()
     lose_all(driver)
     driver.come_back("a", version=0)

@@ -1,4 +1,4 @@
-"""Engines that fail a refit, stand by, are lost, come back; each only at the fleet's version."""
+"""Tests engines that fail a refit, are lost and come back: they rejoin at the fleet's version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.driver import Driver, config
 
 
 def refit(driver: Driver, **outcome: tuple[int | None, str]) -> None:
-    """An update up to the engines' answers."""
+    """An update, up to the point where the engines answer."""
     driver.feed(ev.UpdateRequested(version=driver.state.weights.versions.trainer + 1))
     driver.settle_controls()
     driver.answer_refit(**outcome)

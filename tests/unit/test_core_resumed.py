@@ -1,4 +1,4 @@
-"""What a resumed run asks for, of requests of which every token was known."""
+"""Tests what a resumed run requests for responses whose tokens were all known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sleep: stragglers safe, memory away, weights back, KV back; illegal orders do not exist."""
+"""Tests sleep in the core: stragglers are kept, and memory calls come in the only legal order."""
 
 from __future__ import annotations
 

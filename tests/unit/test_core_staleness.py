@@ -1,4 +1,4 @@
-"""The staleness bound: the admission gate, and the rules mask, evict and finish."""
+"""Tests the staleness bound: the admission gate, and the rules mask, evict and finish."""
 
 from __future__ import annotations
 
@@ -119,12 +119,12 @@ def test_finish_keeps_the_bound_over_many_steps():
 
 
 def lengths_differ(driver: Driver, group_id: int) -> None:
-    """Some groups have many tokens and some have hardly any."""
+    """Give some groups many tokens and others few."""
     driver.finish_group(group_id, count=1 if (group_id // 3) % 3 else 40)
 
 
 def until_batch(driver: Driver, *, most: int = 2_000) -> None:
-    """A batch is asked for, and what is open ends, oldest first, until it is there."""
+    """Request a batch, and finish open requests, oldest first, until it is delivered."""
     before = len(driver.batches)
     driver.request_batch()
     for _ in range(most):
@@ -166,7 +166,7 @@ BOUNDS = [
 def test_no_gate_makes_a_batch_impossible(
     stop: dict[str, object], refill: dict[str, object], bound: dict[str, object]
 ):
-    """Whatever fills a batch: everything that is launched ends, and then a batch is there."""
+    """With every stop unit: when all launched requests have finished, there is a batch."""
     for pace in ("synchronous", "asynchronous"):
         if (pace, refill.get("refill")) == ("asynchronous", "rounds"):
             continue

@@ -1,4 +1,4 @@
-"""Updates: the order of control calls for each straggler rule, versions, failures."""
+"""Tests updates in the core: order of control calls by straggler rule, versions, failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shows that an engine has another version than the one booked for it, and what follows."""
+"""Tests how the core detects an engine with a wrong version, and what it does then."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_label_of_an_older_version_books_the_tokens_under_it():
 
 
 def test_a_label_alone_brings_the_only_engine_up_again():
-    """Nothing else happens on it any more that could begin that."""
+    """Nothing else happens on the engine that could begin the refit."""
     driver = one_at_a_time()
     driver.update(republishable=True)
     driver.request_batch()

@@ -1,6 +1,6 @@
-"""The distributed publisher with members in this process: ranks, failures, and making it again.
+"""Tests the distributed publisher with members in this process: ranks, failures, a new group.
 
-What a real server does is tested in ``tests/sglang/test_distributed.py``.
+Real servers are tested in ``tests/sglang/test_distributed.py``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def weights() -> Iterator[tuple[str, Tensor]]:
 
 
 def publisher(given: Any = weights, **settings: Any) -> DistributedPublisher:
-    """Over gloo, in four buckets."""
+    """A publisher over gloo that sends four buckets."""
     own: dict[str, Any] = {"backend": "gloo", "bucket_bytes": 64, "timeout_s": 20.0}
     return DistributedPublisher(given, **(own | settings))
 
@@ -138,7 +138,7 @@ async def test_every_engine_may_fail():
 
 
 async def test_a_cancelled_publish_frees_the_engines_and_the_next_one_succeeds():
-    """The trainer is stuck in its own gathering; the members wait for nothing afterwards."""
+    """The trainer hangs while it gathers weights; afterwards the members wait for nothing."""
     reached = asyncio.Event()
 
     async def stuck() -> AsyncIterator[tuple[str, Tensor]]:

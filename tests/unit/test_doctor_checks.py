@@ -1,4 +1,4 @@
-"""The doctor's checks as pure functions: what servers that are not at hand would be told."""
+"""Tests the doctor's checks as pure functions, for servers that are not available."""
 
 from __future__ import annotations
 

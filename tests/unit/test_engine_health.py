@@ -1,4 +1,4 @@
-"""Silent and slow engines, seen by their tokens: ticks go in, the loss of an engine comes out."""
+"""Tests that silent and slow engines are detected by their tokens and are lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def driver(engines: tuple[str, ...] = ("a", "b"), **changes: object) -> Driver:
 
 
 def generate(driver: Driver, seconds: int, *, each: dict[str, int]) -> list[do.Command]:
-    """So many seconds in which every open request of an engine gets so many tokens a second."""
+    """Let every open request of an engine get tokens at a rate, for a number of seconds."""
     commands: list[do.Command] = []
     for _ in range(seconds):
         began = driver.now

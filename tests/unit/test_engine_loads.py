@@ -1,4 +1,4 @@
-"""Loads of SGLang servers: several ranks as one engine, older servers, pages of Prometheus text."""
+"""Tests reading the load of SGLang servers: several ranks, older servers, Prometheus pages."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_ranks_are_one_engine():
 
 
 def test_what_a_server_does_not_measure_is_not_told():
-    """Without --enable-metrics both are 0 on a server that is full of work."""
+    """Without --enable-metrics both figures are 0 even on a busy server."""
     load = load_of(loads({**RANK, "gen_throughput": 0.0, "cache_hit_rate": 0.0}), enabled=False)
     assert load.tokens_per_s is None
     assert load.cache_hit_rate is None
@@ -133,7 +133,7 @@ async def test_an_older_server_is_asked_in_its_own_way():
 
 
 async def test_an_endless_load_is_cut_off_early():
-    """The loop that streams the responses reads it: a few MiB, whatever answers may have."""
+    """The loop that streams responses also reads loads, so a load may have only a few MiB."""
     async with hostile() as server:
         server.answers["/v1/loads"] = lambda: [CHUNKED, *([chunked(b" " * 65536)] * 1000)]
         with pytest.raises(EngineError, match="no such answer is that long"):

@@ -1,4 +1,4 @@
-"""Two one-sided tests: they say "equal" as often as they should, and never by want of data."""
+"""Tests the two one-sided tests: they say "equal" at the right rate, and not for lack of data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def acceptance(shift: float, runs: int, count: int, margin: float) -> float:
 
 
 def standard_error(count: int) -> float:
-    """Of the relative mean of `count` batches, from 2,000 others."""
+    """Standard error of the relative mean of `count` batches, from 2,000 simulated ones."""
     means = [float(batch.mean()) for batch in batches(2000, 100, 777)]
     return float(np.std(means) / np.mean(means)) / sqrt(count)
 
@@ -61,7 +61,7 @@ def test_equal_laws_are_accepted_as_often_as_the_sample_size_says():
 
 
 def test_laws_that_differ_by_the_margin_are_accepted_in_one_of_twenty():
-    """A multiple of the lengths before the cap is not quite one of the means; measure it."""
+    """The factor of the lengths before the cap is not the factor of the means, so measure that."""
     longer = np.concatenate(batches(1000, 400, 12345, longer=1.08)).mean()
     margin = float(longer / LAW[0].mean() - 1)
     rate = acceptance(1.08, 400, 60, margin)
@@ -122,7 +122,7 @@ def test_statistics_and_their_error_by_hand():
 
 
 def test_blocks_keep_neighbours_together():
-    """Batches that take turns: in blocks of two every resample has the same mean."""
+    """Short and long batches alternate, so with blocks of two every resample has the same mean."""
     sample = [np.full(10, 10 + 10 * (i % 2), dtype=np.int64) for i in range(40)]
     alone = equivalence(sample, [np.array([15])], cap=99)["mean"]
     paired = equivalence(sample, [np.array([15])], cap=99, block=2)["mean"]
@@ -131,7 +131,7 @@ def test_blocks_keep_neighbours_together():
 
 
 def test_groups_are_not_taken_as_so_many_responses():
-    """Four equal siblings say no more than one: the interval must not be half as wide."""
+    """Four equal siblings are as informative as one, so the interval must not be half as wide."""
     single = [batch[::4] for batch in batches(200, 400, 2)]
     repeated = [np.repeat(batch, 4) for batch in single]
     one, four = (equivalence(b, LAW, cap=CAP)["mean"] for b in (single, repeated))

@@ -1,4 +1,4 @@
-"""events.jsonl: counts instead of tokens, and no error that reaches the run."""
+"""Tests events.jsonl: it has counts instead of tokens, and its errors do not reach the run."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_with_tokens_every_line_says_what_it_did_and_the_tokens_too(tmp_path: Pa
 
 @pytest.fixture
 def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that takes nothing until somebody reads it."""
+    """A file that accepts no bytes until something reads it."""
     path = tmp_path / "events.jsonl"
     os.mkfifo(path)
     monkeypatch.setattr(writing, "_NEW", "wb")
@@ -267,7 +267,7 @@ def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def lines_of(content: bytes) -> list[int]:
-    """Whole lines, by the number of their request."""
+    """The request numbers of the complete lines."""
     assert content.endswith(b"\n")
     return [json.loads(line)["request_id"] for line in content.splitlines()]
 

@@ -1,4 +1,4 @@
-"""Scripts of faults: what is read, what is refused, and which fault happens when."""
+"""Tests fault scripts: what is accepted, what is refused, and when each fault happens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MANUAL = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 
 
 class Clock:
-    """Time that a test sets."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.time = 100.0
@@ -50,7 +50,7 @@ def faults(*entries: dict[str, Any], seed: int = 0) -> tuple[Faults, Clock]:
 
 
 def which(made: Faults, calls: int, route: str = GENERATE, **how: bool) -> list[int]:
-    """The numbers, from 1, of the calls to which something happens at once."""
+    """The numbers, from 1, of the calls that a fault meets at once."""
     met = ((number, made.meet(route, **how)) for number in range(1, calls + 1))
     return [number for number, mets in met if mets and all(one.fire() for one in mets)]
 

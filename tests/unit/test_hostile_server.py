@@ -1,4 +1,4 @@
-"""Servers that send too much, or what they must not: cut off in bounds, with one sentence."""
+"""Tests servers that send too much or wrong data: they are cut off early, with one sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.support.hostile import CHUNKED, Answer, Hostile, chunked, event, host
 MIB = 2**20
 SENT = 400 * MIB
 TAKEN = 64 * MIB
-"""Far more than the limits here and what two sockets buffer, far less than is sent."""
+"""Bound on the bytes taken: far above the limits here and what two sockets buffer, and far below
+what is sent."""
 LIMITS = SGLangLimits(max_answer_bytes=4 * MIB, control_timeout=20.0)
 TOKENS = 8
 KEY = "a-key-that-nobody-must-see"
@@ -40,7 +41,7 @@ def endless(head: bytes, piece: bytes) -> Answer:
 
 
 def whole(content: bytes) -> Answer:
-    """Just that."""
+    """An answer of just these bytes."""
     return lambda: [content]
 
 
@@ -106,7 +107,7 @@ async def test_an_endless_answer_is_cut_off(way: str) -> None:
 
 
 async def test_what_follows_the_last_chunk_is_not_read_for_long() -> None:
-    """The response is whole, so it counts, whatever the server does afterwards."""
+    """The response is complete, so it counts, whatever the server sends afterwards."""
     async with opened() as (server, engine):
         server.answers["/generate"] = endless(CHUNKED + LAST, chunked(b"x" * 65536))
         assert [len(chunk.token_ids) for chunk in await generated(engine)] == [TOKENS]
@@ -143,7 +144,7 @@ async def test_a_packed_answer_is_not_unpacked() -> None:
 
 
 async def test_a_long_answer_goes_on_for_as_long_as_its_tokens_come() -> None:
-    """Far beyond every limit in all, and none of them in between."""
+    """The whole answer exceeds every limit, but no part of it does."""
     tokens = 4000
     parts = [chunked(event(0, n)) for n in range(4, tokens, 4)]
     parts.append(chunked(event(0, tokens, finish="length")) + b"0\r\n\r\n")
@@ -155,7 +156,7 @@ async def test_a_long_answer_goes_on_for_as_long_as_its_tokens_come() -> None:
 
 
 async def test_what_was_on_its_way_when_the_server_hung_up_is_read() -> None:
-    """A busy reader takes it long after; a closed connection is no reason to lose its end."""
+    """A busy reader takes the end of an answer long after the connection was closed."""
     async with opened(SGLangLimits()) as (server, engine):
 
         def pieces() -> Iterator[bytes]:
@@ -173,7 +174,7 @@ async def test_what_was_on_its_way_when_the_server_hung_up_is_read() -> None:
 
 
 async def test_many_streams_do_not_hold_what_one_may() -> None:
-    """Each holds a tenth of its own limit, and all of them would hold four times the server's."""
+    """Each holds a tenth of its own limit; together they would hold four times the server's."""
     streams, piece = 200, 2**17
     limits = SGLangLimits(max_unfinished_bytes=streams * piece // 4)
     async with opened(limits) as (server, engine):
@@ -257,7 +258,7 @@ async def test_a_control_answer_that_cannot_be_read_is_refused(path: str, conten
 @pytest.mark.parametrize("status", [b"301 Moved", b"302 Found", b"307 Temporary", b"308 Permanent"])
 @pytest.mark.parametrize("path", ["generate", "model_info", "pause_generation"])
 async def test_a_redirect_is_not_followed(status: bytes, path: str) -> None:
-    """It would take the prompt, and the key with it, to wherever the server says."""
+    """A redirect would send the prompt and the key to an address that the server chooses."""
     async with hostile() as elsewhere, opened(key=KEY) as (server, engine):
         there = f"{elsewhere.url}/{path}".encode()
         head = b"HTTP/1.1 %b\r\nLocation: %b\r\nContent-Length: 0\r\n\r\n" % (status, there)
@@ -282,7 +283,7 @@ async def test_cookies_are_not_kept() -> None:
 
 
 async def test_a_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would see the keys, and hold the streams up."""
+    """A proxy would see the keys and delay the streams."""
     async with hostile() as proxy:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
             monkeypatch.setenv(name, proxy.url)

@@ -1,4 +1,4 @@
-"""What the repository says about itself: versions, pins and commands agree with each other."""
+"""Tests that the repository's versions, pins and commands agree with each other."""
 
 from __future__ import annotations
 

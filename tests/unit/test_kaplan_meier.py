@@ -1,4 +1,4 @@
-"""The product-limit estimate, by hand and against laws that are known."""
+"""Tests the Kaplan-Meier estimate on small cases by hand, and on known laws."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def drawn(n: int, seed: int) -> NDArray[np.int64]:
 
 
 def censored(lengths: NDArray[np.int64], seed: int, longest: int = 700) -> KaplanMeier:
-    """Every second one is looked at after a uniform number of tokens."""
+    """Censor every second response after a uniform number of tokens."""
     rng = np.random.default_rng(seed)
     at = np.where(rng.random(len(lengths)) < 0.5, rng.integers(0, longest, len(lengths)), 10_000)
     return kaplan_meier(np.minimum(lengths, at), at < lengths)
@@ -80,7 +80,7 @@ def test_nothing_finished_is_all_tail():
 
 
 def test_censoring_does_not_bias_it_and_does_bias_the_finished_ones():
-    """Over many samples, so that the tolerance is that of a mean and not of one sample."""
+    """The mean over many samples has a much smaller tolerance than one sample."""
     truth = drawn(400_000, 9)
     means: list[float] = []
     naive: list[float] = []
@@ -114,7 +114,7 @@ def test_residual_draws_follow_the_law():
 
 
 def test_self_consistency():
-    """Each censored one put at its expected length gives the mean again (Efron, 1967)."""
+    """With the expected length for each censored response, the mean is the same (Efron, 1967)."""
     lengths = drawn(500, 8)
     at = np.random.default_rng(8).integers(0, 300, 500)
     seen, cut = np.minimum(lengths, at), at < lengths

@@ -1,4 +1,4 @@
-"""Bars and sparklines: exactly as wide as asked, in proportion, nothing present is invisible."""
+"""Tests bars and sparklines: exact width, proportions, and no visible part is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the live model makes of a run's events and commands."""
+"""Tests the model of the live view on events and commands of a run."""
 
 from __future__ import annotations
 

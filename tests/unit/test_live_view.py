@@ -1,4 +1,4 @@
-"""What the view shows of a snapshot, on terminals of every size."""
+"""Tests what the live view shows of a snapshot, on terminals of every size."""
 
 from __future__ import annotations
 

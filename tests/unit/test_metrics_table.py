@@ -1,4 +1,4 @@
-"""The declared metrics keep Prometheus' convention, and the dashboard asks for nothing else."""
+"""Tests that metrics follow Prometheus' conventions, and that the dashboard uses only these."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("counter", "gauge", "histogram", "summary")
 
 
 def faults(metric: Metric) -> list[str]:
-    """What `promtool check metrics` and the convention's own page would say of it."""
+    """Violations of the rules of `promtool check metrics` and of the conventions' page."""
     words = metric.name.split("_")
     bare = metric.name.removesuffix("_total")
     found = [

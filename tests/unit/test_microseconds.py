@@ -1,4 +1,4 @@
-"""Rounding many times at once gives what rounding each does: logs are compared byte for byte."""
+"""Tests that rounding many times together equals rounding each, since logs are compared by byte."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""NVML that is missing, refuses, loses a GPU or hangs. What it says of a real one is measured in
-experiments/nvml_utilization; here a module with its names stands in for the faults."""
+"""Tests NVML that is missing, refuses, loses a GPU or hangs, with a module that has its names.
+
+A real GPU is measured in experiments/nvml_utilization.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ FIGURES = ("UtilizationRates", "MemoryInfo", "PowerUsage", "ClockInfo", "Tempera
 
 
 class NVMLError(Exception):
-    """As nvidia-ml-py's."""
+    """Like the error of nvidia-ml-py."""
 
 
 class Faulty(types.ModuleType):
-    """Two GPUs; `broken` names what raises, on which of them (None: on all)."""
+    """NVML with two GPUs. `broken` has the functions that raise, and for which GPU (None: all)."""
 
     NVML_CLOCK_SM = 1
     NVML_TEMPERATURE_GPU = 0
@@ -139,7 +141,7 @@ def test_figures_are_shares_bytes_and_watts(nvml: Faulty):
 
 
 def test_what_a_gpu_does_not_tell_is_left_out(nvml: Faulty):
-    """A MIG slice has no utilization; another GPU may be out of reach altogether."""
+    """A MIG slice has no utilization, and another GPU may not answer at all."""
     nvml.broken["nvmlDeviceGetUtilizationRates"] = 0
     reached = sampled(nvml, until=lambda lines: len(lines) >= 4)
     first = next(line for line in reached if isinstance(line, GpuLine) and line.device == 0)

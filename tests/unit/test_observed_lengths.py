@@ -1,4 +1,4 @@
-"""The running record: its window, what groups share, and groups like those observed."""
+"""Tests the record of observed lengths: its window, what groups share, resampled groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aprilsched.core.lengths.observed import (
 
 
 def drawn(groups: int, size: int, seed: int, shared: float = 0.5) -> NDArray[np.int64]:
-    """Lengths [groups, size] of median 60, sigma 0.9."""
+    """Lengths [groups, size] with median 60 and sigma 0.9."""
     rng = np.random.default_rng(seed)
     x = np.sqrt(shared) * rng.standard_normal((groups, 1))
     x = x + np.sqrt(1 - shared) * rng.standard_normal((groups, size))
@@ -125,7 +125,7 @@ def test_groups_are_drawn_whole_and_as_often_as_each_other():
 
 
 def test_drawn_groups_are_as_long_as_those_still_open_will_be():
-    """A sixth of the cohort is open: taken as it is, groups would be too short."""
+    """A sixth of the cohort is open. Without the open groups, drawn groups would be too short."""
     truth = drawn(100_000, 4, 99).mean()
     means: list[float] = []
     as_is: list[float] = []

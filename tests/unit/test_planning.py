@@ -1,4 +1,4 @@
-"""Automatic scheduling: when a plan is asked for, what it changes, and what is chosen."""
+"""Tests automatic scheduling: when a plan is requested, what it changes, and what is chosen."""
 
 from __future__ import annotations
 

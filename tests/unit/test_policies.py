@@ -1,4 +1,4 @@
-"""The policies: one small function of what the scheduler sees each, at their edges."""
+"""Tests the policies, which are small functions of the scheduler's state, at their edges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the simulated engine's prefix cache saves, and when it must not."""
+"""Tests what the simulated engine's prefix cache saves, and when it must save nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slow listener in a thread of its own: nobody waits for it, and what it misses is counted."""
+"""Tests a slow listener in a thread: the run does not wait for it, and lost calls are counted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aprilsched.telemetry.queued import QueuedListener
 
 
 class Slow:
-    """Waits until it may go on; `begun` says that it is at work."""
+    """A listener that waits until it may continue; `begun` is set while it works."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, float]] = []
@@ -30,7 +30,7 @@ class Slow:
 
 
 class Raising(Slow):
-    """Raises at the first thing it is told."""
+    """A listener that raises at its first call."""
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         self.begun.set()

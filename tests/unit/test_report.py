@@ -1,4 +1,4 @@
-"""What a report is made of: figures computed once, faults told from events, words and verdicts."""
+"""Tests the parts of a report: its figures, the faults found in events, its sentences."""
 
 from __future__ import annotations
 

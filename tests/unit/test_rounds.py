@@ -1,4 +1,4 @@
-"""Rounds: what is expected of open groups, which of them run, and the store behind them."""
+"""Tests length buckets: expected lengths of open groups, which groups run, which are deferred."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run folder: never somebody else's, never half a file."""
+"""Tests the run folder: it is never one that is in use, and never has half a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""samples.jsonl: rates of counters, a file that goes on, and what is read back."""
+"""Tests samples.jsonl: rates of counters, appending to a file, and reading it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_rates_are_over_the_time_between_two_samples():
 
 
 def test_figures_that_stand_still_in_a_pause_have_no_rate():
-    """And those after it are of the whole time since."""
+    """The rates after the pause are over the whole time since the last rate."""
     found = rates((1.0, load(0)), (2.0, load(0, age=1.0)), (3.0, load(100, 0.4, age=0.5)))
     assert found[1] == (None, None)
     assert found[2] == (pytest.approx(100 / 1.5, abs=1e-3), pytest.approx(0.4 / 1.5, abs=1e-3))
@@ -115,7 +115,7 @@ def test_a_file_begins_with_what_its_fields_mean(tmp_path: Path):
 
 
 def test_a_run_that_goes_on_appends(tmp_path: Path):
-    """What was sampled after the log's end is void, a piece of a line is cut off."""
+    """Samples after the end of the event log are not valid, and a partial line is cut off."""
     one = [EngineLine(t=float(t), engine="a", running=t) for t in range(5)]
     written(tmp_path, (0.0, list(one)))
     with (tmp_path / "samples.jsonl").open("ab") as file:

@@ -1,4 +1,4 @@
-"""Translation of sampling parameters: every key is translated, passed on or refused."""
+"""Tests the translation of sampling parameters: each key is translated, passed on or refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aprilsched.types import Prompt, SamplingParams
 
 
 class Letters:
-    """A tokenizer with one token for each letter, "<end>" being one as well."""
+    """A tokenizer with one token for each letter, and one for "<end>"."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         start = [0] if add_special_tokens else []

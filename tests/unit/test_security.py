@@ -1,4 +1,4 @@
-"""What SECURITY.md promises: nothing is executed, nothing listens to strangers, no key is shown."""
+"""Tests SECURITY.md: no code of others is executed, no open ports, no key is shown."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ REASONED = {
     ): "a name of COMMANDS, our own table",
     ("aprilsched.weights.tensor", "MultiprocessingSerializer"): "it only serializes, for SGLang",
 }
-"""What is done all the same, and why no stranger has a hand in it."""
+"""Exceptions, each with the reason why input of others cannot reach it."""
 
 
 def violations(source: str) -> Iterator[str]:
-    """What a module does that it must not."""
+    """The violations in a module."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
@@ -188,7 +188,7 @@ KEYS = {"ADMIN": ADMIN_KEY, "API": API_KEY, "WRONG": "wrong-key-93ac11"}
 
 
 def told(text: str | bytes) -> list[str]:
-    """The keys that can be read in it."""
+    """The keys that the text shows."""
     raw = text.encode("utf-8", "replace") if isinstance(text, str) else text
     forms: list[Callable[[bytes], bytes]] = [
         bytes,
@@ -301,7 +301,7 @@ def _said(arguments: list[str], code: int) -> str:
 
 
 def test_no_key_is_in_what_a_run_says_or_leaves_behind(tmp_path: Path):
-    """With debug messages of everything, a wrong key, and an engine that dies half-way."""
+    """The run has all debug messages, a wrong key, and an engine that dies in the middle."""
     folder = tmp_path / "run"
     with (
         served(tmp_path / "first.txt") as (first, _),

@@ -1,4 +1,4 @@
-"""What a generation says to the server besides its tokens."""
+"""Tests the body of a generation request to SGLang, besides its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be refused without a server: addresses, keys, limits, versions, checkpoints."""
+"""Tests what is refused without a server: addresses, keys, limits, versions, checkpoints."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_what_is_no_checkpoint_is_not_published(tmp_path: Path) -> None:
 
 
 async def test_a_version_appears_whole_and_keeps_only_the_newest(tmp_path: Path) -> None:
-    """By age and not by number: a restored trainer counts again from a lower version."""
+    """The newest by age, because a restored trainer counts again from a lower version."""
     seen: list[list[str]] = []
 
     async def save(path: Path) -> None:

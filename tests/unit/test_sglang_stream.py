@@ -1,4 +1,4 @@
-"""Events as SGLang sends them, to chunks: every form, and everything that must be refused."""
+"""Tests decoding SGLang's stream events into chunks: every form, and what must be refused."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_events_without_a_logprob_count_read_the_same() -> None:
 
 
 def test_an_abort_in_the_queue_repeats_the_last_id_and_gives_nothing_new() -> None:
-    """Hazard 2: one more output id than there are tokens, beside the whole list of logprobs."""
+    """Hazard 2: there is one output id more than tokens, with the whole list of logprobs."""
     last = event(0, 3, finish=ABORTED, spans=[("7", 0, 3)], output_ids=[102])
     chunks = feed(event(0, 1), event(1, 3), last)
     assert_tokens(chunks, 3)
@@ -279,7 +279,7 @@ async def test_a_stream_that_ends_early_is_an_error_that_counts_its_tokens() -> 
 
 
 async def _refused(parts: list[bytes], why: str) -> int:
-    """How many of the parts were asked for until the stream was refused."""
+    """Number of parts that were read until the stream was refused."""
     left = list(parts)
 
     async def content() -> AsyncIterator[bytes]:
@@ -312,7 +312,7 @@ async def _refused(parts: list[bytes], why: str) -> int:
     ],
 )
 async def test_what_no_token_accounts_for_is_cut_off(junk: bytes) -> None:
-    """Comments, blank lines, events that bring nothing new, an event that does not end."""
+    """Comments, blank lines, events without new tokens, and an event that does not end."""
     parts = [b"data: " + event(0, 1) + b"\n\n", *[junk * 20] * 2000]
     asked = await _refused(parts, "beyond what its tokens account for; raise max_answer_bytes")
     assert sum(map(len, parts[:asked])) <= ROOM + len(parts[0]) + 20 * len(junk)

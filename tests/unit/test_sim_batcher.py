@@ -1,4 +1,4 @@
-"""The batcher on explicit time: scheduling, pauses, refits, and SGLang's edges."""
+"""Tests the simulated batcher on explicit time: scheduling, pauses, refits, SGLang's edge cases."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The simulated engine against two schedules measured on one H200 (SGLang 0.5.17, 4B shape).
+"""Compares the simulated engine with two schedules measured on an H200 (SGLang 0.5.17, 4B shape).
 
-Both ran the built-in workload's law (32 groups of 8 a batch). The measured lengths are another
-draw, so means over seeds and steps are compared; tolerances are stated where they are used.
-`experiments/ground_truth` has the schedules, and more of them.
+Both ran the built-in workload's law (batches of 32 groups of 8). The measured lengths are another
+draw, so means over seeds and steps are compared. Tolerances are stated where they are used.
+`experiments/ground_truth` has these and more schedules.
 """
 
 from __future__ import annotations

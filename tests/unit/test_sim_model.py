@@ -1,4 +1,4 @@
-"""The toy model: everything a token may depend on changes it, and nothing else does."""
+"""Tests the toy model: a token depends on everything that it should, and on nothing else."""
 
 from __future__ import annotations
 

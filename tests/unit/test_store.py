@@ -1,4 +1,4 @@
-"""Stores: what they keep, what they refuse, and what becomes of damage and growth."""
+"""Tests the stores: what they keep, what they refuse, damaged files, and growth."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def filled(path: Path, *, cuts: int = 10, seed: int = 1, steps: int = 40) -> Dri
 
 
 class Noting(SqliteStore):
-    """Remembers what each cut says of the run."""
+    """Remembers what each snapshot says about the run."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -528,7 +528,7 @@ def test_a_group_is_the_same_after_the_way_through_bytes():
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Equal in value and type, all the way down; nan is nan."""
+    """Whether two objects have equal values and types at all levels; nan equals nan."""
     if type(one) is not type(other):
         return False
     match one:
@@ -702,7 +702,8 @@ def test_a_cut_of_nothing_is_small():
 
 
 def test_damaged_bytes_end_in_an_error_of_ours_when_the_file_is_opened(tmp_path: Path):
-    """Flipped, zeroed and cut: a file is refused, or what it gives goes on and is saved again."""
+    """Bytes are flipped, zeroed and cut off. The file is refused, or its run continues and is
+    saved again."""
     whole = tmp_path / "whole"
     filled(whole, cuts=6)
     checkpoint = tmp_path / "checkpoint"

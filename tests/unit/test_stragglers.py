@@ -1,4 +1,4 @@
-"""Stragglers that run out, come back or stay, each by what it costs; and overloaded engines."""
+"""Tests which stragglers finish, are aborted or stay, by their cost; and overloaded engines."""
 
 from __future__ import annotations
 

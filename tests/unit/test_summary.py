@@ -1,4 +1,4 @@
-"""summary.json's figures on cases small enough to compute by hand."""
+"""Tests the figures of summary.json on cases that are small enough to compute by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TensorPublisher sends to which engine, and when it lets go of the memory."""
+"""Tests what TensorPublisher sends to which engine, and when it frees the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch as torch tensors: nothing moves, nothing is lost, padding is recognisable."""
+"""Tests the torch tensors of a batch: each token is in its place, and padding is marked."""
 
 from __future__ import annotations
 

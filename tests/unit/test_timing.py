@@ -1,4 +1,4 @@
-"""The time model: closed forms, the bound, and how far it is from what one H200 did."""
+"""Tests the step-time model: closed forms, the bound, and its error on an H200."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokens of one rollout: shortcuts of the log give what the long way gives."""
+"""Tests the token log of a rollout: its shortcuts give the same as the full computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an engine's time goes, second by second, from events that are told by hand."""
+"""Tests the usage of an engine's time, second by second, on events written by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLING = SamplingParams(max_new_tokens=100)
 
 
 class Story:
-    """A run of one engine with batches of one group of two, told step by step."""
+    """A run of one engine with batches of one group of two, written step by step."""
 
     def __init__(self, *engines: str) -> None:
         self.run = RunState(batch_groups=1)

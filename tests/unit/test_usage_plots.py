@@ -1,4 +1,4 @@
-"""What the pictures of the engines' time show is all of it."""
+"""Tests that the pictures of the engines' time show all of it."""
 
 from __future__ import annotations
 

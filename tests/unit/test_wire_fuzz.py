@@ -1,8 +1,9 @@
-"""Whatever a server sends becomes tokens that belong together, or an error of ours.
+"""Tests that any bytes of a server become consistent tokens, or an error of aprilsched.
 
-What is spoiled are streams that a real server sent (SGLang 0.5.21; ``tests/sglang/record_wire.py``
-wrote them down), and control answers in its words. Each example of hypothesis is a seed, from which
-:data:`CASES` spoiled streams are drawn: drawing each of them from hypothesis would take minutes.
+The faults are made in streams that a real server sent (SGLang 0.5.21; recorded by
+``tests/sglang/record_wire.py``), and in control answers of the same form. Each example of
+hypothesis is a seed for :data:`CASES` faulty streams, because drawing each stream from hypothesis
+would take minutes.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ async def _read(recorded: Recorded, pieces: list[bytes], chunks: list[Chunk]) ->
 
 
 def read(recorded: Recorded, pieces: list[bytes]) -> tuple[list[Chunk], AprilschedError | None]:
-    """The chunks, and the error that ended them. Nothing here waits, so no loop is needed."""
+    """The chunks and the error that ended them. Nothing here waits, so no event loop is needed."""
     chunks: list[Chunk] = []
     try:
         _read(recorded, pieces, chunks).send(None)
@@ -181,7 +182,7 @@ def read(recorded: Recorded, pieces: list[bytes]) -> tuple[list[Chunk], Aprilsch
 
 
 def check(recorded: Recorded, chunks: list[Chunk], error: AprilschedError | None) -> None:
-    """What was accepted hangs together."""
+    """Check that the accepted chunks are consistent."""
     assert UNFINISHED.size == 0
     held = 0
     for chunk in chunks:
@@ -213,7 +214,7 @@ def check(recorded: Recorded, chunks: list[Chunk], error: AprilschedError | None
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: f"{r.form}-{r.kind}")
 def test_what_was_recorded_reads_as_it_was_sent(recorded: Recorded) -> None:
-    """However it is cut, and in both forms."""
+    """In any pieces, and in both forms."""
     draw = random.Random(1)
     for _ in range(20):
         chunks, error = read(recorded, cut(draw, recorded.content))

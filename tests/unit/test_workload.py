@@ -1,4 +1,4 @@
-"""The built-in workload: repeatable prompt by prompt, and of the law it names."""
+"""Tests the built-in workload: each prompt is repeatable, and the lengths have the named law."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small engines that take weights, and remember in which order."""
+"""Small engines for tests that take weights and remember their order."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ class SocketEngine(_Named):
 
 
 def as_engines(*engines: _Named) -> list[Engine]:
-    """They have of an engine what a publisher touches."""
+    """The same objects typed as engines. They have all that a publisher uses of an engine."""
     return [cast(Engine, engine) for engine in engines]
