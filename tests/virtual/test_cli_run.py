@@ -269,7 +269,7 @@ def test_drain_says_when_the_bias_is_gone(tmp_path: Path, capsys: pytest.Capture
     assert plans[0]["further_batches"] < plans[1]["further_batches"]
     assert plans[0]["drained_epoch_seconds"] > 0
     assert main(["drain", str(run)]) == 0
-    assert "launch nothing until all in flight have finished" in capsys.readouterr().out
+    assert "launch nothing until all rollouts in flight have finished" in capsys.readouterr().out
 
 
 def test_drain_refuses_a_share_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -171,7 +171,7 @@ def test_the_table_begins_with_the_run_itself(april: Path, capsys: Capture):
     rows = [line.split("│")[1].strip() for line in captured.out.splitlines() if "│" in line]
     assert rows == ["the run", "recorded", "sync"]
     assert "Prediction error, replayed against real over 15 batches" in captured.out
-    assert "were imputed" in captured.out
+    assert "their lengths were drawn" in captured.out
     assert "batch" in captured.err
 
 
@@ -299,7 +299,7 @@ def test_refused(april: Path, capsys: Capture, arguments: list[str], part: str):
 
 
 def test_no_folder_at_all(tmp_path: Path, capsys: Capture):
-    assert "no run folder" in refusal(capsys, str(tmp_path / "nothing"))
+    assert "not a run folder" in refusal(capsys, str(tmp_path / "nothing"))
 
 
 def test_what_a_log_says_of_groups(april: Path, tmp_path: Path):

@@ -453,7 +453,7 @@ def test_a_bad_prompt_is_one_entry_of_the_ledger_and_the_run_goes_on(plain: bool
             causes = [entry.cause for entry in ledger.entries]
             for cause, said in zip(
                 causes,
-                ("wrap token ids", "3 sampling", "give SamplingParams", "group_size", "beside"),
+                ("wrap token ids", "3 sampling", "give SamplingParams", "group_size", "outside"),
                 strict=True,
             ):
                 assert said in cause
