@@ -1,4 +1,4 @@
-"""Sleep and adapters through the real coordinator on the embedded engine, on a virtual clock."""
+"""Tests sleep and adapters with the real coordinator and the embedded engine, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Automatic over-provisioning in whole runs: it takes hold, it may fail, and it is worth it."""
+"""Tests automatic over-provisioning in whole runs: it is used, it may fail, and it pays off."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Watching:
 
 
 class Naming(Planner):
-    """Chooses waves of three batches each time, and notes in which thread."""
+    """A planner that always chooses waves of three batches, and records its thread."""
 
     def __init__(self, *, inline: bool) -> None:
         super().__init__(inline=inline)
@@ -81,7 +81,7 @@ class Naming(Planner):
 
 
 class Broken(Planner):
-    """Always fails."""
+    """A planner that always fails."""
 
     def plan(self, command: do.Plan, config: SchedulerConfig) -> Schedule:
         raise ArithmeticError("no such number")
@@ -181,7 +181,7 @@ def test_an_inline_plan_is_in_force_before_the_batch_is_handed_over() -> None:
 
 
 async def test_a_plan_is_made_in_a_thread_beside_the_run() -> None:
-    """Threads do not wait for a virtual clock, so this runs in (scaled) wall time."""
+    """A virtual clock does not wait for threads, so this runs in (scaled) wall time."""
     watching, planner = Watching(), Naming(inline=False)
     async with scheduler(planner, watching, time_scale=0.001) as rollouts:
         await rollouts.next_batch()
@@ -258,12 +258,12 @@ SLOW = replace(H200_QWEN3_4B, t0=2 * H200_QWEN3_4B.t0, t1=1.5 * H200_QWEN3_4B.t1
 
 
 POINTS = [(20, 40_000), (100, 80_000), (300, 200_000)]
-"""Requests that run, and their context tokens."""
+"""Numbers of running requests, each with their context tokens."""
 
 
 @cache
 def learnt(timing: StepTimeModel, straggler: str, over_provision: float) -> StepTimeModel:
-    """What a run on such engines teaches a planner that was told of an H200."""
+    """The model that a planner, which begins with an H200's, has after a run on such engines."""
     planner = Planner(inline=True)
     Simulation(
         config(batch_groups=32, group_size=8, over_provision=over_provision, straggler=straggler),
@@ -291,7 +291,7 @@ def test_a_run_teaches_the_planner_how_long_steps_take(
 
 @pytest.mark.parametrize(("running", "kv"), POINTS)
 def test_a_model_that_is_right_stays_right(running: int, kv: int) -> None:
-    """Chunks that arrive together, pauses and an idle trainer are no step times."""
+    """Chunks that arrive together, pauses and an idle trainer must not count as step times."""
     model = learnt(H200_QWEN3_4B, "retract", 1.5)
     assert model != H200_QWEN3_4B
     right = H200_QWEN3_4B.step_seconds(running, kv)

@@ -1,4 +1,4 @@
-"""Asynchronous pace: a trainer that is slow, or takes nothing at all, and what is held for it."""
+"""Tests the asynchronous pace with a trainer that is slow or takes nothing: what is held for it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from aprilsched.engines.sim import run_virtual
 
 GROUPS, SIZE, RATIO, READY, CAP = 4, 4, 2, 2, 600
 FLYING = RATIO * GROUPS * SIZE
-"""Rollouts that generate at a time at most."""
+"""Largest number of rollouts that generate at a time."""
 HELD_GROUPS = READY * GROUPS + FLYING
-"""Complete ones that wait, and those that are not complete, of which each generates something."""
+"""Largest number of groups that are held: those that are complete and wait for the trainer, and
+those of which at least one rollout generates."""
 LONG = 1000.0
 """Seconds; a batch takes two."""
 
 
 class Watching:
-    """The most that was held at a time, and what was launched."""
+    """A listener that records the most that was held at a time, and what was launched."""
 
     def __init__(self) -> None:
         self.scheduler: RolloutScheduler | None = None
@@ -59,7 +60,7 @@ class Watching:
 
 @dataclass
 class Outcome:
-    """What a program under back-pressure has seen."""
+    """The result of a program under back-pressure."""
 
     watching: Watching
     batches: list[Batch]
@@ -98,14 +99,14 @@ def run(program: Program, *, changes: dict[str, Any] | None = None, **parts: Any
 
 
 def bounded(watching: Watching) -> None:
-    """No more than the configuration says, in rollouts, in tokens and in tasks for them."""
+    """Check that no more is held than the configuration allows: rollouts, tokens and tasks."""
     assert 0 < watching.rollouts <= HELD_GROUPS * SIZE
     assert 0 < watching.tokens <= HELD_GROUPS * SIZE * CAP
     assert watching.tasks <= 2 * watching.rollouts + 20
 
 
 async def never(scheduler: RolloutScheduler, watching: Watching) -> list[Batch]:
-    """Take nothing for hours; then a few batches, to see that all is well."""
+    """Take nothing for hours, and then a few batches to check that the run continues."""
     await asyncio.sleep(LONG)
     launched = watching.launched
     assert scheduler.state.in_flight.open_attempts == 0, "the engines still generate"
@@ -139,7 +140,7 @@ def test_finished_batches_are_there_at_once_and_no_more_of_them_than_allowed() -
 
 
 def test_launches_keep_step_with_a_slow_trainer() -> None:
-    """Generation takes a hundredth of what the trainer does; nothing is dropped for that."""
+    """Generation takes a hundredth of the trainer's time, and nothing is dropped."""
 
     async def program(scheduler: RolloutScheduler, watching: Watching) -> list[Batch]:
         batches: list[Batch] = []
@@ -158,7 +159,7 @@ def test_launches_keep_step_with_a_slow_trainer() -> None:
 
 @pytest.mark.parametrize("scope", ["rollout", "group"])
 def test_rewards_that_do_not_come_are_waited_for(scope: str) -> None:
-    """What is generated counts as held, whether it is scored or not."""
+    """A generated rollout counts as held, whether it is scored or not."""
     come = asyncio.Event()
     waiting = most = 0
 
@@ -216,7 +217,7 @@ def test_verdicts_that_do_not_come_are_waited_for() -> None:
 
 
 def test_episodes_are_held_back_like_single_turns() -> None:
-    """Those whose tools never answer count as in flight, although nothing generates for them."""
+    """Episodes whose tools never answer count as in flight, although they generate nothing."""
     tools = asyncio.Event()
 
     async def episode(turn: Turn, prompt: Prompt) -> float:

@@ -1,4 +1,4 @@
-"""The chaos campaign (experiments/chaos), in short and at length."""
+"""Runs the chaos campaign (experiments/chaos), a short one and a long one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEEDS_AT_ONCE = 10
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> Iterator[None]:
-    """Each seed ends with a collection of garbage, which need not look at everything there is."""
+    """Freeze the heap, so that the garbage collection at the end of each seed is cheap."""
     gc.collect()
     gc.freeze()
     yield

@@ -1,4 +1,4 @@
-"""``aprilsched run`` and ``simulate`` on the embedded engine, under the virtual clock."""
+"""Tests ``aprilsched run`` and ``simulate`` on the embedded engine, in virtual time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = ["--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "-
 
 
 def run(out: Path, *arguments: str) -> dict[str, Any]:
-    """The summary of a run of few short responses."""
+    """The summary of a run with few short responses."""
     assert main(["run", *SMALL, "--out", str(out), *arguments]) == 0
     return json.loads((out / "summary.json").read_text())
 
@@ -158,7 +158,7 @@ def test_prompts_that_are_text(tmp_path: Path):
 
 
 def _lines(path: Path, *lengths: int) -> Path:
-    """A file of prompts of these lengths."""
+    """Write a file of prompts of these lengths, with responses of 7 tokens; returns its path."""
     lines = [json.dumps({"input_ids": [1] * n, "sampling": {"max_tokens": 7}}) for n in lengths]
     path.write_text("\n".join(lines))
     return path

@@ -1,7 +1,7 @@
-"""Closing from any state, whatever the engines do meanwhile: nothing paused, nothing decoding.
+"""Tests closing in any state: afterwards no engine is paused or decodes, whatever engines do.
 
-The rest of it is in test_coordinator.py (any moment of a run) and test_faulty_fleet.py (aborts
-that fail). Here the engines are slow, hang, or hold hundreds of requests.
+Other tests of closing are in test_coordinator.py (any moment of a run) and test_faulty_fleet.py
+(aborts that fail). Here the engines are slow, hang, or hold hundreds of requests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def config(**changes: Any) -> SchedulerConfig:
 
 
 class Slow(SimEngine):
-    """An engine that lives on when its scheduler leaves, and takes its time over some calls."""
+    """An engine that lives longer than its scheduler, and answers some calls slowly."""
 
     def __init__(self, name: str, *, abort_s: float = 0.0, **seconds: float) -> None:
         super().__init__(name, SimConfig(stream_interval=INTERVAL, vocab_size=512))
@@ -69,7 +69,7 @@ class Slow(SimEngine):
 
 
 class Fleet:
-    """Any engines."""
+    """A fleet of any engines."""
 
     def __init__(self, *engines: SimEngine, open_s: float = 0.0) -> None:
         self.engines: Sequence[SimEngine] = engines
@@ -139,7 +139,7 @@ def test_an_engine_that_hangs_is_named_and_holds_up_no_other(caplog: pytest.LogC
 @pytest.mark.parametrize("when", ["closing", "pausing"])
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_a_cancellation_does_not_cut_the_release_short(when: str, times: int):
-    """As the second Ctrl-C does, which cancels every task there is."""
+    """The second Ctrl-C cancels every task."""
 
     async def main() -> None:
         engines = [Slow("a", pause=0.3), Slow("b")]
@@ -167,7 +167,7 @@ def test_a_cancellation_does_not_cut_the_release_short(when: str, times: int):
 
 
 def test_every_task_is_cancelled_while_the_engines_are_released():
-    """What asyncio.run does after the second Ctrl-C."""
+    """asyncio.run cancels every task after the second Ctrl-C."""
 
     async def main() -> None:
         engines = [Slow("a"), Slow("b")]
@@ -193,7 +193,7 @@ def test_every_task_is_cancelled_while_the_engines_are_released():
 
 
 class Interrupted(Slow):
-    """The second Ctrl-C of asyncio.run comes up in the middle of one of its calls."""
+    """An engine in whose call the second Ctrl-C of asyncio.run is raised."""
 
     def __init__(self, name: str, call: str) -> None:
         super().__init__(name)
@@ -298,7 +298,7 @@ def test_leaving_while_it_is_opened(how: str, seconds: float):
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.35, 0.8, 3.0])
 @pytest.mark.parametrize("leaves", [True, False])
 def test_memory_on_its_way_out_is_taken_back(seconds: float, leaves: bool):
-    """Closed while the engine pauses, releases, sleeps, or wakes."""
+    """The scheduler is closed while the engine pauses, releases, sleeps, or wakes."""
 
     async def main() -> None:
         engines = [Slow("a", pause=0.1, release=0.5, wake=0.5)]
@@ -328,7 +328,7 @@ REQUESTS = 240
 async def holding(
     count: int, *faults: dict[str, Any], limits: SGLangLimits | None = None
 ) -> AsyncGenerator[tuple[RolloutScheduler, SimServer]]:
-    """A server that is paused with `count` requests of a scheduler."""
+    """A paused server that holds `count` requests of a scheduler."""
     script = faults_of({"fault": list(faults)})
     machine = SimConfig(stream_interval=INTERVAL, vocab_size=512, stream_at_pause=False)
     prompts = LongTailWorkload(median=300, sigma=1.0, cap=2_000, group_size=4, vocab_size=512)
@@ -344,7 +344,7 @@ async def holding(
 
 
 def slow_aborts(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[int]:
-    """For each abort call from now on, how many of them are under way with it."""
+    """For each abort call from now on, the number of open abort calls at that time."""
     under_way: set[object] = set()
     counts: list[int] = []
     once = Transport._once
@@ -414,7 +414,7 @@ def test_a_server_that_answers_no_abort_is_continued_and_costs_one_line(
 def test_requests_that_are_called_back_together_are_aborted_a_few_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Not only a close does that: an update under straggler="abort" does."""
+    """An update with straggler="abort" does this too, not only closing."""
     peaks = slow_aborts(monkeypatch, 0.01)
 
     async def main() -> None:

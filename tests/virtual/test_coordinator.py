@@ -1,4 +1,4 @@
-"""The real coordinator on the embedded engine, on a virtual clock."""
+"""Tests the real coordinator on the embedded engine, in virtual time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Checking:
 
 
 def check(batches: Sequence[Batch], scheduler: RolloutScheduler) -> None:
-    """Conservation, whole groups, one length, exact versions."""
+    """Check conservation, whole groups, equal lengths of all fields, and exact versions."""
     ids = [rollout.rollout_id for batch in batches for rollout in batch.rollouts]
     assert len(ids) == len(set(ids))
     in_flight = scheduler.state.in_flight
@@ -387,7 +387,7 @@ def test_a_publisher_that_hangs_is_given_up_at_its_deadline():
 
 
 class LastingFleet(SimFleet):
-    """Engines that live on when the scheduler leaves, as servers do."""
+    """Engines that live longer than the scheduler, as servers do."""
 
     async def close(self) -> None: ...
 

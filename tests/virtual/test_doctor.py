@@ -1,4 +1,4 @@
-"""``aprilsched doctor`` on served embedded engines: healthy, busy, paused, broken."""
+"""Tests ``aprilsched doctor`` on served embedded engines: healthy, busy, paused, broken."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from tests.support.sim_http import Raw, served
 KEY = "an-admin-key"
 NOBODY = "http://127.0.0.1:9"
 UNSEEN = {"cache keys", "released weights", "stream interval (hazard 10)"}
-"""The embedded engine shares no cache, has no memory to save, and one interval for all."""
+"""Checks that the embedded engine cannot have: it shares no cache, has no memory to release, and
+has one stream interval for all."""
 UNTRIED = {
     "failed load from disk",
     "flush within an update (hazard 3)",
     "release while requests wait",
     "trickling requests (hazard 15)",
 }
-"""What depends on the server, and would change it or take too long."""
+"""Checks that the doctor does not make, because they would change the server or take too long."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Runs that outlive their process: the real coordinator, the embedded engine, a real store."""
+"""Tests runs that resume after their process died, with the real coordinator and a real store."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def scheduler(store: Store | None, **changes: Any) -> RolloutScheduler:
 
 
 def content(rollout: Rollout) -> tuple[Any, ...]:
-    """What a response is made of, whatever its place in the run."""
+    """The content of a response, without its position in the run."""
     return tuple(rollout.token_ids.tolist()), rollout.finish_reason
 
 
@@ -99,7 +99,7 @@ def whole_run(**changes: Any) -> dict[tuple[Any, int], tuple[Any, ...]]:
 
 
 def left_behind(store: SqliteStore, to: Path) -> None:
-    """What kill -9 leaves at this moment: the bytes of the files, in use or not."""
+    """A copy of what kill -9 leaves at this moment: the bytes of the files, open or not."""
     for suffix in ("", "-wal"):
         source = store.path.with_name(store.path.name + suffix)
         if source.exists():
@@ -163,7 +163,7 @@ def test_a_run_goes_on_from_wherever_it_was_killed(tmp_path: Path, pace: str, re
 
 
 class Ends:
-    """When each rollout came to its end, and which were sent."""
+    """A listener that records when each rollout finished, and which rollouts were sent."""
 
     def __init__(self) -> None:
         self.sent: dict[int, int] = {}
@@ -472,8 +472,8 @@ async def two_turns(turn: Turn, prompt: Prompt) -> float:
 
 
 async def first_life(store: SqliteStore, folder: Path, parts: dict[str, Any]) -> int:
-    """Copies of the store under `folder`, as a kill would have left it at several moments before
-    the first batch; how many they are."""
+    """Copy the store to `folder` at several moments before the first batch, as kill -9 would leave
+    it. Returns the number of copies."""
     async with scheduler(store, **parts) as rollouts:
         request = asyncio.create_task(rollouts.next_batch())
         for number in range(12):
@@ -516,7 +516,7 @@ def test_episodes_begin_anew_and_are_given_what_they_were_given(tmp_path: Path):
 
 
 async def impatient(turn: Turn, prompt: Prompt) -> float:
-    """Keeps what came of its first turn in a while, and drops what came of its second."""
+    """An episode whose turns time out: it keeps the tokens of the first and drops the second's."""
     sampling = SamplingParams(max_new_tokens=120, temperature=0, ignore_eos=True)
     try:
         async with asyncio.timeout(0.3 + 0.05 * turn.index):
@@ -680,7 +680,7 @@ def test_an_evaluation_under_way_is_in_the_ledger_and_asked_for_anew():
 
 
 class Failing(MemoryStore):
-    """Refuses while `full`."""
+    """A store that refuses writes while `full` is set."""
 
     full = False
     refused = 0
@@ -841,7 +841,7 @@ def test_a_lost_fleet_ends_the_scheduler_and_not_the_run(monkeypatch: pytest.Mon
 
 
 class Gated(MemoryStore):
-    """Keeps nothing until it is let."""
+    """A store whose writes wait until the test lets them continue."""
 
     inline = False
 

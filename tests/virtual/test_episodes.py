@@ -1,4 +1,4 @@
-"""`episode=`: rollouts of several turns under the real coordinator."""
+"""Tests `episode=`: rollouts of several turns with the real coordinator."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def checked(
 
 
 def check_tokens(rollouts: RolloutScheduler) -> None:
-    """Every token that was generated is delivered, in flight, or in the ledger."""
+    """Check that every generated token is delivered, in flight, or in the ledger."""
     in_flight = rollouts.state.in_flight
     counters = in_flight.counters
     held = sum(rollout.log.sampled_tokens for rollout in in_flight.rollouts.values())
@@ -131,7 +131,7 @@ def test_a_rewritten_context_is_refused_in_one_sentence():
 
 
 async def with_timeouts(turn: Turn, prompt: Prompt) -> float:
-    """Two turns; the second is given up in the middle, kept, and gone on from."""
+    """An episode of two turns; the second is cancelled in the middle, kept, and continued."""
     sampling = SamplingParams(max_new_tokens=100, temperature=0, ignore_eos=True)
     first = await turn.generate(prompt.input_ids, sampling)
     context = np.concatenate((prompt.input_ids, first.token_ids, TOOL))
@@ -212,7 +212,7 @@ def test_a_turn_that_timed_out_and_was_not_looked_at_is_dropped_and_counted(stra
 
 
 def test_an_answer_that_meets_the_timeout_is_kept_or_dropped_like_any_other():
-    """Whatever the moment: while the request waits, while it runs, and as the answer arrives."""
+    """At any moment: while the request waits, while it runs, and when the answer arrives."""
 
     async def at(delay: float, *, keep: bool) -> int:
         kept = 0
@@ -319,7 +319,7 @@ def test_partial_output_without_a_turn_that_was_given_up_is_refused():
 
 
 def test_kept_turns_and_evaluations_and_dropped_groups():
-    """A group is dropped while a turn of it is on its way back; an evaluation times out, too."""
+    """A group is dropped before its cancelled turn has ended; an evaluation times out too."""
 
     async def episode(turn: Turn, prompt: Prompt) -> float:
         sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)

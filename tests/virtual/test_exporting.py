@@ -1,4 +1,4 @@
-"""``aprilsched run`` shows itself to other programs: metrics, trackers and spans, as flags."""
+"""Tests the exporters of ``aprilsched run``: metrics, trackers and spans, by their flags."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def free_port() -> int:
 
 @contextmanager
 def collector() -> Generator[tuple[str, list[bytes]]]:
-    """A server that takes spans over OTLP: its address, and what was sent to it."""
+    """A server that takes spans over OTLP; gives its address and the received requests."""
     bodies: list[bytes] = []
 
     class Handler(BaseHTTPRequestHandler):

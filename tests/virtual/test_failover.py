@@ -1,4 +1,4 @@
-"""Engines that hang, slow down, die and come back, under the real coordinator; virtual time."""
+"""Tests engines that hang, slow down, die and come back, with the real coordinator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from aprilsched.telemetry.base import Listener
 
 
 def workload() -> LongTailWorkload:
-    """Responses of minutes: an engine gives such a request about 100 tokens a second."""
+    """Prompts whose responses take minutes: an engine gives such a request about 100 tokens/s."""
     return LongTailWorkload(median=4_000, sigma=0.7, cap=20_000, group_size=4, seed=3)
 
 
@@ -66,7 +66,7 @@ class Server(SimEngine):
 
 
 class Spoilt(Server):
-    """Another one, with one thing wrong while `fault` says so."""
+    """An engine like Server that has one fault while `fault` says so."""
 
     fault = ""
 
@@ -90,7 +90,7 @@ class Spoilt(Server):
 
 
 class Servers(SimFleet):
-    """So many of them; the last one can be spoilt."""
+    """A fleet of such servers; the last one can have a fault."""
 
     def __init__(self, count: int, *, refit_seconds: float = 0.0) -> None:
         super().__init__(count)
@@ -111,7 +111,7 @@ class Servers(SimFleet):
 
 
 class Losses(Listener):
-    """What became of the engines, and when; every event that was shown."""
+    """A listener that records losses and returns of engines with their times, and all events."""
 
     def __init__(self) -> None:
         self.events: set[type] = set()
@@ -134,7 +134,7 @@ class Losses(Listener):
 async def running(
     fleet: SimFleet, losses: Losses | None = None, **changes: object
 ) -> AsyncGenerator[RolloutScheduler]:
-    """An open scheduler, some seconds into its first batch."""
+    """An open scheduler, some seconds after the start of its first batch."""
     listeners = [losses] if losses is not None else []
     async with RolloutScheduler(
         fleet, workload(), config=config(**changes), listeners=listeners
@@ -144,7 +144,7 @@ async def running(
 
 
 def check_whole(rollouts: RolloutScheduler, batches: Sequence[Batch]) -> None:
-    """Nothing is lost and nothing is doubled."""
+    """Check that nothing is lost and nothing is doubled."""
     in_flight = rollouts.state.in_flight
     delivered = [r.rollout_id for batch in batches for r in batch.rollouts]
     assert len(set(delivered)) == len(delivered)
@@ -379,7 +379,7 @@ def test_an_update_in_an_outage_reaches_the_engine_that_comes_back():
 
 
 class Once:
-    """Publishes a version once; nobody can have it again."""
+    """A publisher that publishes a version once and cannot publish it again."""
 
     def __init__(self) -> None:
         self._sim = SimPublisher()

@@ -1,7 +1,7 @@
-"""Every kind of fault against the real adapter: what it sees of them, and never a wrong token.
+"""Tests the real adapter with every kind of fault: it reports them, and never gives a wrong token.
 
-The sockets are real and the clock is virtual: on loopback what is sent has arrived, so time waits
-for it.
+The sockets are real and the clock is virtual. On loopback, sent data has arrived at once, so that
+virtual time waits for it.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ TOKENS = 200
 NEVER = 3600.0
 LIMITS = SGLangLimits(max_answer_bytes=2**20, flush_timeout=20.0)
 SECOND = {"after": 2}
-"""The adapter's opening makes one call of /generate; this is the first of a test's own."""
+"""The second call of /generate: the adapter makes the first when it opens."""
 
 
 @dataclass
 class Seen:
-    """What the adapter made of one response."""
+    """What the adapter gave of one response."""
 
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -75,7 +75,7 @@ def script(*faults: Table) -> FaultScript:
 
 
 class Setting:
-    """A server with faults, and the adapter on it; an async context manager."""
+    """A server with faults and the adapter that uses it; an async context manager."""
 
     def __init__(self, *faults: Table) -> None:
         self.server = SimServer(CONFIG, faults=script(*faults))
@@ -96,7 +96,7 @@ class Setting:
 
 
 async def read(engine: SGLangEngine) -> Seen:
-    """One response, whatever becomes of it; only a hang is no outcome."""
+    """Read one response to its end or its error; only a hang fails the test."""
     loop, seen = asyncio.get_running_loop(), Seen()
     begun = before = loop.time()
     try:
@@ -137,12 +137,12 @@ def reference() -> Seen:
 
 @pytest.fixture(autouse=True)
 def _reference_is_known() -> None:  # pyright: ignore[reportUnusedFunction]
-    """Before the clock of a test runs, since clocks do not nest."""
+    """Make the reference before a test's clock runs, because virtual clocks do not nest."""
     reference()
 
 
 def check(seen: Seen, *, whole: bool) -> None:
-    """Every token that was delivered is the right one, with its logprob and version."""
+    """Check that every delivered token is the right one, with its logprob and version."""
     right = reference()
     assert seen.ids == right.ids[: len(seen.ids)]
     np.testing.assert_array_equal(seen.logprobs, right.logprobs[: len(seen.ids)])
@@ -680,7 +680,7 @@ async def _call(engine: SGLangEngine, route: str) -> None:
 
 
 async def _begun(setting: Setting, tokens: int) -> str:
-    """The id of the one request that runs, once it has so many tokens."""
+    """Wait until the one running request has `tokens` tokens; returns its id."""
     await until(lambda: setting.server.engine.counters.generated >= tokens)
     (request,) = setting.engine._calls  # pyright: ignore[reportPrivateUsage]
     return request

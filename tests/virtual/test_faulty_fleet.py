@@ -1,6 +1,7 @@
-"""The real scheduler and the real adapters against faulty servers: what a run survives, and how.
+"""Tests which faults of servers a run survives, with the real scheduler and the real adapters.
 
-Each test is what a seeded campaign (experiments/faults) once found. Real sockets, virtual clock.
+Each test repeats what a seeded campaign (experiments/faults) once found. The sockets are real and
+the clock is virtual.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Table = dict[str, Any]
 LIMITS = SGLangLimits(max_answer_bytes=2**20)
 BATCHES = 6
 OPENED = 1.0
-"""Opening is over by then."""
+"""Seconds after which the servers are open."""
 
 
 def config(**changes: Any) -> SchedulerConfig:
@@ -78,7 +79,7 @@ def test_a_run_whose_aborts_fail_at_its_end_leaves_no_engine_paused():
 
 
 async def delivered(rollouts: RolloutScheduler, *, at_most: int = 0) -> None:
-    """Several batches, with hardly a group dropped on the way."""
+    """Check that several batches are delivered and almost no group is dropped."""
     for _ in range(BATCHES):
         batch = await rollouts.next_batch()
         assert len(batch.groups) == 4

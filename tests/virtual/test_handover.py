@@ -1,5 +1,7 @@
-"""From a decided batch to the trainer: nothing is lost, doubled or acknowledged that was not taken,
-however the trainer waits and however slow the store is."""
+"""Tests how a batch gets to the trainer: it is not lost, doubled, or acknowledged too early.
+
+The trainer may cancel its wait at any moment, and the store may be slow.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def scheduler(
 
 
 class GatedStore(MemoryStore):
-    """Its durable writes wait, in their thread, until they are let through."""
+    """A store whose durable writes wait in their thread until the test lets them through."""
 
     inline = False
 
@@ -67,7 +69,7 @@ class GatedStore(MemoryStore):
 
 
 class Cancelling:
-    """Cancels a task in the moment in which a batch is offered."""
+    """A listener that cancels a task at the moment when a batch is offered."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[Batch] | None = None

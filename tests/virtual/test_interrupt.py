@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a long run: it ends at once, in order, with its summary."""
+"""Tests Ctrl-C in the middle of a long run: the run ends at once and has its summary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 SECONDS = 600
-"""A run of a million batches takes hours; one that was ended, a second or so."""
+"""Timeout. A run of a million batches takes hours; a run that was ended takes about a second."""
 
 
 def test_ctrl_c_ends_a_run(tmp_path: Path):
@@ -42,7 +42,7 @@ def test_ctrl_c_ends_a_run(tmp_path: Path):
 
 
 def _wait_for_events(path: Path, process: subprocess.Popen[str]) -> None:
-    """Until the log tells of virtual time that has passed: the file is there before that."""
+    """Wait until the log has events of a later virtual time; the file exists before that."""
     while not _has_begun(path):
         assert process.poll() is None
         time.sleep(0.05)

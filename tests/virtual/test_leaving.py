@@ -1,7 +1,7 @@
-"""An engine that leaves the fleet is handed back running, with its memory, whenever it leaves.
+"""Tests that an engine that leaves the fleet is handed back running and with its memory.
 
-The real scheduler and the real adapters against served embedded engines: real sockets, virtual
-clock.
+It uses the real scheduler and the real adapters with served embedded engines. The sockets are real
+and the clock is virtual.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def config(**changes: Any) -> SchedulerConfig:
 
 
 class Setting:
-    """A scheduler on two servers; the first of them leaves."""
+    """A scheduler on two servers, of which the first leaves."""
 
     def __init__(
         self, rollouts: RolloutScheduler, fleet: SGLangFleet, servers: Sequence[SimServer]
@@ -80,7 +80,7 @@ async def setting(**changes: Any) -> AsyncGenerator[Setting]:
 
 
 def run(main: Coroutine[Any, Any, None], caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was said in the log besides that an engine left or came back."""
+    """Run, and return the log messages except that an engine left or came back."""
     with caplog.at_level(logging.WARNING, "aprilsched"):
         run_virtual(main)
     expected = ("it left the fleet", "takes part again", "has not answered the refit")
@@ -158,7 +158,7 @@ def test_one_that_is_lost_asleep_comes_back_after_the_sleep():
 
 
 def test_one_that_is_restarted_asleep_and_leaves_is_not_woken(caplog: pytest.LogCaptureFixture):
-    """A real server dies of waking what it has not released."""
+    """A real server crashes when memory is woken that it has not released."""
 
     async def main() -> None:
         async with setting() as there:
@@ -240,7 +240,7 @@ def test_one_that_leaves_while_it_is_asked_for_its_version(
 
 
 class SlowPublisher:
-    """Takes its time before each engine, whose connection it needs until then."""
+    """A publisher that waits before each engine, and needs the engine's connection after that."""
 
     def __init__(self, path: Any) -> None:
         self._path = path
@@ -265,7 +265,8 @@ class SlowPublisher:
 def test_one_that_leaves_in_a_refit_goes_on_after_it(
     asleep: bool, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ):
-    """Its connection is there for the publisher, and it stays paused while it has half a model."""
+    """Its connection stays open for the publisher, and it stays paused while its weights are
+    inconsistent."""
 
     async def update(there: Setting) -> None:
         publisher = SlowPublisher(two_weights(tmp_path)[1])

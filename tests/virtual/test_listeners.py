@@ -1,4 +1,4 @@
-"""Listeners that raise, dawdle or find a bug, and what the run makes of it."""
+"""Tests what a run does when a listener raises, is slow, or finds a bug."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BATCHES = 4
 
 
 class Counting:
-    """Counts what it is told; raises `error` at the third thing of the kind `at`."""
+    """A listener that counts its calls, and raises `error` at the third call of the kind `at`."""
 
     def __init__(self, at: type | None = None, error: Exception | None = None) -> None:
         self.events = self.commands = self.met = 0
@@ -50,7 +50,7 @@ class Counting:
 
 
 class Recording:
-    """Keeps what it is told, with the time."""
+    """A listener that keeps everything that it is told, with the time."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Event | Command, float]] = []
@@ -63,7 +63,7 @@ class Recording:
 
 
 class Bulk(Recording):
-    """The same of chunks many at a time; raises `error` at the third call."""
+    """A listener that takes many chunks at once; it raises `error` at the third call."""
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__()
@@ -162,13 +162,13 @@ def test_no_chunk_is_held_for_long() -> None:
 
 
 def test_a_violated_invariant_ends_the_run() -> None:
-    """It is what a listener found, and no mistake of the listener."""
+    """The listener found the error and did not make it."""
     with pytest.raises(InvariantViolation, match="torn"):
         run([Counting(Finished, InvariantViolation("a group is torn"))])
 
 
 class Clock:
-    """Takes `seconds` for each event that a listener is told."""
+    """A clock on which each event of a listener takes `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -205,7 +205,7 @@ def test_one_that_holds_the_loop_up_is_named_once(
 def test_one_that_takes_its_time_where_there_is_plenty_is_not_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """0.02 s of every second are no matter, however many seconds."""
+    """0.02 s of every second are no problem, however long the run is."""
     told = listeners.Listeners([slow := Clock(0.02)])
     clock = pytest.MonkeyPatch()
     with clock.context() as patch, caplog.at_level(logging.WARNING, logger="aprilsched"):

@@ -1,4 +1,4 @@
-"""The live view of real runs: on a terminal, where there is none, and what it says of them."""
+"""Tests the live view of real runs, on a terminal and without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scheduler in use says about its own bias."""
+"""Tests what a running scheduler reports about its own bias."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORKLOAD = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=5)
 
 
 def bias(batches: int, **changes: Any) -> tuple[BiasNow, float]:
-    """After so many batches; and the mean length of all that was delivered."""
+    """The report after `batches` batches, and the mean length of all delivered rollouts."""
     values: dict[str, Any] = {"batch_groups": 16, "group_size": 4, "over_provision": 2.0}
     config = SchedulerConfig(**{**values, **changes})
 

@@ -1,4 +1,4 @@
-"""Prompts and outputs are in a run folder when they were asked for, and never else."""
+"""Tests that prompts and outputs are in a run folder only if log_tokens is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics of a real run, scraped over HTTP and read by a parser that is not ours."""
+"""Tests the metrics of a real run, scraped over HTTP and read by prometheus_client's parser."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Samples = dict[tuple[str, Labels], float]
 
 
 def scraped(url: str) -> tuple[Samples, dict[str, str]]:
-    """Samples by name and labels, and the type of each family, by a parser that is not ours."""
+    """Samples by name and labels, and the type of each family, by prometheus_client's parser."""
     with urllib.request.urlopen(url, timeout=600) as answer:
         text = answer.read().decode()
     families = list(text_string_to_metric_families(text))
@@ -63,7 +63,7 @@ class Scraped:
 def driven(
     listeners: Sequence[FactListener], *, batches: int = 4, pace: Pace = "synchronous"
 ) -> list[Batch]:
-    """Two engines, an update after each batch, stale rollouts dropped."""
+    """A run on two engines, with an update after each batch; stale rollouts are dropped."""
     config = SchedulerConfig(
         batch_groups=4,
         group_size=4,

@@ -1,9 +1,8 @@
-"""A run goes on under other settings than those it was begun with, from whenever it was killed.
+"""Tests that a killed run resumes under other settings than those it was begun with.
 
-Pairs of settings, all of them in the long variant: the first life is killed before its first
-batch, within a batch and in the trainer's pause (a store is what the cuts up to then have made of
-it), and the second one goes on with what is there. It must deliver, lose nothing and deliver
-nothing twice.
+The tests take pairs of settings; the long variant takes all pairs. The first process is killed
+before its first batch, within a batch, and while the trainer trains. The second process resumes
+from the store. It must deliver, lose nothing, and deliver nothing twice.
 """
 
 from __future__ import annotations
@@ -105,12 +104,12 @@ def scheduler(name: str, store: MemoryStore, **more: Any) -> RolloutScheduler:
 class Killed:
     store: MemoryStore
     acknowledged: frozenset[int]
-    """Rollouts that will not be given again."""
+    """Rollouts that will not be delivered again."""
 
 
 @cache
 def killed(name: str) -> dict[str, Killed]:
-    """What the first life leaves at each of the moments."""
+    """What the first process leaves at each of the moments."""
     left: dict[str, Killed] = {}
 
     async def live() -> None:
@@ -184,7 +183,7 @@ def test_a_run_goes_on_under_other_settings(first: str, second: str) -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_one_request_at_a_time_fills_batches(name: str) -> None:
-    """What `max_in_flight` holds back is sent when something ends, so no batch is too large."""
+    """Requests that `max_in_flight` holds back are sent when others end, so any batch fits."""
 
     async def live() -> None:
         async with scheduler(name, MemoryStore(), max_in_flight=1) as rollouts:

@@ -1,4 +1,4 @@
-"""The program in the README runs as it stands there, with the fleet and the trainer filled in."""
+"""Tests that the program in the README runs unchanged, with a fleet and a trainer filled in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 class Trainer:
-    """Counts what it is given."""
+    """A trainer that counts its batches."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []

@@ -1,4 +1,4 @@
-"""A run summed up from its event log alone says what its own summary says."""
+"""Tests that a summary rebuilt from the event log alone equals the run's own summary."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ RUNS: dict[str, tuple[list[str], Callable[[RunSummary], object]]] = {
     ),
 }
 # fmt: on
-"""Arguments of ``aprilsched run``, and what each run is here for."""
+"""Arguments of ``aprilsched run``, and for each run what must occur in it."""
 
 
 def leaves(value: Any, where: str = "") -> dict[str, Any]:
-    """Every single figure by its name."""
+    """Every figure of the summary by its name."""
     if isinstance(value, dict):
         parts = list(cast("dict[str, Any]", value).items())
     elif isinstance(value, list):
@@ -83,7 +83,7 @@ def leaves(value: Any, where: str = "") -> dict[str, Any]:
 
 
 def differences(rebuilt: object, own: object) -> dict[str, Any]:
-    """What differs. The log's times are rounded to microseconds."""
+    """The figures that differ by more than rounding: the log's times are in microseconds."""
     first, second = leaves(msgspec.to_builtins(rebuilt)), leaves(msgspec.to_builtins(own))
     return {
         name: (first.get(name), second.get(name))
@@ -143,7 +143,8 @@ def check_rebuilt(
     settings: SchedulerConfig | None = None,
     **functions: Any,
 ) -> RunSummary:
-    """Run `program` with a log; what is rebuilt of it is what its scheduler says. The summary."""
+    """Run `program` with a log, and check that the rebuilt summary equals the scheduler's, which it
+    returns."""
     path = tmp_path / "events.jsonl"
     own = Summary(trainer_waits=True)
     again_state, rebuilt = RunState(), Summary(trainer_waits=True)
@@ -286,7 +287,7 @@ def test_attempts_that_fail_and_engines_that_are_lost(tmp_path: Path):
 
 
 def breaking(generate: Callable[[GenerationRequest], Any]) -> Any:
-    """Every fifth response breaks off; every twentieth request is refused, by all engines."""
+    """Break off every fifth response, and refuse every twentieth request, on all engines."""
     count = 0
 
     async def broken(request: GenerationRequest) -> AsyncGenerator[Chunk, None]:

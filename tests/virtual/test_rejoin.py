@@ -1,4 +1,4 @@
-"""The real coordinator when engines are lost, come back, join and leave; on a virtual clock."""
+"""Tests the real coordinator when engines are lost, come back, join and leave."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lose(rollouts: RolloutScheduler, name: str) -> None:
 
 
 class Once:
-    """Publishes a version once; nobody can have it again."""
+    """A publisher that publishes a version once and cannot publish it again."""
 
     def __init__(self) -> None:
         self._sim = SimPublisher()
@@ -98,7 +98,7 @@ def test_one_that_keeps_failing_is_asked_ever_more_rarely(monkeypatch: pytest.Mo
 
 
 class Torn:
-    """Breaks off after the first bytes, on `engines`, until it is mended."""
+    """A publisher that fails after the first bytes, on `engines`, until the test repairs it."""
 
     def __init__(self, engines: Sequence[Engine], patch: pytest.MonkeyPatch) -> None:
         self._engines = engines
@@ -202,7 +202,7 @@ def test_engines_join_and_leave_while_it_runs():
 
 
 class Slow(SimPublisher):
-    """Takes its time over the engines."""
+    """A publisher that is slow."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""``aprilsched replay``: a recorded run gives back itself, and what other policies would give.
+"""Tests ``aprilsched replay``: it reproduces a recorded run, and predicts other policies.
 
-Batches of 16 groups of 4 from the default workload, where nothing else is said. The errors that
-were measured stand with the bounds they are held to.
+Unless stated otherwise, batches are 16 groups of 4 from the default workload. Each test states the
+measured error with its bound.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def april(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("policy", ["april", "pool", "areal"])
 def test_a_simulated_run_gives_back_itself(tmp_path: Path, capsys: Capture, policy: str):
-    """Measured: 0, as what had not finished in the run does not finish in its replay either."""
+    """The measured error is 0: what had not finished in the run does not finish in its replay."""
     simulate(tmp_path / "out", policy, capsys)
     found = replay(tmp_path / "out" / policy, capsys, "--policy", "recorded")
     (row,) = found["replayed"]

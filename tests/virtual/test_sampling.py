@@ -1,4 +1,4 @@
-"""Sampling beside runs of the embedded engine: exact figures, and nobody waits for them."""
+"""Tests sampling of engines during runs: the figures are exact, and the run does not wait."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_without_gpus_utilization_is_the_event_log_s(tmp_path: Path):
 
 
 class Odd:
-    """An engine that fails, hangs, or tells its load, in turn as `answers` say."""
+    """An engine that fails, hangs, or tells its load, in the order of `answers`."""
 
     def __init__(self, name: str, answers: Sequence[str]) -> None:
         self.name = name
@@ -114,7 +114,7 @@ class Odd:
 
 
 class Fleet:
-    """Engines, and something that tells no load."""
+    """A fleet of engines, and of one that tells no load."""
 
     def __init__(self, *engines: Any) -> None:
         self.engines = [*engines, object()]
@@ -174,7 +174,7 @@ def test_engines_that_join_are_sampled_from_then_on(tmp_path: Path):
 
 
 def test_rates_of_the_embedded_engine_add_up_to_its_counters(tmp_path: Path):
-    """Also in the middle of its steps, and beside a scheduler that somebody else drives."""
+    """They do so in the middle of the engine's steps, and while a scheduler uses the engine."""
     fleet = SimFleet(1)
     config = SchedulerConfig(batch_groups=4, group_size=4, over_provision=2.0)
     workload = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)

@@ -1,4 +1,4 @@
-"""Two schedulers on one engine: refused within a process, said where only traces are seen."""
+"""Tests two schedulers on one engine: refused in one process, logged across processes."""
 
 from __future__ import annotations
 

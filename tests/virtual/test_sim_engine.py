@@ -1,4 +1,4 @@
-"""The embedded engine on a virtual clock: the protocol, and what SGLang does at its edges."""
+"""Tests the embedded engine in virtual time: the protocol, and SGLang's behaviour at edge cases."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def chunk_key(chunk: Chunk) -> tuple[bytes, bytes, str | None]:
 
 
 async def workload_run() -> list[tuple[str, float, list[tuple[bytes, bytes, str | None]]]]:
-    """Two engines, a workload, retracts and refits: everything that came out, in order."""
+    """All chunks, in order, of a workload on two engines with retracts and refits."""
     fleet = SimFleet(engines=2, max_running=64)
     await fleet.open()
     log: list[tuple[str, float, list[tuple[bytes, bytes, str | None]]]] = []

@@ -1,4 +1,4 @@
-"""Adapters, memory and update sessions of the embedded engine, behind HTTP and by itself."""
+"""Tests adapters, memory and update sessions of the embedded engine, with and without HTTP."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_memory_calls_in_a_wrong_order_fail_and_change_nothing():
 
 
 async def test_an_engine_started_anew_owes_no_memory():
-    """A server that is not paused lends nothing, whatever the one before it had lent."""
+    """A new server has all its memory, whatever the one before it had released."""
     async with served() as server:
         engine = SGLangEngine(server.url, stream_interval=INTERVAL)
         await engine.open()

@@ -1,6 +1,6 @@
-"""The embedded engine behind SGLang's HTTP API: the adapter cannot tell it from a real server.
+"""Tests the embedded engine behind SGLang's HTTP API: the adapter uses it like a real server.
 
-In scaled wall time, since real sockets and a virtual clock do not go together well.
+The tests run in scaled wall time, because real sockets and a virtual clock do not fit together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a served embedded engine answers, word for word: SGLang's forms, defaults and edges."""
+"""Tests the exact answers of a served embedded engine: SGLang's forms, defaults, edge cases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def raw(server: SimServer) -> AsyncIterator[Raw]:
 
 
 async def begun(server: SimServer, requests: int = 1) -> None:
-    """Wait until so many requests decode."""
+    """Wait until `count` requests decode."""
     await until(lambda: server.engine.batcher.running == requests)
 
 

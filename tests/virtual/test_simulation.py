@@ -1,7 +1,7 @@
-"""The heap simulation against the real coordinator on a virtual clock.
+"""Compares the heap simulation with the real coordinator on a virtual clock.
 
-Whoever trusts a figure of ``simulate`` trusts that the two shells around the core do the same
-thing at the same modelled time.
+The figures of ``simulate`` are right only if both shells around the core do the same at the same
+modelled time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Delivered = tuple[float, list[tuple[int, int, list[tuple[int, int, int]]]]]
 
 
 class Deliveries:
-    """When each batch was delivered, and the versions of every response in it."""
+    """A listener that records when each batch is delivered, and the versions of its responses."""
 
     def __init__(self) -> None:
         self.seen: list[Delivered] = []

@@ -1,4 +1,4 @@
-"""A run's spans, by OpenTelemetry's own SDK: one tree, whole, at the times of the run."""
+"""Tests a run's spans with OpenTelemetry's SDK: they are one complete tree at the run's times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INFOS = tuple(ev.EngineInfo(name=name, version=0) for name in ("a", "b"))
 
 
 class Kept:
-    """Where spans go, and a tracer that writes them there."""
+    """Finished spans, and a tracer that adds to them."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()

@@ -1,4 +1,4 @@
-"""The trace of a run, read by Perfetto's own trace processor, says what the event log says."""
+"""Tests that the trace of a run, read by Perfetto's trace processor, agrees with the event log."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ VERSIONS = """
 
 @dataclass(kw_only=True)
 class Account:
-    """What the lines of a log add up to, by engine; times in microseconds."""
+    """Sums over the lines of a log, by engine; times are in microseconds."""
 
     worked: Counter[str] = field(default_factory=Counter[str])
-    """Of its requests, pauses not counted."""
+    """Time of each engine's requests, without pauses."""
     tokens: Counter[str] = field(default_factory=Counter[str])
     most: Counter[str] = field(default_factory=Counter[str])
-    """Requests at once."""
+    """Largest number of requests at the same time on each engine."""
     bands: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     instants: list[str] = field(default_factory=list[str])
 

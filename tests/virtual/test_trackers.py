@@ -1,4 +1,4 @@
-"""The figures of a run's batches in real trackers, read back with the trackers' own readers."""
+"""Tests the figures of a run's batches in real trackers, read with the trackers' own readers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Kept:
 
 
 def tracked(writer: Writer) -> Steps:
-    """What `writer` and one that keeps everything are given of the same run: the latter's."""
+    """Give the same run to `writer` and to a writer that keeps everything; returns the kept."""
     kept, figures = Kept(), LiveFigures(clock=None)
     with StepTracker(writer, figures) as tracker, StepTracker(kept, figures) as keeping:
         driven([figures, tracker, keeping])

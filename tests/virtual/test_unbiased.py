@@ -1,7 +1,7 @@
-"""Is what the scheduler delivers what was drawn? The real coordinator on the embedded engine.
+"""Tests that the scheduler delivers what was drawn, with the real coordinator in virtual time.
 
-Lengths are drawn beforehand and the policy does not change what is sampled, so the answer is
-known: every check here has a control that breaks the property and must fail the same check.
+Lengths are drawn beforehand, and the policy does not change what is sampled, so the right result is
+known. Every check here has a control, which breaks the property and must fail the same check.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parts of the engines' time add up to the wall time, and each has the cause that it names."""
+"""Tests that the parts of the engines' time add up to the wall time and have the right causes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Code of the user's that raises what means something else to asyncio, or does not end.
+"""Tests code of the user that raises exceptions which asyncio reserves, or that does not end.
 
-Whatever it raises becomes an entry of the ledger with its cause, an error of the call, or the end
-of the run with one sentence. It never ends a task of the scheduler's in silence.
+Such an exception becomes an entry of the ledger with its cause, an error of the call, or the end of
+the run with one sentence. It never ends a task of the scheduler without a message.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from aprilsched.store import MemoryStore
 SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
 ONE = np.array([1], dtype=np.int32)
 LONG_S = 10_000
-"""On the virtual clock: what has not come by then never comes."""
+"""Seconds of virtual time. What has not happened by then never happens."""
 
 STRANGE = [
     asyncio.CancelledError,
@@ -76,7 +76,7 @@ def raising(error: type[BaseException]) -> Callable[..., Any]:
 
 
 async def first_batch(**arguments: Any) -> RolloutScheduler:
-    """Wait for a batch that cannot come; the scheduler, closed."""
+    """Wait for a batch that cannot come; returns the closed scheduler."""
     settings = arguments.pop("config", config())
     scheduler = RolloutScheduler(SimFleet(1), workload(), config=settings, **arguments)
     async with scheduler as rollouts:
@@ -216,7 +216,7 @@ def test_a_source_that_waits_for_more_does_not_hold_closing_up():
 
 
 class Publisher(SimPublisher):
-    """Raises `error` from the method that is named."""
+    """A publisher that raises `error` in the named method."""
 
     def __init__(self, method: str, error: BaseException) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``aprilsched watch``: what another terminal sees of a run, by its growing event log."""
+"""Tests ``aprilsched watch``: it shows a run from its growing event log."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that came to its end."""
+    """A run that has ended."""
     out = tmp_path_factory.mktemp("ended") / "run"
     assert main(["run", *SMALL, "--sim.engines", "2", "--quiet", "--out", str(out)]) == 0
     return out
 
 
 def part_of(run: Path, folder: Path, size: int) -> Path:
-    """What was in the run's folder when its log had `size` bytes."""
+    """A folder with what the run's folder had when its log had `size` bytes."""
     folder.mkdir(exist_ok=True)
     (folder / CONFIG).write_bytes((run / CONFIG).read_bytes())
     (folder / EVENTS).write_bytes((run / EVENTS).read_bytes()[:size])
@@ -276,7 +276,7 @@ def test_a_killed_run_is_watched_until_ctrl_c(ended: Path, tmp_path: Path):
 
 @contextmanager
 def served() -> Generator[list[str]]:
-    """The URLs of two engines, ten times as fast as the machine that they model."""
+    """The URLs of two engines that run at ten times the speed of the modelled machine."""
     arguments = ["serve-sim", "--port", "0", "--sim.engines", "2", "--time-scale", "0.1"]
     command = [sys.executable, "-m", "aprilsched.cli.main", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
