@@ -57,15 +57,19 @@ class Prices:
     """What interrupting and waiting cost, in seconds of an engine.
 
     The defaults are those of one H200 with a 4B model; ``aprilsched calibrate`` measures them.
+
+    Attributes:
+        step_seconds: The part of a decode step's duration that does not depend on the batch.
+        prefill_tokens_per_s: The number of tokens that an engine prefills in a second.
+        stale_token_seconds: What it is worth to the trainer that a token is not off-policy.
+        stale_key_seconds: What it is worth to the trainer that a token does not attend to keys of
+            older weights.
     """
 
     step_seconds: Annotated[float, AT_LEAST_0] = 3.66e-3
-    """A decode step's part that does not depend on the batch."""
     prefill_tokens_per_s: Annotated[float, ABOVE_0] = 59_900.0
     stale_token_seconds: Annotated[float, AT_LEAST_0] = 0.0
-    """What the trainer would pay for a token not to become off-policy."""
     stale_key_seconds: Annotated[float, AT_LEAST_0] = 0.0
-    """What it would pay for a token not to attend to keys of older weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

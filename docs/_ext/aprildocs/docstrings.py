@@ -15,6 +15,8 @@ __all__ = ["setup"]
 _BEFORE_NAPOLEON = 400
 _IN_A_UNION = re.compile(r"TypeAliasForwardRef\('(\w+)'\)")
 """What autodoc makes of an alias there."""
+_ANNOTATED = re.compile(r"(?:~?typing\.)?Annotated\[([\w.]+), [^\]]*\]")
+"""What autodoc makes of a type with a bound: the bound is for the check and not for the reader."""
 
 
 def _say_no_type(
@@ -33,6 +35,7 @@ def _legible(
     if getattr(obj, "_is_protocol", False):
         return ("", "")
     legible = _IN_A_UNION.sub(r"\1", (signature or "").replace("<factory>", "..."))
+    legible = _ANNOTATED.sub(r"\1", legible)
     return (legible, returns) if signature else None
 
 
