@@ -1,7 +1,7 @@
 """Executes the notebooks from their scripts: ``python notebooks/execute.py [NAME…]``.
 
-The script (.py) of a pair is what people edit; its notebook (.ipynb) is the script with outputs.
-Written so that the same outputs give the same bytes: no times, no random cell ids.
+People edit the script (.py) of a pair, and its notebook (.ipynb) is the script with outputs. The
+same outputs give the same bytes: the notebook has no times and no random cell ids.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ SECONDS = 300
 
 
 def scripts() -> list[Path]:
-    """Of all notebooks, in their order."""
+    """The scripts of all notebooks, in their order."""
     return sorted(HERE.glob("[0-9][0-9]_*.py"))
 
 
 def execute(script: Path) -> None:
-    """Write the notebook beside `script`.
+    """Execute `script` and write its notebook into the same folder.
 
     Raises:
         nbclient.exceptions.CellExecutionError: if a cell fails.

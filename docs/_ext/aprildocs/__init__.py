@@ -1,1 +1,1 @@
-"""What the site generates from the code at build time, so that neither can drift from the other."""
+"""Generates parts of the site from the code at build time, so that both always agree."""

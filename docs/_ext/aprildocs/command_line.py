@@ -1,4 +1,4 @@
-"""The help of every command, as the command prints it at a width of 80 characters."""
+"""Writes the help of every command as the command prints it at a width of 80 characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mends what autodoc and napoleon make of our classes.
+"""Corrects what autodoc and napoleon make of the package's classes.
 
 Napoleon would read "Text: more text" below a field or a property as a type and its description.
 """
@@ -14,15 +14,15 @@ __all__ = ["setup"]
 
 _BEFORE_NAPOLEON = 400
 _IN_A_UNION = re.compile(r"TypeAliasForwardRef\('(\w+)'\)")
-"""What autodoc makes of an alias there."""
+"""The text that autodoc writes for an alias in a union."""
 _ANNOTATED = re.compile(r"(?:~?typing\.)?Annotated\[([\w.]+), [^\]]*\]")
-"""What autodoc makes of a type with a bound: the bound is for the check and not for the reader."""
+"""The text that autodoc writes for a type with a bound. Readers need the type only."""
 
 
 def _say_no_type(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """An empty type in front of the first colon is none, and the rest stays whole."""
+    """Put an empty type before the first colon, so that napoleon keeps the text whole."""
     if what in ("attribute", "data", "property") and lines:
         lines[0] = f": {lines[0]}"
 
@@ -30,8 +30,8 @@ def _say_no_type(
 def _legible(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str, returns: str
 ) -> tuple[str, str] | None:
-    """A default "<factory>" is no Python, and would leave the whole signature unparsed; nobody
-    calls a protocol."""
+    """Make a signature readable. A default "<factory>" is not Python, so the whole signature would
+    not be parsed. A protocol gets no signature, because nobody calls it."""
     if getattr(obj, "_is_protocol", False):
         return ("", "")
     legible = _IN_A_UNION.sub(r"\1", (signature or "").replace("<factory>", "..."))

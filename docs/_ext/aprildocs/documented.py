@@ -1,4 +1,4 @@
-"""What classes say about themselves: docstrings, and the strings below their fields."""
+"""Reads the documentation of classes: docstrings, and the strings below their fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LITERAL = re.compile(r"``([^`]+)``")
 
 
 def field_texts(kind: type[Any]) -> dict[str, str]:
-    """The text of every field of a class, those of its bases before its own."""
+    """The text of every field of a class; the fields of its bases come first."""
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if base.__module__.startswith("aprilsched."):
@@ -66,5 +66,5 @@ def type_text(kind: type[Any], name: str) -> str:
     for base in kind.__mro__:
         annotations = inspect.get_annotations(base)
         if name in annotations:
-            return str(annotations[name])  # a string already, for annotations are not evaluated
+            return str(annotations[name])  # a string, because annotations are not evaluated
     return ""

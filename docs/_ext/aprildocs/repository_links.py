@@ -1,8 +1,8 @@
-"""Links from a page to files of the repository that are no pages of the site.
+"""Links from a page to files of the repository that are not pages of the site.
 
-On a file browser ``../experiments/frontier`` is a link; here it becomes the path in plain text, or
-a link to :confval:`repository_url` where the site is built with one. A path that is not there is a
-warning, and so fails the build.
+In a file browser ``../experiments/frontier`` is a link. In the site it becomes the path in plain
+text, or a link to :confval:`repository_url` if the site is built with one. A path that does not
+exist gives a warning, which fails the build.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class RepositoryLinks(SphinxTransform):
-    """Replaces them before references are resolved."""
+    """Replaces such links before references are resolved."""
 
     default_priority = 5
 

@@ -33,12 +33,12 @@ _COLUMN, _ROW = 160, 118
 _WIDTH, _HEIGHT = 96, 38
 _LEFT, _TOP, _BOTTOM = 8, 46, 14
 _LANE = 26
-"""How far above or below a row an arrow passes that goes around a state."""
+"""The distance from a row at which an arrow passes around a state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrow:
-    """One move as it is drawn: an SVG path, and where its name stands."""
+    """One move as it is drawn: an SVG path, and the place of its name."""
 
     source: State
     move: Move
@@ -71,7 +71,7 @@ def arrows(moves: Mapping[tuple[State, Move], State]) -> list[Arrow]:
 
 
 def _named_once(drawn: list[Arrow]) -> list[Arrow]:
-    """The rail's moves have one name among them."""
+    """The moves on the rail share one name."""
     rail = [arrow for arrow in drawn if arrow.target is State.DROPPED]
     if not rail:
         return drawn
@@ -111,14 +111,14 @@ def _straight(source: State, move: Move, target: State, *, two_way: bool) -> Arr
     y += (-9 if right else 9) if two_way else 0
     start, end = x + side, to_x - side
     path = f"M {start:g} {y:g} H {end:g}"
-    # Two columns away, the middle is where other arrows come down.
+    # Two columns away, other arrows come down in the middle.
     middle = (start + end) / 2 if abs(end - start) < _COLUMN else end - side
     label = (middle, y - 6 if right else y + 15)
     return Arrow(source=source, move=move, target=target, path=path, label=label)
 
 
 def _below(source: State, move: Move, target: State) -> Arrow:
-    """Around the states between, those that go back inside of those that go on."""
+    """A path around the states in between; arrows that go back run inside of those that go on."""
     (x, y), (to_x, _) = _centre(source), _centre(target)
     on = to_x > x
     x, to_x, bottom = x - 20, to_x + 20, y + _HEIGHT / 2
