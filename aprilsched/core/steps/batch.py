@@ -1,9 +1,10 @@
 """When a batch is full, when it is offered, and when it is delivered.
 
-*Full* looks at what is generated, so a slow reward never delays the stop of a batch; *offered* is
-what is also scored and accepted, one batch at a time; *delivered* is what the trainer has taken.
-Between the last two a trainer may give up its wait, a store may be slow, and a new version may
-come, for which the offer is withdrawn: its groups never left.
+A batch is *full* when enough is generated, so that a slow reward never delays its stop. It is
+*offered* when enough of that is scored and accepted, one batch at a time. It is *delivered* when
+the trainer has taken it. Between an offer and its delivery the trainer may give up its wait, a
+store may be slow, and a new version may come. For a new version the offer is withdrawn, and its
+groups, which have not left flight, are ready again.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def on_batches_acknowledged(state: SchedulerState, event: BatchesAcknowledged) -
 
 
 def acknowledge(state: SchedulerState, batches: Iterable[int]) -> None:
-    """Forget what would be delivered again; a batch that is acknowledged already is ignored."""
+    """Forget batches that need not be delivered again. Batches acknowledged before are ignored."""
     batches = tuple(index for index in batches if index in state.delivery.unacknowledged)
     if batches:
         state.tell(facts.BatchesAcknowledged(batches=batches))
@@ -80,21 +81,21 @@ def acknowledge(state: SchedulerState, batches: Iterable[int]) -> None:
 
 
 def handed_over(state: SchedulerState) -> tuple[int, ...]:
-    """Batches that the trainer has and did not acknowledge. After a restart it has none until it
-    is given them again."""
+    """Batches that the trainer has and did not acknowledge. After a restart it has none of them
+    until they are delivered again."""
     waiting = {batch.index for batch in state.delivery.redelivery}
     return tuple(index for index in state.delivery.unacknowledged if index not in waiting)
 
 
 def full(state: SchedulerState) -> bool:
-    """Is enough generated for the batch in work? Rewards may still be outstanding."""
+    """Whether enough is generated for the batch in work. Rewards may still be outstanding."""
     if not state.stop.enough(state.in_flight.ready):
         return False
-    return all(group.complete for group in _due(state))
+    return all(group.complete for group in _required(state))
 
 
 def training_runs(state: SchedulerState) -> bool:
-    """Should training rollouts be generated now?"""
+    """Whether training rollouts should be generated now."""
     refits = state.weights.update is not None and not state.weights.update.beside
     if refits or state.fleet.sleep is not None:
         return False
@@ -102,13 +103,13 @@ def training_runs(state: SchedulerState) -> bool:
 
 
 def deliver_evaluations(state: SchedulerState) -> None:
-    """Hand over every evaluation that has ended."""
+    """Deliver every evaluation that has ended."""
     for evaluation_id in list(state.evaluations.running):
         _deliver_evaluation(state, evaluation_id)
 
 
 def offer(state: SchedulerState) -> None:
-    """Offer the batch if it is wanted and there, and no other is offered."""
+    """Offer the next batch if it is requested and complete, and no other is offered."""
     if not state.collecting or state.weights.update is not None:
         return
     if state.delivery.redelivery:
@@ -121,18 +122,20 @@ def offer(state: SchedulerState) -> None:
     accepted = [group for group in state.in_flight.ready if group.accepted]
     due, version = 0, state.weights.versions.trainer
     if state.staleness.finishes:
-        # What is due first; within both kinds in the order of completion.
+        # Groups that the batch must contain go first; within both kinds the order of completion
+        # stays.
         accepted.sort(key=lambda group: not state.delivery.must_deliver.has(group, version))
         due = sum(state.delivery.must_deliver.has(group, version) for group in accepted)
     count = state.stop.take(accepted)
     if count is not None and not state.stop.fixed_groups:
-        # How much a group counts was not known when it was admitted, and at least is no more.
+        # What a group counts was not known when it was admitted. A batch holds at least its
+        # amount, so it may hold more.
         count = max(count, due)
     if count is None:
         if not _drained(state):
             return
         count = len(accepted)
-    elif not all(group.accepted for group in _due(state)):
+    elif not all(group.accepted for group in _required(state)):
         return
     if count == 0:
         state.delivery.batch_requested = False
@@ -167,7 +170,7 @@ def _offer_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
         target_groups=state.plan.target_groups,
         peak_tokens=state.in_flight.peak_tokens,
     )
-    # The next batch begins behind it.
+    # The next batch begins after it.
     state.expectations.renew()
     retarget(state)
     state.plan.wave_pending = state.plan.wave_pending or state.asynchronous
@@ -176,9 +179,10 @@ def _offer_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
 
 
 def withdraw_offer(state: SchedulerState) -> None:
-    """Take the offer back, if there is one: its groups are ready again, before all others.
+    """Withdraw the offer, if there is one: its groups are ready again, before all others.
 
-    Its tokens would be of another staleness, and its batch of another version, than it says.
+    The batch names the version that it is consumed at, and its masks follow from that version, so
+    it is wrong once a new version comes.
     """
     offered = state.delivery.offer
     if offered is None:
@@ -234,7 +238,7 @@ def _tell_delivery(state: SchedulerState, batch: Batch, *, again: bool) -> None:
 
 
 def masked_tokens(batch: Batch) -> int:
-    """Sampled tokens of the batch that are too stale to be learned from."""
+    """Number of sampled tokens in the batch that are masked because they are too stale."""
     return sum(
         int((rollout.versions[~rollout.loss_mask] != NO_VERSION).sum())
         for rollout in batch.rollouts
@@ -260,13 +264,13 @@ def _deliver_evaluation(state: SchedulerState, evaluation_id: int) -> None:
     state.commands.append(DeliverEvaluation(evaluation_id=evaluation_id, batch=batch))
 
 
-def _due(state: SchedulerState) -> Iterator[GroupRecord]:
-    """Open groups that the batch must have."""
+def _required(state: SchedulerState) -> Iterator[GroupRecord]:
+    """Groups in flight that the batch must contain."""
     return state.delivery.must_deliver.open(state.in_flight.groups, state.weights.versions.trainer)
 
 
 def _drained(state: SchedulerState) -> bool:
-    """The prompts have ended and every group that is left has its verdict."""
+    """Whether the prompts have ended and every group that is left is accepted."""
     if not state.prompts.exhausted or state.prompts.stock or state.prompts.fetching:
         return False
     ready = state.in_flight.ready

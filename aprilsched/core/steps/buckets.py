@@ -1,8 +1,8 @@
-"""Deferred groups: which of the open ones run, under a refill rule that keeps more open than run.
+"""Deferred rollouts: which of the open groups run, if the refill rule keeps more open than run.
 
-A rollout that is not *due* is deferred: its request neither waits to be sent nor is with an
-engine. At the stop of a batch everything is called back and deferred; at the next begin the
-members that the rule chooses are made due.
+The request of a deferred rollout neither waits to be sent nor is with an engine. When a batch is
+full, everything is called back and deferred. When the next batch begins, the members that the rule
+chooses become eligible.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["choose_groups", "defer_all", "release_all"]
 
 
 def choose_groups(state: SchedulerState) -> None:
-    """Choose what runs, when a batch begins, or when all that was chosen has ended."""
+    """Choose what runs, when a batch begins or when everything that was chosen has ended."""
     refill = state.plan.schedule.refill
     if not refill.defers or not training_runs(state):
         return
@@ -27,7 +27,7 @@ def choose_groups(state: SchedulerState) -> None:
         return
     if not (state.plan.choice_pending or _idle(state)):
         return
-    # They are chosen again, and more of them, when a source that is dry for now gives more.
+    # The choice is made again, among more groups, when a source that is dry gives more prompts.
     supplied = state.in_flight.training >= state.plan.target_groups
     state.plan.choice_pending = state.prompts.dry and not supplied
     groups = [group for group in state.in_flight.training_groups() if not group.complete]
@@ -36,7 +36,8 @@ def choose_groups(state: SchedulerState) -> None:
 
 
 def defer_all(state: SchedulerState) -> None:
-    """The batch is full: nothing is due any more. What is with engines is called back elsewhere."""
+    """Defer everything, because the batch is full. Requests that are with engines are called back
+    by the caller."""
     for group in state.in_flight.training_groups():
         for member in group.members:
             if member.eligible and member.state in GENERATING:
@@ -47,7 +48,7 @@ def defer_all(state: SchedulerState) -> None:
 
 
 def release_all(state: SchedulerState) -> None:
-    """Nothing is deferred any more: everything is due."""
+    """Make everything eligible, because the refill rule does not defer any more."""
     for group in state.in_flight.training_groups():
         _release(state, group.members)
 

@@ -1,4 +1,4 @@
-"""What the engines should be doing, and what is sent to them."""
+"""What the engines should be doing, and which waiting request is sent to which engine."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from aprilsched.core.steps.drop import abort
 __all__ = ["dispatch", "interrupt", "steer"]
 
 _QUIET_S = 1.0
-"""Seconds after which an engine without requests is asked for its version before it gets one. No
-server is restarted in less."""
+"""Seconds without requests after which an engine is asked for its version before it gets one. No
+server restarts in less time."""
 
 
 def interrupt(state: SchedulerState) -> None:
-    """Call stragglers back when no training rollout should run, where the rule does that.
+    """Call all open requests back when no training rollout should run, where the straggler policy
+    says so.
 
-    Before any pause: a request aborted after a retract comes back without the tokens that had
-    not been streamed yet (hazard 1).
+    That is before any pause: a request that is aborted after a retract comes back without the
+    tokens that were not streamed yet (hazard 1).
     """
     in_flight = state.in_flight
-    # Memory cannot be released under requests that the engine does not hold in a pause.
+    # Memory cannot be released under requests, unless the engine can hold them in a pause.
     lent = state.fleet.sleep is not None and not state.fleet.sleep.inside
     rule = state.config.behaviour.called_back
     if (
@@ -40,7 +41,7 @@ def interrupt(state: SchedulerState) -> None:
 
 
 def steer(state: SchedulerState) -> None:
-    """Give the next control call of every engine that is not where it should be."""
+    """Give the next control call of every engine that has not reached the goal."""
     calls = state.fleet.control.reconcile(
         _goal(state), idle=lambda name: not state.in_flight.open[name]
     )
@@ -48,7 +49,7 @@ def steer(state: SchedulerState) -> None:
 
 
 def dispatch(state: SchedulerState) -> None:
-    """Send what waits to engines that run; nothing is ever sent to a paused one (hazard 4)."""
+    """Send waiting requests to engines. Nothing is ever sent to a paused engine (hazard 4)."""
     in_flight, config = state.in_flight, state.config
     if not in_flight.queue or _goal(state).kind != "run":
         return
@@ -62,8 +63,8 @@ def dispatch(state: SchedulerState) -> None:
             state.commands.append(Verify(engine=control.name))
     loads = {name: in_flight.open[name] for name in engines if state.fleet.control.runs(name)}
     if len(loads) < len(engines):
-        # After a pause the first engine to go on would draw the whole wave otherwise, and with
-        # no more than its share still all that was carried: the longest contexts there are.
+        # Otherwise the first engine that continues after a pause would get the whole wave, or, if
+        # it took only its share, all carried requests, which have the longest contexts.
         return
     free = places(loads, config.placement, group_size=config.group_size)
     while limit is None or in_flight.open_attempts < limit:
@@ -77,9 +78,9 @@ def dispatch(state: SchedulerState) -> None:
 
 
 def _may_have_restarted(state: SchedulerState, control: EngineControl) -> bool:
-    """Is it possible that nobody would have noticed if the engine had been restarted?
+    """Whether the engine may have been restarted without anybody noticing.
 
-    With the weights that it was first started with, it would answer as if nothing had been.
+    It would answer with the weights that it was first started with, as if nothing had happened.
     """
     if control.doubt:
         return True
@@ -126,11 +127,12 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
 
 
 def _goal(state: SchedulerState) -> Goal:
+    """What the engines should be doing: run, pause, or pause ready for a refit."""
     update, sleep = state.weights.update, state.fleet.sleep
     if state.stragglers.run_on or state.stragglers.calling_back:
         return RUN
     if update is not None and not update.beside:
-        # Until it may pause the engines, an update waits for what runs in them to end.
+        # Until an update may pause the engines, it waits for the requests in them to end.
         if not update.may_pause:
             return RUN
         return Goal(kind="refit", away=sleep.away_in_refit if sleep else frozenset())

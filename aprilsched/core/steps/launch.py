@@ -1,4 +1,7 @@
-"""When new groups are started: over-provisioning, refill, the staleness gate, back-pressure."""
+"""Starts new groups: over-provisioning, the refill rule, the staleness gate and back-pressure.
+
+Evaluations begin here too.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +61,12 @@ def on_evaluation_withdrawn(state: SchedulerState, event: EvaluationWithdrawn) -
 
 
 def begin_evaluations(state: SchedulerState) -> None:
-    """Start the evaluations that were asked for, unless an update has begun to take the engines.
+    """Start the evaluations that were asked for, unless an update may pause the engines already.
 
-    Such an update waited for the evaluations before it and waits for none that comes later. One
-    that began now would have its first responses under the old version and its last under the
-    new one: under "choose" and length buckets the engines still run what ends before the pause.
+    Such an update has waited for the evaluations before it and waits for no later one. An
+    evaluation that began now would have its first responses under the old version and its last
+    under the new one, because under "choose" and length buckets the engines still run what ends
+    before the pause.
     """
     if state.weights.update is not None and state.weights.update.may_pause:
         return
@@ -75,7 +79,7 @@ def begin_evaluations(state: SchedulerState) -> None:
 
 
 def launch_again(state: SchedulerState, group: GroupRecord) -> None:
-    """A group of an evaluation was dropped: generate its prompt anew, in its place."""
+    """Generate the prompt of a dropped group of an evaluation again, in its place."""
     if group.evaluation_id is None or group.evaluation_id not in state.evaluations.running:
         return
     groups = state.evaluations.running[group.evaluation_id]
@@ -109,9 +113,10 @@ def launch(state: SchedulerState) -> None:
             state.prompts.fetching = True
             state.tell(PromptsRequested(count=missing))
             state.commands.append(FetchPrompts(count=missing))
-        # A wave should reach the engines together. Where the source has no more for now, what is
-        # there must not stand still for it: the wave stays due, and is completed later. Nor may bad
-        # prompts be held: a source of nothing else would fill the stock without end.
+        # A wave should reach the engines together. Where the source has no more prompts at the
+        # moment, the prompts at hand must not wait for it: the wave stays pending and is completed
+        # later. Bad prompts are not held either: a source of nothing else would fill the stock
+        # without end.
         if not state.prompts.dry and _usable(state) == len(state.prompts.stock):
             return
     while state.prompts.stock and not state.given_up:
@@ -129,7 +134,7 @@ def launch(state: SchedulerState) -> None:
 
 
 def _usable(state: SchedulerState) -> int:
-    """Prompts at hand for which a group can be launched."""
+    """Number of prompts at hand for which a group can be launched."""
     return sum(isinstance(prompt, Prompt) for prompt in state.prompts.stock)
 
 
@@ -145,18 +150,18 @@ def _count(state: SchedulerState) -> int:
         retarget(state)
     count = refill_now(state).launches(_pool_view(state))
     if count and state.stop.learns:
-        # What a group counts is better known than when the batch began.
+        # What a group counts is known better now than when the batch began.
         resize(state)
         count = refill_now(state).launches(_pool_view(state))
     admissible = state.staleness.admissible(
         batch_groups=state.batch_groups,
         outstanding=_open_groups(state) + state.ready_groups,
-        # A batch that is offered counts as taken.
+        # An offered batch counts as taken.
         batches_since_update=state.delivery.batches_since_update + (state.offered_groups > 0),
         wanted=state.collecting,
     )
     if admissible is not None and count > admissible:
-        # A wave cut short by the gate stays due: the next update admits the rest.
+        # A wave that the gate has cut short stays pending: the next update admits the rest.
         return admissible
     state.plan.wave_pending = (
         state.plan.wave_pending and count > _usable(state) and not state.prompts.exhausted

@@ -1,9 +1,10 @@
-"""When a schedule is chosen anew, and how it comes into force.
+"""When a new schedule is chosen (automatic over-provisioning), and how it comes into force.
 
-The choice itself takes a simulation, so it is the shell's (:mod:`aprilsched.planning`); the core
-says when, and on what evidence. Asked for after the first batch and then three times as late each
-time, since an estimate gets better only with the square root of what was seen; and again as soon
-as lengths have drifted from those that were planned for, on recent evidence only.
+The choice takes a simulation, so the shell makes it (:mod:`aprilsched.planning`). The core says
+when, and on what evidence. A schedule is asked for after the first batch, and each further time
+after three times as many batches, because an estimate improves only with the square root of the
+evidence. It is also asked for as soon as lengths have drifted from those that were planned for, and
+then on recent evidence only.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ from aprilsched.core.steps.target import retarget
 __all__ = ["on_planned", "plan"]
 
 _LATER = 3
+"""A schedule is asked for again after so many times as many batches."""
 _RECENT_BATCHES = 8
+"""Batches whose groups are recent evidence."""
 _DRIFT = 0.3
-"""Change of the recent groups' median length that makes a plan out of date. With cv 1 the first
-responses of eight batches of 32 groups know it to 7 %. The median, because the delivered mean
-depends on the schedule, and the mean of the law on responses still to end."""
+"""Relative change of the recent groups' median length that makes a schedule out of date.
+
+With a coefficient of variation of 1, the first responses of eight batches of 32 groups give the
+median to 7 %. It is the median because the delivered mean depends on the schedule, and the mean of
+the law depends on responses that have not ended."""
 
 
 def plan(state: SchedulerState) -> None:
-    """Ask for a schedule if one is due."""
+    """Ask for a new schedule if it is time."""
     batches = state.in_flight.counters.batches
     if not state.config.automatic or state.plan.requested or batches == state.plan.checked_at:
         return
@@ -47,7 +52,7 @@ def plan(state: SchedulerState) -> None:
         return
     if drifted:
         groups = recent
-    # A run that was resumed with larger groups knows nothing yet of what is left of them.
+    # After a resume with larger groups, groups of the former size say too little.
     groups = [group for group in groups if len(group.tokens) >= state.config.group_size]
     ended = [group for group in groups if group.complete]
     # Of a deferred group nothing is known that its siblings have in common.
@@ -70,7 +75,7 @@ def plan(state: SchedulerState) -> None:
 
 
 def on_planned(state: SchedulerState, event: Planned) -> None:
-    """The shell has chosen; None keeps what is in force."""
+    """Put the chosen schedule into force; None keeps the present one."""
     state.plan.requested = False
     if event.schedule is None:
         return
@@ -82,7 +87,7 @@ def on_planned(state: SchedulerState, event: Planned) -> None:
 
 
 def _begun(state: SchedulerState) -> list[GroupLengths]:
-    """Groups of which some member has begun, in the order of launching."""
+    """Lengths of the groups of which a member has begun, in the order of their launch."""
     groups = [group_lengths(group) for group in state.in_flight.training_groups()]
     groups = [*state.expectations.observed.cohort(), *groups]
     return sorted((g for g in groups if g.tokens.any()), key=lambda group: group.launched)

@@ -1,9 +1,9 @@
-"""Sleep: the engines' memory is lent to the trainer, and taken back with new weights in it.
+"""Sleep: the engines release their memory for the trainer, and take it back later.
 
-Stragglers are safe first: where every engine can release memory while requests wait in a pause,
-they stay inside it (retract); otherwise they are called back with their tokens and sent again.
-Weights that were released and are not kept by the server must be refitted before anything is
-generated: an engine that wakes without that goes on standby.
+Stragglers come first: where every engine can release memory while requests wait in a pause, they
+stay inside it (retract). Otherwise they are called back with their tokens and sent again later.
+Weights that were released and not kept by the server must be refitted before anything is generated:
+an engine that wakes without a refit goes on standby.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What becomes of each straggler, decided once when a batch is full (or an update begins).
+"""What becomes of each straggler, decided once when a batch is full or an update begins.
 
-Some run out, up to a limit of tokens; some are called back, because their KV is not worth keeping
-or because their engine has more than its share; the others stay inside the pause. Engines are
-paused only when the first have ended or reached their limit and the second are back: a request
-aborted after a retract comes back without the tokens that had not been streamed (hazard 1).
+A straggler is a rollout that still runs then. Some may run on up to a limit of tokens. Some are
+called back, because their KV is not worth keeping or because their engine has more than its share.
+The others stay inside the paused engine. Engines are paused only when those that run on have ended
+or reached their limit, and those that were called back are back: a request that is aborted after a
+retract comes back without the tokens that were not streamed yet (hazard 1).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["resolve_stragglers"]
 
 
 def resolve_stragglers(state: SchedulerState) -> None:
-    """Decide when it is time, and forget those whose time has come."""
+    """Decide about the stragglers of a stop, once; and forget those that have ended since then."""
     if state.stragglers.run_on or state.stragglers.calling_back:
         _prune(state)
     defers = state.plan.schedule.refill.defers
@@ -92,8 +93,10 @@ def _view(state: SchedulerState, request: RequestRecord) -> Straggler:
 
 
 def _rebalance(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
-    """Call back what an engine has beyond its share and a group more, the longest contexts first:
-    they are what makes an engine slow."""
+    """Call back the stragglers that an engine has beyond its share and the size of a group.
+
+    Those with the longest responses are called back first, because they make an engine slow.
+    """
     on: dict[str, list[RequestRecord]] = {name: [] for name in state.fleet.control.engines}
     for request in stragglers:
         on[request.engine].append(request)

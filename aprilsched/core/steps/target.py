@@ -1,7 +1,7 @@
-"""How many groups a batch takes, and how many the batch in work keeps open.
+"""How many groups a batch takes, and how many groups are kept open for the batch in work.
 
-A batch that is full by tokens takes as many groups as the lengths seen say, unfinished responses
-counted as censored ones. Until one has finished, ``batch_groups`` is what is known.
+How many groups a batch takes that is full by tokens is estimated from the lengths seen so far, with
+unfinished responses as censored ones. Until a response has finished, it is ``batch_groups``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ __all__ = ["refill_now", "resize", "retarget"]
 
 
 def retarget(state: SchedulerState) -> None:
-    """Decide how many groups the next batch keeps open."""
+    """Decide how many groups are kept open for the next batch, which begins now."""
     in_flight, capacity = state.in_flight, state.fleet.control.kv_tokens
     _aim(state, None if capacity is None else in_flight.peak_tokens / capacity)
     in_flight.peak_tokens = in_flight.held_tokens
 
 
 def resize(state: SchedulerState) -> None:
-    """The same in the middle of a batch, which may take other groups than was thought."""
+    """Decide it again in the middle of a batch, which may take another number of groups than was
+    estimated."""
     _aim(state, None)
 
 
@@ -39,7 +40,7 @@ def _aim(state: SchedulerState, kv_share: float | None) -> None:
 
 
 def _usual_group(state: SchedulerState) -> float:
-    """What one group counts towards a batch."""
+    """What one group is expected to count towards a batch."""
     size = state.config.group_size
 
     def group_tokens() -> float | None:
@@ -54,7 +55,8 @@ def _usual_group(state: SchedulerState) -> float:
 
 
 def refill_now(state: SchedulerState) -> Refill:
-    """The refill rule in force; a pool would not wait for anything while the run starts up."""
+    """The refill rule in force. While the run starts up it is a wave, because a pool would not wait
+    for the first batches."""
     if state.start_up.lasts(state.begun):
         return Wave()
     return state.plan.schedule.refill
