@@ -1,4 +1,4 @@
-"""Engines that join, confirm control calls, go on standby, come back, and get lost."""
+"""Engines that join, answer control calls, go on standby, come into use, and are lost."""
 
 from __future__ import annotations
 
@@ -70,14 +70,15 @@ def _start(state: SchedulerState, version: int) -> None:
 
 
 def _adopt(state: SchedulerState, versions: set[int | None]) -> None:
-    """The run was ended while an update was, and every engine has taken it."""
+    """Take over the engines' version, where they all have one that is newer than the resumed run's:
+    the run ended during an update that every engine has taken."""
     version = versions.pop() if len(versions) == 1 else None
     if version is not None and version > state.weights.versions.trainer:
         _start(state, version)
 
 
 def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:
-    """A new engine, or a lost one that is back: in use if it has the fleet's version."""
+    """Add a new engine, or a lost one that is back. It is in use if it has the fleet's version."""
     engine = event.info
     if state.fleet.control.of(engine.name) is not None:
         return
@@ -85,7 +86,7 @@ def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:
         state.weights.update.refitting if state.weights.update is not None else frozenset[str]()
     )
     if state.weights.update is not None and engine.name not in refitting:
-        # It was lost before it was asked: now it can be.
+        # It was lost before it was told to load the version, and can be told now.
         state.weights.update.answers.pop(engine.name, None)
     current = engine.version == state.weights.versions.trainer and state.weights.adapter is None
     standby = not current or bool(refitting)
@@ -98,7 +99,7 @@ def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:
 
 
 def promote(state: SchedulerState, engine: str) -> None:
-    """An engine on standby has the fleet's version: it takes part."""
+    """Bring an engine on standby into use, because it has the fleet's version."""
     control = state.fleet.control.standby.pop(engine)
     control.catching_up = False
     control.doubt, control.version_seen_at = "", state.now
@@ -150,7 +151,7 @@ def on_engine_lost(state: SchedulerState, event: EngineLost) -> None:
 
 
 def lose(state: SchedulerState, engine: str, cause: str) -> None:
-    """Quarantine an engine; its requests go on elsewhere with all tokens known."""
+    """Quarantine an engine. Its requests go on elsewhere with all tokens known so far."""
     control = state.fleet.control
     if control.of(engine) is None:
         return
@@ -165,14 +166,15 @@ def lose(state: SchedulerState, engine: str, cause: str) -> None:
 
 
 def demote(state: SchedulerState, engine: str, cause: str) -> None:
-    """Put an engine in use on standby: it answers, but has not the fleet's weights."""
+    """Put an engine on standby: it answers, but does not have the fleet's weights."""
     state.tell(LostFact(engine=engine, cause=cause, standby=True))
     _leave(state, engine, cause)
     state.commands.append(LoseEngine(engine=engine, cause=cause, standby=True, last=False))
 
 
 def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord]:
-    """Out of use; its record waits among those on standby. Gives the requests that it had."""
+    """Take an engine out of use. Its record moves to those on standby. Returns the requests that
+    it had."""
     control = state.fleet.control.engines.pop(engine, None)
     if control is not None:
         state.fleet.control.standby[engine] = control
@@ -190,8 +192,10 @@ def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord
 
 
 def _count_interruptions(state: SchedulerState, requests: list[RequestRecord], cause: str) -> None:
-    """Once all are back: the siblings of one that is dropped must not be called back from the
-    engine that is gone."""
+    """Count an interruption of each request, and drop groups whose request is given up.
+
+    This comes after all requests are back, because siblings of a dropped rollout must not be called
+    back from the engine that is gone."""
     for request in requests:
         exhausted = count_interruption(request, state.config, cause)
         if exhausted and request.request_id in state.in_flight.requests:

@@ -1,8 +1,8 @@
-"""What a tick finds: engines that are silent, and engines that are slow (:mod:`.health`).
+"""What a tick finds: silent engines and slow engines (:mod:`aprilsched.core.state.engine_health`).
 
-Either is lost like one whose connection broke: its requests go on elsewhere with their tokens, and
-it is asked back. An engine that nothing can be compared with is never lost for being slow: going
-on slowly is better than not at all.
+Both are lost like an engine whose connection broke: their requests go on elsewhere with their
+tokens, and the engine may come back later. An engine that cannot be compared with another one is
+never lost for being slow, because going on slowly is better than not going on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def on_tick(state: SchedulerState, _: Tick) -> None:
 
 
 def _stalled(state: SchedulerState, engine: str, health: EngineHealth) -> bool:
-    """Is it silent for longer than it takes to prefill what it has not answered yet?"""
+    """Whether the engine is silent for longer than the timeout and the prefill of all requests that
+    it has not answered yet."""
     context = sum(
         len(request.rollout.prompt_ids) + len(request.rollout.log)
         for request in state.in_flight.open_requests(engine)
@@ -54,7 +55,7 @@ def _compare_rates(
     state: SchedulerState, engine: str, health: EngineHealth, window: Window
 ) -> None:
     if not window.rate:
-        return  # it is silent, which has a bound of its own
+        return  # a silent engine has a timeout of its own
     share, usual = state.config.slow_share, health.usual_at(window.octave)
     if window.fair is None or usual is None or window.fair >= share * usual:
         health.slow, health.reported = 0, False
@@ -63,7 +64,7 @@ def _compare_rates(
     others = [name for name in state.fleet.control.engines if name != engine]
     median = state.fleet.health.median(others, state.now)
     if median is not None and window.fair >= share * median:
-        # All are slow, or all have a load that they did not have before.
+        # The whole fleet is slow, or has a load that it did not have before.
         health.slow = 0
         health.learn(window)
         return

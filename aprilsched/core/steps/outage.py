@@ -1,15 +1,16 @@
-"""A fleet without an engine in use: what is waited for, how long, and what the trainer is told.
+"""An outage: no engine is in use. What is waited for, how long, and what the trainer is told.
 
-Nothing that is in flight is lost in an outage: requests wait with the tokens known so far, an
-update waits for an engine that can take it, and once one is back with the fleet's version all goes
-on as if nothing had been. Otherwise it ends in one of two ways:
+Nothing in flight is lost in an outage. Requests wait with the tokens known so far, and an update
+waits for an engine that can take it. Once an engine is back with the fleet's version, everything
+goes on. Otherwise the outage ends in one of two ways:
 
-- none is there at all for ``fleet_wait_s``: the fleet is given up;
-- some are back, without the fleet's weights and without a way to them: whoever waits for tokens is
-  told to publish a version, and the scheduler works on after that.
+- No engine at all is there for ``fleet_wait_s``: the fleet is given up.
+- Engines are back without the fleet's weights, and nothing can bring them these weights: whoever
+  waits for tokens is told to publish a version, and the scheduler goes on after that.
 
-An evaluation is of one version. Where its engines have gone and an update is the only way on, it
-is abandoned: the update would wait for it, and it for the update.
+An evaluation is of one version. If its engines are gone and only an update leads on, it is
+abandoned, because otherwise the update would wait for the evaluation and the evaluation for the
+update.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from aprilsched.core.steps.drop import drop
 __all__ = ["attend", "note_join", "note_loss", "stranded"]
 
 _SAY_AGAIN_S = 60.0
-_HOPE_S = 10.0
-"""After an engine was lost, or came back without the version: another may come with it."""
+"""Seconds after which the caller is told again that the fleet is waited for."""
+_REJOIN_S = 10.0
+"""Seconds after the loss or the return of an engine in which another may come back with the
+version."""
 _KEPT = 8
-"""Causes that are kept, the latest; a fleet may have hundreds of engines."""
+"""Number of the latest causes that are kept; a fleet may have hundreds of engines."""
 
 
 def note_loss(state: SchedulerState, engine: str, cause: str) -> None:
-    """An engine is not there any more."""
-    state.fleet.rejoin_expected_until = state.now + _HOPE_S
+    """Note that an engine is lost."""
+    state.fleet.rejoin_expected_until = state.now + _REJOIN_S
     state.fleet.lost.pop(engine, None)
     state.fleet.lost[engine] = cause
     if len(state.fleet.lost) > _KEPT:
@@ -39,18 +42,18 @@ def note_loss(state: SchedulerState, engine: str, cause: str) -> None:
 
 
 def note_join(state: SchedulerState, engine: str) -> None:
-    """An engine is there again, or for the first time."""
-    state.fleet.rejoin_expected_until = state.now + _HOPE_S
+    """Note that an engine is there."""
+    state.fleet.rejoin_expected_until = state.now + _REJOIN_S
     state.fleet.lost.pop(engine, None)
 
 
 def stranded(state: SchedulerState) -> bool:
-    """Nothing can be generated, now or later, before the trainer publishes a version."""
-    return state.weights.update is None and state.fleet.sleep is None and _hopeless(state)
+    """Whether nothing can be generated before the trainer publishes a version."""
+    return state.weights.update is None and state.fleet.sleep is None and _needs_update(state)
 
 
 def attend(state: SchedulerState) -> None:
-    """Note the beginning and the end of an outage, and tell of it while it lasts."""
+    """Note the beginning and the end of an outage, and tell the caller about it while it lasts."""
     if state.fleet.control.engines:
         state.fleet.outage = None
         return
@@ -58,11 +61,11 @@ def attend(state: SchedulerState) -> None:
         state.fleet.outage = Outage()
     if not state.fleet.control.standby:
         _await(state, state.fleet.outage)
-    elif _hopeless(state):
+    elif _needs_update(state):
         _want_update(state)
 
 
-def _hopeless(state: SchedulerState) -> bool:
+def _needs_update(state: SchedulerState) -> bool:
     control = state.fleet.control
     if control.engines or not control.standby or state.now < state.fleet.rejoin_expected_until:
         return False

@@ -1,12 +1,12 @@
-"""The in-flight refit: from the trainer's new version to the engines' own word that they have it.
+"""The in-flight refit: from the trainer's new version until each engine reports that it has it.
 
-- An engine that does not say the new version afterwards goes on standby, where the next refit
-  finds it; if none has it and all still have the old one, generation goes on under the old one
-  and the trainer is told why.
-- A full refit reaches paused engines only. An adapter is loaded beside the one that samples, into
-  engines that run; what was sent under the old one ends under it, and then that is unloaded.
-- An engine on standby catches up alone where the fleet's version can be published again, once a
-  version; otherwise it waits for the trainer's next one.
+- An engine that does not report the new version afterwards goes on standby, where the next refit
+  reaches it. If no engine has the new version and all still have the old one, generation goes on
+  under the old version, and the trainer is told why.
+- A full refit reaches paused engines only. An adapter is loaded into engines that run. Requests
+  that were sent under the old adapter end under it, and then it is unloaded.
+- An engine on standby catches up alone, once for each version, where the fleet's version can be
+  published again. Otherwise it waits for the trainer's next version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
-    # Where no engine has the fleet's version, after a restart say, it is brought in once more.
+    # Where no engine has the fleet's version, as after a restart, it may be published once more.
     again = event.version == state.weights.versions.trainer and not state.fleet.control.engines
     if state.weights.update is not None or (
         event.version <= state.weights.versions.trainer and not again
@@ -54,7 +54,7 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
     state.tell(UpdateBegun(version=event.version, adapter=event.beside))
     withdraw_offer(state)
     for control in state.fleet.control.standby.values():
-        # It was about to catch up with a version that is soon the last but one.
+        # The version that it was about to catch up with will soon be out of date.
         if (
             control.catching_up
             and control.mode is not Mode.REFITTING
@@ -71,7 +71,7 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
 
 
 def on_update_withdrawn(state: SchedulerState, event: UpdateWithdrawn) -> None:
-    """The trainer gave it up. Once weights are being loaded it is too late for that."""
+    """End an update that the trainer gave up. An update whose weights are being loaded goes on."""
     update = state.weights.update
     if update is not None and update.version == event.version:
         state.tell(WithdrawnFact(version=event.version))
@@ -113,20 +113,22 @@ def _asked(update: Update | None, engine: str) -> bool:
 
 
 def _note_consistency(control: EngineControl, event: Refitted, wanted: int) -> None:
-    """Only the whole new version mends torn weights, whatever label is shown meanwhile."""
+    """Note whether the engine's weights are inconsistent. Only the wanted version, loaded without
+    an error, makes inconsistent weights consistent again."""
     took = event.version == wanted and not event.cause
     control.inconsistent = not took and (control.inconsistent or event.version is None)
 
 
 def advance(state: SchedulerState) -> None:
-    """Take the update to its next phase, if there is one and it is time."""
+    """Take the update to its next phase, if there is an update and it is time."""
     update = state.weights.update
     if update is None:
         return
     if update.answered:
         _conclude(state, update)
     elif not update.may_pause:
-        # An evaluation is of one version, so it ends first; so do stragglers that run on.
+        # An evaluation is of one version, so it ends first. So do requests that cannot wait inside
+        # a paused engine.
         inside = update.beside or state.config.behaviour.waits_inside
         update.may_pause = not state.evaluations.running and (
             inside or not state.in_flight.open_attempts
@@ -134,7 +136,7 @@ def advance(state: SchedulerState) -> None:
 
 
 def refit(state: SchedulerState) -> None:
-    """Load the new version, once every engine that it is for is ready."""
+    """Load the new version, once all engines that should get it are ready."""
     update = state.weights.update
     if update is None or not update.may_pause or update.refitting:
         return
@@ -145,14 +147,14 @@ def refit(state: SchedulerState) -> None:
     elif not all(state.fleet.control.refittable(control) for control in wanted):
         return
     if not wanted:
-        # Where none is there at all, or one is about to be, it waits for that.
+        # While no engine is there at all, or one is catching up, the update waits.
         if there and not any(control.catching_up for control in there):
             _finish(state, update, cause="no engine is there that could take it")
         return
     for control in wanted:
         if not update.beside:
             state.fleet.control.enter(control, Mode.REFITTING)
-        # It was put on standby before it was asked, and that is no answer.
+        # An answer from before, noted when the engine went on standby, does not count.
         update.answers.pop(control.name, None)
     update.refitting = frozenset(control.name for control in wanted)
     names = tuple(control.name for control in wanted)
@@ -161,7 +163,7 @@ def refit(state: SchedulerState) -> None:
 
 
 def catch_up(state: SchedulerState) -> None:
-    """Bring engines on standby to the fleet's version, each alone."""
+    """Bring engines on standby to the fleet's version, each of them alone."""
     if (
         state.weights.update is not None
         or state.fleet.sleep is not None
@@ -178,7 +180,7 @@ def catch_up(state: SchedulerState) -> None:
 
 def _begin_catch_up(state: SchedulerState, control: EngineControl) -> None:
     if state.weights.adapter is None:
-        # The next calls, which pause and flush it, are the fleet control's.
+        # The fleet control gives the next calls, which pause and flush it.
         control.catching_up = True
         state.fleet.control.touch(control.name)
     elif _has_base(state, control):
@@ -187,7 +189,7 @@ def _begin_catch_up(state: SchedulerState, control: EngineControl) -> None:
 
 
 def _has_base(state: SchedulerState, control: EngineControl) -> bool:
-    """Has it the model that the fleet's adapters belong to?"""
+    """Whether the engine has the full model that the fleet's adapters belong to."""
     return control.base == state.weights.base and not control.inconsistent
 
 
@@ -244,7 +246,7 @@ def _conclude(state: SchedulerState, update: Update) -> None:
 
 
 def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> None:
-    """The fleet has the version: book it for every engine that took it."""
+    """Make the version the fleet's, and note it for every engine that took it."""
     old = state.weights.versions.trainer
     for engine in took & state.fleet.control.engines.keys():
         state.weights.versions.refitted(engine, update.version)
@@ -268,7 +270,7 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
         for engine in took:
             state.fleet.control.engines[engine].base = update.version
         if state.fleet.sleep is not None:
-            # The new weights are in their memory, and stay there.
+            # The new weights are in the engines' memory, and stay there.
             state.fleet.sleep.tags = state.fleet.sleep.away_in_refit
     if update.version != old:
         state.delivery.batches_since_update = 0
@@ -276,7 +278,7 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
 
 
 def retire(state: SchedulerState) -> None:
-    """Unload adapters under which nothing is generated any more."""
+    """Unload adapters that no open request samples with."""
     for engine, loaded in state.weights.adapters.items():
         if len(loaded) > 1:
             used = {request.adapter for request in state.in_flight.open_requests(engine)}

@@ -1,7 +1,7 @@
-"""What comes back for a request: tokens, its end, its interruption, its failure.
+"""What comes back from an engine for a request: tokens, its end, its interruption, its failure.
 
-An attempt that was closed before (its engine was lost) may still be heard of; late news are void,
-so no token is booked twice.
+An attempt that was closed before, because its engine was lost, may still send something. Such late
+answers are ignored, so that no token is counted twice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
     counters.tokens_generated += tokens
     counters.tokens_reprefilled += request.prefill_due
     dropped = request.rollout.group.dropped
-    # Appended without a call: it is the most frequent of all facts.
+    # Appended without a call, because it is the most frequent of all facts.
     if state.tells_tokens:
         state.facts.append(_with_tokens(request, event))
     else:
@@ -51,11 +51,11 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
         counters.tokens_discarded += tokens
         state.in_flight.ledger.late_tokens(dropped, tokens)
         return
-    # Nearly every chunk has the label that is expected, so it is compared here.
+    # Nearly every chunk has the expected label, so the comparison is made here first.
     same = event.label is None or event.label == request.version
     foreign = None if same else foreign_label(state, request, event.label)
     if foreign is not None:
-        _book_as_said(state, request, foreign)
+        _note_reported_version(state, request, foreign)
     state.in_flight.arrive(request, event.token_ids, event.logprobs)
     state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
     if request.refusal is not None:
@@ -98,12 +98,12 @@ def _tell_end(
     )
 
 
-def _book_as_said(state: SchedulerState, request: RequestRecord, label: int) -> None:
-    """Book what comes under the engine's own word.
+def _note_reported_version(state: SchedulerState, request: RequestRecord, label: int) -> None:
+    """Note the tokens of the attempt under the version that the engine reports.
 
-    With an older label than that of the sending the process was started anew before it took the
-    attempt, so all its tokens are of that label. A newer one was loaded while it ran, and the
-    chunk may have tokens of before.
+    If that version is older than the one that the attempt was sent under, the process was
+    restarted before it took the attempt, so all tokens of the attempt have that version. A newer
+    version was loaded while the attempt ran, so the chunk may have tokens from before.
     """
     if request.adapter is not None or label > request.sent_version:
         request.rollout.log.exact = False
@@ -160,7 +160,7 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
         request.refusal = Refusal(engine=engine, sent=request.sent, cause=event.cause)
         exhausted = ""
     elif rollout.state is State.RETURNING:
-        exhausted = ""  # the request is not sent again, so nothing of it can be exhausted
+        exhausted = ""  # a withdrawn request is not sent again, so its attempts are not counted
     else:
         exhausted = count_failure(request, state.config, event)
     retried = rollout.group.dropped is None and not exhausted
@@ -176,23 +176,28 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
 
 
 def _doubt(state: SchedulerState, engine: str, cause: str) -> None:
-    """A server that died and was started again in a moment answers under its first weights."""
+    """Let the engine be asked for its version before it gets another request: a server that died
+    and was restarted at once answers with the weights that it was first started with."""
     control = state.fleet.control.engines.get(engine)
     if control is not None:
         control.doubt = control.doubt or cause
 
 
 def _another_may_take_it(state: SchedulerState, request: RequestRecord) -> bool:
-    """An engine that lost its key, its adapters or its proxy's mind refuses what is none of the
-    request's fault, and faster than the others answer: alone it would end the run."""
+    """Whether another engine should try a refused request.
+
+    An engine that lost its key or its adapters, or whose proxy is broken, refuses every request,
+    and faster than the others answer. It alone would end the run.
+    """
     return request.refusal is None and bool(state.fleet.control.engines.keys() - request.avoid)
 
 
 def _count_engine_failure(state: SchedulerState, engine: str, cause: str, *, sent: int) -> None:
-    """A dead engine answers fastest, has the least load and so draws every request: stop it.
+    """Count a failure of an engine, and lose the engine after too many in a row.
 
-    What breaks off together counts once: a moment without network, or a trainer that holds the
-    event loop up until every connection has timed out, must not cost the whole fleet.
+    A dead engine answers fastest and has the least load, so it would get every request. Failures of
+    attempts that were open at the same time count once: a moment without network, or a trainer that
+    blocks the event loop until every connection has timed out, must not cost the whole fleet.
     """
     control = state.fleet.control.engines.get(engine)
     if control is None or sent <= control.last_failure:

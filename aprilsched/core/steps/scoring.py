@@ -1,4 +1,4 @@
-"""From generated to accepted: rewards of rollouts or groups, and the user's verdict."""
+"""From generated to accepted: rewards of rollouts or groups, and the user's accept function."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def finish(state: SchedulerState, rollout: RolloutRecord, reward: float | None) -> None:
-    """A rollout is generated to its end; `reward` is what its episode says, if it says one."""
+    """Finish a rollout that is generated to its end; `reward` is its episode's, if it has one."""
     group = rollout.group
     state.in_flight.finish(rollout)
     state.tell(RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
@@ -90,8 +90,9 @@ def _score(state: SchedulerState, rollout: RolloutRecord, reward: float | None) 
 
 
 def filter_or_accept(state: SchedulerState, group: GroupRecord) -> None:
-    """The whole group is scored: it is judged, or accepted."""
-    # An evaluation reports every answer, so accept has no say in it.
+    """Ask the user's accept function about a group that is scored, or accept it if there is
+    none."""
+    # An evaluation returns every response, so the accept function is not asked.
     if state.caller.accepts and group.evaluation_id is None:
         state.tell(VerdictRequested(group_id=group.group_id))
         state.commands.append(Judge(group=group_of(group)))

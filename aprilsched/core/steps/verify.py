@@ -1,18 +1,18 @@
-"""What shows that an engine has not the version that it should have, and what follows from it.
+"""Finds engines that do not have the version that they should have, and puts them on standby.
 
-A server that is restarted comes back with the weights that it was first started with, and somebody
-else may load weights behind the scheduler's back. Four things show it:
+A server that is restarted comes back with the weights that it was first started with. Somebody else
+may also load weights without the scheduler. Four things show a wrong version:
 
-- what the engine says when it is asked: before the first request after a quiet time, and after a
-  connection to it broke;
-- that another process answers then, which the shell reports as a failed call;
-- the label on the tokens that it streams;
-- the spans at a response's end.
+- the engine's answer when it is asked: before the first request after a time without requests, and
+  after a connection to it broke;
+- another process that answers then, which the shell reports as a failed call;
+- the label on the tokens that the engine streams;
+- the spans at the end of a response.
 
-The engine then stands by until it was brought to the fleet's version, and its requests go on
-elsewhere with the tokens known so far. The tokens in question are booked under the version that the
-engine names. An evaluation is of one version, so a group of it that has such tokens goes to the
-ledger and its prompt is generated again.
+The engine then is on standby until it was brought to the fleet's version, and its requests go on
+elsewhere with the tokens known so far. The tokens in question get the version that the engine
+reports. An evaluation is of one version, so its group with such tokens is dropped, and the prompt
+is generated again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def on_verified(state: SchedulerState, event: Verified) -> None:
 
 
 def foreign_label(state: SchedulerState, request: RequestRecord, label: int | None) -> int | None:
-    """The label, if it is of a version that the open attempt cannot be sampled under."""
+    """The label, if the open attempt cannot have been sampled under its version; None otherwise."""
     oldest, newest = _possible(state, request)
     return label if label is not None and not oldest <= label <= newest else None
 
@@ -51,7 +51,8 @@ def foreign_label(state: SchedulerState, request: RequestRecord, label: int | No
 def foreign_span(
     state: SchedulerState, request: RequestRecord, spans: tuple[VersionSpan, ...] | None
 ) -> int | None:
-    """The first version in `spans` that the attempt cannot have been sampled under."""
+    """The first version in `spans` that the attempt cannot have been sampled under; None if there
+    is none."""
     oldest, newest = _possible(state, request)
     for span in spans or ():
         if not oldest <= span.version <= newest:
@@ -60,14 +61,14 @@ def foreign_span(
 
 
 def disown(state: SchedulerState, request: RequestRecord, version: int) -> None:
-    """An attempt of `request` has tokens of a `version` that its engine should not have.
+    """Put an engine on standby, because it sampled under a `version` that it should not have.
 
-    The attempt may be open still, or be closed in the event in work.
+    The attempt of `request` is still open, or was closed in this event.
     """
     engine, group = request.engine, request.rollout.group
     cause = f"it has sampled under version {version} {_wanted(state)}"
     _stand_by(state, engine, version, cause)
-    # After its engine has left: nothing is called back from there any more.
+    # After the engine is out of use, so that nothing is called back from it any more.
     if group.evaluation_id is not None and group.dropped is None:
         cause = f"{engine} had version {version}, which is not that of the evaluation"
         drop(state, group, Reason.OTHER_VERSION, cause)
@@ -75,9 +76,10 @@ def disown(state: SchedulerState, request: RequestRecord, version: int) -> None:
 
 
 def _possible(state: SchedulerState, request: RequestRecord) -> tuple[int, int]:
-    """The oldest and the newest label that an engine may have shown since the attempt was sent."""
+    """The oldest and the newest version that an engine may have reported since the attempt was
+    sent."""
     if request.adapter is not None:
-        # A label is of the base model, which stays the same under its adapters.
+        # A label is the version of the full model, which stays the same under its adapters.
         return state.weights.base, state.weights.base
     update, newest = state.weights.update, state.weights.versions.trainer
     if update is not None and not update.beside:
@@ -95,11 +97,11 @@ def _wanted(state: SchedulerState) -> str:
 def _stand_by(state: SchedulerState, engine: str, version: int | None, cause: str) -> None:
     control = state.fleet.control.engines.get(engine)
     refitting = state.weights.update is not None and engine in state.weights.update.refitting
-    # What an engine has after a refit that is under way, it says itself at its end.
+    # An engine that is being refitted reports its version at the end of the refit.
     if control is None or refitting:
         return
     control.inconsistent = version is None
     if version is not None:
-        # No adapter of the fleet's base model belongs to it any more.
+        # The fleet's adapters do not belong to this model.
         control.base = version
     demote(state, engine, cause)
