@@ -1,6 +1,7 @@
-"""Decisions only: events in, commands out. No asyncio, no clock, no I/O, no logging.
+"""The core decides everything about rollouts: events in, commands and facts out. See README.md.
 
-:class:`~aprilsched.core.scheduler.Scheduler` is told what happened and when
-(``handle(event, now)``) and answers with what to do. The coordinator carries the commands out
-against real engines, a simulator against modelled ones.
+:class:`~aprilsched.core.scheduler.Scheduler` takes an event and its time
+(``handle(event, now)``) and returns what to do. The coordinator carries the commands out with real
+engines, and the simulation with modelled ones. The core has no asyncio, no clock, no I/O and no
+logging.
 """

@@ -1,6 +1,6 @@
-"""What must hold after every event. Cheap enough for every test, too dear for production.
+"""What must hold after every event. It is checked in tests, and costs too much for production.
 
-What does not hold is put into words only then: the words cost more than the looking.
+A message is made only when something does not hold, because messages cost more than the checks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OPEN = frozenset({State.RUNNING, State.HELD, State.RETURNING})
 
 
 def check(state: SchedulerState) -> None:
-    """Raises InvariantViolation naming what does not hold."""
+    """Raise InvariantViolation, which says what does not hold."""
     _conservation(state)
     for group in state.in_flight.groups.values():
         _group(state, group)
@@ -52,9 +52,9 @@ def _group(state: SchedulerState, group: GroupRecord) -> None:
     listed = group in state.in_flight.ready
     if listed != (group.complete and group.evaluation_id is None and not group.offered):
         raise InvariantViolation(f"{name} is {'' if listed else 'not '}among the ready")
-    torn = [m for m in group.members if m.state in TERMINAL]
-    if torn:
-        raise InvariantViolation(f"{name} is torn: {len(torn)} of its rollouts have left")
+    left = [m for m in group.members if m.state in TERMINAL]
+    if left:
+        raise InvariantViolation(f"{name} is in flight and {len(left)} of its rollouts have left")
 
 
 def _counts(state: SchedulerState) -> None:
@@ -75,7 +75,7 @@ def _counts(state: SchedulerState) -> None:
         ),
     ):
         if counted != there:
-            raise InvariantViolation(f"{what} are booked as {counted} and are {there}")
+            raise InvariantViolation(f"{what} are counted as {counted} and are {there}")
 
 
 def _batches(state: SchedulerState) -> None:
@@ -141,9 +141,9 @@ def _attempts(state: SchedulerState) -> None:
             raise InvariantViolation(
                 f"request {request.request_id} is open on {request.engine}, which is lost"
             )
-    booked = {engine: count for engine, count in state.in_flight.open.items() if count}
-    if booked != counted:
-        raise InvariantViolation(f"open attempts are booked as {booked} and are {counted}")
+    noted = {engine: count for engine, count in state.in_flight.open.items() if count}
+    if noted != counted:
+        raise InvariantViolation(f"open attempts are noted as {noted} and are {counted}")
 
 
 def _engines(state: SchedulerState) -> None:

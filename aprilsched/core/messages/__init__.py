@@ -1,1 +1,1 @@
-"""What the shell and the core say to each other: events in, commands out."""
+"""The messages between the core and the shell: events in, commands and facts out."""

@@ -1,1 +1,1 @@
-"""The nouns of the core: what a scheduler knows. Nothing here decides anything."""
+"""The nouns of the core: what a scheduler knows. Nothing in here decides anything."""

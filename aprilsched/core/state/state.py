@@ -58,7 +58,8 @@ class Delivery:
     unacknowledged: dict[int, DeliveredBatch] = field(default_factory=dict[int, DeliveredBatch])
     """Delivered batches, by index, that a resumed run would have to deliver again."""
     redelivery: deque[Batch] = field(default_factory=deque[Batch])
-    """Unacknowledged batches that the trainer has not been given since the run was resumed."""
+    """Unacknowledged batches that the trainer has not been given again since the run was
+    resumed."""
 
 
 @dataclass(slots=True)
@@ -247,17 +248,18 @@ class SchedulerState:
         )
 
     def tell(self, fact: Fact) -> None:
-        """Something has come true in the event in work."""
+        """Tell listeners that something has become true in this event."""
         self.facts.append(fact)
 
     def note_lengths(self, group: GroupRecord) -> None:
-        """The group has ended, complete or dropped: its lengths are evidence for others'."""
+        """Let the lengths of a group count as evidence, because it is complete or dropped."""
         lengths = group_lengths(group)
         self.expectations.observed.add_group(lengths)
         self.in_flight.journal.note_lengths(lengths)
 
     def note_work(self, engine: str) -> None:
-        """The number of its open requests is about to change, or it stopped or went on."""
+        """Count the work of an engine up to now. To be called before the number of its open
+        requests changes, and when it stops or continues."""
         control = self.fleet.control.engines.get(engine)
         if control is not None:
             works = control.mode in (Mode.RUNNING, Mode.PAUSING, Mode.VERIFYING)
@@ -267,40 +269,42 @@ class SchedulerState:
 
     @property
     def collecting(self) -> bool:
-        """The trainer waits for a batch that is not there yet."""
+        """Whether the trainer waits for a batch that is not offered yet."""
         return self.delivery.batch_requested and self.delivery.offer is None
 
     @property
     def offered_groups(self) -> int:
-        """Groups in flight that are in the batch that is offered."""
+        """Number of groups in flight that are in the offered batch."""
         return 0 if self.delivery.offer is None else len(self.delivery.offer.groups)
 
     @property
     def begun(self) -> int:
-        """Batches before the one in work: those that were taken, and the one that is offered."""
+        """Number of batches before the one in work: those that were taken and the one that is
+        offered."""
         return self.in_flight.counters.batches + (self.offered_groups > 0)
 
     @property
     def usual_running(self) -> float:
-        """Rollouts that generate together in the mean of a batch, about: half of those launched
-        run to its end."""
+        """About the mean number of rollouts that generate together during a batch: half of those
+        launched run to its end."""
         return self.plan.target_groups * self.config.group_size / 2
 
     @property
     def batch_groups(self) -> int:
-        """Groups that a batch takes, as far as is known."""
+        """Number of groups that a batch is expected to take."""
         return self.stop.batch_groups(self.plan.usual_group)
 
     @property
     def ready_groups(self) -> int:
-        """The complete groups, counted as usual ones."""
+        """The complete groups, as a number of groups of the expected size."""
         return self.stop.as_groups(self.in_flight.ready, self.plan.usual_group)
 
     @property
     def given_up(self) -> bool:
-        """So many groups failed in a row that nothing new is launched."""
+        """Whether nothing new is launched, because too many groups failed in a row."""
         return self.prompts.consecutive_failures >= self.config.max_failed_groups
 
     @property
     def asynchronous(self) -> bool:
+        """Whether generation goes on while the trainer trains."""
         return self.config.pace == "asynchronous"

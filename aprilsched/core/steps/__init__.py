@@ -1,1 +1,1 @@
-"""The verbs of the core: each module handles events and takes one kind of decision."""
+"""The verbs of the core: each module handles the events of one subject and decides about it."""

@@ -55,7 +55,7 @@ def plan(state: SchedulerState) -> None:
     # After a resume with larger groups, groups of the former size say too little.
     groups = [group for group in groups if len(group.tokens) >= state.config.group_size]
     ended = [group for group in groups if group.complete]
-    # Of a deferred group nothing is known that its siblings have in common.
+    # A group of which some members have not run does not show what siblings have in common.
     open_groups = [group for group in groups if not group.complete and group.tokens.all()]
     if not ended:
         return
@@ -94,8 +94,8 @@ def _begun(state: SchedulerState) -> list[GroupLengths]:
 
 
 def _median(groups: list[GroupLengths]) -> float | None:
-    """Of one response of each group: length buckets run the siblings of some groups and not of
-    others, by their length."""
+    """The median length of one response of each group. Length buckets run the siblings of some
+    groups and not of others, depending on their length."""
     tokens = np.array([group.tokens[0] for group in groups], dtype=np.int64)
     finished = np.array([group.finished[0] for group in groups], dtype=np.bool_)
     if not finished.any():

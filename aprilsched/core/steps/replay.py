@@ -1,8 +1,8 @@
-"""Episodes after a restart: a coroutine cannot be saved, so it runs again from its begin.
+"""Episodes after a restart: a coroutine cannot be saved, so it runs again from its beginning.
 
-The turns that it was given before are given again, without generating, as long as it asks for
-them with the same context (as durable workflows replay their history); an unfinished turn goes on
-from its tokens. Where it takes another way, what was known from there on is forgotten, and
+As long as the episode asks for the same turns with the same contexts, it is given the saved answers
+without generating, as durable workflows replay their history. An unfinished turn goes on from its
+tokens. Where the episode asks for something else, the tokens from there on are discarded and
 counted.
 """
 
@@ -24,14 +24,14 @@ __all__ = ["AnsweredTurn", "BegunTurn", "ask_again", "cut_back", "forget_rest", 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredTurn:
-    """The turn is known to its end: that of this number."""
+    """The turn of this number is known to its end."""
 
     turn: int
 
 
 @dataclass(frozen=True, slots=True)
 class BegunTurn:
-    """The turn is known from here on, but not to its end."""
+    """The turn is known in part; its output begins here."""
 
     begin: int
 
@@ -39,7 +39,7 @@ class BegunTurn:
 def ask_again(
     state: SchedulerState, rollout: RolloutRecord, input_ids: Int32Array
 ) -> AnsweredTurn | BegunTurn | None:
-    """What is known of the turn that the episode asks for; None if nothing is."""
+    """What is known of the turn that the episode asks for; None if nothing is known."""
     replay = rollout.replay
     if replay is None:
         return None
@@ -55,7 +55,7 @@ def ask_again(
 
 
 def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
-    """The episode goes another way than before, or ends earlier."""
+    """Discard the rest of the known turns: the episode asks for something else, or ends earlier."""
     replay, rollout.replay = rollout.replay, None
     if replay is None:
         return
@@ -64,31 +64,32 @@ def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
 
 
 def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: int) -> None:
-    """Leave at least one token to generate of a request for `limit` tokens whose output is known
-    from `begin` on: an engine cannot be asked for none, and says with the last one how it ended.
+    """Discard tokens so that a request for `limit` tokens has at least one token to generate.
 
-    The process may have ended between the last token of a request and its end, and an episode may
-    ask for fewer tokens this time.
+    The output of the request is known from `begin` on. An engine cannot be asked for no tokens, and
+    only with the last one it reports how the response ended. All tokens may be known because the
+    process ended between the last token of a request and its end, or because the episode asks for
+    fewer tokens this time.
     """
     if len(rollout.log) - begin >= limit:
         _cut(state, rollout, begin + limit - 1, Reason.RESTARTED)
 
 
 def cut_back(state: SchedulerState, rollout: RolloutRecord, reason: Reason) -> None:
-    """Forget what came after the last turn that the episode was given, the environment's tokens
-    too: the episode may say something else now."""
+    """Discard everything after the last turn that the episode was given, including tokens of the
+    environment, because the episode may say something else now."""
     _cut(state, rollout, rollout.answered[-1][1] if rollout.answered else 0, reason)
 
 
 def _cut(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reason) -> None:
-    """Forget all tokens after the first `size`, and count them."""
+    """Discard all tokens after the first `size`, and count them."""
     log = rollout.log
     if len(log) == size:
         return
     sampled = int((log.versions()[size:] != NO_VERSION).sum())
     environment = len(log) - size - sampled
     log.cut(size)
-    # What is saved of it is void.
+    # The tokens that were saved are void.
     rollout.rewritten = True
     state.in_flight.journal.change(rollout)
     state.in_flight.counters.tokens_discarded += sampled
@@ -112,7 +113,7 @@ def _cut(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reaso
 
 
 def _begin(rollout: RolloutRecord, replay: Replay) -> int | None:
-    """Where the output of the next turn that is known begins."""
+    """Where the output of the next known turn begins; None if there is none."""
     if replay.answered < len(rollout.answered):
         return rollout.answered[replay.answered][0]
     return replay.partial

@@ -1,12 +1,13 @@
-"""A scheduler as it was saved, and how it goes on.
+"""Brings a saved scheduler into a new process, so that the run goes on.
 
-Everything that a process held is gone: attempts, calls of rewards, episodes, evaluations. What was
-generating waits to be sent again with its tokens; rewards and verdicts that were not known are
-asked for again; evaluations were the caller's and are in the ledger.
+Everything that only a process can hold is gone: attempts, calls of reward functions, episodes and
+evaluations. Rollouts that were generating wait to be sent again with their tokens. Unknown rewards
+and answers of the accept function are asked for again. Evaluations belonged to their callers, so
+their rollouts are in the ledger.
 
-The settings may be others than those it was saved under. So what follows from them is not taken
-over but made anew from the present ones: who is deferred, the schedule and how many groups it keeps
-open, and what is still to be scored and judged. A state that only the former ones would move on
+The settings may differ from those of the saved run. So everything that follows from settings is
+made from the present ones: which rollouts are deferred, the schedule and how many groups it keeps
+open, and which groups have to be scored and accepted. A state that only the former settings lead on
 from would stand still.
 """
 
@@ -61,10 +62,10 @@ _STATES = {
 
 
 def restore(state: SchedulerState, saved: Saved) -> None:
-    """Bring what was saved into a state that has not begun.
+    """Bring a saved scheduler into `state`, before its first event.
 
     Raises:
-        ConfigError: if it was saved by a scheduler that cannot go on in this one.
+        ConfigError: if the saved run cannot go on under the present settings.
     """
     if saved.run.episodes != state.caller.episodes:
         had = "had" if saved.run.episodes else "had not"
@@ -83,14 +84,15 @@ def restore(state: SchedulerState, saved: Saved) -> None:
         if group_id in delivered and group.complete:
             continue
         if group_id in delivered or _left(saved, group):
-            # Damaged: what the trainer had is not there any more, so the group is open again.
+            # The trainer's batch is damaged and cannot be delivered again: the group is open again.
             _take_back(state, group)
         _open_scores(state, saved.run, group)
         _enter(state, group)
     for group_id in saved.run.ready:
         if group_id in groups and groups[group_id].complete:
             state.in_flight.ready.add(groups[group_id])
-    # What was cut short by damage had been among them, or came to its end after the list was made.
+    # Complete groups that are not on the list: their batch is damaged, or they were completed after
+    # the list was made.
     for group in state.in_flight.training_groups():
         if group.complete and group not in state.in_flight.ready:
             state.in_flight.ready.add(group)
@@ -105,7 +107,7 @@ def restore(state: SchedulerState, saved: Saved) -> None:
 
 
 def call_again(state: SchedulerState) -> None:
-    """Ask for rewards, verdicts and episodes that the former process had asked for."""
+    """Ask again for the rewards, answers and episodes that the former process had asked for."""
     for group in state.in_flight.training_groups():
         state.tell(launched(group, restored=True, tokens=state.tells_tokens))
         state.commands.append(_launched_again(group))
@@ -173,7 +175,7 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     state.plan.target_groups = run.target_groups
     if saved.schedule is not None and _possible(state, saved.schedule):
         state.plan.schedule = saved.schedule
-    # It was the best under the former settings and engines: it is held against others at once.
+    # The schedule was the best under the former settings and engines, so it is checked at once.
     state.plan.checked_at = -1
     state.expectations.note_limit(run.longest)
     for group in saved.lengths:
@@ -181,7 +183,7 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
 
 
 def _possible(state: SchedulerState, schedule: Schedule) -> bool:
-    """May the schedule of the former process be in force in this one?"""
+    """Whether the schedule of the former process may be in force in this one."""
     config = state.config
     return config.automatic and (config.may_defer or not schedule.refill.defers)
 
@@ -207,7 +209,8 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
 
 
 def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> None:
-    """Which of its members have a reward that counts, by the present rules."""
+    """Find the members whose reward counts under the present settings; the others are scored
+    again."""
     generated = [m for m in group.members if m.state not in GENERATING]
     if state.caller.reward_scope == "none":
         for member in generated:
@@ -216,9 +219,9 @@ def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> No
         for member in generated:
             if member.reward is None:
                 member.state = State.SCORING
-        torn = any(m.state is State.SCORING for m in group.members)
-        if state.caller.reward_scope == "group" and torn and not state.caller.episodes:
-            # Rewards of one call are not to be mixed with those of others.
+        mixed = any(m.state is State.SCORING for m in group.members)
+        if state.caller.reward_scope == "group" and mixed and not state.caller.episodes:
+            # Rewards of one call must not be mixed with those of another.
             for member in generated:
                 member.state, member.reward = State.SCORING, None
     group.unscored = sum(member.state is not State.DONE for member in group.members)
@@ -235,7 +238,7 @@ def _rollout(
 ) -> RolloutRecord:
     runs = _runs(known, tokens)
     covered = known.runs[-1][0] if known.runs else 0
-    # Fewer tokens than its end was made of: what is there is the begin of it.
+    # There are fewer tokens than the finished response had: they are the beginning of it.
     cut_short = known.stage is not Stage.GENERATING and len(tokens.token_ids) < covered
     stage = Stage.GENERATING if cut_short else known.stage
     prompt = group.prompt.input_ids
@@ -265,14 +268,14 @@ def _rollout(
     if stage is not Stage.GENERATING:
         return record
     if state.caller.episodes:
-        _begin_anew(record, known.request)
+        _begin_again(record, known.request)
     else:
         record.turns = 0
         record.request = _request(state, record, known.request)
     return record
 
 
-def _begin_anew(record: RolloutRecord, request: SavedRequest | None) -> None:
+def _begin_again(record: RolloutRecord, request: SavedRequest | None) -> None:
     record.state = State.THINKING
     record.answered = [turn for turn in record.answered if turn[1] <= len(record.log)]
     record.turns = 0
@@ -298,7 +301,7 @@ def _request(
 
 
 def _runs(known: RolloutState, tokens: SavedTokens) -> list[SavedRun]:
-    """What the engine said of the versions, and beyond that what its slices say."""
+    """The runs that the engine reported; for tokens beyond them, those of their slices."""
     size = len(tokens.token_ids)
     runs: list[SavedRun] = []
     for end, version, engine in (*known.runs, *tokens.runs):
@@ -358,7 +361,8 @@ def _restore_batch(
 
 
 def _left(saved: Saved, group: GroupRecord) -> bool:
-    """It was in a batch of which the record is damaged: complete groups are ready otherwise."""
+    """Whether the group was in a batch whose record is damaged: otherwise a complete group is on
+    the list of those that are ready."""
     if group.group_id in saved.run.ready:
         return False
     states = [saved.rollouts.get(member.rollout_id) for member in group.members]
@@ -376,8 +380,8 @@ def _drop_damaged(state: SchedulerState, saved: Saved, delivered: set[int]) -> N
     in_flight = state.in_flight
     members = {group.group_id: group.members for group in saved.groups}
     for group_id, cause in saved.damaged.items():
-        # Where the group cannot be read, its rollouts are those that say that they are of it; the
-        # first one has the number after the group's.
+        # If the group cannot be read, its rollouts are those that name it. The first one has the id
+        # that follows the group's.
         known = [s.rollout_id for s in saved.rollouts.values() if s.group_id == group_id]
         named = [m.rollout_id for m in members.get(group_id, ())] or known or [group_id + 1]
         for rollout_id in named:
@@ -386,7 +390,7 @@ def _drop_damaged(state: SchedulerState, saved: Saved, delivered: set[int]) -> N
             in_flight.counters.delivered -= group_id in delivered
             _drop(state, rollout_id, group_id, lost, Reason.DAMAGED, cause)
     if saved.damaged:
-        # Of a group that cannot be read at all, nobody knows how many rollouts it had.
+        # Nobody knows how many rollouts a group had that cannot be read at all.
         counters = in_flight.counters
         counters.launched = counters.delivered + in_flight.ledger.total + len(in_flight.rollouts)
 

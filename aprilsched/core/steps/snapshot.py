@@ -1,4 +1,4 @@
-"""Taking cuts: what changed since the last one, or everything."""
+"""Takes snapshots for the store: what changed since the last one, or everything."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["take_anew", "take_changes", "take_checkpoint", "take_everything"]
 
 
 def take_changes(state: SchedulerState) -> Cut:
-    """What the journal has; it begins anew."""
+    """A snapshot of the changes in the journal, which begins again."""
     journal = state.in_flight.journal
     cut = Cut(
         whole=False,
@@ -52,8 +52,8 @@ def take_changes(state: SchedulerState) -> Cut:
 
 
 def take_everything(state: SchedulerState) -> Cut:
-    """The whole scheduler, as a store must have it; the journal and what is marked as saved stay
-    as they are."""
+    """A full snapshot, as a store must have it. The journal, and what counts as saved, stay as they
+    are."""
     offered = (
         ()
         if state.delivery.offer is None or state.delivery.offer.record is None
@@ -63,8 +63,8 @@ def take_everything(state: SchedulerState) -> Cut:
 
 
 def take_checkpoint(state: SchedulerState, *, without: Collection[int]) -> Cut:
-    """The whole scheduler, as the trainer's own checkpoint has it: `without` these batches, which
-    it has learned from, and with what is offered as not taken."""
+    """A full snapshot for the trainer's own checkpoint: `without` the batches that it has learned
+    from, and with the offered batch as not taken."""
     kept = [batch for index, batch in state.delivery.unacknowledged.items() if index not in without]
     return _everything(state, _run(state, taken=False), kept)
 
@@ -90,7 +90,7 @@ def _everything(state: SchedulerState, run: RunState, batches: Sequence[Delivere
 
 
 def take_anew(state: SchedulerState) -> Cut:
-    """The whole scheduler, as the first cut of a store; the journal begins anew."""
+    """A full snapshot, as the first one of a store. The journal begins again."""
     cut = take_everything(state)
     for group in state.in_flight.training_groups():
         for member in group.members:
@@ -100,15 +100,16 @@ def take_anew(state: SchedulerState) -> Cut:
 
 
 def _arrived(journal: Journal) -> TokenPage | None:
-    """What came, but not for those that left, and everything of those that began anew."""
-    anew = [rollout for rollout in journal.changed.values() if rollout.rewritten]
-    journal.arrived.forget(journal.gone.union(rollout.rollout_id for rollout in anew))
-    _add_all(journal.arrived, anew)
+    """Tokens that arrived, without those of rollouts that left, and all tokens of rollouts that
+    have to be saved again."""
+    again = [rollout for rollout in journal.changed.values() if rollout.rewritten]
+    journal.arrived.forget(journal.gone.union(rollout.rollout_id for rollout in again))
+    _add_all(journal.arrived, again)
     return journal.arrived.page()
 
 
 def _held(rollouts: Iterable[RolloutRecord]) -> TokenPage | None:
-    """All tokens of these rollouts."""
+    """All tokens of these rollouts, as a page."""
     builder = PageBuilder()
     _add_all(builder, rollouts)
     return builder.page()
@@ -191,8 +192,8 @@ def _batch(batch: DeliveredBatch) -> SavedBatch:
 
 
 def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
-    """With what is offered as `taken`: the trainer may have it before the next cut, and is given
-    the same batch again after a restart."""
+    """The data of the run itself, with the offered batch as `taken`: the trainer may take it before
+    the next snapshot, and is given the same batch again after a restart."""
     in_flight = state.in_flight
     groups = () if state.delivery.offer is None else state.delivery.offer.groups
     ready = tuple(group.group_id for group in in_flight.ready)
@@ -224,7 +225,7 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
 
 
 def _counters(state: SchedulerState) -> Counters:
-    """As they are when what is offered is taken."""
+    """The counters as they are when the offered batch is taken."""
     counters = replace(state.in_flight.counters)
     if state.delivery.offer is not None:
         counters.batches += 1

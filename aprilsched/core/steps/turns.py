@@ -1,8 +1,8 @@
 """The turns of a rollout: a plain rollout has one, an episode as many as its coroutine asks for.
 
-An episode may give a turn up (a timeout around its call). The request is then called back, and what
-came of it is *undecided*: kept if the episode looks at it, otherwise dropped as soon as the episode
-goes on, and counted.
+An episode may withdraw a turn, as by a timeout around its call. The request is then called back,
+and the tokens that it brings back are *undecided*: they are kept if the episode says so, and
+otherwise dropped and counted as soon as the episode goes on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def end_turn(state: SchedulerState, request: RequestRecord) -> None:
-    """A request has run to its end."""
+    """End the turn of a request that has run to its end."""
     rollout = request.rollout
     withdrawn = rollout.state is State.RETURNING
     rollout.move(Move.END_TURN)
@@ -60,11 +60,11 @@ def end_turn(state: SchedulerState, request: RequestRecord) -> None:
 
 
 def take_back(state: SchedulerState, request: RequestRecord) -> None:
-    """A request came back before its end; what is left of it waits to be sent."""
+    """Take a request back that came back before its end. The rest of it waits to be sent again."""
     if request.rollout.group.dropped is not None:
         state.in_flight.forget(request)
     elif request.remaining <= 0 or request.rollout.state is State.RETURNING:
-        # The abort met the very last token, or nobody asks for the rest.
+        # The abort came after the last token, or the turn was withdrawn.
         request.rollout.finish_reason = "length"
         end_turn(state, request)
     else:
@@ -96,7 +96,8 @@ def on_turn_requested(state: SchedulerState, event: TurnRequested) -> None:
 
 
 def _tell_begun(state: SchedulerState, rollout: RolloutRecord, before: int) -> None:
-    """An episode asks for a turn; its response had `before` tokens until then."""
+    """Tell listeners that an episode asks for a turn; the response had `before` tokens before
+    it."""
     state.tell(
         TurnBegun(
             rollout_id=rollout.rollout_id,
@@ -159,7 +160,8 @@ def on_episode_failed(state: SchedulerState, event: EpisodeFailed) -> None:
 
 
 def _withdraw_answered(state: SchedulerState, rollout: RolloutRecord) -> None:
-    """The answer was there already, and met the cancellation on its way: it was never seen."""
+    """Withdraw a turn that is answered already: the episode was cancelled before it got the
+    answer."""
     if rollout.undecided is not None or not rollout.turns:
         return
     rollout.turns -= 1
@@ -175,7 +177,8 @@ def _withdraw_answered(state: SchedulerState, rollout: RolloutRecord) -> None:
 
 
 def _hand_back(state: SchedulerState, rollout: RolloutRecord, begin: int) -> None:
-    """The request of a withdrawn turn is back: whether its tokens stay is the episode's choice."""
+    """Answer a withdrawn turn, whose request is back. The episode decides whether its tokens
+    stay."""
     rollout.undecided = begin
     _resolve(state, rollout, begin, len(rollout.log), rollout.finish_reason, withdrawn=True)
 
