@@ -13,6 +13,8 @@ import tomli_w
 import tyro
 from rich.console import Console
 
+from aprilsched.cli.everyday_help import asked_for_help, everyday_help
+from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.errors import ConfigError
 from aprilsched.runs.config_file import as_toml, read_settings
 from aprilsched.runs.drive import Run
@@ -25,11 +27,48 @@ from aprilsched.runs.workload_limits import fitted
 from aprilsched.store import SqliteStore
 from aprilsched.telemetry.run_folder import CONFIG, RunFolder, default_path
 
-__all__ = ["RunCommand", "main"]
+__all__ = ["EVERYDAY", "RunCommand", "main"]
 
 _INTERRUPTED = 130
 _FAILED = 2
-_WITH_RESUME = frozenset({"--resume", "--batches", "--json", "--no-report", "--quiet", "--help"})
+_WITH_RESUME = frozenset({"--resume", "--batches", "--json", "--no-report", "--quiet"})
+
+EVERYDAY = {
+    "what runs": {
+        "engine": 'the embedded engine ("sim"), or the URLs of SGLang servers',
+        "prompts": "a JSONL file of prompts; without it a built-in long-tail workload",
+        "tokenizer": "a folder with tokenizer.json, for prompts that are text",
+        "batches": "batches to deliver",
+        "update-every": "batches between two policy versions; 0 for one version",
+        "weights": "a checkpoint that servers load as each new version",
+        "train-seconds": "what the trainer takes over a batch",
+        "seed": "of the built-in workload",
+        "sim.engines": "embedded engines",
+    },
+    "scheduling": {
+        "batch-groups": "groups (prompts) in a batch",
+        "group-size": "rollouts of one prompt",
+        "over-provision": 'groups kept open over groups in a batch; "auto" chooses',
+        "refill": "wave, pool or rounds: when new groups start",
+        "straggler": f"{', '.join(BEHAVIOURS)}: for what still runs",
+        "stop": "groups, samples or tokens: what fills a batch",
+        "pace": "synchronous, or asynchronous: generate while the trainer trains",
+        "max-staleness": "bound on the age of a token, in versions",
+        "sampling.max-new-tokens": "the longest response",
+        "sampling.temperature": "of prompts that bring none of their own",
+    },
+    "files and output": {
+        "config": "a TOML file of settings, such as a run's config.toml",
+        "out": "the run folder; runs/TIME-SEED if not given",
+        "resume": "go on with the run in this folder, which was cut off",
+        "json": "print the summary as JSON on stdout",
+        "quiet": "only errors",
+        "dry-run": "print the resolved settings as TOML and end",
+        "metrics-port": "serve metrics for Prometheus on this port; 0 for none",
+        "track": "tensorboard, trackio, wandb, with commas between them",
+    },
+}
+"""The flags in ``--help``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +99,11 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         AprilschedError: if the run is refused or fails.
     """
-    command = _parse(arguments)
+    if asked_for_help(arguments):
+        what = "Drive batches of rollouts and write a run folder."
+        print(everyday_help("aprilsched run", what, EVERYDAY, RunCommand()))
+        return 0
+    command = _parse(["--help" if a == "--help-all" else a for a in arguments])
     if command.dry_run:
         command.settings.check()
         command.settings.scheduler.checked()
@@ -119,7 +162,7 @@ def _config_path(arguments: Sequence[str]) -> str | None:
         return _value("--config", arguments, "file; give the path of a TOML file")
     for argument in arguments:
         flag = argument.partition("=")[0]
-        if flag.startswith("--") and flag not in _WITH_RESUME:
+        if flag.startswith("--") and flag not in (*_WITH_RESUME, "--help"):
             raise ConfigError(
                 f"{flag} cannot be used with --resume, which keeps the run's own settings; give "
                 "only --batches, --json, --no-report or --quiet with it."

@@ -16,6 +16,7 @@ import msgspec
 import tyro
 from rich.console import Console
 
+from aprilsched.cli.everyday_help import asked_for_help, everyday_help
 from aprilsched.runs.comparison import Comparison, PolicyRow, compare, verdict
 from aprilsched.runs.pictures import draw_comparison, leave_report
 from aprilsched.runs.policies import Policy, chosen
@@ -35,9 +36,37 @@ from aprilsched.telemetry.run_folder import REPORT, RunFolder, default_path, wri
 from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.timing.model_file import load_model
 
-__all__ = ["SimulateCommand", "Trial", "main", "simulated"]
+__all__ = ["EVERYDAY", "SimulateCommand", "Trial", "main", "simulated"]
 
 DEFAULT_POLICIES = "sync,april,slime,areal,copris,auto"
+
+EVERYDAY = {
+    "what is compared": {
+        "policy": "with commas between; april:over_provision=1.25|2 is two; six if not given",
+        "batches": "batches of each policy",
+        "batch-groups": "groups (prompts) in a batch",
+        "group-size": "rollouts of one prompt",
+        "kv": "recompute or keep: what a refit does to what is in flight",
+        "max-staleness": "bound on the age of a token, for policies that set none",
+        "train-seconds": "what the trainer takes over a batch",
+    },
+    "engines and lengths": {
+        "sim.engines": "modelled engines",
+        "sim.max-running": "most requests that one decodes together",
+        "sim.kv-tokens": "tokens in the KV pool of one",
+        "model": "the engines' step times, as aprilsched calibrate wrote them",
+        "median": "of the response lengths, in tokens",
+        "sigma": "standard deviation of the log length",
+        "cap": "the longest response",
+        "seed": "of the workload",
+    },
+    "files and output": {
+        "out": "the folder for the results; runs/TIME-SEED if not given",
+        "json": "print the figures as JSON on stdout",
+        "quiet": "no progress",
+    },
+}
+"""The flags in ``--help``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +132,13 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         AprilschedError: if a setting is refused or the results cannot be written.
     """
+    if asked_for_help(arguments):
+        what = "Compare scheduling policies on one workload, in virtual time."
+        print(everyday_help("aprilsched simulate", what, EVERYDAY, SimulateCommand()))
+        return 0
     command = tyro.cli(
         SimulateCommand,
-        args=list(arguments),
+        args=["--help" if a == "--help-all" else a for a in arguments],
         prog="aprilsched simulate",
         config=(tyro.conf.FlagCreatePairsOff,),
     )

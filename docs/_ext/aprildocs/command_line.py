@@ -1,4 +1,4 @@
-"""Writes the help of every command as the command prints it at a width of 80 characters."""
+"""Writes the whole help of every command as the command prints it at a width of 80 characters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from aprilsched.cli.main import COMMANDS, main
 __all__ = ["command_line", "help_of"]
 
 _WIDTH = 80
+_SHORT = ("run", "simulate")
+"""Commands whose ``--help`` has the everyday options alone."""
 _PLAIN = {"COLUMNS": str(_WIDTH), "LINES": "50", "NO_COLOR": "1", "TERM": "dumb"}
 
 
@@ -24,11 +26,11 @@ def command_line() -> str:
 
 
 def help_of(name: str) -> str:
-    """What ``aprilsched NAME --help`` prints."""
+    """What ``aprilsched NAME --help`` prints, or ``--help-all`` where that says more."""
     output = io.StringIO()
     with patch.dict(os.environ, _PLAIN), redirect_stdout(output):
         try:
-            main([name, "--help"])
+            main([name, "--help-all" if name in _SHORT else "--help"])
         except SystemExit as end:
             if end.code:
                 raise ValueError(f"aprilsched {name} --help ended with {end.code}") from end
