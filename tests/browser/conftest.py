@@ -1,4 +1,4 @@
-"""One headless browser for each file of tests that open pages."""
+"""Starts one headless browser for each file of tests that open pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The browser that the tests open pages in: it runs scripts, and shows when a page is broken."""
+"""Tests the browser in which tests open pages: it runs scripts and reports errors of a page."""
 
 from __future__ import annotations
 

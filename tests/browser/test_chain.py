@@ -1,4 +1,4 @@
-"""A run of eight embedded engines through everything that shows it."""
+"""Tests everything that shows a run, on a run of eight embedded engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report in a real browser: drawn whole, in both themes, on a phone, and deaf to strangers."""
+"""Tests the report in a real browser: complete, in both themes, on a phone, without injection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.browser import DESKTOP, PHONE, ColorScheme, OpenPage, opened
 
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--median", "60", "--cap", "600"]
 ONE_RUN = 10
-"""Charts of one run that was not sampled."""
+"""Number of charts of one run that was not sampled."""
 TWO_RUNS = 14
 DRAWN = "html[data-drawn]"
 EMPTY = """() => [...document.querySelectorAll('.chart')].filter((chart) => {
@@ -32,7 +32,7 @@ HOSTILE = "<img src=x onerror=window.hit=1></script><script>window.hit=1</script
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Runs of two engines: one that waits, and one that carries over and evicts what is stale."""
+    """Runs of two engines: a synchronous one, and one that carries and evicts stale rollouts."""
     root = tmp_path_factory.mktemp("runs") / "simulated"
     policies = "sync,april:max_staleness=1:staleness_rule=evict"
     engines = ["--sim.engines", "2", "--sim.stream-interval", "8", "--sim.refit-seconds", "1"]
@@ -50,7 +50,7 @@ def drawn(
     viewport: tuple[int, int] = DESKTOP,
     scheme: ColorScheme = "light",
 ) -> Generator[OpenPage]:
-    """The page, all of its charts drawn."""
+    """The page, after all of its charts were drawn."""
     with opened(browser, path, viewport=viewport, color_scheme=scheme) as page:
         page.page.wait_for_selector(DRAWN, state="attached")
         yield page
@@ -130,7 +130,7 @@ def test_the_figures_are_in_the_page(
 
 
 def hostile(folder: Path, into: Path) -> Path:
-    """A copy of the run whose names and causes are markup."""
+    """A copy of the run in which names and causes contain markup."""
     into.mkdir()
     mark = json.dumps(HOSTILE)[1:-1]
     log = (folder / "events.jsonl").read_text().replace("sim-0", mark)
@@ -188,7 +188,7 @@ def test_a_long_run_opens(browser: Browser, long_run: Path, viewport: tuple[int,
 
 @pytest.fixture(scope="module", params=[30_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 def long_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of a run that was cut off after so many lines."""
+    """The report of a run whose log was cut off after a number of lines."""
     folder = tmp_path_factory.mktemp("long")
     assert write_long_run(folder, request.param) >= request.param
     path, _ = write_report(folder)

@@ -1,7 +1,7 @@
-"""Every program on the pages of the site: the new ones run, the others are at least Python.
+"""Tests the programs on the pages of the site: some are run, all must be valid Python.
 
-The blocks of a page are one program, run from top to bottom with SGLang's servers replaced by the
-embedded engine and the names that belong to the reader (`trainer`, `dataset`, a run folder) given.
+The blocks of a page are one program, which is run from top to bottom. The embedded engine replaces
+SGLang's servers, and the reader's own names (`trainer`, `dataset`, a run folder) are given.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def embedded(urls: Sequence[str], **keys: str | None) -> SimFleet:
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run of two small batches."""
+    """The folder of a run of two small batches."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     sizes = ["--batches", "2", "--batch-groups", "4", "--group-size", "2"]
     assert main(["run", "--out", str(folder), "--quiet", *sizes]) == 0

@@ -1,7 +1,7 @@
-"""The documentation site builds without a warning, and says what the code says.
+"""Tests that the documentation site builds without a warning and agrees with the code.
 
-The build checks every link between pages, every name in the API reference and every directive;
-what is checked here is what it cannot know.
+The build checks every link between pages, every name in the API reference and every directive. The
+tests check the rest.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_arrows_begin_and_end_apart():
 
 
 Stretch = tuple[float, float, float, float]
-"""Left, top, right and bottom of a straight line, of a box or of a name."""
+"""Left, top, right and bottom of a straight line, a box or a name."""
 
 
 def boxes() -> dict[str, Stretch]:
@@ -125,7 +125,7 @@ def stretches(path: str) -> list[Stretch]:
 
 
 def overlap(one: Stretch, other: Stretch, *, apart: float = 0) -> bool:
-    """Do they have a point in common, or points that are less than `apart` from each other?"""
+    """Whether they have a common point, or points that are less than `apart` from each other."""
     return all(
         one[axis] - apart < other[axis + 2] and other[axis] - apart < one[axis + 2]
         for axis in (0, 1)
@@ -140,7 +140,7 @@ def test_no_arrow_passes_behind_a_state():
 
 
 def test_no_two_arrows_run_along_each_other():
-    """Drops do, on the rail that leads them all to one place."""
+    """Only the arrows of drops do, on the rail that leads all of them to one place."""
     drawn = [arrow for arrow in arrows(MOVES) if arrow.target is not State.DROPPED]
     for place, arrow in enumerate(drawn):
         for other in drawn[:place]:

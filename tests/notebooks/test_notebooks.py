@@ -1,7 +1,7 @@
-"""The notebooks' pairs: script and notebook say the same, and were executed from top to bottom.
+"""Tests that each notebook equals its script, and was executed from top to bottom.
 
-That they still run is tested too: pytest collects notebooks/*.ipynb itself (nbmake), and each
-holds the sentences of its answer against figures by assertions.
+pytest also runs notebooks/*.ipynb (by nbmake). Each notebook compares the sentences of its answer
+with figures by assertions.
 """
 
 # jupytext and nbformat have no types.

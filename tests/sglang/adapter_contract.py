@@ -1,4 +1,4 @@
-"""What publishing LoRA adapters relies on, as checks for every engine that serves them."""
+"""Checks of what publishing LoRA adapters relies on, for every engine that serves adapters."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ AdapterCheck = Callable[[Adapting], Awaitable[None]]
 
 
 def adapted(adapter: str | None, tokens: int = 64) -> GenerationRequest:
-    """A greedy request under `adapter`."""
+    """A greedy request with `adapter`."""
     return replace(greedy(tokens), adapter=adapter)
 
 
 async def every_adapter_samples_by_itself(subject: Adapting) -> None:
-    """Two adapters and the base model in one batch: as alone, with no prefix in common."""
+    """In one batch, two adapters and the base model sample as they do alone; no KV is shared."""
     engine = subject.engine
     version = await engine.version()
     names = None, await subject.load(0), await subject.load(1)
@@ -70,7 +70,7 @@ async def every_adapter_samples_by_itself(subject: Adapting) -> None:
 
 
 async def loading_pauses_nothing(subject: Adapting) -> None:
-    """What runs goes on under its own adapter; what a pause holds as well."""
+    """Running requests, and requests that a pause holds, continue with their own adapters."""
     engine = subject.engine
     old = await subject.load(0)
     reference = await whole(engine, adapted(old, 600))
@@ -89,7 +89,7 @@ async def loading_pauses_nothing(subject: Adapting) -> None:
 
 
 async def unloading_waits_for_the_last_request(subject: Adapting) -> None:
-    """And ends no request."""
+    """Unloading waits for the adapter's last request and aborts none."""
     engine = subject.engine
     name = await subject.load(0)
     stream = await Stream(engine, adapted(name, 400)).start().reach(16)
@@ -103,7 +103,7 @@ async def unloading_waits_for_the_last_request(subject: Adapting) -> None:
 
 
 async def what_is_not_there_is_refused_or_ignored(subject: Adapting) -> None:
-    """A request of an unknown adapter, a name taken, a path without one; an unload of nothing."""
+    """Unknown adapters, used names and wrong paths are refused; unloading nothing is harmless."""
     with pytest.raises(EngineRejected):
         await whole(subject.engine, adapted(f"never-{uuid.uuid4().hex}", 4))
     with pytest.raises(EngineRejected):
@@ -116,7 +116,7 @@ async def what_is_not_there_is_refused_or_ignored(subject: Adapting) -> None:
 
 
 async def a_publisher_brings_versions_in_beside_each_other(subject: Adapting) -> None:
-    """Version 2 comes while a response of version 1 runs, which ends under 1."""
+    """Version 2 is loaded while a response of version 1 runs; the response ends under 1."""
     engine = subject.engine
     current = 0
 
@@ -159,7 +159,7 @@ ADAPTER_CHECKS: tuple[AdapterCheck, ...] = (
 
 
 def fake_adapters(folder: Path) -> tuple[Path, Path]:
-    """Two adapters as the toy model sees them: files that differ."""
+    """Two adapters for the toy model, which needs only different files."""
     found = folder / "adapter-0", folder / "adapter-1"
     for path in found:
         path.mkdir()

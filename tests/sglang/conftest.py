@@ -1,4 +1,4 @@
-"""Real servers for the tests: shared by all tests, booted when one first asks."""
+"""Real servers as fixtures: all tests share them, and the first test that needs one boots it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERVAL = 16
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two checkpoints of one shape with really different weights; servers start with the first."""
+    """Two checkpoints of one shape with very different weights; servers start with the first."""
     try:
         server_python()
     except RuntimeError as error:
@@ -44,7 +44,7 @@ def sglang_server(
 def second_server(
     models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CpuServer]:
-    """One that measures itself and wants :data:`ADMIN_KEY` for control; it still boots."""
+    """A server with metrics that needs :data:`ADMIN_KEY` for control; it may not be ready yet."""
     log = tmp_path_factory.mktemp("second") / "log.txt"
     server = CpuServer(models[0], log, "--admin-api-key", ADMIN_KEY, "--enable-metrics")
     try:
@@ -56,7 +56,7 @@ def second_server(
 
 @pytest.fixture(scope="session")
 def sglang_pair(second_server: CpuServer, sglang_server: CpuServer) -> tuple[CpuServer, CpuServer]:
-    """A server without keys and one with them, which boot at the same time."""
+    """A server without keys and one with keys, which boot at the same time."""
     second_server.wait_ready()
     return sglang_server, second_server
 
@@ -65,7 +65,7 @@ def sglang_pair(second_server: CpuServer, sglang_server: CpuServer) -> tuple[Cpu
 async def clean_server(
     sglang_server: CpuServer, models: tuple[Path, Path]
 ) -> AsyncIterator[CpuServer]:
-    """The server as it started, before and after the test."""
+    """The server, reset to its initial state before and after the test."""
     await reset(sglang_server.url, models[0])
     yield sglang_server
     assert sglang_server.alive(), f"The test killed the server:\n{sglang_server.tail()}"
@@ -76,7 +76,7 @@ async def clean_server(
 async def clean_pair(
     clean_server: CpuServer, sglang_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path]
 ) -> AsyncIterator[tuple[CpuServer, CpuServer]]:
-    """Both servers as they started, before and after the test."""
+    """Both servers, reset to their initial state before and after the test."""
     await reset(sglang_pair[1].url, models[0], ADMIN_KEY)
     yield sglang_pair
     await reset(sglang_pair[1].url, models[0], ADMIN_KEY)

@@ -1,7 +1,7 @@
-"""What the coordinator relies on, as checks that every engine must pass.
+"""Checks of what the coordinator relies on; every engine must pass them.
 
-Each check takes a :class:`Subject`; ``test_contract.py`` runs all of them on every engine. Any
-other engine can be held to them the same way.
+Each check takes a :class:`Subject`. ``test_contract.py`` runs all checks on every engine. Any other
+engine can be checked in the same way.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ __all__ = ["CHECKS", "Check", "Subject"]
 
 LONG = 1500
 SETTLE_SECONDS = 0.3
-"""A pause may be dispatched before it takes effect, and an event may be on its way."""
+"""Seconds until nothing changes: a pause may take effect late, and an event may be delayed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """An open engine with the first of two `weights`, and how many requests it works on."""
+    """An open engine with the first of two `weights`, and the number of its requests."""
 
     engine: Engine
     weights: tuple[Path, Path]
     busy: Callable[[], Awaitable[int]]
 
     async def idle(self) -> bool:
-        """Whether it works on nothing."""
+        """Whether the engine has no requests."""
         return await self.busy() == 0
 
 
@@ -68,17 +68,17 @@ async def _pause_keeps_streams_open(subject: Subject, mode: PauseMode) -> None:
 
 
 async def retract_keeps_streams_open(subject: Subject) -> None:
-    """No token while paused, then every stream goes on to its end, with the same tokens."""
+    """No token comes while paused; then every stream continues to its end with the same tokens."""
     await _pause_keeps_streams_open(subject, "retract")
 
 
 async def in_place_keeps_streams_open(subject: Subject) -> None:
-    """The same for the mode that keeps the cache."""
+    """Streams also stay open with the mode that keeps the cache."""
     await _pause_keeps_streams_open(subject, "in_place")
 
 
 async def abort_returns_the_partial(subject: Subject) -> None:
-    """An abort gives what there is, with the versions of all of it."""
+    """An abort gives the tokens so far, with the versions of all of them."""
     version = await subject.engine.version()
     reference = await whole(subject.engine, greedy(LONG))
     stream = await Stream(subject.engine, greedy(LONG)).start().reach(20)
@@ -91,7 +91,7 @@ async def abort_returns_the_partial(subject: Subject) -> None:
 
 
 async def abort_after_retract_returns_the_partial(subject: Subject) -> None:
-    """While it is paused, an abort loses no token that was streamed."""
+    """An abort during a pause loses no token that was streamed."""
     stream = await Stream(subject.engine, greedy(LONG)).start().reach(20)
     await subject.engine.pause("retract")
     await asyncio.sleep(SETTLE_SECONDS)
@@ -106,7 +106,7 @@ async def abort_after_retract_returns_the_partial(subject: Subject) -> None:
 
 
 async def a_request_sent_during_a_pause_is_held(subject: Subject) -> None:
-    """It gives nothing until the pause ends, and then everything."""
+    """The request gives no token until the pause ends, and then gives all."""
     await subject.engine.pause("retract")
     stream = Stream(subject.engine, greedy(40)).start()
     await asyncio.sleep(2 * SETTLE_SECONDS)
@@ -119,7 +119,7 @@ async def a_request_sent_during_a_pause_is_held(subject: Subject) -> None:
 
 
 async def a_held_request_can_be_aborted(subject: Subject) -> None:
-    """Aborts repeated until the stream has ended work, whatever becomes of those in a pause."""
+    """Aborts that are repeated until the stream ends work, even if those in a pause are lost."""
     await subject.engine.pause("retract")
     stream = Stream(subject.engine, greedy(8000)).start()
     await asyncio.sleep(SETTLE_SECONDS)
@@ -133,7 +133,7 @@ async def a_held_request_can_be_aborted(subject: Subject) -> None:
 
 
 async def spans_tell_the_version_of_every_token(subject: Subject) -> None:
-    """A refit in mid-response: before the boundary the old weights, after it the new ones."""
+    """After a refit in mid-response, spans tell which tokens are of the old and new weights."""
     engine = subject.engine
     old = await engine.version()
     reference = await whole(engine, greedy(300))
@@ -155,7 +155,7 @@ async def spans_tell_the_version_of_every_token(subject: Subject) -> None:
 
 
 async def retract_and_flush_keep_greedy_tokens(subject: Subject) -> None:
-    """Forgotten KV is recomputed: with unchanged weights nothing changes."""
+    """Flushed KV is recomputed, so with unchanged weights the tokens are the same."""
     reference = await whole(subject.engine, greedy(300))
     stream = await Stream(subject.engine, greedy(300)).start().reach(20)
     for _ in range(2):
@@ -168,7 +168,7 @@ async def retract_and_flush_keep_greedy_tokens(subject: Subject) -> None:
 
 
 async def repeated_and_unknown_calls_are_harmless(subject: Subject) -> None:
-    """Pausing or resuming twice, resuming what runs, aborting what nobody knows."""
+    """Pausing or resuming twice, resuming when running, aborting unknown ids: all are harmless."""
     engine = subject.engine
     await engine.resume()
     await engine.abort("0" * 32)
@@ -185,7 +185,7 @@ async def repeated_and_unknown_calls_are_harmless(subject: Subject) -> None:
 
 
 async def a_re_sent_prefix_continues_the_response(subject: Subject) -> None:
-    """What failover and abort mode do: the known tokens become part of the prompt."""
+    """The known tokens become part of the prompt, as in failover and with straggler="abort"."""
     reference = await whole(subject.engine, greedy(120))
     stream = await Stream(subject.engine, greedy(LONG)).start().reach(20)
     await _abort_until_ended(subject.engine, stream)
@@ -210,7 +210,7 @@ async def leaving_a_stream_ends_its_request(subject: Subject) -> None:
 
 
 async def leaving_a_held_stream_ends_its_request(subject: Subject) -> None:
-    """Also one that a pause holds: it must not run when the pause is over."""
+    """A request that a pause holds must not run after the pause, if its stream was closed."""
     await subject.engine.pause("retract")
     stream = Stream(subject.engine, greedy(8000)).start()
     await asyncio.sleep(SETTLE_SECONDS)
@@ -223,7 +223,7 @@ async def leaving_a_held_stream_ends_its_request(subject: Subject) -> None:
 
 
 async def every_token_arrives_once(subject: Subject) -> None:
-    """Lengths at and around the edges of a stream's interval; only the last chunk finishes."""
+    """It holds for lengths around multiples of the stream interval; only the last chunk ends."""
     for length in (1, 2, 15, 16, 17, 33):
         stream = await whole(subject.engine, greedy(length))
         assert len(stream) == len(stream.logprobs) == length
@@ -234,7 +234,7 @@ async def every_token_arrives_once(subject: Subject) -> None:
 
 
 async def cache_keys_keep_prefixes_apart(subject: Subject) -> None:
-    """Under another key no KV is shared, and the tokens are the same."""
+    """With another key no KV is shared, and the tokens are the same."""
     found = [
         await whole(subject.engine, replace(greedy(40), cache_key=key))
         for key in ("version-1", "version-2", "version-3", None)
@@ -244,7 +244,7 @@ async def cache_keys_keep_prefixes_apart(subject: Subject) -> None:
 
 
 async def released_memory_comes_back(subject: Subject) -> None:
-    """Stragglers wait in the pause while the memory is away, and go on with the same tokens."""
+    """Stragglers wait in the pause while memory is released, and continue with the same tokens."""
     engine = subject.engine
     assert isinstance(engine, SleepingEngine)
     assert engine.capabilities.release_while_paused
@@ -265,7 +265,7 @@ async def released_memory_comes_back(subject: Subject) -> None:
 
 
 async def weights_are_taken_while_the_cache_is_away(subject: Subject) -> None:
-    """The order of a trainer on the same GPU: weights wake, the refit, then the cache."""
+    """A trainer on the same GPU does this: it wakes the weights, refits, and wakes the cache."""
     engine = subject.engine
     assert isinstance(engine, SleepingEngine)
     assert isinstance(engine, RefitFromDisk)
@@ -288,7 +288,7 @@ async def weights_are_taken_while_the_cache_is_away(subject: Subject) -> None:
 
 
 async def memory_calls_in_a_wrong_order_are_refused(subject: Subject) -> None:
-    """Each of them would kill a server, or let it go on without its memory."""
+    """Each of these would crash a server, or let it run without its memory."""
     engine = subject.engine
     assert isinstance(engine, SleepingEngine)
     await engine.pause("retract")
@@ -307,7 +307,7 @@ async def memory_calls_in_a_wrong_order_are_refused(subject: Subject) -> None:
 
 
 async def the_load_tells_what_is_on_it(subject: Subject) -> None:
-    """Requests, KV, tokens and times; how old they are is not guessed."""
+    """The load has requests, KV, tokens and times; their age is told only if it is known."""
     engine = subject.engine
     assert isinstance(engine, ReportsLoad)
     before = await engine.load()
@@ -343,7 +343,7 @@ async def the_load_tells_what_is_on_it(subject: Subject) -> None:
 
 
 async def _abort_until_ended(engine: Engine, stream: Stream) -> None:
-    """As the coordinator does it."""
+    """Repeat the abort until the stream ends, as the coordinator does."""
     async with asyncio.timeout(WAIT_SECONDS):
         while not stream.done:
             await engine.abort(stream.request.request_id)

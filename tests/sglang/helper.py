@@ -1,4 +1,4 @@
-"""What needs the server's packages, done in one process of its Python: importing them takes long.
+"""Runs functions that need the server's packages in one process, since importing takes long.
 
 Reads ``["MODULE", "ARGUMENT", …]`` from each line, calls that module's `main` with the arguments,
 and answers with a line: ``null``, or what went wrong. Ends when its input does.

@@ -1,4 +1,4 @@
-"""What the tests say to a server besides the adapter's calls, and small words for both."""
+"""Helpers for tests on servers: requests, streams, and calls that the adapter does not make."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ __all__ = [
 
 PROMPT = np.arange(3, 35, dtype=np.int32)
 WAIT_SECONDS = 600.0
-"""For what hangs; what is waited for comes within one or two, on a busy machine within many."""
+"""Longest wait for anything. Usually one or two seconds are enough; a busy machine needs more."""
 SOON = 15.0
-"""Less than a request takes that decodes on to its thousands of tokens, and far more than the end
-of one that was aborted: a busy machine slows both of them."""
+"""Seconds within which an aborted request ends. A request that continues to its thousands of tokens
+takes longer; a busy machine slows both."""
 
 
 def greedy(
@@ -52,7 +52,7 @@ def greedy(
 
 @dataclass
 class Stream:
-    """A request that a task reads, and what it has given so far."""
+    """A request whose stream a task reads, and its chunks so far."""
 
     engine: Engine
     request: GenerationRequest
@@ -71,7 +71,7 @@ class Stream:
         return self
 
     async def reach(self, tokens: int) -> Stream:
-        """Wait until so many tokens have arrived."""
+        """Wait until `tokens` tokens have arrived."""
         await until(lambda: len(self) >= tokens or self.done)
         assert not self.done, "the response was over too soon; ask for more tokens"
         return self
@@ -130,7 +130,7 @@ async def until(
 
 
 async def running(url: str) -> int:
-    """Requests that the server's scheduler runs or has waiting (stale while it is paused)."""
+    """Number of requests that the server runs or queues (an old value while it is paused)."""
     async with (
         aiohttp.ClientSession() as session,
         session.get(f"{url}/v1/loads?include=core") as answer,
@@ -140,7 +140,7 @@ async def running(url: str) -> int:
 
 
 async def settled(url: str) -> None:
-    """Wait, not long, until the server works on nothing: its figures lag by a step."""
+    """Wait briefly until the server has no requests, because its figures lag by a step."""
 
     async def idle() -> bool:
         return await running(url) == 0
@@ -149,7 +149,7 @@ async def settled(url: str) -> None:
 
 
 async def reset(url: str, weights: Path, key: str | None = None) -> None:
-    """Bring a server back to how it started: idle, running, an empty cache, label "default"."""
+    """Bring a server to its initial state: idle, not paused, an empty cache, label "default"."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     async with aiohttp.ClientSession(url, headers=headers) as session:
 

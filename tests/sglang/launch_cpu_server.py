@@ -1,4 +1,4 @@
-"""Start an SGLang server without a GPU; run by the server environment's Python."""
+"""Starts an SGLang server without a GPU; the server environment's Python runs it."""
 
 # pyright: basic, reportMissingImports=false
 # Runs under another Python, with packages that the development environment does not have.

@@ -1,4 +1,4 @@
-"""Start SGLang's router; run by the server environment's Python.
+"""Starts SGLang's router; the server environment's Python runs it.
 
 Its own command line does not offer every policy, and imports SGLang where that is installed.
 """

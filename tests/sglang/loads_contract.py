@@ -1,4 +1,4 @@
-"""What GET /v1/loads answers, field by field: a real server and the one that stands for it."""
+"""Checks the fields of GET /v1/loads, on a real server and on the embedded engine's server."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ CORE: dict[str, Any] = {
     "total_prefill_busy_us": int,
     "decode_moments": (list, type(None)),
 }
-"""Of one rank, with include=core."""
+"""Fields and types of one rank, with include=core."""
 MOMENTS = 6
 
 
 def check_loads(answer: Any) -> None:
-    """Exactly these fields, of these types; the same sums say the same things."""
+    """Check that the answer has exactly these fields and types, and that its sums agree."""
     assert {name: type(value) for name, value in answer.items()}.keys() == ANSWER.keys()
     for name, kind in ANSWER.items():
         assert isinstance(answer[name], kind), name

@@ -1,4 +1,4 @@
-"""A TCP proxy whose connections a test can cut, to break a real server's answers."""
+"""A TCP proxy whose connections a test can cut, so that a real server's answers break off."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 65536
 
 
 class CuttingProxy:
-    """Passes bytes to `port` and back; counts the generations that were asked for."""
+    """Passes bytes to `port` and back, and counts the requested generations."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -42,7 +42,7 @@ class CuttingProxy:
         await self._server.wait_closed()
 
     def cut(self) -> None:
-        """Break every open connection, as a machine that crashes does; new ones are taken."""
+        """Break every open connection, as a crash does; new connections are accepted."""
         for writer in self._writers:
             writer.transport.abort()
 

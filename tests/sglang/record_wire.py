@@ -1,8 +1,8 @@
-"""Writes down what a real server sends, byte for byte, for the tests that have none.
+"""Records what a real server sends, byte for byte, for tests that have no server.
 
     python -m tests.sglang.record_wire
 
-fills ``tests/support/wire`` anew: the streams of a few short responses, in both forms and with
+writes ``tests/support/wire`` again: the streams of a few short responses, in both forms and with
 every kind of end.
 """
 
@@ -32,7 +32,7 @@ class Cumulative(CpuServer):
 
 
 class Recorder:
-    """Asks one server, and writes what comes."""
+    """Sends requests to one server, and writes the answers to files."""
 
     def __init__(self, session: aiohttp.ClientSession, form: str) -> None:
         self._session = session
@@ -49,7 +49,7 @@ class Recorder:
         midway: Callable[[str], Awaitable[None]] | None = None,
         **params: Any,
     ) -> None:
-        """One response; `midway` is called once some of it is there."""
+        """Record one response; `midway` is called when a part of it has arrived."""
         rid = f"recorded-{name}"
         sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True, **params}
         body = {

@@ -1,4 +1,4 @@
-"""A run of the scheduler against real servers, and everything the servers said in it."""
+"""Runs the scheduler on real servers, and records everything that the servers answer."""
 
 from __future__ import annotations
 
@@ -55,13 +55,14 @@ CONFIG: dict[str, object] = {
 }
 SCORED = 80
 TOLERANCE = 1e-4
-"""Of a logprob, between SGLang's paged decode and one pass of transformers, both in float32."""
+"""Largest difference of a logprob between SGLang's paged decode and one pass of transformers, both
+in float32."""
 _SHORT = (8, 48)
 
 
 @dataclass
 class Recorder:
-    """A listener that checks the core after every event and keeps what the servers said."""
+    """A listener that checks the core after every event and keeps the servers' answers."""
 
     scheduler: RolloutScheduler | None = None
     commands: list[Command] = field(default_factory=list[Command])
@@ -89,7 +90,7 @@ class Recorder:
             self.sends[command.request_id, command.attempt] = command
 
     def reported(self, rollout: Rollout) -> list[int]:
-        """The version of each token as the servers' own spans say, attempt after attempt."""
+        """The version of each token by the servers' own spans, attempt after attempt."""
         versions: list[int] = []
         for key, send in sorted(self.sends.items()):
             if send.rollout_id != rollout.rollout_id or not self.arrived.get(key):
@@ -105,7 +106,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of it."""
+    """The result of a run."""
 
     batches: list[Batch]
     recorder: Recorder
@@ -121,7 +122,7 @@ class Run:
 def long_tail(
     count: int, *, longest: int = 900, temperature: float = 1.0, every: int = 5
 ) -> list[Prompt]:
-    """Prompts whose responses are short, but for one in each of `every` groups."""
+    """Prompts whose responses are short, except one response in each of `every` groups."""
     rng = np.random.default_rng(7)
     prompts: list[Prompt] = []
     for index in range(count):
@@ -186,7 +187,7 @@ async def record(
 
 
 async def _lose_one(rollouts: RolloutScheduler) -> None:
-    """Give up the engine on which something is in the middle of its response, whichever it is."""
+    """Give up the engine that has a request in the middle of its response, whichever it is."""
 
     def halfway() -> str:
         return next(
@@ -203,7 +204,7 @@ async def _lose_one(rollouts: RolloutScheduler) -> None:
 
 
 def crossing(run: Run) -> list[Rollout]:
-    """Rollouts of several versions; the parity of one of a single version proves little."""
+    """Rollouts of several versions; a rollout of one version proves little."""
     found = [r for r in run.rollouts if len(set(r.versions.tolist())) > 1]
     assert found
     return found

@@ -1,7 +1,7 @@
-"""Start and stop the real router of SGLang for the tests.
+"""Starts and stops the real router of SGLang for the tests.
 
-Like a server of the tests, it is a process group of its own on a free loopback port, and only
-that group is ever signalled.
+Like a server of the tests, it is a process group of its own on a free loopback port. Only that
+group is ever signalled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Start and stop real SGLang servers on the CPU for the tests.
+"""Starts and stops real SGLang servers on the CPU for the tests.
 
-A server is a process group of its own on a free loopback port; only that group is ever
-signalled.
+A server is a process group of its own on a free loopback port. Only that group is ever signalled.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def server_python() -> Path:
     """The Python that has SGLang.
 
     Raises:
-        RuntimeError: if it is not there; a missing server must never look like a passed test.
+        RuntimeError: if it does not exist, because a test must not pass without a server.
     """
     default = HERE.parents[1] / ".venv-sglang" / "bin" / "python"
     python = Path(os.environ.get(ENVIRONMENT, default))
@@ -54,7 +53,7 @@ def server_python() -> Path:
 
 @functools.cache
 def _helper() -> subprocess.Popen[str]:
-    """Started when it is first needed, and there until this process ends."""
+    """The helper process. The first call starts it; it runs until this process ends."""
     process = subprocess.Popen(
         [str(server_python()), str(HERE / "helper.py")],
         env=server_environment(),
@@ -139,7 +138,7 @@ class CpuServer:
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
-        """End the process group as a machine does that loses power; it can be started again."""
+        """Kill the process group, as a power failure does; the server can be started again."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -147,12 +146,12 @@ class CpuServer:
             self._process = None
 
     def freeze(self) -> None:
-        """Let it hang: its sockets stay open, and nothing answers until :meth:`thaw`."""
+        """Stop the processes: the sockets stay open, and nothing answers until :meth:`thaw`."""
         assert self._process is not None
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Go on where it stopped."""
+        """Let the stopped processes continue."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGCONT)
 
@@ -203,10 +202,10 @@ def server_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port below the ephemeral range.
+    """A free port below the ephemeral range.
 
-    One of that range, free now, may be the near end of somebody's connection by the time the
-    server binds it, half a minute later; it then stays up without its HTTP side.
+    A port in that range may become the local end of another connection before the server binds it
+    half a minute later. The server would then run without HTTP.
     """
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What SGLang wants and a machine without a GPU cannot give: two modules, and pinned memory.
+"""Replaces what SGLang needs of a GPU on a machine without one: two modules, and pinned memory.
 
 Call :func:`install` before sglang or transformers' models are imported, :func:`fork` before a
 server boots, and :func:`unpin` before one with LoRA does.
@@ -32,7 +32,7 @@ def install() -> None:
 
 
 def unpin() -> None:
-    """Let torch make plain tensors where pinned ones are asked for.
+    """Let torch make plain tensors where pinned tensors are requested.
 
     SGLang's native LoRA backend keeps small index tensors in pinned memory without asking whether
     there is a device to copy them to, and torch refuses that on a CPU alone.
@@ -55,15 +55,15 @@ def unpin() -> None:
 
 
 def fork() -> None:
-    """Let SGLang's processes begin as copies of its first one, and not by importing it again.
+    """Let SGLang fork its processes instead of starting new interpreters that import it again.
 
-    That is two thirds of what a boot costs. SGLang asks for new interpreters because CUDA wants
-    them; without a GPU there is nothing that a copy could not use.
+    The imports are two thirds of the time of a boot. SGLang starts new interpreters because CUDA
+    needs this; without a GPU a forked process works.
     """
     import multiprocessing
 
     def keep(method: str | None, force: bool = False) -> None:
-        """SGLang's own choice comes later."""
+        """Ignore SGLang's own choice, which comes later."""
 
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = keep

@@ -1,6 +1,6 @@
-"""LoRA adapters on a real server and on the embedded engine.
+"""Tests LoRA adapters on a real server and on the embedded engine.
 
-The real server keeps several adapters in one batch; its logprobs are those of the merged weights.
+The real server runs several adapters in one batch; its logprobs are those of the merged weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.sglang.server import CpuServer, helped
 from tests.sglang.tiny_adapter import MODULES, RANK
 
 TOLERANCE = 1e-4
-"""Of a logprob, between two products in float32 and one with their sum."""
+"""Largest difference of a logprob between two products in float32 and one with their sum."""
 LORA = (
     *("--enable-lora", "--lora-backend", "torch_native"),
     *("--max-lora-rank", str(RANK), "--lora-target-modules", *MODULES),
@@ -56,7 +56,7 @@ def adapters(
 def lora_server(
     models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CpuServer]:
-    """A server that takes adapters."""
+    """A server that accepts adapters."""
     server = CpuServer(models[0], tmp_path_factory.mktemp("lora") / "log.txt", *LORA)
     try:
         server.start()
@@ -70,7 +70,7 @@ def lora_server(
 async def real(
     lora_server: CpuServer, adapters: tuple[tuple[Path, Path], object], tmp_path: Path
 ) -> AsyncIterator[Adapting]:
-    """The adapter of SGLang on a real server."""
+    """aprilsched's SGLang engine on a real server."""
     engine = SGLangEngine(lora_server.url, stream_interval=INTERVAL)
     await engine.open()
     yield Adapting(engine=engine, adapters=adapters[0], folder=tmp_path / "versions")
@@ -124,7 +124,7 @@ async def test_rollouts_are_of_the_adapters_they_were_sent_under(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Six versions come in without a pause; each response is of one, and scores as its own."""
+    """Six versions are loaded without a pause; each response has the scores of its one version."""
     recorder, newest = Recorder(), [0]
     publisher = LoraPublisher(
         tmp_path / "versions",

@@ -1,7 +1,7 @@
-"""Sleep and wake around a training step, on a real server.
+"""Tests sleep and wake around a training step, on a real server.
 
-The CPU server frees nothing, but it keeps the order: it dies if memory is released while something
-runs, or woken that was not released.
+The CPU server frees nothing, but it checks the order: it crashes if memory is released while a
+request runs, or if memory is woken that was not released.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cached KV and its keys on a real server."""
+"""Tests cached KV and its keys on a real server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFIX = np.arange(100, 228, dtype=np.int32)
 
 
 def keyed(key: str | None) -> GenerationRequest:
-    """A request for what follows the long prefix."""
+    """A request that continues the long prefix."""
     return replace(greedy(20, prompt=PREFIX), cache_key=key)
 
 
@@ -28,7 +28,7 @@ async def test_equal_keys_share_a_prefix_and_others_do_not(engine: SGLangEngine)
 async def test_a_key_for_each_version_keeps_old_kv_out(
     engine: SGLangEngine, models: tuple[Path, Path]
 ) -> None:
-    """Not flushed, the KV of the old weights serves the old key on, and gives other logprobs."""
+    """Without a flush, the old key still uses the KV of the old weights, with other logprobs."""
     await whole(engine, keyed("version-0"))
     await engine.pause("retract")
     await engine.update_from_disk(models[1], 1)

@@ -1,4 +1,4 @@
-"""`aprilsched run --engine URL…` against real servers, as a person starts it."""
+"""Tests `aprilsched run --engine URL…` with real servers, started as a command."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_the_built_in_workload_fits_the_model_that_is_served(
 
 
 async def test_the_longest_response_that_fits_is_whole(engine: SGLangEngine):
-    """What the server says of its context is what it has room for, to the token."""
+    """The context that the server reports is exactly the room that it has."""
     context = engine.facts.context_tokens
     assert context is not None
     prompt = np.full(context - 8, 5, dtype=np.int32)
@@ -122,7 +122,7 @@ async def _run(arguments: str) -> dict[str, Any]:
 
 
 async def _started(arguments: str) -> tuple[int | None, str, str]:
-    """Exit code, stdout and stderr."""
+    """Run the command; returns exit code, stdout and stderr."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""Greedy responses that were interrupted, or went on elsewhere, equal those that never were."""
+"""Tests that interrupted or moved greedy responses equal uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def _equal_to_uninterrupted(url: str, rollouts: list[Rollout]) -> None:
 async def test_greedy_tokens_of_interrupted_rollouts_equal_the_uninterrupted(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule
 ):
-    """Unchanged weights come in under new versions."""
+    """Updates load unchanged weights under new versions."""
     run = await record(
         [server.url for server in clean_pair],
         [models[0]],
@@ -44,7 +44,7 @@ async def test_greedy_tokens_of_interrupted_rollouts_equal_the_uninterrupted(
 async def test_a_continuation_on_the_other_server_gives_the_same_greedy_tokens(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule
 ):
-    """One server is given up in mid-batch; what it had begun goes on on the other."""
+    """One server is given up in mid-batch, and its requests continue on the other."""
     run = await record(
         [server.url for server in clean_pair],
         [models[0]],

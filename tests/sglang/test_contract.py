@@ -1,4 +1,4 @@
-"""Every engine keeps the contract: the real server, and the embedded one that stands for it."""
+"""Tests that the real server and the embedded engine keep the engine contract."""
 
 from __future__ import annotations
 

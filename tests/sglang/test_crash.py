@@ -1,4 +1,4 @@
-"""kill -9 of the coordinator against a real server: the campaign of experiments/crash, small."""
+"""Kills the coordinator with -9 on a real server: a small campaign of experiments/crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights by broadcast into real servers: one, two at once, and servers that fail meanwhile."""
+"""Tests broadcasting weights to real servers: one, two at once, and servers that fail meanwhile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.sglang.trained import tensors
 from tests.support.group_engine import GroupMember
 
 SMALL = 200_000
-"""Bytes: a dozen buckets for the tiny model, some of several tensors, some of one."""
+"""Size of a bucket in bytes. The tiny model has a dozen buckets, of one or several tensors."""
 TOLERANCE = 1e-4
 
 
@@ -62,7 +62,7 @@ def publisher(weights: Any, **settings: Any) -> DistributedPublisher:
 
 
 async def continued(engine: SGLangEngine, tokens: int = 40) -> Any:
-    """What it says after the refit."""
+    """What the engine generates after the refit."""
     await engine.resume()
     return await whole(engine, greedy(tokens))
 
@@ -70,7 +70,7 @@ async def continued(engine: SGLangEngine, tokens: int = 40) -> Any:
 async def assert_has(
     engine: SGLangEngine, model: Path, other: Path, version: int, folder: Path
 ) -> None:
-    """Its greedy tokens have the logprobs that transformers gives them under `model`."""
+    """Check that its greedy tokens have the logprobs that transformers gives with `model`."""
     stream = await continued(engine)
     assert await engine.version() == version
     found = SimpleNamespace(prompt_ids=PROMPT, token_ids=np.array(stream.ids))
@@ -111,7 +111,7 @@ async def test_two_servers_take_weights_at_once_in_one_bucket(
 async def test_types_may_be_mixed_in_a_bucket(
     engine: SGLangEngine, models: tuple[Path, Path]
 ) -> None:
-    """A trainer in bfloat16 that keeps some of its tensors in float32."""
+    """A trainer in bfloat16 may keep some tensors in float32."""
 
     def mixed() -> Iterator[tuple[str, Tensor]]:
         for index, (name, tensor) in enumerate(tensors(models[1])):
@@ -126,7 +126,7 @@ async def test_types_may_be_mixed_in_a_bucket(
 async def test_weights_that_do_not_fit_are_refused_and_the_next_ones_taken(
     engine: SGLangEngine, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """The server says what is wrong, is known to be torn, and is mended by a whole refit."""
+    """The server reports the error, counts as inconsistent, and a full refit repairs it."""
 
     def cut() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors(models[1]):
@@ -149,7 +149,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_next_ones_taken(
 async def test_a_member_that_fails_in_the_middle_tears_no_server(
     engine: SGLangEngine, models: tuple[Path, Path], tmp_path: Path, dies: bool
 ) -> None:
-    """The server is given everything again in a group without the other one."""
+    """The server gets all weights again in a group without the failed member."""
     other = GroupMember("other", fail_at="receive 3", dies=dies)
     made = publisher(lambda: tensors(models[1]))
     outcome = await made.publish(1, [cast(Engine, other), engine])
@@ -222,7 +222,7 @@ async def test_a_cancelled_publish_frees_a_server_that_waits_for_a_broadcast(
 async def test_a_trainer_that_went_away_leaves_nothing_in_the_way_of_the_next(
     engine: SGLangEngine, models: tuple[Path, Path]
 ) -> None:
-    """It told the server nothing when it went; the next one's groups have other names."""
+    """It did not tell the server before it went; the next trainer's groups have other names."""
 
     async def half() -> AsyncIterator[tuple[str, Tensor]]:
         for index, pair in enumerate(tensors(models[1])):

@@ -1,4 +1,4 @@
-"""``aprilsched doctor`` on a real server: nothing fails, and nothing is changed."""
+"""Tests ``aprilsched doctor`` on a real server: no check fails, and nothing is changed."""
 
 from __future__ import annotations
 

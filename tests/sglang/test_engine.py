@@ -1,7 +1,7 @@
-"""What a real SGLang server does at its edges, one test for each of the known hazards.
+"""Tests a real SGLang server at its edge cases, with one test for each known hazard.
 
-The numbers are those of the list in the documentation of the engine. Every test ends with a
-server that is alive, idle and unpaused: the fixtures see to it and fail otherwise.
+The numbers are those of the list in the engine's documentation. After every test the server must be
+alive, idle and not paused; the fixtures check this.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real servers that hang, die and come back while they generate: nothing is lost, nothing twice."""
+"""Tests real servers that hang, die and come back while generating: nothing is lost or doubled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def scheduler(servers: list[CpuServer], recorder: Recorder, groups: int) -> Roll
 
 
 def halfway(rollouts: RolloutScheduler, engine: str) -> Callable[[], bool]:
-    """Several requests are in the middle of their responses on the engine."""
+    """Wait until several requests of the engine are in the middle of their responses."""
 
     def look() -> bool:
         requests = rollouts.state.in_flight.open_requests(engine)
@@ -58,7 +58,7 @@ def losses(recorder: Recorder) -> list[LoseEngine]:
 
 
 async def rest(rollouts: RolloutScheduler) -> list[Batch]:
-    """Every batch that is left."""
+    """All remaining batches."""
     batches: list[Batch] = []
     while True:
         try:
@@ -68,7 +68,7 @@ async def rest(rollouts: RolloutScheduler) -> list[Batch]:
 
 
 def check_whole(rollouts: RolloutScheduler, batches: list[Batch], model: Path, at: Path) -> None:
-    """Each rollout is there once, to its last token, with its model's own logprobs."""
+    """Check that each rollout is there once and complete, with its model's own logprobs."""
     delivered = [rollout for batch in batches for rollout in batch.rollouts]
     assert len({rollout.rollout_id for rollout in delivered}) == len(delivered)
     counters, ledger = rollouts.state.in_flight.counters, rollouts.state.in_flight.ledger

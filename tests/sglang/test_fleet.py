@@ -1,4 +1,4 @@
-"""Two real servers as a fleet, one of them with an admin key; and refits through a disk."""
+"""Tests a fleet of two real servers, one of them with an admin key, and refits from disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What real servers say of their load, with and without their own metrics."""
+"""Tests the load that real servers report, with and without their own metrics."""
 
 from __future__ import annotations
 

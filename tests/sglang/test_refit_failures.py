@@ -1,6 +1,6 @@
-"""Updates that fail on the trainer's side: a real server goes on under the old version and says so.
+"""Tests updates that fail in the trainer: a real server continues under the old version.
 
-Each time the server is in the middle of long responses, and paused for the refit.
+In each test the server is in the middle of long responses, and is paused for the refit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.sglang.server import CpuServer
 
 
 class Raises:
-    """A publisher that loses its file system."""
+    """A publisher whose file system fails."""
 
     async def prepare(self, version: int) -> None:
         pass
@@ -34,7 +34,7 @@ class Raises:
 
 
 class Hangs(Raises):
-    """A publisher that waits for somebody who never comes."""
+    """A publisher that waits forever."""
 
     async def publish(
         self, version: int, engines: Sequence[Engine]
@@ -44,7 +44,7 @@ class Hangs(Raises):
 
 
 class CancelsInThePause(Recorder):
-    """Cancels the trainer's call as soon as the pause is commanded."""
+    """A listener that cancels the trainer's call as soon as the pause is commanded."""
 
     task: asyncio.Task[object] | None = None
 

@@ -1,8 +1,8 @@
-"""Distributed refits of two real servers while they generate, and the death of one of them.
+"""Tests distributed refits of two real servers while they generate, and the death of one of them.
 
-After each batch the trainer broadcasts really different weights over gloo to both servers, whose
-stragglers wait in a retract pause. In the second run one server is killed, four times, each time
-at another moment, and started again; it rejoins while the run goes on.
+After each batch the trainer broadcasts very different weights over gloo to both servers, whose
+stragglers wait in a retract pause. In the second run one server is killed four times, at different
+moments, and started again. It rejoins while the run continues.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tests.sglang.server import CpuServer
 from tests.sglang.trained import tensors
 
 BUCKET = 64 * 1024
-"""Several buckets for a model of half a megabyte."""
+"""Size of a bucket in bytes; a model of half a megabyte has several."""
 
 
 @dataclass
 class Trainer:
-    """Holds the weights of one version at a time, and may be told to do something amid them."""
+    """Holds the weights of one version at a time; it can call a function in the middle of them."""
 
     models: tuple[Path, Path]
     version: int = 0
@@ -52,7 +52,7 @@ class Trainer:
 async def scheduled(
     urls: Sequence[str], recorder: Recorder, listeners: Sequence[object] = ()
 ) -> AsyncGenerator[RolloutScheduler]:
-    """32 rollouts in flight on servers of which some want the admin key."""
+    """A scheduler with 32 rollouts in flight, on servers of which some need the admin key."""
     scheduler = RolloutScheduler(
         SGLangFleet(urls, admin_key=ADMIN_KEY, stream_interval=16),
         long_tail(2_000, longest=400, temperature=0.0, every=2),
@@ -83,7 +83,7 @@ async def step(rollouts: RolloutScheduler, trainer: Trainer, refit: DistributedP
 def check(
     batches: Sequence[Batch], rollouts: RolloutScheduler, recorder: Recorder
 ) -> list[Rollout]:
-    """Conservation, versions as the servers report them; gives all that was delivered."""
+    """Check conservation and the servers' versions; returns all delivered rollouts."""
     delivered = [rollout for batch in batches for rollout in batch.rollouts]
     ids = {rollout.rollout_id for rollout in delivered}
     in_flight = rollouts.state.in_flight
@@ -95,7 +95,7 @@ def check(
 
 
 async def check_running(url: str, version: int) -> None:
-    """Nobody left the server paused."""
+    """Check that the server is not paused."""
     engine = SGLangEngine(url, admin_key=ADMIN_KEY)
     await engine.open()
     assert await engine.is_paused() is False
@@ -133,7 +133,7 @@ async def test_ten_distributed_refits_with_stragglers_in_the_pause(
 
 @dataclass
 class Killer:
-    """Kills a server at a chosen moment of the scheduler's own doings; a listener."""
+    """A listener that kills a server at a chosen moment of the scheduler's work."""
 
     victim: CpuServer
     at: type[Pause | Continue] | None = None
@@ -160,7 +160,7 @@ class Killer:
 
 @dataclass
 class Deaths:
-    """What is done to kill the server at one of the moments, and the line that tells of it."""
+    """How the server is killed at one of the moments, and the log message for it."""
 
     when: str
     says: tuple[str, ...]
@@ -186,7 +186,7 @@ def _amid(killer: Killer, trainer: Trainer) -> None:
 
 
 def decoding(rollouts: RolloutScheduler, engine: str) -> bool:
-    """Is something in the middle of its response there?"""
+    """Whether a request is in the middle of its response on the engine."""
     return rollouts.state.fleet.control.runs(engine) and any(
         request.engine == engine and request.generated >= 16 and request.remaining >= 100
         for request in rollouts.state.in_flight.open_requests()
@@ -248,7 +248,7 @@ async def die(
     moment: Deaths,
     batches: list[Batch],
 ) -> None:
-    """Two batches; the server dies at its moment in the first, the second is the other's alone."""
+    """Run two batches; the server dies in the first, and the other server serves the second."""
     if moment.when == "generation":
         taking = asyncio.create_task(rollouts.next_batch())
         await until(lambda: decoding(rollouts, killer.name))
@@ -272,7 +272,7 @@ async def rejoin(
     refit: DistributedPublisher,
     batches: list[Batch],
 ) -> None:
-    """The server is started again while the run goes on, and takes part at the next version."""
+    """Start the server again while the run continues; it takes part at the next version."""
     killer.victim.start()
     await asyncio.to_thread(killer.victim.wait_ready)
     while killer.name not in rollouts.state.weights.versions.engines:
@@ -283,7 +283,7 @@ async def rejoin(
 
 
 def told(caplog: pytest.LogCaptureFixture, logger: str) -> list[str]:
-    """The errors that were logged: one line for one death."""
+    """The logged errors: there is one line for each death."""
     return [
         record.getMessage()
         for record in caplog.records

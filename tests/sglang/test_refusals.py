@@ -1,4 +1,4 @@
-"""What the adapter refuses, and what it makes of a real server's refusals."""
+"""Tests what the adapter refuses, and how it reports a real server's refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDLESS = 8000
 async def test_a_token_outside_of_the_vocabulary_is_refused_before_it_kills(
     engine: SGLangEngine,
 ) -> None:
-    """SGLang looks it up in its embedding and dies of it (0.5.21)."""
+    """SGLang looks it up in its embedding and crashes (0.5.21)."""
     for token, fine in ((511, True), (512, False), (2**31 - 1, False)):
         prompt = np.append(PROMPT, np.int32(token)).astype(np.int32)
         if fine:
@@ -31,7 +31,7 @@ async def test_a_token_outside_of_the_vocabulary_is_refused_before_it_kills(
 async def test_a_prompt_beyond_the_context_is_a_rejection_and_no_interruption(
     engine: SGLangEngine,
 ) -> None:
-    """The server's own words, cut; taken for an abort it would be sent again for ever."""
+    """The error has the server's message, shortened. An abort would be sent again forever."""
     prompt = np.tile(PROMPT, 300)
     with pytest.raises(EngineRejected, match="longer than the model's context length") as caught:
         await whole(engine, greedy(3, prompt=prompt))
@@ -41,7 +41,7 @@ async def test_a_prompt_beyond_the_context_is_a_rejection_and_no_interruption(
 async def test_a_checkpoint_that_cannot_be_loaded_is_rejected_and_changes_nothing(
     engine: SGLangEngine, tmp_path: Path
 ) -> None:
-    """The engine goes on under the version that it has."""
+    """The engine continues under its old version."""
     reference = await whole(engine, greedy(20))
     await engine.pause("retract")
     with pytest.raises(EngineRejected):
@@ -52,14 +52,14 @@ async def test_a_checkpoint_that_cannot_be_loaded_is_rejected_and_changes_nothin
 
 
 async def test_an_answer_over_the_limit_is_a_protocol_error(clean_server: CpuServer) -> None:
-    """A server gone wild cannot fill the memory."""
+    """A faulty server cannot fill the memory."""
     engine = SGLangEngine(clean_server.url, limits=SGLangLimits(max_answer_bytes=2000))
     with pytest.raises(EngineProtocolError, match="raise max_answer_bytes"):
         await engine.open()
 
 
 async def test_closing_ends_what_is_being_read(clean_server: CpuServer) -> None:
-    """A reader of a closed engine gets an error; it does not wait for ever."""
+    """A reader of a closed engine gets an error and does not wait forever."""
     engine = SGLangEngine(clean_server.url)
     await engine.open()
     stream = await Stream(engine, greedy(ENDLESS)).start().reach(1)

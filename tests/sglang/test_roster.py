@@ -1,4 +1,4 @@
-"""What a router may list, and what is refused before anything is sent to it."""
+"""Tests what a router may list, and what is refused before anything is sent to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def worker(url: Any = "http://10.0.0.1:30000", **fields: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def listing(answer: Any, asked: list[float] | None = None) -> AsyncGenerator[str]:
-    """A router that lists `answer`, and refuses every generation as one that pins does."""
+    """A router that lists `answer`, and refuses every generation, as a router that pins does."""
 
     async def workers(request: web.Request) -> web.Response:
         if asked is not None:
@@ -88,7 +88,7 @@ async def test_a_position_counts_the_healthy_workers_only() -> None:
 
 
 async def test_looks_at_the_list_are_shared_and_never_older_than_the_question() -> None:
-    """Many at once are one call; one that comes while it runs waits for the next."""
+    """Several lookups at once are one call; a lookup during the call waits for the next call."""
     asked: list[float] = []
     async with listing({"workers": [worker()]}, asked) as url, opened(url) as roster:
         await asyncio.gather(*(roster.workers() for _ in range(50)))

@@ -1,4 +1,4 @@
-"""The real router before two real servers: pins, pauses, refits, and who joins and leaves."""
+"""Tests the real router with two real servers: pins, pauses, refits, joining and leaving."""
 
 from __future__ import annotations
 

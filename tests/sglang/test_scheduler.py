@@ -1,8 +1,8 @@
-"""The main job on a real server: pause, refit, continue, with every token accounted for.
+"""Tests pause, refit and continue on a real server, with every token accounted for.
 
-One run for each straggler rule, six batches of 4 groups of 4 with an over-provision of 2, long
-tails, and a disk refit with really different weights after each batch. The tests look at these
-runs from different sides.
+There is one run for each straggler rule: six batches of 4 groups of 4, an over-provisioning of 2,
+long tails, and a refit from disk with very different weights after each batch. Each test checks
+another property of these runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.sglang.server import CpuServer
 
 
 def wait(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine to its end, for fixtures that are not of one test's loop."""
+    """Run a coroutine to its end, for fixtures that do not belong to one test's loop."""
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
         return runner.run(work)
 
@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[StragglerRule, dict[str, object]]] = {
     "choose": ("choose", {"rebalance": True, "resume_order": "longest"}),
     "rounds": ("retract", {"refill": "rounds", "store_batches": 3.0, "over_provision": 1.5}),
 }
-"""Straggler rules, and schedules that do more with stragglers than one of them."""
+"""Straggler rules with settings, including schedules that combine several ways."""
 
 
 TRIES = 5
@@ -50,7 +50,7 @@ def _most_versions(run: Run) -> int:
 
 @pytest.fixture(scope="module")
 def runs(sglang_server: CpuServer, models: tuple[Path, Path]) -> Callable[[str], Run]:
-    """One run for each kind, made when first asked for."""
+    """A function that gives the run of a kind, and makes it at its first call."""
     made: dict[str, Run] = {}
 
     async def make(kind: str) -> Run:
@@ -172,7 +172,7 @@ def test_in_place_agrees_before_the_first_update_and_not_after_it(
 async def test_a_cancelled_trainer_leaves_the_server_running_and_idle(
     clean_server: CpuServer, models: tuple[Path, Path], rule: StragglerRule
 ):
-    """As Ctrl-C does: in the middle of generation, and in the middle of an update."""
+    """The trainer is cancelled as by Ctrl-C, in the middle of generation and of an update."""
     scheduler = RolloutScheduler(
         SGLangFleet([clean_server.url]),
         long_tail(40),

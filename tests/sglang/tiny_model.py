@@ -1,8 +1,7 @@
-"""Write a tiny random Qwen3 in the Hugging Face layout; run by helper.py.
+"""Writes a tiny random Qwen3 in the Hugging Face layout; helper.py runs it.
 
-``main(DIRECTORY, SEED)``. Another seed gives really different weights of the
-same shape: their logprobs differ by several nats, so a token scored under the wrong weights
-cannot pass for one scored under the right ones.
+``main(DIRECTORY, SEED)``. Another seed gives very different weights of the same shape: their
+logprobs differ by several nats, so a test notices if a token is scored with the wrong weights.
 """
 
 # pyright: basic, reportMissingImports=false

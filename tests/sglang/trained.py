@@ -1,4 +1,4 @@
-"""A trainer's weights for the tests: the tensors of a checkpoint, read without its library."""
+"""Reads the tensors of a checkpoint without a library, as a trainer's weights for tests."""
 
 from __future__ import annotations
 
