@@ -1,10 +1,10 @@
 """Step-time models of APRIL's engines: two GPUs each, scaled from one H200 and a 4B model.
 
-t0 of the fitted model is the weights' read and what every step costs beside it. Over two GPUs each
-reads half of the weights; the rest stays; and every step of 36 layers waits for 72 all-reduces.
-Per-sequence work and reads of the KV are halved, the prefill rate doubled. A model of 8B reads
-twice the weights and does twice the work a token. Its KV is the 4B one's (both have 36 layers of 8
-KV heads of 128), so t2 stays.
+t0 of the fitted model is the time to read the weights and the other fixed cost of a step. With two
+GPUs, each reads half of the weights, the other cost is the same, and every step of 36 layers waits
+for 72 all-reduces. The work for a sequence and the reads of KV are halved, and the prefill rate is
+doubled. An 8B model reads twice the weights and does twice the work for a token. Its KV is as large
+as the 4B model's (both have 36 layers of 8 KV heads of 128), so t2 is the same.
 """
 
 from __future__ import annotations

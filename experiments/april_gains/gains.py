@@ -1,4 +1,4 @@
-"""APRIL against waiting, in its own set-up, over laws of lengths; see README.md."""
+"""Compares APRIL with waiting, in APRIL's own set-up, for several length laws; see README.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gain over the law's spread, with what was published as bands across it."""
+"""Draws the gain over the spread of the length law, with the published gains as bands."""
 
 # matplotlib's own signatures end in untyped **kwargs.
 # pyright: reportUnknownMemberType=false

@@ -1,9 +1,9 @@
-"""Automatic over-provisioning against the best fixed ratio of a grid.
+"""Compares automatic over-provisioning with the best fixed ratio of a grid.
 
     python experiments/auto_regret/benchmark.py --out experiments/auto_regret/result.json
 
-Cells that are in the file already are not run again, so a run can be broken off. See README.md
-beside this file.
+Cells that are in the file already are not run again, so a run can be stopped and continued. See
+README.md in this folder.
 """
 
 from __future__ import annotations

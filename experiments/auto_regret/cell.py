@@ -1,4 +1,4 @@
-"""One run of one schedule on one workload, and how fast and how stale it was."""
+"""Runs one schedule on one workload, and measures how fast and how stale it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regret of auto in every cell, and the table of README.md.
+"""Draws the regret of auto in every cell, and makes the table of README.md.
 
 python experiments/auto_regret/plot.py experiments/auto_regret/result.json
 """

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false
-"""Delivered against drawn lengths, with controls that must fail; see README.md."""
+"""Compares delivered lengths with drawn lengths, with controls that must fail; see README.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The caller's functions, as bad as they can be: rewards, accept, episodes, publishers, prompts."""
+"""The caller's functions with all kinds of faults: reward, accept, episode, publisher, prompts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What must hold of everything that the scheduler gives, keeps and says.
+"""Checks everything that the scheduler delivers, keeps and reports.
 
-Every violation is a sentence in :attr:`Checks.complaints`; nothing is raised here, so that one
-run shows all that is wrong with it.
+Every violation is a sentence in :attr:`Checks.complaints`. Nothing is raised here, so that one run
+shows all of its errors.
 """
 
 from __future__ import annotations

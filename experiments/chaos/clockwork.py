@@ -1,10 +1,10 @@
-"""Threads of the virtual clock: what a program gives to executors takes virtual time.
+"""Replaces threads on a virtual clock, so that work in executors takes virtual time.
 
-A looptime clock does not wait for threads, so with real ones a run would differ each time. Here
-`run_in_executor` of a loop is replaced: each executor keeps its number of workers, a piece of work
-takes as long as `seconds` says for the executor's threads, and its function runs at the end of
-that time, on the loop. Results and errors travel the way that they have in asyncio, through a
-concurrent future, with the oddities of that way (StopIteration).
+A looptime clock does not wait for threads, so a run with real threads would differ each time. Here
+`run_in_executor` of a loop is replaced. Each executor keeps its number of workers. A piece of work
+takes the time that `seconds` gives for the executor's threads, and its function runs at the end of
+that time, on the loop. Results and errors pass through a concurrent future as in asyncio, with the
+same special cases (StopIteration).
 """
 
 from __future__ import annotations

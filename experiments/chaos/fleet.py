@@ -1,4 +1,4 @@
-"""Embedded engines that restart unannounced, die, get other weights, slow down, come and go."""
+"""Embedded engines that restart unannounced, die, get other weights, slow down, join and leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in a run, in lines that a person can read."""
+"""Prints what happened in a run, as lines for people."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What one seed does: which kinds of chaos, and every setting, drawn from the seed alone.
+"""Draws from a seed what its run does: the kinds of chaos, and every setting.
 
-Every part of a run draws from a generator of its own, `draw(role)`, so that switching one kind
-off leaves the others as they were: that is how a failure is made smaller.
+Every part of a run draws from a generator of its own, `draw(role)`. So a kind can be switched off
+without changing the others, which helps to reduce a failure to its cause.
 """
 
 from __future__ import annotations

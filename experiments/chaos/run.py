@@ -1,4 +1,4 @@
-"""A chaos campaign on the embedded engine; see README.md beside this file.
+"""Runs a chaos campaign on the embedded engine; see README.md in this folder.
 
 python experiments/chaos/run.py --seeds 0:1000 --jobs 2
 python experiments/chaos/run.py --seed 17 --verbose

@@ -1,7 +1,7 @@
-"""A store that is slow, fails now and then, is left behind by a kill, and watches what is deleted.
+"""A store that is slow, fails sometimes, survives a kill, and checks what is deleted.
 
-Invariant that it holds the scheduler to: nothing leaves the store as acknowledged that the trainer
-was not given.
+It checks this invariant of the scheduler: a batch is deleted as acknowledged only if the trainer
+was given it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One seed: a fleet, a store and a trainer that live through several schedulers."""
+"""Runs one seed: a fleet, a store and a trainer that outlive several schedulers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Which weights sampled each token, whatever engine and scheduler say of it.
+"""Tells which weights sampled each token, independently of the engine and the scheduler.
 
 The toy model of the embedded engine is replaced by one whose logprobs are the version of the
-weights that it samples with. A token carries its own truth through every attempt, partial
-rollout, store and resumed run, so no book has to be kept of requests and positions. Token ids
-are those of the toy model and follow from the whole context, so one that is lost, doubled or
-swapped shows in all that follow.
+weights that it samples with. So each token carries its true version through every attempt, partial
+rollout, store and resumed run, and no records of requests and positions are needed. Token ids are
+those of the toy model and depend on the whole context, so a token that is lost, doubled or swapped
+changes all later ones.
 """
 
 from __future__ import annotations

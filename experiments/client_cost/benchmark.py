@@ -1,9 +1,9 @@
-"""What the scheduler costs its client, against a bare loop on the same answers.
+"""Measures what the scheduler costs its process, relative to a bare loop on the same answers.
 
     python experiments/client_cost/benchmark.py --out experiments/client_cost/result.json
 
-Each measurement is a fresh process; the clients alternate, so that whatever else the machine
-does falls on both. See README.md beside this file.
+Each measurement is a fresh process. The clients alternate, so that other work of the machine
+affects both. See README.md in this folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The clients that are compared: bare loops, and the scheduler on its SGLang adapter.
+"""The clients that are compared: bare loops, and the scheduler with its SGLang adapter.
 
-All take the same prompts, ask for the same answers, keep ids and logprobs of every rollout in
-arrays, and keep the same number in flight from the first to the last.
+All take the same prompts, request the same answers, keep ids and logprobs of every rollout in
+arrays, and keep the same number of requests in flight from the first to the last.
 """
 
 from __future__ import annotations

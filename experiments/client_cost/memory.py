@@ -1,7 +1,7 @@
-"""Memory of a held token: many streams stand still in mid-answer, twice, and are compared.
+"""Measures the memory of a held token: many streams stop twice in mid-answer.
 
-The difference between two stops is what tokens cost; connections, tasks and buffers are there at
-both.
+The difference between the two stops is the cost of the tokens, because connections, tasks and
+buffers are there at both.
 """
 
 from __future__ import annotations

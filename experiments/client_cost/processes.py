@@ -1,4 +1,4 @@
-"""Measured processes: one script, started again with other arguments, that prints what it found."""
+"""Starts a script as a fresh process for each measurement, and reads the result that it prints."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A stand-in for an SGLang server whose answers are encoded before anybody asks.
+"""A stand-in for an SGLang server whose answers are encoded in advance.
 
-It speaks as much of SGLang 0.5.21 as the adapter needs: the probes, the control calls, and
+It has the part of SGLang 0.5.21's API that the adapter needs: the probes, the control calls, and
 ``/generate`` as incremental server-sent events with ``[logprob, id, null]`` triples.
-Every stream gives the same answer, one event each `pace` seconds, as far as the event `limit`; both
-are set with POST /bench. Its tokens, and those of an event, are the arguments: 1024 and 64 unless
-given. It runs in its own process, so its CPU time is nobody's measurement.
+Every stream gives the same answer, one event every `pace` seconds, up to the event `limit`. POST
+/bench sets both. The arguments are the tokens of an answer and of an event, by default 1024 and 64.
+The server runs in a process of its own, so that its CPU time is not measured.
 """
 
 from __future__ import annotations

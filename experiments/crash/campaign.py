@@ -1,8 +1,8 @@
-"""kill -9 of the coordinator at random moments of a run against a real server, resumed each time.
+"""Kills the coordinator (-9) at random moments of a run on a real server, and resumes it each time.
 
     python experiments/crash/campaign.py --kills 50 --out experiments/crash/result.json
 
-Needs the CPU server of `make test`. See README.md beside this file.
+It needs the CPU server of `make test`. See README.md in this folder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A trainer that may be killed at any moment: each batch goes into a file, then is acknowledged.
+"""A trainer that may be killed at any moment: it writes each batch to a file and acknowledges it.
 
     python trainer.py URL FOLDER GROUPS LIFE
 
-Started again it goes on. In FOLDER: `rollouts.store`, one `batch-N.json` for each batch, and
-`log-LIFE.jsonl` for each life, with what was sent and what came to its end.
+When it is started again, it resumes. FOLDER has `rollouts.store`, one `batch-N.json` for each
+batch, and one `log-LIFE.jsonl` for each process, with the sent and the finished rollouts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Seeded runs under random faults, two at a time: results.json.
+"""Runs seeded runs under random faults, two at a time, and writes results.json.
 
 python -m experiments.faults.campaign [--seeds 500] [--first 0] [--processes 2]
 """

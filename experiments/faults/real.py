@@ -1,10 +1,10 @@
-"""Faults of real CPU servers: kill -9, SIGSTOP for 20 s, connection resets; 40 seeded runs.
+"""Tests faults of real CPU servers in 40 seeded runs: kill -9, SIGSTOP for 20 s, resets.
 
     python experiments/faults/real.py --out experiments/faults/real.json
 
-Two SGLang servers behind TCP proxies; each run meets one fault, or several resets, at a random
-time. Responses are greedy, so all runs must deliver the same tokens. Needs the CPU server of
-`make test`. See README.md beside this file.
+There are two SGLang servers behind TCP proxies. Each run has one fault, or several resets, at a
+random time. Responses are greedy, so all runs must deliver the same tokens. It needs the CPU server
+of `make test`. See README.md in this folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One seeded run: a real scheduler and real adapters against faulty servers, on a virtual clock."""
+"""Runs one seed: the real scheduler and adapters with faulty servers, on a virtual clock."""
 
 from __future__ import annotations
 

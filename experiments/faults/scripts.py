@@ -1,4 +1,4 @@
-"""Random fault scripts: every kind, at random times, on one engine, some or all; from a seed."""
+"""Draws fault scripts from a seed: every kind, at random times, on one engine, some or all."""
 
 from __future__ import annotations
 

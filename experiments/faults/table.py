@@ -1,4 +1,4 @@
-"""The table of README.md from results.json, and what must be zero.
+"""Makes the table of README.md from results.json, and prints the counts that must be zero.
 
 python -m experiments.faults.table
 """

@@ -1,8 +1,8 @@
-"""Is every delivered token the one that the weights of its version sample after its context?
+"""Checks that every delivered token is what the weights of its version sample after its context.
 
-The embedded engine's toy model answers that: its tokens and logprobs follow from the whole context,
-the weights and the seed, so a token that was lost, doubled, swapped or put under a wrong version
-shows in all that come after it.
+The embedded engine's toy model computes this: its tokens and logprobs depend on the whole context,
+the weights and the seed. So a token that was lost, doubled, swapped or given a wrong version
+changes all later ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run of the campaign is watched for: invariants, recoveries, the time to a next token."""
+"""Watches a run of the campaign: invariants, recoveries, the time to the next token."""
 
 from __future__ import annotations
 

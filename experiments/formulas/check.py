@@ -1,6 +1,6 @@
-"""Every formula against the simulation: result.json, and a line for each comparison.
+"""Compares every formula with the simulation; writes result.json and a line for each comparison.
 
-Arguments name parts; without any all are done.
+Arguments name the parts to run; without arguments all parts are run.
 """
 
 from __future__ import annotations

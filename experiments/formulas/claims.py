@@ -1,4 +1,4 @@
-"""What holds for every schedule: the bound, the transient's identity, and the 2 % rule."""
+"""Checks what holds for every schedule: the bound, the transient's identity, and the 2 % rule."""
 
 from __future__ import annotations
 

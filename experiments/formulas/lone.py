@@ -1,4 +1,4 @@
-"""Formulas of lone samples (groups of one), whose schedules are renewal processes."""
+"""Checks formulas for lone samples (groups of one), whose schedules are renewal processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of the formulas, a line each: where they hold and where they break."""
+"""Draws the errors of the formulas, one line for each: where they hold and where they fail."""
 
 # matplotlib's own signatures end in untyped **kwargs.
 # pyright: reportUnknownMemberType=false

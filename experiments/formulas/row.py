@@ -1,4 +1,4 @@
-"""One comparison: what a formula says, and what the simulation did."""
+"""One comparison of a formula with the simulation."""
 
 from __future__ import annotations
 

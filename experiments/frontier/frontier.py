@@ -1,4 +1,4 @@
-"""Efficiency against off-policy share: every schedule on the example workload."""
+"""Measures efficiency and off-policy share of every schedule on the example workload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other workloads: how the main schedules fare when lengths scatter more, or less, or longer."""
+"""Runs the main schedules on other workloads, with other spreads and means of the lengths."""
 
 from __future__ import annotations
 

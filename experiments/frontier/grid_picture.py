@@ -1,4 +1,4 @@
-"""The grid of workloads as small multiples: nine laws at one cap, and the middle one elsewhere."""
+"""Draws the grid of workloads: nine length laws with one cap, and the middle law with others."""
 
 # matplotlib's own signatures end in untyped **kwargs.
 # pyright: reportUnknownMemberType=false

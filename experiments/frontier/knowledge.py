@@ -1,5 +1,4 @@
-"""What else could be known of lengths, and what else could be done: trials of schedules that
-production does not have.
+"""Tries schedules that production does not have: more knowledge of lengths, and other uses of it.
 
 All on :func:`aprilsched.planning.trial.try_out`, whose store of open groups is replaced. The
 replacement is put where the trial looks for it, and nowhere else.

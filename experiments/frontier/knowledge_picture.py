@@ -1,4 +1,4 @@
-"""What moves the frontier: each kind of knowledge, or of hiding, as a line."""
+"""Draws how each kind of knowledge of lengths moves the frontier, as one line for each."""
 
 # matplotlib's own signatures end in untyped **kwargs.
 # pyright: reportUnknownMemberType=false

@@ -1,4 +1,4 @@
-"""A schedule in virtual time, and its figures after the burn-in.
+"""Runs a schedule in virtual time, and computes its figures after the burn-in.
 
 Efficiency is T_bound / T in two ways. *Delivered*: the bound of the responses in the counted
 batches. *Generated*: the bound of the tokens that engines sampled meanwhile, which in the long run

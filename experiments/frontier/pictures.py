@@ -1,4 +1,4 @@
-"""The frontier in two panels: what is prefilled again on the left, KV kept on the right."""
+"""Draws the frontier in two panels: with recompute on the left, with KV kept on the right."""
 
 # matplotlib's own signatures end in untyped **kwargs.
 # pyright: reportUnknownMemberType=false

@@ -1,4 +1,4 @@
-"""result.json: one section for each part, written as soon as it is there."""
+"""Writes result.json: each part is one section, which is written as soon as it is complete."""
 
 from __future__ import annotations
 

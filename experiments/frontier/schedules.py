@@ -1,4 +1,4 @@
-"""The schedules of the frontier, each with the family that draws it as one line."""
+"""The schedules of the frontier, each with its family; a family is drawn as one line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What one H200 did: the steps of each schedule, and where its windows are in the server's log.
+"""The measurements on one H200: steps of each schedule, and their windows in the server's log.
 
-Steps of the two ground-truth schedules were timed; those of the others are read from the log,
-whose clock has whole seconds: a boundary is the last line before a batch's restart.
+The steps of the two ground-truth schedules were timed. Those of the other schedules are read from
+the log, whose clock has whole seconds: a boundary is the last line before a batch's restart.
 """
 
 from __future__ import annotations

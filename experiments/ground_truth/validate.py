@@ -1,4 +1,4 @@
-"""The simulated engine and the step-time models against one H200; see README.md."""
+"""Compares the simulated engine and the step-time models with one H200; see README.md."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Automatic over-provisioning and the presets on KV pools of several sizes.
+"""Compares automatic over-provisioning with the presets on KV pools of several sizes.
 
     python experiments/kv_pool/benchmark.py --out experiments/kv_pool/result.json
 
-Rows that are in the file already are not run again, so a run can be broken off. See README.md
-beside this file.
+Rows that are in the file already are not run again, so a run can be stopped and continued. See
+README.md in this folder.
 """
 
 from __future__ import annotations

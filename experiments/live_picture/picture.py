@@ -1,8 +1,8 @@
 """Takes the picture of the live view that is in the documentation.
 
 ``python -m experiments.live_picture.picture`` runs eight embedded engines in modelled time up to a
-moment in the middle, draws the view as a terminal of 100 columns has it, and takes a picture of
-that in the tests' browser (``make .browser`` fetches it).
+moment in the middle of the run. It draws the view as on a terminal of 100 columns, and takes a
+picture of it in the tests' browser (``make .browser`` fetches it).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ SETTINGS = RunSettings(
     ),
 )
 BATCHES = 14
-"""That are run; after the moment no more are needed."""
+"""Number of batches that are run; no more are needed after the moment."""
 MOMENT = 260.39
-"""In seconds of the run: after an update some contexts are read again, others grow already."""
+"""Seconds of the run: after an update, some contexts are recomputed and others grow already."""
 THEME = TerminalTheme(
     background=(17, 19, 24),
     foreground=(214, 217, 224),

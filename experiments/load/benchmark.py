@@ -1,9 +1,9 @@
-"""Memory and CPU of thousands of long responses in flight, on one core.
+"""Measures memory and CPU of thousands of long responses in flight, on one core.
 
     python experiments/load/benchmark.py --out experiments/load/result.json
 
-Each measurement is a fresh process that is held to one core; its server has another. See README.md
-beside this file.
+Each measurement is a fresh process that is bound to one core; its server has another core. See
+README.md in this folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What NVML says of a GPU under loads that differ by orders of magnitude in what they get done.
+"""Measures NVML's utilization of a GPU under loads with very different amounts of useful work.
 
     python experiments/nvml_utilization/measure.py OUT
 

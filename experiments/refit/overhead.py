@@ -1,9 +1,9 @@
-"""What an update costs besides the refit itself: pause, flush, verification, continue.
+"""Measures what an update costs besides the refit itself: pause, flush, verification, continue.
 
     python experiments/refit/overhead.py --out experiments/refit
 
 Run it from the root of the repository, in the environment of `make venv`; the row "cpu" starts an
-SGLang server on the CPU from the one of `make test`. See README.md beside this file.
+SGLang server on the CPU from the one of `make test`. See README.md in this folder.
 """
 
 from __future__ import annotations

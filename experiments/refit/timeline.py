@@ -1,7 +1,7 @@
-"""What one update took, step by step, on one engine.
+"""Measures how long an update takes on one engine, step by step.
 
-Times are of the event loop's clock. Between UpdateRequested and Continued the steps of one engine
-follow each other, so their sum and the whole can be compared.
+Times are on the event loop's clock. From UpdateRequested to Continued, the steps of one engine
+follow each other, so that their sum can be compared with the whole.
 """
 
 from __future__ import annotations

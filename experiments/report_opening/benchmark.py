@@ -1,4 +1,4 @@
-"""How long a report takes to be written and to open, for logs of up to a million lines."""
+"""Measures how long a report takes to be written and to open, for logs of up to a million lines."""
 
 from __future__ import annotations
 

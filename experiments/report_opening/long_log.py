@@ -1,8 +1,8 @@
-"""A run folder with a log of as many lines as asked for, written in seconds.
+"""Writes a run folder with a log of any number of lines, within seconds.
 
-A run of the embedded engine would take a minute for a million lines. This one is made up: waves of
-groups on some engines, lengths of a long tail, a pause and a refit after each batch. It has every
-kind of line that a plain run has, in an order that could have happened.
+A run of the embedded engine would take a minute for a million lines. This log is artificial: waves
+of groups on some engines, lengths with a long tail, a pause and a refit after each batch. It has
+every kind of line that a plain run has, in a possible order.
 """
 
 from __future__ import annotations

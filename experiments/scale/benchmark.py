@@ -1,8 +1,8 @@
-"""What grows with the fleet: 8 to 4,096 modelled engines.
+"""Measures what grows with the fleet, from 8 to 4,096 modelled engines.
 
     python experiments/scale/benchmark.py --out experiments/scale/result.json
 
-Every run is a fresh process, so that its peak memory is its own. See README.md beside this file.
+Every run is a fresh process, so that its peak memory is its own. See README.md in this folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The picture of README.md, and its table.
+"""Makes the picture and the table of README.md.
 
 python experiments/scale/plot.py experiments/scale/result.json
 """

@@ -1,8 +1,8 @@
-"""How many rollouts a minute the simulator runs on one core, and where its time goes.
+"""Measures how many rollouts a minute the simulator runs on one core, and where its time goes.
 
     python experiments/simulator_speed/benchmark.py --out experiments/simulator_speed/result.json
 
-See README.md beside this file.
+See README.md in this folder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What keeping partial rollouts costs the coordinator, and how large the file gets.
+"""Measures what saving partial rollouts costs the coordinator, and how large the file gets.
 
     python experiments/store_cost/benchmark.py --out experiments/store_cost/result.json
 
 The same stream of 100,000 tokens/s is read with and without a store, in alternating processes.
-See README.md beside this file.
+See README.md in this folder.
 """
 
 from __future__ import annotations

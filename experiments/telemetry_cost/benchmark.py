@@ -1,10 +1,10 @@
-"""What telemetry costs the coordinator at 100,000 tokens/s.
+"""Measures what telemetry costs the coordinator at 100,000 tokens/s.
 
     python experiments/telemetry_cost/benchmark.py --out experiments/telemetry_cost/result.json
 
-Three ways, from the most faithful to the least noisy: whole processes with and without it in
-pairs, its calls timed inside of such a process, and a recorded stream shown to it in a loop. See
-README.md beside this file.
+There are three ways, from the most realistic to the least noisy: pairs of whole processes with and
+without telemetry, its calls timed inside such a process, and a recorded stream shown to it in a
+loop. See README.md in this folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Python's collector of garbage takes, told apart from whoever's call it begins in."""
+"""Measures the time of Python's garbage collector separately from the calls in which it runs."""
 
 from __future__ import annotations
 

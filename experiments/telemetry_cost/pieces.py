@@ -1,4 +1,4 @@
-"""What listens to a run, piece by piece and together, as ``aprilsched run`` puts it together."""
+"""Makes the listeners of a run, single and together, as ``aprilsched run`` combines them."""
 
 from __future__ import annotations
 

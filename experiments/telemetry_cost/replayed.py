@@ -1,7 +1,7 @@
-"""What each piece costs for one event, from a recorded stream that is shown to it in a loop.
+"""Measures what each piece costs for one event, by a recorded stream that is shown to it in a loop.
 
-Hardly any noise, but warm caches: in a run something else goes on between two events. What draws
-or serves in a thread of its own has nothing to do here, since the stream is over in a moment.
+There is almost no noise, but caches are warm: in a run other work is done between two events.
+Pieces that draw or serve in a thread do almost nothing here, because the stream ends in a moment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the links can carry at most, measured on the same machine in the same run."""
+"""Measures the highest throughput of the links, on the same machine in the same run."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How fast each way of refitting is on real GPUs, against what the links can carry.
+"""Measures how fast each way of refitting is on real GPUs, relative to the links' throughput.
 
     python measure.py --out DIRECTORY [--device cpu --tiny] [--seconds 540]
 
-Boots one server and runs the phases one after another, each in a process of its own with a
-limit; whatever happens, what was measured until then is in DIRECTORY/results.jsonl. See
-README.md beside this file.
+It boots one server and runs the phases one after another, each in a process of its own with a time
+limit. If a phase fails, all earlier measurements are in DIRECTORY/results.jsonl. See README.md in
+this folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The model that is published: the names and shapes of Qwen3-4B, filled with random numbers.
 
-Two seeds give two policies. The numbers depend on the seed and the kind of device only, so a
+Two seeds give two policies. The numbers depend only on the seed and the kind of device, so a
 trainer on another GPU of the same kind draws the same weights.
 """
 

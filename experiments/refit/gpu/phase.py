@@ -1,4 +1,4 @@
-"""One phase in a process of its own: a trainer that hangs or dies takes no other phase with it.
+"""Runs one phase in a process of its own, so that a trainer that hangs or dies ends only its phase.
 
     python phase.py NAME --url URL --out results.jsonl [--device cpu] [--tiny]
 

@@ -1,7 +1,7 @@
-"""The same broadcasts through SGLang's own helper for making the group, without our publisher.
+"""Makes the same broadcasts with SGLang's own helper for the group, without aprilsched's publisher.
 
-Beside the publisher's rows this shows what the publisher costs; alone, what the link gives if the
-publisher cannot be used.
+Compared with the publisher's rows, this shows what the publisher costs. By itself, it shows the
+throughput of the link if the publisher cannot be used.
 """
 
 from __future__ import annotations

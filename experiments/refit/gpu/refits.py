@@ -1,7 +1,7 @@
-"""One refit, timed step by step and checked: pause, flush, publish, resume, then ask the server.
+"""Times one refit step by step and checks it: pause, flush, publish, resume, ask the server.
 
-The server really has the weights if its greedy answer is the one that this seed always gives,
-whichever way the weights came, and not the other seed's; its own checksum is kept as well.
+The server really has the weights if its greedy answer is the one that their seed always gives, and
+not the other seed's, whichever way the weights came. The server's own checksum is recorded too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The server that is measured: SGLang with dummy weights on the first GPU, or a tiny CPU one."""
+"""Starts the measured server: SGLang with dummy weights on the first GPU, or a tiny CPU server."""
 
 from __future__ import annotations
 

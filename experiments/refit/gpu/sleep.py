@@ -1,9 +1,9 @@
-"""A colocated trainer: the engine's GPU memory lent for each step, new weights, generation again.
+"""Measures a colocated trainer: in each step the engine sleeps and then gets new weights.
 
     SCRIPT=sleep.py bash experiments/refit/gpu/run.sh DIRECTORY
 
-The scheduler runs as a trainer would run it, with stragglers; inside each sleep the memory that
-the engine gave away is really taken, filled and given back, then the weights come in by handle.
+The scheduler runs as in a real training, with stragglers. In each sleep the memory that the engine
+released is really allocated, filled and freed; then the weights are loaded by handle.
 """
 
 from __future__ import annotations
