@@ -1,4 +1,4 @@
-"""Calls and short generations of the doctor's own, and the means to take all of them back."""
+"""The doctor's own calls and short generations, which it can all take back."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _ANY = tuple(range(200, 600))
 _PROMPT_TOKENS = 8
 _POLL_SECONDS = 0.02
 INTERVAL = 8
-"""Tokens between two events that a request asks for, where it may."""
+"""Number of tokens between two events that a request asks for, where it can."""
 
 
 async def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether `condition` came about within `seconds`."""
+    """Wait for `condition`; whether it became true within `seconds`."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     while not condition():
@@ -42,7 +42,7 @@ async def until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 class Generation:
-    """One generation of ours, read by a task."""
+    """One generation of ours, which a task reads."""
 
     def __init__(self, rid: str) -> None:
         self.rid = rid
@@ -55,13 +55,13 @@ class Generation:
 
     @property
     def tokens(self) -> int:
-        """Tokens that have arrived."""
+        """Number of tokens that have arrived."""
         metas = [event.get("meta_info", {}) for event in self.events]
         return max((int(meta.get("completion_tokens", 0)) for meta in metas), default=0)
 
     @property
     def ids(self) -> list[int]:
-        """Their ids, from events of either form."""
+        """The ids of the tokens, from incremental or cumulative events."""
         found: list[int] = []
         for event in self.events:
             ids, total = event.get("output_ids", []), event["meta_info"]["completion_tokens"]
@@ -70,13 +70,13 @@ class Generation:
 
     @property
     def finish(self) -> str | None:
-        """How it ended; None while it has not."""
+        """The reason for which it ended; None before its end."""
         reason = self.events[-1].get("meta_info", {}).get("finish_reason") if self.events else None
         return None if reason is None else str(reason.get("type"))
 
 
 class Client:
-    """A server under examination. :meth:`take_back` leaves it as it was."""
+    """The calls to a server under examination; :meth:`take_back` undoes what they did."""
 
     def __init__(
         self, name: str, transport: Transport, limits: SGLangLimits, facts: ServerFacts
@@ -89,15 +89,15 @@ class Client:
         self.paused_by_us = False
 
     async def get(self, path: str, seconds: float = CALL_SECONDS) -> Answer:
-        """A call that changes nothing."""
+        """Make a call that changes nothing."""
         return await self._transport.call("GET", path, timeout=seconds, accept=_ANY, admin=False)
 
     async def post(self, path: str, body: object = None) -> Answer:
-        """A control call."""
+        """Make a control call."""
         return await self._transport.call("POST", path, body, timeout=CALL_SECONDS, accept=_ANY)
 
     async def running(self) -> int | None:
-        """Requests that the scheduler runs or has waiting; None where it does not tell."""
+        """Number of requests that run or wait; None where the server does not report it."""
         answer = await self._transport.call(
             "GET", "v1/loads", timeout=CALL_SECONDS, accept=_ANY, admin=False
         )
@@ -108,7 +108,7 @@ class Client:
             return None
 
     async def idle(self, seconds: float, most: int = 0) -> bool:
-        """Whether within `seconds` no more than `most` requests are on it."""
+        """Wait until at most `most` requests are on the server; whether that happened in time."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         while True:
@@ -120,7 +120,7 @@ class Client:
             await asyncio.sleep(_POLL_SECONDS)
 
     def body(self, tokens: int, rid: str, *, prompt_tokens: int = _PROMPT_TOKENS) -> dict[str, Any]:
-        """A greedy request whose ids every model knows."""
+        """A greedy request with token ids that every model has."""
         vocab = self._facts.vocab_size or _PROMPT_TOKENS
         params: dict[str, Any] = {
             "max_new_tokens": tokens,
@@ -135,7 +135,7 @@ class Client:
     async def whole(
         self, tokens: int, *, prompt_tokens: int = _PROMPT_TOKENS, extra_key: str | None = None
     ) -> dict[str, Any]:
-        """A response that is not streamed."""
+        """Get a response that is not streamed."""
         body = self.body(tokens, uuid.uuid4().hex, prompt_tokens=prompt_tokens)
         if extra_key is not None:
             body["extra_key"] = extra_key
@@ -150,9 +150,9 @@ class Client:
         return msgspec.json.decode(answer.body, type=dict[str, Any])
 
     async def again(self, generation: Generation) -> int:
-        """The status of a second request under the rid of one that runs.
+        """Send a second request under the rid of a running one; return its status.
 
-        Not streamed: SGLang aborts a rid two seconds after a stream of it was refused.
+        It is not streamed: SGLang aborts a rid two seconds after it refused a stream of that rid.
         """
         body = self.body(1, generation.rid)
         answer = await self._transport.call(
@@ -189,7 +189,7 @@ class Client:
                     generation.events += [msgspec.json.decode(p) for p in payloads]
 
     async def take_back(self) -> None:
-        """Continue what we paused, and end every generation of ours."""
+        """Continue a pause of ours, and end every generation of ours."""
         if self.paused_by_us:
             await self.post("continue_generation", {})
             self.paused_by_us = False

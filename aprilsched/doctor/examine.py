@@ -1,4 +1,4 @@
-"""One server, from the first call to the last word about it."""
+"""Examines one server: opens it, runs the scenarios, and applies the checks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _LIMITS = SGLangLimits(control_timeout=10.0)
 async def examine(
     url: str, *, admin_key: str | None = None, api_key: str | None = None
 ) -> list[Finding]:
-    """Every check of the server at `url`, in the order of the table.
+    """Run every check on the server at `url`; the findings are in the order of the table.
 
     Raises:
-        EngineError: if it cannot be reached, is no SGLang, or does not take the key.
-        ConfigError: if `url` or a key cannot be.
+        EngineError: if it cannot be reached, is not SGLang, or does not accept the key.
+        ConfigError: if `url` or a key is not valid.
     """
     engine = SGLangEngine(url, admin_key=admin_key, api_key=api_key, limits=_LIMITS)
     await engine.open()
@@ -59,7 +59,7 @@ def _version(engine: SGLangEngine) -> tuple[int, int, int]:
 
 
 async def _last(client: Client, notes: Notes) -> None:
-    """Ends in bounded time and raises nothing: what it did not see is a finding."""
+    """Restore the server in bounded time without raising; a failure shows as a finding."""
     with contextlib.suppress(EngineError, TimeoutError, msgspec.DecodeError):
         async with asyncio.timeout(LAST_SECONDS):
             await scenarios.afterwards(client, notes)

@@ -1,4 +1,4 @@
-"""One line of the report, and what the scenarios noted for it."""
+"""The lines of the report, and the notes of the scenarios on which they are based."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What a check says; the table knows the rest."""
+    """The result of a check; the table of checks has the rest of the line."""
 
     status: Status
     seen: str
 
 
 def passed(seen: str) -> Verdict:
-    """As the scheduler wants it, or kept from a run by the scheduler alone."""
+    """The server does what the scheduler needs, or the scheduler itself avoids the hazard."""
     return Verdict(status="pass", seen=seen)
 
 
 def warned(seen: str) -> Verdict:
-    """Not tried though it depends on the server, or to be known about."""
+    """It depends on the server and was not tried, or the user should know about it."""
     return Verdict(status="warn", seen=seen)
 
 
 def failed(seen: str) -> Verdict:
-    """The scheduler cannot work with it as it is meant to."""
+    """The scheduler cannot work with the server as intended."""
     return Verdict(status="fail", seen=seen)
 
 
 @dataclass(slots=True)
 class PauseNotes:
-    """One pause with a stream of ours in it; None: it did not come to that."""
+    """Notes on one pause with a stream of ours in it; None means that it was not observed."""
 
     why_not: str | None = None
     pause_seconds: float | None = None
@@ -76,53 +76,53 @@ class PauseNotes:
     finish: str | None = None
     same_tokens: bool | None = None
     abort_ended_during: bool | None = None
-    """Whether another stream, aborted in the pause, ended before continue."""
+    """Whether another stream, aborted during the pause, ended before the continue."""
     abort_finish: str | None = None
     abort_tokens: int | None = None
-    """Tokens that the aborted stream still gave."""
+    """Number of tokens that arrived from that stream after its abort."""
 
 
 @dataclass(slots=True)
 class Notes:
-    """Everything seen on one server, in the order of the scenarios."""
+    """Everything that was seen on one server, in the order of the scenarios."""
 
     facts: ServerFacts
     version: tuple[int, int, int]
     info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What /server_info tells."""
+    """The content of /server_info."""
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     paths: frozenset[str] = frozenset()
     paused_before: bool = False
     others: int | None = None
-    """Requests of others when it began; None where the server does not tell."""
+    """Number of others' requests at the start; None where the server does not report it."""
     health_status: int | None = None
     whole: dict[str, Any] | None = None
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     cached: list[int] = field(default_factory=list[int])
-    """Cached tokens of one prompt under one cache key, the same again, and another."""
+    """Number of cached tokens of one prompt: under a cache key, under it again, under another."""
     aborted: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     abort_seconds: float | None = None
     unknown_abort_status: int | None = None
     duplicate_status: int | None = None
     left_seconds: float | None = None
-    """Until a request whose client hung up was off the server."""
+    """Seconds until a request whose client disconnected had left the server."""
     retract: PauseNotes = field(default_factory=PauseNotes)
     in_place: PauseNotes = field(default_factory=PauseNotes)
     trouble: dict[str, str] = field(default_factory=dict[str, str])
-    """What broke a scenario off, by its name."""
+    """The reason why a scenario broke off, by the scenario's name."""
     label_after: str | None = None
     paused_after: bool | None = None
     running_after: int | None = None
 
     @property
     def simulated(self) -> bool:
-        """Whether it says that it is an embedded engine."""
+        """Whether the server says that it is a simulated engine."""
         return bool(self.info.get("simulated", False))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One line of the table of checks: `judge` says what was seen, the rest is always so."""
+    """One line of the table of checks: `judge` gives the result, the rest is constant."""
 
     name: str
     judge: Callable[[Notes], Verdict]
@@ -142,7 +142,7 @@ class Check:
 
 
 def left_out(notes: Notes, scenario: str, why: str = "") -> Verdict:
-    """For a check whose scenario did not come to its end."""
+    """The result of a check whose scenario did not complete."""
     if why:
         return warned(f"left out: {why}")
     if notes.paused_before:
@@ -153,10 +153,10 @@ def left_out(notes: Notes, scenario: str, why: str = "") -> Verdict:
 
 
 def never_met(_: Notes) -> Verdict:
-    """For a hazard that no server can bring into a run: the scheduler never does what causes it."""
-    return passed("not tried: the scheduler never brings it about")
+    """The result for a hazard that the scheduler never causes, on whatever server."""
+    return passed("not tried: the scheduler never causes it")
 
 
 def not_tried(_: Notes) -> Verdict:
-    """For a hazard that depends on the server."""
-    return warned("not tried: known of every release up to 0.5.23")
+    """The result for a hazard that depends on the server and was not tried."""
+    return warned("not tried: every release up to 0.5.23 is known to have it")

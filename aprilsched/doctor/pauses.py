@@ -1,4 +1,4 @@
-"""The scenarios that pause a server: only if nobody else's request is on it, and never for long.
+"""The scenarios that pause a server, briefly, and only if no request of others is on it.
 
 A pause is continued in a ``finally`` here, and once more when the client takes everything back.
 """
@@ -15,13 +15,13 @@ __all__ = ["in_place", "retract"]
 
 TOKENS = 192
 SETTLE_SECONDS = 0.3
-"""A pause may be dispatched before it takes effect, and an event may be on its way."""
+"""Time in which a pause takes effect after its answer, and in which a last event may arrive."""
 WATCH_SECONDS = 0.6
 END_SECONDS = 10.0
 
 
 async def retract(client: Client, notes: Notes) -> None:
-    """A stream through pause(retract), flush and continue; and a request sent meanwhile."""
+    """Pause with retract, flush and continue around a stream; send a request meanwhile."""
     noted = notes.retract
     reference = await _reference(client, notes, noted)
     stream = await _paused(client, noted, "retract") if reference is not None else None
@@ -40,7 +40,7 @@ async def retract(client: Client, notes: Notes) -> None:
 
 
 async def in_place(client: Client, notes: Notes) -> None:
-    """A stream through pause(in_place) and continue, and one that is aborted in between."""
+    """Pause in place and continue around a stream; abort another stream in between."""
     noted = notes.in_place
     reference = await _reference(client, notes, noted)
     if reference is None:
@@ -62,11 +62,11 @@ async def in_place(client: Client, notes: Notes) -> None:
 
 
 async def _reference(client: Client, notes: Notes, noted: PauseNotes) -> list[int] | None:
-    """What the response is without a pause; None if this server must not be paused."""
+    """The tokens of the response without a pause; None if this server must not be paused."""
     if notes.paused_before:
         noted.why_not = "somebody else has paused it"
     elif notes.others is None:
-        noted.why_not = "it does not tell whether others' requests are on it"
+        noted.why_not = "it does not report whether others' requests are on it"
     elif notes.others or not await client.idle(2.0):
         noted.why_not = "others' requests are on it"
     else:
@@ -79,9 +79,9 @@ async def _reference(client: Client, notes: Notes, noted: PauseNotes) -> list[in
 async def _paused(
     client: Client, noted: PauseNotes, mode: PauseMode, *, beside: int = 0
 ) -> Generation | None:
-    """A stream of ours that the pause interrupts; None if there was none to interrupt.
+    """Pause during a stream of ours and return it; None if that did not succeed.
 
-    `beside` others of ours run as well.
+    `beside` is the number of our other running requests.
     """
     stream = client.stream(TOKENS)
     if not await until(lambda: bool(stream.events), END_SECONDS) or stream.done:

@@ -1,4 +1,4 @@
-"""What is done to a server, and what is noted of it. Each is bounded, and takes back its own."""
+"""The actions on a server, with notes of what was seen; each is bounded and is taken back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["SCENARIOS", "Scenario"]
 
 SHORT, LONG = 24, 192
 CACHED = 257
-"""Prompt tokens, so that a cache of pages of 256 tokens has one to share."""
+"""Number of prompt tokens; a cache with pages of 256 tokens can then share one page."""
 FIRST_SECONDS = 10.0
 LEFT_SECONDS = 3.0
 
@@ -26,7 +26,7 @@ Scenario = Callable[[Client, Notes], Awaitable[None]]
 
 
 async def describe(client: Client, notes: Notes) -> None:
-    """What the server tells about itself."""
+    """Ask the server about itself."""
     notes.info = msgspec.json.decode((await client.get("server_info")).body)
     answer = await client.get("openapi.json")
     if answer.status == 200:
@@ -37,19 +37,19 @@ async def describe(client: Client, notes: Notes) -> None:
     notes.paused_before = (await client.get("ready")).status == 503
     notes.others = await client.running()
     if notes.others:
-        # The last answer of a request may be out before the loads know that it is over.
+        # The last answer of a request may arrive before the loads show that it has ended.
         await client.idle(1.0)
         notes.others = await client.running()
 
 
 async def health(client: Client, notes: Notes) -> None:
-    """While nothing is paused, since it hangs otherwise."""
+    """Ask /health, unless the server is paused, where the call would hang."""
     if not notes.paused_before:
         notes.health_status = (await client.get("health")).status
 
 
 async def responses(client: Client, notes: Notes) -> None:
-    """The same short response, whole and streamed."""
+    """Get the same short response twice, whole and streamed."""
     if notes.paused_before:
         return
     notes.whole = await client.whole(SHORT)
@@ -59,7 +59,7 @@ async def responses(client: Client, notes: Notes) -> None:
 
 
 async def cache_keys(client: Client, notes: Notes) -> None:
-    """One long prompt under one cache key, under the same again, and under another."""
+    """Send one long prompt under a cache key, under it again, and under another."""
     if notes.paused_before:
         return
     one, other = uuid.uuid4().hex, uuid.uuid4().hex
@@ -69,7 +69,7 @@ async def cache_keys(client: Client, notes: Notes) -> None:
 
 
 async def aborts(client: Client, notes: Notes) -> None:
-    """One running request of ours ended; an unknown one; a second one of the same rid."""
+    """Abort a running request of ours and an unknown one; send a rid that is in use."""
     notes.unknown_abort_status = (await client.post("abort_request", {"rid": "0" * 32})).status
     if notes.paused_before:
         return
@@ -86,7 +86,7 @@ async def aborts(client: Client, notes: Notes) -> None:
 
 
 async def hanging_up(client: Client, notes: Notes) -> None:
-    """A client that disconnects; only on a server of our own can its request be seen to go."""
+    """Disconnect from a stream; its end is visible only on a server without others' requests."""
     if notes.paused_before or notes.others != 0 or not await client.idle(LEFT_SECONDS):
         return
     generation = client.stream(LONG)
@@ -103,7 +103,7 @@ async def hanging_up(client: Client, notes: Notes) -> None:
 
 
 async def afterwards(client: Client, notes: Notes) -> None:
-    """What the server is like when all is taken back."""
+    """Take everything back, and note the state of the server."""
     await client.take_back()
     if notes.others == 0:
         await client.idle(LEFT_SECONDS)
@@ -126,7 +126,7 @@ SCENARIOS: Sequence[tuple[str, Scenario]] = (
 
 
 async def run(client: Client, notes: Notes, seconds: float) -> None:
-    """All scenarios, each within `seconds`; one that breaks off leaves a note."""
+    """Run all scenarios, each within `seconds`; one that breaks off leaves a note."""
     for name, scenario in SCENARIOS:
         try:
             async with asyncio.timeout(seconds):
@@ -136,5 +136,5 @@ async def run(client: Client, notes: Notes, seconds: float) -> None:
         except (EngineError, msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
             notes.trouble[name] = f"broke off ({error})"
         finally:
-            with contextlib.suppress(EngineError):  # tried once more at the end
+            with contextlib.suppress(EngineError):  # It is tried once more at the end.
                 await client.take_back()

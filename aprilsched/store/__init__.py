@@ -1,4 +1,4 @@
-"""Stores: what keeps partial rollouts through a crash."""
+"""Stores, which keep partial rollouts through a crash."""
 
 from aprilsched.store.base import Store
 from aprilsched.store.memory import MemoryStore

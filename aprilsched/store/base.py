@@ -1,4 +1,4 @@
-"""What a scheduler asks of a store, and how its slices become all tokens of a rollout."""
+"""The protocol of a store, and functions that join its slices to the tokens of a rollout."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ __all__ = ["Slice", "Store", "assemble", "slices_of"]
 
 
 class Store(Protocol):
-    """Keeps cuts. The scheduler calls one method at a time, perhaps from different threads.
+    """Keeps snapshots of the scheduler, which calls one method at a time, from any thread.
 
-    Errors: :class:`~aprilsched.errors.StoreError`, nothing else. A cut that failed to be saved has
-    left the store as it was; the next one is then a whole one.
+    Every method raises only :class:`~aprilsched.errors.StoreError`. If saving a snapshot fails,
+    the store stays as it was, and the next snapshot is a full one.
     """
 
     @property
     def inline(self) -> bool:
-        """Its calls are so short that they need no thread of their own, or it must not have one
-        (on a virtual clock)."""
+        """Whether the calls run on the event loop and not in a thread: they are short enough, or
+        the loop has a virtual clock."""
         ...
 
     def open(self) -> Saved | None:
-        """What was saved before; None in a new store."""
+        """Open the store and return what was saved before; None in a new store."""
         ...
 
     def save(self, cut: Cut, *, durable: bool) -> None:
-        """Keep a cut, whole or not at all. With `durable` it survives a loss of power, otherwise
-        the end of the process, however it ends."""
+        """Save a snapshot, completely or not at all.
+
+        With `durable` it survives a loss of power; otherwise it survives any end of the process.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class Slice(NamedTuple):
-    """A run of tokens of one rollout, from `start` on."""
+    """Consecutive tokens of one rollout from position `start` on, of one version and engine."""
 
     start: int
     token_ids: Int32Array
@@ -49,7 +51,7 @@ class Slice(NamedTuple):
 
 
 def slices_of(page: TokenPage) -> Iterable[tuple[int, Slice]]:
-    """Each slice of a page with the rollout it belongs to; views of the page."""
+    """Yield each slice of a page with the rollout to which it belongs; slices are views."""
     at = 0
     rows: list[list[int]] = page.slices.tolist()
     for rollout_id, start, length, version, place in rows:
@@ -63,7 +65,7 @@ def slices_of(page: TokenPage) -> Iterable[tuple[int, Slice]]:
 
 
 def assemble(slices: Iterable[Slice]) -> SavedTokens:
-    """The tokens that the slices make up, copied."""
+    """Join slices to one rollout's tokens, up to the first gap; the result is a copy."""
     ids: list[Int32Array] = []
     logprobs: list[Float32Array] = []
     runs: list[SavedRun] = []

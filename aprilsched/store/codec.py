@@ -1,6 +1,6 @@
-"""Records as bytes and back: MessagePack with types, checksummed. Nothing is ever unpickled.
+"""Encodes records as typed MessagePack with a checksum, and decodes them; it never unpickles.
 
-The order of fields in the structs here is the format: new ones go to the end, with a default.
+The order of the fields in these structs is the format: a new field goes to the end, with a default.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class _Group(msgspec.Struct, array_like=True):
     sampling: SamplingParams | list[SamplingParams] | None
     key: Any
     metadata: Any
-    """The caller's own, as :mod:`aprilsched.store.values` packs them."""
+    """The caller's own values, packed by :mod:`aprilsched.store.values`."""
     members: list[tuple[int, int, int]]
-    """Rollout, index, place of its sampling parameters."""
+    """For each member its rollout id, its index, and the index of its sampling in `samplings`."""
     samplings: list[SamplingParams]
 
 
@@ -72,7 +72,7 @@ _FORMER_NAMES = {
     "ConstantPool": "pool",
     "Rounds": "buckets",
 }
-"""What stores of version 0.1 call the rules of a schedule."""
+"""The names that stores of version 0.1 use for the rules of a schedule."""
 
 
 def _plain(value: Any) -> Any:
@@ -88,21 +88,21 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def encode(record: object) -> bytes:
-    """A record as bytes."""
+    """Encode a record."""
     return _encoder.encode(record)
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """The record in `body`.
+    """Decode the record in `body`.
 
     Raises:
-        msgspec.MsgspecError: if it is none of this kind.
+        msgspec.MsgspecError: if it is not a record of this kind.
     """
     return msgspec.msgpack.decode(body, type=kind, ext_hook=unpacked)
 
 
 def checksum(*parts: bytes | memoryview) -> int:
-    """CRC-32 over all parts."""
+    """The CRC-32 over all parts."""
     crc = 0
     for part in parts:
         crc = zlib.crc32(part, crc)
@@ -110,8 +110,11 @@ def checksum(*parts: bytes | memoryview) -> int:
 
 
 def check_storable(prompt: Prompt) -> None:
-    """Raises ConfigError if the prompt's key, metadata or sampling parameters hold what would not
-    come back from a store as it is."""
+    """Refuse a prompt that would not come back from a store unchanged.
+
+    Raises:
+        ConfigError: if its key, metadata or sampling parameters cannot be stored.
+    """
     key = prompt.key
     named = key is None or type(key) is int or (type(key) is str and key.isascii())
     if named and prompt.sampling is None and prompt.metadata == {}:
@@ -124,10 +127,10 @@ def check_storable(prompt: Prompt) -> None:
 
 
 def group_record(group: SavedGroup) -> bytes:
-    """A group as bytes.
+    """Encode a group.
 
     Raises:
-        ConfigError: if the prompt holds what cannot be stored.
+        ConfigError: if the prompt holds a value that cannot be stored.
     """
     prompt = group.prompt
     samplings: list[SamplingParams] = []
@@ -152,7 +155,7 @@ def group_record(group: SavedGroup) -> bytes:
         record.key, record.metadata = packed(prompt.key), packed(prompt.metadata)
         return encode(record)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        # Of the last, a RecursionError, and a dict that a reward changes meanwhile.
+        # RuntimeError includes RecursionError, and a dict that a reward changes meanwhile.
         raise _unstorable(prompt, error) from error
 
 
@@ -165,10 +168,10 @@ def _unstorable(prompt: Prompt, error: Exception) -> ConfigError:
 
 
 def group_from(body: bytes) -> SavedGroup:
-    """The group in `body`.
+    """Decode the group in `body`.
 
     Raises:
-        msgspec.MsgspecError or ValueError: if there is none.
+        msgspec.MsgspecError or ValueError: if `body` is not a group.
     """
     record = decode(body, _Group)
     sampling, metadata = record.sampling, record.metadata
@@ -191,12 +194,12 @@ def group_from(body: bytes) -> SavedGroup:
 
 
 def lengths_record(group: GroupLengths) -> bytes:
-    """The lengths of a group as bytes."""
+    """Encode the lengths of a group."""
     return encode(_Lengths(group.launched, group.tokens.tobytes(), group.finished.tobytes()))
 
 
 def lengths_from(body: bytes) -> GroupLengths:
-    """The lengths in `body`."""
+    """Decode the lengths of a group in `body`."""
     record = decode(body, _Lengths)
     return GroupLengths(
         launched=record.launched,
@@ -206,7 +209,7 @@ def lengths_from(body: bytes) -> GroupLengths:
 
 
 def schedule_record(schedule: Schedule) -> bytes:
-    """A schedule as bytes: the names of its rules and their settings."""
+    """Encode a schedule: the names of its rules, and their settings."""
     return encode(
         _Schedule(
             over_provision=_named(schedule.over_provision),
@@ -219,7 +222,7 @@ def schedule_record(schedule: Schedule) -> bytes:
 
 
 def schedule_from(body: bytes) -> Schedule | None:
-    """The schedule in `body`; None if it has a rule that this version does not know."""
+    """Decode the schedule in `body`; None if it has a rule that this version does not know."""
     record = decode(body, _Schedule)
     (ratio, ratio_settings), (refill, refill_settings) = record.over_provision, record.refill
     over_provision = OVER_PROVISIONS.get(_FORMER_NAMES.get(ratio, ratio))

@@ -1,4 +1,4 @@
-"""A store in memory: what it keeps outlives its scheduler, but not its process."""
+"""A store in memory: its contents outlive the scheduler, but not the process."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from aprilsched.store.base import Slice, assemble, slices_of
 __all__ = ["KEPT_ENTRIES", "KEPT_LENGTHS", "MemoryStore"]
 
 KEPT_ENTRIES = 10_000
-"""Of the ledger, as many as the scheduler itself keeps."""
+"""Number of ledger entries that are kept, as many as the scheduler itself keeps."""
 KEPT_LENGTHS = 4096
-"""Groups; the scheduler looks at as many responses."""
+"""Number of groups whose lengths are kept; the scheduler uses as many responses."""
 
 
 class MemoryStore:
-    """Keeps everything until the process ends: for tests, and for a trainer that opens a new
-    scheduler after an error."""
+    """Keeps everything until the process ends.
+
+    It is meant for tests, and for a trainer that opens a new scheduler after an error.
+    """
 
     inline = True
 
@@ -44,7 +46,7 @@ class MemoryStore:
         self._lengths: deque[GroupLengths] = deque(maxlen=KEPT_LENGTHS)
 
     def open(self) -> Saved | None:
-        """What was saved before; None if nothing was."""
+        """Return what was saved before; None if nothing was."""
         if self._cut is None:
             return None
         return Saved(
@@ -61,7 +63,7 @@ class MemoryStore:
         )
 
     def save(self, cut: Cut, *, durable: bool) -> None:
-        """Keep a cut; `durable` or not, it is kept as long as the process lives."""
+        """Save a snapshot; `durable` makes no difference."""
         if cut.whole:
             self._clear()
         self._cut = cut
@@ -83,7 +85,7 @@ class MemoryStore:
             self._remove(group_id)
 
     def close(self) -> None:
-        """Nothing to do: it can be opened again."""
+        """Do nothing: the store can be opened again."""
 
     def _remove(self, group_id: int) -> None:
         self._group_states.pop(group_id, None)

@@ -1,8 +1,8 @@
-"""The caller's own values (keys and metadata of prompts) as MessagePack that keeps their types.
+"""Packs the caller's own values (keys and metadata of prompts) as MessagePack that keeps types.
 
-Invariant: what comes back is equal in value and type to what went in, or it is refused on the way
-in. Types are looked at exactly: a subclass (an enum of integers, a named tuple) would come back as
-its base. Nothing is ever imported or called by a name in the data.
+Invariant: a value comes back equal and of the same type, or it is refused when it is packed. Types
+are compared exactly, because a subclass (an integer enum, a named tuple) would come back as its
+base class. Nothing is ever imported or called by a name in the data.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 __all__ = ["packed", "unpacked"]
 
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
-"""As MessagePack has them."""
+"""The types that MessagePack has itself."""
 _ARRAY_KINDS = frozenset("biufcSUmM")
-"""NumPy's kinds whose type is told by its string, and whose values by their bytes."""
+"""The NumPy kinds whose string gives their type and whose bytes give their values."""
 _TUPLE, _SET, _FROZENSET, _DICT, _INT, _COMPLEX, _BYTEARRAY, _ARRAY, _SCALAR = range(1, 10)
 _DECIMAL, _UUID, _DATETIME, _DATE, _TIME, _TIMEDELTA = range(10, 16)
 
 
 def packed(value: object) -> Any:
-    """The value as what msgspec encodes without loss.
+    """Turn a value into one that msgspec encodes without loss.
 
     Raises:
-        TypeError or ValueError: if it, or something in it, would not come back as it is.
+        TypeError or ValueError: if it, or a value in it, would not come back unchanged.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -45,7 +45,7 @@ def packed(value: object) -> Any:
 
 
 def unpacked(code: int, data: memoryview) -> Any:
-    """What :func:`packed` wrapped: the hook for extension types of a decoder."""
+    """Restore a value that :func:`packed` wrapped; a decoder's hook for extension types."""
     if code not in _UNPACK:
         raise ValueError(f"a value of the unknown kind {code}")
     return _UNPACK[code](data)
@@ -102,7 +102,7 @@ def _scalar(value: np.generic[Any]) -> Any:
         raise TypeError(f"a value of type {type(value).__qualname__}")
     body = value.tobytes()
     if value.dtype.kind == "S" and body.endswith(b"\0"):
-        # NumPy takes it for padding. Of other strings it has cut it off before.
+        # NumPy takes the null for padding; in other string kinds it has removed it before.
         raise ValueError("a NumPy string that ends with a null")
     return _ext(_SCALAR, (name, body))
 

@@ -1,4 +1,4 @@
-"""The table of checks, one file for each theme, in the order of the report."""
+"""The table of checks in the order of the report; each theme has its own file."""
 
 from __future__ import annotations
 

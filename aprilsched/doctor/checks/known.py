@@ -1,8 +1,7 @@
-"""Hazards around requests that are not tried, because trying them takes too long or ends requests.
+"""Hazards of requests that are not tried, because a trial takes too long or ends requests.
 
-Two kinds, and the status tells them apart. Where the scheduler's own behaviour keeps the hazard
-away from a run on every server, whatever the server does, the line passes. Where what happens
-depends on the server, the line warns: nobody has looked.
+A line passes if the scheduler's own behaviour avoids the hazard on every server. A line warns if
+the result depends on the server, because that was not examined.
 """
 
 from __future__ import annotations
@@ -15,31 +14,31 @@ __all__ = ["CHECKS"]
 
 CHECKS: Sequence[Check] = (
     Check(
-        # Passes: the scheduler asks for no whole answers.
+        # It passes: the scheduler always streams.
         name="abort after retract (hazard 1)",
         judge=never_met,
-        meaning="A whole answer keeps only multiples of 50 tokens then.",
-        action="always streams, and so samples at most the tokens of one interval again",
+        meaning="A response that is not streamed keeps only a multiple of 50 tokens.",
+        action="always streams, so at most the tokens of one interval are sampled again",
     ),
     Check(
-        # Passes: the limits are those of the scheduler's own connections.
+        # It passes: the limits are those of the scheduler's own connections.
         name="time limits of clients (hazard 13)",
         judge=never_met,
-        meaning="A total time limit, or 100 connections, cuts the long tail off.",
-        action="sets neither; control calls alone have a limit",
+        meaning="A total time limit, or a limit of 100 connections, cuts off stragglers.",
+        action="sets neither; only control calls have a time limit",
     ),
     Check(
-        # Passes: it is the scheduler who repeats.
+        # It passes: repeating is up to the scheduler.
         name="retries (hazard 14)",
         judge=never_met,
-        meaning="A repeated generation decodes beside the first one.",
-        action="repeats one only if nothing was sent, or after an abort",
+        meaning="A repeated generation decodes at the same time as the first one.",
+        action="repeats a generation only if nothing was sent, or after an abort",
     ),
     Check(
-        # Warns: what a prefill pass costs is the server's, and refills are not all that arrives.
+        # It warns: the cost of a prefill pass is the server's, and not all requests are refills.
         name="trickling requests (hazard 15)",
         judge=not_tried,
         meaning="Each arrival costs every running request a prefill pass.",
-        action="starts groups many together; a retry or a next turn still comes alone",
+        action="starts many groups together; a retry or a next turn still arrives alone",
     ),
 )

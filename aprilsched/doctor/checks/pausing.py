@@ -1,4 +1,4 @@
-"""What a pause stops, keeps and holds."""
+"""Checks of what a pause stops, keeps and holds back."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["CHECKS"]
 
 
 def retract(notes: Notes) -> Verdict:
-    """pause(retract) stops a stream and keeps it open."""
+    """Whether pause(retract) stops a stream and keeps it open."""
     return _stops(notes, notes.retract, "retract")
 
 
 def in_place(notes: Notes) -> Verdict:
-    """pause(in_place) stops a stream and keeps it open."""
+    """Whether pause(in_place) stops a stream and keeps it open."""
     return _stops(notes, notes.in_place, "in_place")
 
 
@@ -42,12 +42,12 @@ def _stops(notes: Notes, noted: PauseNotes, scenario: str) -> Verdict:
 
 
 def goes_on(notes: Notes) -> Verdict:
-    """After retract, flush and continue."""
+    """Whether a stream continues after retract, flush and continue."""
     return _goes_on(notes, notes.retract, "retract")
 
 
 def goes_on_in_place(notes: Notes) -> Verdict:
-    """After in_place and continue."""
+    """Whether a stream continues after in_place and continue."""
     return _goes_on(notes, notes.in_place, "in_place")
 
 
@@ -57,12 +57,12 @@ def _goes_on(notes: Notes, noted: PauseNotes, scenario: str) -> Verdict:
     if noted.finish != "length":
         return failed(f"the stream ended with {noted.finish!r} after continue")
     if not noted.same_tokens:
-        return warned("the stream went on, with other tokens than without a pause")
-    return passed("the stream went on, with the tokens that it has without a pause")
+        return warned("the stream continued with other tokens than without a pause")
+    return passed("the stream continued with the same tokens as without a pause")
 
 
 def flush(notes: Notes) -> Verdict:
-    """Between retract and continue."""
+    """Whether the cache can be flushed between retract and continue."""
     noted = notes.retract
     if noted.flush_status is None:
         return left_out(notes, "retract", noted.why_not or "")
@@ -71,7 +71,7 @@ def flush(notes: Notes) -> Verdict:
 
 
 def held(notes: Notes) -> Verdict:
-    """A request that was sent during a pause."""
+    """Whether a request that is sent during a pause waits and is answered later."""
     noted = notes.retract
     if noted.held_completed is None:
         return left_out(notes, "retract", noted.why_not or "")
@@ -81,7 +81,7 @@ def held(notes: Notes) -> Verdict:
 
 
 def ready(notes: Notes) -> Verdict:
-    """Whether a pause can be seen."""
+    """Whether /ready shows a pause."""
     noted = notes.retract
     if noted.ready_status is None:
         return left_out(notes, "retract", noted.why_not or "")
@@ -90,15 +90,15 @@ def ready(notes: Notes) -> Verdict:
 
 
 def loads(notes: Notes) -> Verdict:
-    """Whether the loads can be believed."""
+    """What the loads report during a pause."""
     noted = notes.retract
     if noted.tokens_during is None:
         return left_out(notes, "retract", noted.why_not or "")
-    return passed(f"/v1/loads tells {noted.running_told} requests while paused")
+    return passed(f"/v1/loads reports {noted.running_told} requests while paused")
 
 
 def abort_in_place(notes: Notes) -> Verdict:
-    """A stream that is aborted between pause(in_place) and continue."""
+    """What happens to a stream that is aborted between pause(in_place) and continue."""
     noted = notes.in_place
     if noted.abort_finish is None:
         return left_out(notes, "in_place", noted.why_not or "")
@@ -113,20 +113,20 @@ CHECKS: Sequence[Check] = (
         name="pause retract",
         judge=retract,
         meaning="Stragglers wait inside the engine while new weights come in.",
-        action='pauses like this for straggler="retract"',
+        action='uses this pause for straggler="retract"',
     ),
     Check(
         name="continue after retract",
         judge=goes_on,
         meaning="A straggler's KV is recomputed and nothing of it is lost.",
-        action="delivers it in a later batch",
+        action="delivers the straggler in a later batch",
     ),
     Check(
         name="flush after retract (hazard 3)",
         judge=flush,
         meaning="Without a flush, tokens attend to keys of older weights.",
         action=(
-            'flushes between pause and update; where it cannot, use straggler="abort" with '
+            'flushes between pause and update; where that fails, use straggler="abort" with '
             'kv_after_refit="apart"'
         ),
     ),
@@ -134,36 +134,36 @@ CHECKS: Sequence[Check] = (
         name="held requests (hazard 4)",
         judge=held,
         meaning="A request sent during a pause is silent, and an abort of it is lost.",
-        action="sends none while paused, and hangs up on one that has given nothing",
+        action="sends none while paused, and closes the connection of one without a token",
     ),
     Check(
         name="ready while paused (hazard 6)",
         judge=ready,
-        meaning="/ready is how a pause shows from outside.",
-        action="asks it before it probes by a request; routers and watchdogs should ask it too",
+        meaning="/ready shows to other programs that a server is paused.",
+        action="asks it before it probes with a request; routers and watchdogs should ask it too",
     ),
     Check(
         name="loads while paused (hazard 7)",
         judge=loads,
-        meaning="The loads are those of before the pause.",
+        meaning="The loads are those from before the pause.",
         action="counts its own requests instead",
     ),
     Check(
         name="pause in_place",
         judge=in_place,
         meaning="The KV stays, so tokens after an update attend to keys of older weights.",
-        action='pauses like this only for straggler="in_place"',
+        action='uses this pause only for straggler="in_place"',
     ),
     Check(
         name="continue after in_place",
         judge=goes_on_in_place,
         meaning="Nothing is recomputed.",
-        action="delivers it in a later batch",
+        action="delivers the straggler in a later batch",
     ),
     Check(
         name="abort under in_place (hazard 5)",
         judge=abort_in_place,
-        meaning="It takes effect only after continue, with one token of the new version.",
-        action="repeats the abort until the stream ends, and believes the spans for that token",
+        meaning="Such an abort acts only after continue, with one token of the new version.",
+        action="repeats the abort until the stream ends, and trusts the spans for that token",
     ),
 )

@@ -1,4 +1,4 @@
-"""How a request ends before its time."""
+"""Checks of requests that end early."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["CHECKS"]
 
 
 def abort(notes: Notes) -> Verdict:
-    """A running request, ended."""
+    """Whether an abort ends a running request."""
     if notes.abort_seconds is None or not notes.aborted:
         return left_out(notes, "aborts")
     reason: dict[str, Any] = notes.aborted[-1]["meta_info"]["finish_reason"] or {}
@@ -23,7 +23,7 @@ def abort(notes: Notes) -> Verdict:
 
 
 def counts(notes: Notes) -> Verdict:
-    """Ids and logprobs at an abort."""
+    """Whether an aborted stream has as many ids as logprobs."""
     if not notes.aborted:
         return left_out(notes, "aborts")
     last = notes.aborted[-1]
@@ -34,7 +34,7 @@ def counts(notes: Notes) -> Verdict:
 
 
 def unknown(notes: Notes) -> Verdict:
-    """Nobody's rid."""
+    """Whether the abort of an unknown rid is harmless."""
     if notes.unknown_abort_status is None:
         return left_out(notes, "aborts")
     seen = f"aborting an unknown rid answers {notes.unknown_abort_status}"
@@ -42,7 +42,7 @@ def unknown(notes: Notes) -> Verdict:
 
 
 def duplicate(notes: Notes) -> Verdict:
-    """A rid twice."""
+    """Whether a rid in use is refused."""
     if notes.duplicate_status is None:
         return left_out(notes, "aborts")
     seen = f"a second request of a running rid answers {notes.duplicate_status}"
@@ -52,13 +52,15 @@ def duplicate(notes: Notes) -> Verdict:
 
 
 def hanging_up(notes: Notes) -> Verdict:
-    """A client that disconnects."""
+    """Whether the request of a disconnected client ends."""
     if notes.others != 0:
-        return left_out(notes, "hanging_up", "others' requests are on it, or it does not tell")
+        return left_out(
+            notes, "hanging_up", "others' requests are on it, or it does not report its load"
+        )
     if notes.left_seconds is None:
         if notes.paused_before or "hanging_up" in notes.trouble:
             return left_out(notes, "hanging_up")
-        return warned("its request was not seen to go within 3 s")
+        return warned("its request did not leave the server within 3 s")
     return passed(f"its request was gone after {notes.left_seconds * 1e3:.0f} ms")
 
 
@@ -67,7 +69,7 @@ CHECKS: Sequence[Check] = (
         name="abort",
         judge=abort,
         meaning="An abort without a pause gives all tokens at once; it is how rollouts move.",
-        action="repeats it until the stream has ended",
+        action="repeats the abort until the stream has ended",
     ),
     Check(
         name="ids at an abort (hazard 2)",
@@ -90,7 +92,7 @@ CHECKS: Sequence[Check] = (
     Check(
         name="hanging up (hazard 9)",
         judge=hanging_up,
-        meaning="A request whose client has gone may decode to its end, unseen.",
+        meaning="A request whose client has disconnected may decode to its end.",
         action="aborts every stream that it leaves before its end",
     ),
 )

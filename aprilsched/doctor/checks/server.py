@@ -1,4 +1,4 @@
-"""What the server is, and whether it is left as it was found."""
+"""Checks of what the server is, and whether it is left as it was found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _READ_UP_TO = (0, 5, 23)
 
 
 def release(notes: Notes) -> Verdict:
-    """Which one, and whether anything is known of it."""
+    """Which release it is, and whether its hazards are known."""
     seen = f"{notes.facts.capabilities.server}, model {notes.facts.model_path}"
     if notes.simulated:
         return warned(f"{seen}, simulated: no model is behind it")
@@ -31,24 +31,24 @@ def paused_before(notes: Notes) -> Verdict:
 
 
 def others(notes: Notes) -> Verdict:
-    """Whether it could be examined in full."""
+    """Whether it was idle, so that everything could be examined."""
     if notes.others is None:
-        return warned("/v1/loads does not tell how many requests are on it")
+        return warned("/v1/loads does not report how many requests are on it")
     if notes.others:
         return warned(f"{notes.others} requests of others were on it")
     return passed("it was idle")
 
 
 def vocabulary(notes: Notes) -> Verdict:
-    """Whether ids beyond it can be refused in time."""
+    """Whether token ids beyond the vocabulary can be refused in time."""
     size = notes.facts.vocab_size
     if size is None:
-        return warned("it does not tell the size of its vocabulary; ids beyond it were not tried")
+        return warned("it does not report the size of its vocabulary; ids beyond it were not tried")
     return passed(f"{size} token ids; ids beyond it were not tried")
 
 
 def room(notes: Notes) -> Verdict:
-    """What fits on it."""
+    """How much fits on it."""
     found = notes.facts.capabilities
     seen = f"{found.max_running_requests} running requests, {found.kv_tokens} tokens of KV"
     whole = found.max_running_requests is not None and found.kv_tokens is not None
@@ -56,7 +56,7 @@ def room(notes: Notes) -> Verdict:
 
 
 def label(notes: Notes) -> Verdict:
-    """Whether the weights have a version of ours."""
+    """Whether its label of the weights is a version number."""
     found = notes.facts.label
     if found == "default" or (found.isascii() and found.isdigit()):
         return passed(f"weight_version is {found!r}")
@@ -72,9 +72,9 @@ def health(notes: Notes) -> Verdict:
 
 
 def unchanged(notes: Notes) -> Verdict:
-    """Whether the doctor has left anything behind."""
+    """Whether the doctor left it unchanged."""
     if notes.label_after is None or notes.paused_after is None:
-        return failed("it did not answer when all was taken back")
+        return failed("it did not answer after everything was taken back")
     wrong = [
         what
         for what, is_so in (
@@ -96,19 +96,19 @@ CHECKS: Sequence[Check] = (
         name="release",
         judge=release,
         meaning="The hazards below were read or measured on SGLang 0.5.17 to 0.5.23.",
-        action="asks each server what it can do, and does without what it has not",
+        action="asks each server what it can do, and does not use what it cannot",
     ),
     Check(
         name="left paused (hazard 12)",
         judge=paused_before,
-        meaning="A control call that was cancelled between pause and continue stops it for ever.",
+        meaning="A client that stops between pause and continue leaves the server paused for ever.",
         action="follows every pause by a continue, and continues every server that it opens",
     ),
     Check(
         name="idle",
         judge=others,
         meaning="A server with others' requests is never paused or flushed by this command.",
-        action="none; examine an idle server for the whole picture",
+        action="none; examine an idle server to run every check",
     ),
     Check(
         name="vocabulary (hazard 3b)",
@@ -119,8 +119,8 @@ CHECKS: Sequence[Check] = (
     Check(
         name="room",
         judge=room,
-        meaning="A batch larger than this can never run at once.",
-        action="leaves what does not fit in the server's queue; bound it with max_in_flight",
+        meaning="A batch larger than this cannot run all at once.",
+        action="leaves the rest in the server's queue; set max_in_flight to bound it",
     ),
     Check(
         name="weight version",
@@ -132,7 +132,7 @@ CHECKS: Sequence[Check] = (
         name="health (hazard 6)",
         judge=health,
         meaning="/health generates a token, so it hangs while paused; a router may eject it then.",
-        action="asks it never, and /ready and /model_info instead; let routers do the same",
+        action="never calls it, but /ready and /model_info; routers should do the same",
     ),
 )
 LAST: Sequence[Check] = (

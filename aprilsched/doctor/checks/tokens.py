@@ -1,4 +1,4 @@
-"""Whether every token comes once, with its logprob and its version."""
+"""Checks that every token arrives once, with its logprob and its version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CHECKS"]
 
 
 def form(notes: Notes) -> Verdict:
-    """Incremental or cumulative."""
+    """Whether events are incremental or cumulative."""
     sizes = [len(event.get("output_ids", [])) for event in notes.events]
     if not sizes:
         return left_out(notes, "responses")
@@ -27,7 +27,7 @@ def form(notes: Notes) -> Verdict:
 
 
 def interval(notes: Notes) -> Verdict:
-    """Who sets the distance of events."""
+    """Whether a request can set the interval of its events."""
     if not notes.facts.stream_interval:
         return warned("a request cannot set stream_interval")
     if not notes.events:
@@ -38,7 +38,7 @@ def interval(notes: Notes) -> Verdict:
 
 
 def logprobs(notes: Notes) -> Verdict:
-    """One for each token."""
+    """Whether each token has one logprob."""
     whole = notes.whole
     if whole is None:
         return left_out(notes, "responses")
@@ -46,11 +46,11 @@ def logprobs(notes: Notes) -> Verdict:
     triples: list[Any] = meta.get("output_token_logprobs") or []
     seen = f"{len(triples)} logprobs for {len(ids)} tokens"
     agree = [triple[1] for triple in triples] == ids and len(ids) == meta["completion_tokens"]
-    return passed(seen) if agree else failed(f"{seen}; they do not belong together")
+    return passed(seen) if agree else failed(f"{seen}; they do not match")
 
 
 def spans(notes: Notes) -> Verdict:
-    """The version of every token."""
+    """Whether each token has a version."""
     if notes.whole is None:
         return left_out(notes, "responses")
     found = notes.whole["meta_info"].get("weight_versions")
@@ -63,7 +63,7 @@ def spans(notes: Notes) -> Verdict:
 
 
 def _covered(found: list[dict[str, Any]]) -> int:
-    """Tokens from the first one on without a gap."""
+    """Number of tokens from the first one on that are covered without a gap."""
     at = 0
     for span in found:
         if span["start"] > at:
@@ -73,7 +73,7 @@ def _covered(found: list[dict[str, Any]]) -> int:
 
 
 def same(notes: Notes) -> Verdict:
-    """Whether greedy is greedy."""
+    """Whether two greedy responses are equal."""
     if notes.whole is None or not notes.events:
         return left_out(notes, "responses")
     ids: list[int] = []
@@ -97,14 +97,14 @@ CHECKS: Sequence[Check] = (
     Check(
         name="stream interval (hazard 10)",
         judge=interval,
-        meaning="Events far apart cost nothing, and a lost server loses one interval.",
-        action="asks for 64 tokens where it may; else start the server with --stream-interval 64",
+        meaning="Long intervals are cheap; a lost server loses the tokens of one interval.",
+        action="asks for 64 tokens where it can; else start the server with --stream-interval 64",
     ),
     Check(
         name="logprobs",
         judge=logprobs,
         meaning="A token without its own logprob cannot be trained on.",
-        action="refuses a response in which they do not belong together",
+        action="refuses a response whose tokens and logprobs do not match",
     ),
     Check(
         name="version spans",

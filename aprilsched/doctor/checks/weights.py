@@ -1,8 +1,8 @@
-"""How new weights, adapters and memory come and go, and what cached KV they meet.
+"""Checks of updates of weights and adapters, of released memory, and of the KV cache.
 
-Only the cache's keys are tried; the rest would change the server or kill it. A line passes if the
-server says that it has what is needed, or if the scheduler keeps the hazard away on every server;
-what depends on the server and is not tried warns.
+Only the cache keys are tried; the rest would change the server or kill it. A line passes if the
+server says that it has what is needed, or if the scheduler avoids the hazard on every server; a
+line warns if it depends on the server and is not tried.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["CHECKS"]
 
 
 def brackets(notes: Notes) -> Verdict:
-    """From the server's own schema."""
+    """Whether updates have a begin and an end, from the server's own schema."""
     if notes.facts.update_sessions:
         return passed("it has begin_weight_update and end_weight_update")
     if not notes.paths:
@@ -34,7 +34,7 @@ def brackets(notes: Notes) -> Verdict:
 
 
 def ranks(notes: Notes) -> Verdict:
-    """From the server's arguments."""
+    """The number of ranks, from the server's arguments."""
     count, copies = notes.facts.capabilities.ranks, notes.info.get("dp_size") or 1
     seen = f"{count} rank{'s' if count > 1 else ''} (tp_size times pp_size)"
     if copies > 1 and not notes.info.get("enable_dp_attention"):
@@ -43,48 +43,48 @@ def ranks(notes: Notes) -> Verdict:
 
 
 def label_default(notes: Notes) -> Verdict:
-    """From the server's own schema."""
+    """The default of update_weight_version, from the server's own schema."""
     return _default(notes, "UpdateWeightVersionReqInput", "abort_all_requests", True)
 
 
 def pause_default(notes: Notes) -> Verdict:
-    """From the server's own schema."""
+    """The default of pause_generation, from the server's own schema."""
     return _default(notes, "PauseGenerationReqInput", "mode", "abort")
 
 
 def _default(notes: Notes, body: str, name: str, dangerous: object) -> Verdict:
-    """Passes whatever it is: the scheduler never leaves it to the default."""
+    """It passes with every default, because the scheduler always gives the value."""
     field: dict[str, Any] = notes.schemas.get(body, {}).get(name, {})
     if "default" not in field:
-        return passed(f"its schema does not tell the default of {name}")
+        return passed(f"its schema does not give the default of {name}")
     found = field["default"]
     danger = " (every request ends)" if found == dangerous else ""
     return passed(f"the default of {name} is {found!r}{danger}")
 
 
 def flush_in_update(notes: Notes) -> Verdict:
-    """Warns: the scheduler never does it, but whoever updates the same server by hand may."""
+    """It warns: the scheduler never does it, but updates of the same server by hand may."""
     if notes.simulated:
         return warned("not tried: the simulated server refuses it, where a real one dies")
     return warned(f"not tried: {notes.facts.capabilities.server} asserts that it is idle")
 
 
 def failed_load(notes: Notes) -> Verdict:
-    """Warns: only some failures are answered at all."""
+    """It warns: only some failures are answered at all."""
     if notes.simulated:
         return warned("not tried: the simulated server keeps its old weights")
     return warned("not tried: it loads the same directory once more, and dies if that fails too")
 
 
 def release(notes: Notes) -> Verdict:
-    """From the version; never tried, since an older one dies of it."""
+    """It is derived from the version and never tried, because an older server dies of it."""
     if notes.facts.capabilities.release_while_paused:
         return warned("not tried: known to be possible since 0.5.21")
     return warned("not tried: 0.5.17 asserts that nothing waits, and dies")
 
 
 def kept(notes: Notes) -> Verdict:
-    """From the server's arguments."""
+    """What happens to released weights, from the server's arguments."""
     if not notes.info.get("enable_memory_saver"):
         return warned("no memory saver: a release frees nothing, and the weights stay")
     if notes.facts.capabilities.keeps_released_weights:
@@ -93,14 +93,14 @@ def kept(notes: Notes) -> Verdict:
 
 
 def adapters(notes: Notes) -> Verdict:
-    """From the server's arguments."""
+    """Whether LoRA is enabled, from the server's arguments."""
     if notes.facts.capabilities.adapters:
         return passed("LoRA is enabled")
     return warned("LoRA is not enabled")
 
 
 def cache_keys(notes: Notes) -> Verdict:
-    """One prompt three times: twice under one key, then under another."""
+    """Whether cache keys separate prompts: the same one twice under one key, then under another."""
     if len(notes.cached) < 3:
         return left_out(notes, "cache_keys")
     _, again, other = notes.cached
@@ -114,8 +114,8 @@ CHECKS: Sequence[Check] = (
     Check(
         name="cache keys",
         judge=cache_keys,
-        meaning="A key for each version keeps old KV from new requests where none is flushed.",
-        action='sends one with kv_after_refit="apart"',
+        meaning="With a key for each version, new requests never use old KV that was not flushed.",
+        action='sends a key for each version with kv_after_refit="apart"',
     ),
     Check(
         name="default of a pause",
@@ -126,65 +126,65 @@ CHECKS: Sequence[Check] = (
     Check(
         name="update outside of a pause (hazard 8)",
         judge=never_met,
-        meaning="It waits for every running request.",
-        action="pauses first",
+        meaning="Such an update waits for every running request.",
+        action="pauses the server first",
     ),
     Check(
         name="flush within an update (hazard 3)",
         judge=flush_in_update,
         meaning="An update with flush_cache=true, its default, can kill a busy scheduler.",
-        action="flushes while paused, then updates with flush_cache=false; do so by hand too",
+        action="flushes while paused, then updates with flush_cache=false; do the same by hand",
     ),
     Check(
         name="failed load from disk",
         judge=failed_load,
         meaning="Weights are written in place: what failed half-way is not rolled back.",
-        action="takes such weights for torn and sends nothing there until a whole refit is in",
+        action="treats such weights as inconsistent and sends nothing there until a complete refit",
     ),
     Check(
         name="brackets of an update",
         judge=brackets,
-        meaning="Tensor and distributed updates must be put between these two where they exist.",
-        action="puts them there, and closes one that a failure left open",
+        meaning="Tensor and distributed updates must stand between these calls where they exist.",
+        action="puts them there, and closes an update that a failure left open",
     ),
     Check(
         name="default of a new label",
         judge=label_default,
         meaning="A bare update_weight_version can end every request.",
         action=(
-            "labels tensor and distributed updates by it with abort_all_requests=false, others "
-            "within the update"
+            "labels tensor and distributed updates by it with abort_all_requests=false; other "
+            "updates carry a label"
         ),
     ),
     Check(
         name="ranks",
         judge=ranks,
-        meaning="Each takes its own part of a tensor or distributed update.",
+        meaning="Each rank takes its own part of a tensor or distributed update.",
         action="counts them for the trainer's group (rank offsets) and sends a handle to each",
     ),
     Check(
         name="LoRA adapters",
         judge=adapters,
-        meaning="Adapters load beside each other while the server generates.",
-        action="publishes adapters only where it is; start the server with --enable-lora",
+        meaning="Several adapters can be loaded while the server generates.",
+        action="publishes adapters only where it is enabled; start the server with --enable-lora",
     ),
     Check(
         name="unload of an adapter in use",
-        # Passes: an adapter is unloaded when nothing of ours samples with it any more.
+        # It passes: an adapter is unloaded when no request of ours samples with it any more.
         judge=never_met,
-        meaning="It waits for the adapter's last request, and no other adapter loads meanwhile.",
-        action="unloads one only when its own last request under it has ended",
+        meaning="An unload waits for the adapter's last request; no other adapter loads meanwhile.",
+        action="unloads an adapter only after the last request of the scheduler with it",
     ),
     Check(
         name="release while requests wait",
         judge=release,
-        meaning="Stragglers can sleep inside the engine only where memory may go under them.",
-        action="keeps them inside since 0.5.21; elsewhere calls them back before asleep()",
+        meaning="Stragglers can stay in a sleeping engine only if it can release memory meanwhile.",
+        action="keeps them in the engine since 0.5.21; elsewhere takes them back before asleep()",
     ),
     Check(
         name="released weights",
         judge=kept,
-        meaning="--enable-memory-saver lends memory; --enable-weights-cpu-backup keeps weights.",
-        action="generates nothing on an engine whose weights were lost until a refit is in",
+        meaning="--enable-memory-saver frees memory; --enable-weights-cpu-backup keeps weights.",
+        action="sends nothing to an engine whose weights were lost until it has had a refit",
     ),
 )

@@ -1,4 +1,4 @@
-"""Checkpoints: a whole scheduler in one file, which belongs to a trainer's own checkpoint."""
+"""Checkpoints: a whole scheduler in one file, to be kept with a trainer's own checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["read_checkpoint", "write_checkpoint"]
 
 
 def write_checkpoint(path: Path, cut: Cut) -> None:
-    """Write a whole cut to `path`, whole or not at all; what is there is replaced.
+    """Write a full snapshot to `path`, completely or not at all; an existing file is replaced.
 
     Raises:
         StoreError: if it cannot be written.
@@ -37,15 +37,15 @@ def write_checkpoint(path: Path, cut: Cut) -> None:
 
 
 def read_checkpoint(path: Path) -> Saved:
-    """What :func:`write_checkpoint` wrote; the file is left as it is.
+    """Read a file that :func:`write_checkpoint` wrote; the file is not changed.
 
     Raises:
-        StoreError: if there is none, or it cannot be read.
+        StoreError: if there is no such file, or it cannot be read.
     """
     if not safe_path(path).exists():
         raise StoreError(f"{path} is not there; name a checkpoint that was written.")
     with said_by(path, "read"):
-        # In memory, so that one of an older schema is brought up to date without a change of it.
+        # A copy in memory can be migrated from an older schema without changing the file.
         connection = sqlite3.connect(":memory:", isolation_level=None)
         try:
             file = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)

@@ -1,9 +1,9 @@
-"""Giving up the space of tokens that are gone.
+"""Frees the space of tokens whose rollouts are gone.
 
-A page holds what arrived between two cuts, of many rollouts, and those leave at different times.
-When more tokens are dead than alive, pages that are mostly dead are written together into new
-ones, some at a time: the file never holds much more than twice what lives, and a token is moved
-about once. Pages of the file that became free are given back to the disk.
+A page holds the tokens of many rollouts that arrived between two snapshots, and those rollouts
+leave at different times. When more tokens are dead than alive, pages that are mostly dead are
+merged into new ones, some at a time. So the file never holds much more than twice the live tokens,
+and a token is moved about once. Free pages of the file are returned to the disk.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from aprilsched.types import Float32Array, Int32Array
 __all__ = ["Cleaner"]
 
 _SLACK_TOKENS = 1 << 20
-"""8 MB: below that it is not worth the trouble."""
+"""Number of dead tokens (8 MB) that are always tolerated."""
 _MANY_PAGES = 1024
 _SMALL_TOKENS = 1 << 16
 _AT_ONCE_TOKENS = 1 << 21
-"""16 MB in one transaction: a batch that is to be handed over may have to wait for it."""
+"""Number of tokens in one transaction (16 MB): delivering a batch may have to wait for it."""
 _FREE_PAGES = 256
 
 
 @dataclass(slots=True)
 class _Census:
-    """What is in the file."""
+    """Counts the contents of the file."""
 
     members: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     """The rollouts of each group."""
     since: dict[int, int] = field(default_factory=dict[int, int])
-    """The first page that counts, for rollouts that began anew."""
+    """The first page that counts, for each rollout that started again."""
     stored: int = 0
-    """Tokens in all pages."""
+    """Number of tokens in all pages."""
     live: int = 0
-    """Of them those of rollouts that are still there; about, where some began anew."""
+    """Number of tokens of live rollouts; too high where rollouts started again."""
     pages: int = 0
 
 
 class Cleaner:
-    """Knows what lives, and cleans when it is time."""
+    """Counts the live tokens, and frees the space of the others when it is worthwhile."""
 
     def __init__(self) -> None:
         self._census = _Census()
 
     def begin(self, connection: sqlite3.Connection, saved: Saved | None) -> None:
-        """A file was opened that holds this."""
+        """Count the contents of a file that was opened."""
         census = self._census = _Census()
         if saved is None:
             return
@@ -66,7 +66,7 @@ class Cleaner:
             census.pages += 1
 
     def note(self, cut: Cut, page: int) -> None:
-        """A cut was written; `page` is the number of its page."""
+        """Count a snapshot that was written; `page` is the number of its page."""
         if cut.whole:
             self._census = _Census()
         census = self._census
@@ -80,7 +80,7 @@ class Cleaner:
             census.live += cut.page.tokens
             census.pages += 1
         for group_id, tokens in cut.removed:
-            # One that came and went between two cuts was never written.
+            # A group that came and went between two snapshots was never written.
             members = census.members.pop(group_id, None)
             if members is None:
                 continue
@@ -89,10 +89,10 @@ class Cleaner:
                 census.since.pop(rollout_id, None)
 
     def clean(self, connection: sqlite3.Connection) -> None:
-        """Clean some of it, if it is time.
+        """Free some space, if it is worthwhile.
 
         Raises:
-            sqlite3.Error: if that fails; everything is then as before.
+            sqlite3.Error: if that fails; the file is then unchanged.
         """
         if not self._due():
             return
@@ -113,14 +113,17 @@ class Cleaner:
         connection.execute(f"PRAGMA incremental_vacuum({_FREE_PAGES})").fetchall()
 
     def _due(self, *, without: int = 0) -> bool:
-        """Is it time, and would it still be `without` so many dead tokens?"""
+        """Whether cleaning is worthwhile if the file had `without` fewer dead tokens."""
         census = self._census
         dead = census.stored - without - census.live
         return census.pages > _MANY_PAGES or dead > census.live + _SLACK_TOKENS
 
     def _choose(self, connection: sqlite3.Connection) -> tuple[list[int], int]:
-        """What to clean, and what is dead in it: pages that are all dead, and, where those are not
-        enough, those that are mostly dead; small ones where there are many."""
+        """The pages to clean, and their number of dead tokens.
+
+        These are all dead pages and, where those are not enough, mostly dead ones; where there
+        are many pages, also small ones.
+        """
         many = self._census.pages > _MANY_PAGES
         alive = self._alive()
         chosen: list[int] = []
@@ -150,7 +153,7 @@ class Cleaner:
         return np.fromiter((rollout for group in members for rollout in group), dtype=np.int32)
 
     def _merged(self, connection: sqlite3.Connection, chosen: Iterable[int]) -> TokenPage | None:
-        """One page of all that lives in these, each rollout's tokens side by side."""
+        """Merge the live tokens of these pages into one page; each rollout's tokens are joined."""
         alive, since = self._alive(), self._census.since
         places: dict[str, int] = {}
         tables: list[Int32Array] = []
@@ -164,7 +167,7 @@ class Cleaner:
                 continue
             slices = page.slices.copy()
             new_places = [places.setdefault(engine, len(places)) for engine in page.engines]
-            # A place of -1, for no engine, finds the last entry.
+            # The place -1, which means no engine, indexes the last entry.
             slices[:, 4] = np.array([*new_places, -1], dtype=np.int32)[slices[:, 4]]
             lives = np.isin(slices[:, 0], alive)
             for rollout_id in [r for r, first in since.items() if seq < first]:
@@ -185,15 +188,17 @@ class Cleaner:
 
 
 def _table(blob: object) -> Int32Array:
-    # A damaged row may hold anything; what it held is dead.
+    # A damaged row may hold anything; its tokens count as dead.
     if type(blob) is not bytes or len(blob) % 20:
         return np.empty((0, 5), dtype=np.int32)
     return np.frombuffer(blob, dtype=np.int32).reshape(-1, 5)
 
 
 def _joined(slices: Int32Array) -> tuple[Int32Array, NDArray[np.int64]]:
-    """Slices in the order of rollouts and positions, those that continue each other as one; and
-    where each of their tokens was."""
+    """Sort slices by rollout and position and join those that continue each other.
+
+    Also returns the former index of each token, in the new order.
+    """
     by_place = np.lexsort((slices[:, 1], slices[:, 0]))
     begins: NDArray[np.int64] = np.concatenate(([0], np.cumsum(slices[:, 2], dtype=np.int64)[:-1]))[
         by_place

@@ -1,4 +1,4 @@
-"""Opening the file of a store, for one scheduler at a time, and what its failures mean."""
+"""Opens the file of a store for one scheduler at a time, and explains SQLite's failures."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["connect", "safe_path", "said_by"]
 
 _WAIT_SECONDS = 1.0
 _PAGE_BYTES = 16_384
-"""Blobs are large; in pages of 4 KiB each would be a long chain."""
+"""Blobs are large; in pages of 4 KiB each blob would be a long chain."""
 _WAL_BYTES = 1 << 25
 _DAMAGED = "restore a checkpoint, or move it away to begin anew"
 
 
 def safe_path(path: Path) -> Path:
-    """The path, if what is there is a plain file in its folder or nothing.
+    """The path, if a plain file or nothing is there.
 
     Raises:
-        StoreError: if it, or a file that belongs to it, leads out of its folder or is no file.
+        StoreError: if it, or a file that belongs to it, is a link or is not a file.
     """
     for name in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-journal")):
         try:
@@ -43,10 +43,10 @@ def safe_path(path: Path) -> Path:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """The store's file, made if it is not there, in the newest schema, and nobody else's.
+    """Open the file, make it if it is missing, bring it to the newest schema, and lock it.
 
     Raises:
-        StoreError: if it cannot be had.
+        StoreError: if it cannot be opened.
     """
     connection = None
     with said_by(path, "opened"):
@@ -68,7 +68,7 @@ def connect(path: Path) -> sqlite3.Connection:
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-    # Locked until it is closed: two schedulers would write each other's rollouts over.
+    # The file stays locked: two schedulers would overwrite each other's rollouts.
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
@@ -81,7 +81,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def said_by(path: Path, what: str) -> Generator[None]:
-    """Failures of SQLite inside as one sentence about `path`.
+    """Turn failures of SQLite into one sentence about `path`.
 
     Raises:
         StoreError: instead of sqlite3.Error and OSError.
@@ -91,7 +91,7 @@ def said_by(path: Path, what: str) -> Generator[None]:
     except sqlite3.Error as error:
         raise StoreError(f"{path} could not be {what} ({error}); {_advice(error)}.") from error
     except UnicodeDecodeError as error:
-        # From the message of an error about a name in the file that is none any more.
+        # SQLite's own message quotes a damaged name of the file's schema.
         raise StoreError(f"{path} could not be {what} (it is damaged); {_DAMAGED}.") from error
     except OSError as error:
         why = error.strerror or error

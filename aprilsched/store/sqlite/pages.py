@@ -1,4 +1,4 @@
-"""Pages of tokens as rows."""
+"""Pages of tokens as rows of a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLUMNS = "slices, engines, token_ids, logprobs, crc"
 
 
 def insert_page(connection: sqlite3.Connection, page: TokenPage) -> None:
-    """Append a page."""
+    """Insert a page."""
     engines = msgspec.json.encode(page.engines)
     slices, ids, logprobs = page.slices.data, page.token_ids.data, page.logprobs.data
     crc = checksum(slices, engines, ids, logprobs)

@@ -1,8 +1,8 @@
-"""Everything that a file holds, with what is damaged told apart.
+"""Reads everything that a file holds, and says what is damaged.
 
-A damaged page ends the tokens of its rollouts before it: they are generated again. A damaged
-record of a group or rollout costs the group, by name. Only without the run's own record nothing can
-be read.
+Tokens in a damaged page, and those after them in the same rollouts, are generated again. A damaged
+record of a group or rollout costs the group, which is named. Only a damaged record of the run
+itself makes the file unreadable.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, IndexError, KeyError, ConfigErr
 
 
 def read_saved(connection: sqlite3.Connection, path: Path) -> Saved | None:
-    """What the file holds; None if nothing was saved yet.
+    """Read the contents of the file; None if nothing was saved yet.
 
     Raises:
-        StoreError: if the run's own record is damaged, or the file holds what no store has.
+        StoreError: if the run's own record is damaged, or the file is not a valid store.
         sqlite3.Error: if the file cannot be read.
     """
     try:
-        # What SQLite would find out only when it writes there must not end a run later.
+        # Damage that SQLite would notice only at a later write must not end a run then.
         (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
         if found != "ok":
             raise ValueError(found)
@@ -98,7 +98,7 @@ def _read(connection: sqlite3.Connection, path: Path) -> Saved | None:
 
 
 def _record(body: bytes, crc: int, read: Callable[[bytes], T]) -> T | None:
-    """The record, or None if it is damaged."""
+    """Decode a record; None if it is damaged."""
     # A damaged row may hold anything in any column.
     if type(body) is not bytes or checksum(body) != crc:
         return None
@@ -137,7 +137,7 @@ def _group_states(connection: sqlite3.Connection, damaged: dict[int, str]) -> di
 def _rollouts(
     connection: sqlite3.Connection, groups: list[SavedGroup], damaged: dict[int, str]
 ) -> tuple[dict[int, RolloutState], dict[int, int]]:
-    """Their states, and the page from which on their tokens count."""
+    """The rollouts' states, and the first page that counts for each rollout's tokens."""
     group_of = {m.rollout_id: group.group_id for group in groups for m in group.members}
     states: dict[int, RolloutState] = {}
     since: dict[int, int] = {}
@@ -147,11 +147,11 @@ def _rollouts(
         state = _record(body, crc, lambda body: decode(body, RolloutState))
         if rollout_id not in group_of:
             if state is not None and state.group_id in damaged:
-                states[rollout_id] = state  # so that it is named among what was lost
+                states[rollout_id] = state  # With it the lost rollout can be named.
             continue
         if state is None or state.rollout_id != rollout_id or type(first_page) is not int:
-            # Whether it had come to its end is not known any more, and to go on after an end of
-            # a response would make one that no policy would sample.
+            # It is unknown whether the rollout had ended, and to continue after the end of a
+            # response would make a response that no policy would sample.
             damaged[group_of[rollout_id]] = "the record of one of its rollouts is damaged"
         else:
             states[rollout_id] = state

@@ -1,7 +1,7 @@
-"""The tables, and how older files become newer ones.
+"""The tables of the file, and the scripts that bring an older file to the newest schema.
 
-A file of schema n has run the first n scripts; a new file runs all of them. Scripts that were
-released are never changed, only followed by others.
+A file of schema n has run the first n scripts; a new file runs all of them. A script that was
+released is never changed; a change of the schema is a new script.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from aprilsched.errors import StoreError
 __all__ = ["APPLICATION", "SCRIPTS", "migrate"]
 
 APPLICATION = 0x4150524C
-""""APRL", in the header of each file."""
+""""APRL", the application id in the header of each file."""
 
 SCRIPTS: tuple[str, ...] = (
     """
@@ -46,7 +46,7 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
     """Bring the file to the newest schema, in one transaction.
 
     Raises:
-        StoreError: if it is no store, or of a newer version of aprilsched.
+        StoreError: if it is not a store, or was written by a newer version of aprilsched.
         sqlite3.Error: if the file cannot be read or written.
     """
     (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -71,7 +71,7 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute(f"PRAGMA user_version = {len(SCRIPTS)}")
         connection.execute("COMMIT")
     except BaseException:
-        # SQLite has ended it already where the disk is full.
+        # On a full disk SQLite has already ended the transaction.
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise

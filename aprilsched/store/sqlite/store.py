@@ -2,11 +2,11 @@
 
 Invariants:
 
-- A cut is one transaction: what is in the file is the scheduler at one moment, whatever ends the
-  process. Write-ahead logging keeps it whole; a torn tail of the log is cut off when it is opened.
-- Tokens are appended in pages, one for each cut, and never rewritten but to give up the space of
-  those that are gone (:mod:`aprilsched.store.sqlite.cleaning`).
-- One scheduler at a time; the file is locked while it is open.
+- A snapshot is one transaction: the file holds the scheduler's state at one moment, whatever ends
+  the process. Write-ahead logging ensures it: an incomplete end of the log is dropped on opening.
+- Tokens are appended in pages, one for each snapshot, and rewritten only to free the space of
+  tokens that are gone (:mod:`aprilsched.store.sqlite.cleaning`).
+- The file is locked while it is open, so only one scheduler uses it at a time.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _TABLES = (
 
 
 class SqliteStore:
-    """Keeps partial rollouts in the file `path`; it is made when the scheduler is opened.
+    """Keeps partial rollouts in the file `path`, which is made when the scheduler is opened.
 
     Args:
-        path: in a folder that is there. One scheduler at a time.
-        inline: write on the event loop instead of in a thread, as a virtual clock needs it.
+        path: the file, in an existing folder. Only one scheduler may use it at a time.
+        inline: write on the event loop and not in a thread, as a virtual clock requires.
     """
 
     def __init__(self, path: Path | str, *, inline: bool = False) -> None:
@@ -67,7 +67,7 @@ class SqliteStore:
         return f"SqliteStore({str(self.path)!r})"
 
     def open(self) -> Saved | None:
-        """What was saved before; None in a new file.
+        """Open the file and return what was saved before; None in a new file.
 
         Raises:
             StoreError: if the file cannot be opened, read or written, or is in use.
@@ -76,7 +76,7 @@ class SqliteStore:
         connection = connect(self.path)
         try:
             with said_by(self.path, "read"):
-                # Also shows at once a folder that cannot be written.
+                # This also shows at once that a folder is not writable.
                 connection.execute("BEGIN IMMEDIATE")
                 saved = read_saved(connection, self.path)
                 self._cleaner.begin(connection, saved)
@@ -91,10 +91,10 @@ class SqliteStore:
         return saved
 
     def save(self, cut: Cut, *, durable: bool) -> None:
-        """Keep a cut, whole or not at all.
+        """Save a snapshot, completely or not at all.
 
         Raises:
-            StoreError: if it cannot be written; the store is then as it was before.
+            StoreError: if it cannot be written; the store is then unchanged.
             ConfigError: if the metadata of a prompt cannot be stored.
         """
         connection = self._opened()
@@ -113,7 +113,7 @@ class SqliteStore:
             self._cleaner.clean(connection)
 
     def into_one_file(self) -> None:
-        """End the write-ahead log: everything is in the one file.
+        """End the write-ahead log, so that everything is in the one file.
 
         Raises:
             StoreError: if that fails.
@@ -122,7 +122,7 @@ class SqliteStore:
             self._opened().execute("PRAGMA journal_mode = DELETE")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         connection, self._connection = self._connection, None
         if connection is not None:
             with said_by(self.path, "closed"):
@@ -134,7 +134,8 @@ class SqliteStore:
         return self._connection
 
     def _be_durable(self, connection: sqlite3.Connection, durable: bool) -> None:
-        # NORMAL survives the process, FULL also a loss of power: it waits for the disk.
+        # NORMAL survives the end of the process. FULL waits for the disk and also survives a loss
+        # of power.
         if durable != self._durable:
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._durable = durable
@@ -158,8 +159,11 @@ _OPEN: weakref.WeakSet[SqliteStore] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """In a forked process: a connection that is closed there, if only because it is collected,
-    deletes the write-ahead log under the process that writes it. So it is never closed."""
+    """Keep a forked process from closing its copies of open connections.
+
+    Closing one there, even by garbage collection, would delete the write-ahead log of the process
+    that writes it. So the copies are leaked on purpose.
+    """
     for store in _OPEN:
         if store._connection is not None:  # pyright: ignore[reportPrivateUsage]
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(store._connection))  # pyright: ignore[reportPrivateUsage]
