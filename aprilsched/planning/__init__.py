@@ -1,4 +1,4 @@
-"""Choosing a schedule: what each candidate would do with lengths like those seen, and the pick."""
+"""Chooses a schedule: predicts what each candidate would do with the observed lengths."""
 
 from aprilsched.planning.planner import Planner
 

@@ -1,11 +1,11 @@
-"""The least stale schedule within 2 % of the fastest.
+"""Chooses the least stale schedule within 2 % of the fastest.
 
-Optima are flat: around the fastest schedule many others are as fast within noise, with very
-different staleness. So speed decides only down to `TOLERANCE`, and staleness among the rest.
+Optima are flat: many schedules are as fast as the fastest within noise, with very different
+staleness. So differences in speed below `TOLERANCE` do not count, and staleness decides.
 
-Invariants: what passes the user's staleness bound is never chosen while anything else can be; a
-choice is a function of its arguments, with no chance in it. What passes the KV pool is no worse
-than what it costs, which the trials know.
+Invariants: a schedule that exceeds the user's staleness bound is chosen only if all do. A choice is
+a function of its arguments, without randomness. A schedule that fills the KV pool is judged by its
+cost, which the trials include.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 __all__ = ["RATIOS", "TOLERANCE", "Planner", "Tried", "candidates", "choose", "named"]
 
 TOLERANCE = 0.02
-"""Speed that may be given for less staleness."""
+"""Share of the speed that may be given up for less staleness."""
 _STAYS = 0.01
-"""A schedule in force may be that much slower still before another one replaces it."""
+"""Additional share of the speed that the schedule in force may give up before it is replaced."""
 _STALER = 0.03
-"""And that much staler, as a share of the tokens."""
+"""Additional share of off-policy tokens with which the schedule in force is not yet replaced."""
 _TOO_STALE = 0.005
-"""Share of the tokens that may pass the user's bound: those have loss mask 0, or are evicted."""
+"""Share of the tokens that may exceed the user's bound; they get loss mask 0, or are evicted."""
 _BRIEF = 6
-"""Batches of the first look at every candidate."""
+"""Number of batches in the first, brief trial of every candidate."""
 _MAY_RISE = 0.04
-"""How far below the fastest of that look the fastest may be hidden."""
+"""Largest distance from the fastest in the brief trial at which the real fastest may be."""
 _MOST_GROUPS = 128
 """A larger batch is tried out as an equal share of it on fewer engines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tried:
-    """A schedule and what it would do."""
+    """A schedule and the outcome of its trial."""
 
     schedule: Schedule
     outcome: Outcome
@@ -56,10 +56,10 @@ class Planner:
     """Chooses schedules for runs on engines of one kind.
 
     Args:
-        model: how long an engine takes (``aprilsched calibrate`` fits one).
-        max_running: most requests that one engine decodes together.
-        inline: choose on the caller's thread. For virtual clocks, which do not wait for threads;
-            on a real one the event loop would stand still for a second.
+        model: step-time model of an engine (``aprilsched calibrate`` fits one).
+        max_running: largest number of requests that one engine decodes together.
+        inline: choose on the caller's thread, for virtual clocks, which do not wait for threads.
+            On a real clock this would block the event loop for a second.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Planner:
         self.inline = inline
 
     def plan(self, command: Plan, config: SchedulerConfig) -> Schedule:
-        """The schedule to follow, with what is expected of it: perhaps the one in force again."""
+        """The schedule to follow, with its expected outcome; it may be the one in force."""
         setting = self.setting(command, config)
         tried = trials(setting, may_defer=config.may_defer, current=command.current)
         best = choose(tried)
@@ -84,7 +84,7 @@ class Planner:
         return best.schedule
 
     def setting(self, command: Plan, config: SchedulerConfig) -> Setting:
-        """What candidates are tried out on."""
+        """The conditions in which candidates are tried out."""
         stop = config.stop_policy
         scale = max(1, min(command.engines, command.batch_groups // _MOST_GROUPS))
         observed = ObservedLengths(window=10**9)
@@ -111,10 +111,10 @@ class Planner:
 
 
 def trials(setting: Setting, *, may_defer: bool, current: Schedule | None = None) -> list[Tried]:
-    """Candidates tried out, with what they are expected to do written into them.
+    """Try candidates out, and write the expected outcome into their schedules.
 
-    All of them briefly; those that are near the fastest then, and `current`, for longer. What
-    turns out to pass a bound only in the longer trial makes room for the next fastest.
+    All candidates get a brief trial; those that are near the fastest there, and `current`, get a
+    longer one. If a longer trial exceeds a bound, the next fastest takes that candidate's place.
     """
     several = candidates(
         batch_groups=setting.batch_groups, engines=setting.engines, may_defer=may_defer
@@ -125,7 +125,7 @@ def trials(setting: Setting, *, may_defer: bool, current: Schedule | None = None
     while near := _near(first, longer):
         longer.update((place, try_out(first[place][0], setting)) for place in near)
     for place, (schedule, _) in enumerate(first):
-        # Held against the best on as long a trial, or it would be given up by chance.
+        # The schedule in force needs an equally long trial, or it would be replaced by chance.
         now = current is not None and schedule.same_as(current)
         if longer and now and place not in longer:
             longer[place] = try_out(schedule, setting)
@@ -137,7 +137,7 @@ def trials(setting: Setting, *, may_defer: bool, current: Schedule | None = None
 
 
 def _near(first: Sequence[tuple[Schedule, Outcome]], longer: Mapping[int, Outcome]) -> list[int]:
-    """Places of those that are allowed as far as is known, near the fastest, not tried longer."""
+    """Indices of candidates near the fastest, within the bound so far, and not yet tried longer."""
     allowed = {
         place: outcome.efficiency
         for place, (_, outcome) in enumerate(first)
@@ -159,10 +159,10 @@ def _tried(schedule: Schedule, outcome: Outcome) -> Tried:
 
 
 def choose(tried: Sequence[Tried]) -> Tried:
-    """The least stale within `TOLERANCE` of the fastest, of those that are allowed."""
+    """The least stale candidate within `TOLERANCE` of the fastest that is within the bound."""
     allowed = [t for t in tried if _allowed(t.outcome)]
     if not allowed:
-        # Nothing is fresh enough: the freshest is the best that can be done.
+        # No candidate is within the bound, so the freshest is the best.
         return min(tried, key=lambda t: (t.outcome.too_stale_share, -t.outcome.efficiency))
     fastest = max(t.outcome.efficiency for t in allowed)
     near = [t for t in allowed if t.outcome.efficiency >= (1 - TOLERANCE) * fastest]
@@ -183,7 +183,7 @@ def _may_stay(now: Tried, best: Tried, tried: Sequence[Tried]) -> bool:
 
 
 def _groups_needed(batch_groups: int) -> int:
-    """Enough that no group is used twice in a trial's counted batches."""
+    """Number of groups with which a trial's counted batches use no group twice."""
     return 48 * batch_groups
 
 
@@ -193,12 +193,14 @@ _POOL_UNTIL = (0.25, 1.0)
 _BUCKET_RATIOS = (1.125, 1.25, 1.375, 1.5, 1.5625, 1.625, 1.6875, 1.75, 2.0, 2.25, 2.5, 3.0)
 _STORES = (LengthBuckets(store=5.0, oldest=16), LengthBuckets(store=3.5, oldest=6))
 _TOGETHER = 4
-"""Groups of 8: one pass for 32 rollouts loses a tenth of what one for each loses."""
+"""Groups of 8 rollouts: one pass for 32 rollouts costs a tenth of one pass for each rollout."""
 
 
 def candidates(*, batch_groups: int, engines: int, may_defer: bool) -> list[Schedule]:
-    """All of them; pools refill every engine with a few groups at a time. `may_defer`: length
-    buckets can be had, which call back what they do not choose."""
+    """All candidates; pools refill every engine with a few groups at a time.
+
+    With `may_defer` they include length buckets, which take back rollouts that they do not choose.
+    """
     together = min(_TOGETHER * engines, batch_groups)
     refills: list[tuple[float, Refill]] = [(ratio, Wave()) for ratio in RATIOS]
     refills += [
@@ -214,5 +216,5 @@ def candidates(*, batch_groups: int, engines: int, may_defer: bool) -> list[Sche
 
 
 def named(schedule: Schedule) -> str:
-    """In words."""
+    """The schedule in words."""
     return schedule.refill.told(schedule.over_provision.told)

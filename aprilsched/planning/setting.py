@@ -1,4 +1,4 @@
-"""What a schedule is tried out on: groups of known lengths, and the engines they run on."""
+"""The conditions in which schedules are tried out: groups of known lengths, and engines."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ __all__ = ["Outcome", "Setting"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Setting:
-    """The same for every candidate, so that differences are the schedules' own.
+    """Conditions that are the same for every candidate, so that only the schedules differ.
 
     Attributes:
         lengths: int64 [groups, group_size], response lengths in the order of launching.
-        batch_groups: groups that a batch takes, as far as is known when it begins.
-        stop: when it is full; None: with so many groups.
-        engines: equal engines that share the work evenly.
-        model: the time of one.
-        max_running: most requests that one decodes together.
-        kv_tokens: KV pool of one; None: unlimited. What does not fit waits, or is preempted and
-            prefilled again.
+        batch_groups: number of groups in a batch, as far as it is known at its start.
+        stop: rule that says when a batch is full; None for `batch_groups` groups.
+        engines: number of equal engines, which share the work evenly.
+        model: step-time model of one engine.
+        max_running: largest number of requests that one engine decodes together.
+        kv_tokens: size of one engine's KV pool; None if unlimited. Requests that do not fit wait,
+            or are preempted and prefilled again.
         prompt_tokens: mean prompt length.
-        keeps_kv: a refit keeps the KV; otherwise everything in flight is prefilled again.
-        max_staleness: the user's bound; None: none.
+        keeps_kv: whether a refit keeps the KV; otherwise every request in flight is recomputed.
+        max_staleness: the user's bound; None without one.
         shared: the share of the log lengths' variance that lies between groups.
-        batches: how many are counted, after `burn_in` ones that are not (three times as many
-            for a schedule with a store).
+        batches: number of batches that are counted.
+        burn_in: number of batches before those that are not counted (three times as many for a
+            schedule that defers groups).
     """
 
     lengths: NDArray[np.int64]
@@ -50,12 +51,12 @@ class Setting:
 
     @property
     def full_at(self) -> Stop:
-        """When a batch is full."""
+        """The rule that says when a batch is full."""
         return self.stop or Groups(self.batch_groups)
 
     @property
     def usual_group(self) -> float:
-        """What a group counts towards that."""
+        """What a usual group adds to a batch, in the units of that rule."""
         usual = self.full_at.usual_group(
             self.lengths.shape[1], lambda: float(self.lengths.sum(axis=1).mean())
         )
@@ -69,8 +70,8 @@ class Outcome:
     Attributes:
         efficiency: T_bound / T.
         off_policy_share: delivered tokens of an older version / delivered tokens.
-        too_stale_share: those beyond the bound / delivered tokens.
-        peak_kv: the most tokens in the KV pool of one engine.
+        too_stale_share: delivered tokens beyond the bound / delivered tokens.
+        peak_kv: largest number of tokens in the KV pool of one engine.
     """
 
     efficiency: float

@@ -1,18 +1,18 @@
-"""A schedule tried out on groups of known lengths: the model behind automatic over-provisioning.
+"""Tries a schedule out on groups of known lengths, for automatic over-provisioning.
 
-Much coarser than :mod:`aprilsched.simulation`, and fifty times faster: engines are one, with its
-work and their KV pools divided evenly; requests are numbers on one step counter. What it is for
-is the order of schedules, and a test holds it to the simulation within a few percent.
+The model is much coarser than :mod:`aprilsched.simulation`, and fifty times faster: all engines are
+one, whose work and KV pool are divided evenly; requests are numbers on one step counter. Its
+purpose is the order of schedules, and a test compares it with the simulation within a few percent.
 
 Invariants:
-- A member that starts decoding at step s with r tokens to go ends at s + r, whatever happens
-  around it: what costs time and no step (prefill, pauses) moves the clock alone.
-- `kv` is the sum of prompt and tokens so far over what runs, and no more than the pool, but for
-  a response that runs alone. What a full pool costs is what it costs an engine: requests wait, and
-  the one admitted last is preempted and prefilled again.
+- A member that starts decoding at step s with r tokens to go ends at step s + r, whatever happens
+  to others: what takes time but no step (prefill, pauses) moves only the clock.
+- `kv` is the sum of prompts and tokens so far over the running responses. It is at most the pool,
+  except for a response that runs alone. A full pool has the same effect as on an engine: requests
+  wait, and the one admitted last is preempted and prefilled again.
 
-Efficiency is counted on what was generated, not on what was delivered: in the long run both are
-the same, and over a few batches the latter scatters four times as much with what is in flight.
+Efficiency counts generated tokens and not delivered ones: in the long run both are the same, and
+over a few batches the delivered ones vary four times as much, with what is in flight.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from aprilsched.planning.setting import Outcome, Setting
 __all__ = ["CompleteGroups", "Store", "TrialGroup", "try_out"]
 
 _RESERVE_SHARE = 0.098
-"""Share of the tokens still to come for which admission leaves room: the floor of SGLang's
+"""Share of the tokens still to come for which admission leaves room: the lower bound of SGLang's
 new_token_ratio (0.7 * 0.14)."""
 
 
 def try_out(schedule: Schedule, setting: Setting) -> Outcome:
-    """What `schedule` does in this setting. `setting.lengths` is used over again if it is short."""
+    """Run `schedule` in this setting; `setting.lengths` is repeated if it is too short."""
     return _Trial(schedule, setting).run()
 
 
@@ -61,11 +61,11 @@ class _Trial:
         self._kv = 0.0
         self._peak = 0.0
         self._bound = 0.0
-        """T_bound of what was generated: see StepTimeModel.bound_seconds."""
+        """T_bound of the generated tokens; see StepTimeModel.bound_seconds."""
         self._running: dict[int, _Running] = {}
-        """By their tickets, in the order of admission."""
+        """The running responses by ticket, in the order of admission."""
         self._ends: list[tuple[int, int]] = []
-        """Steps at which they end, with tickets; those of what was preempted are void."""
+        """Heap of (last step, ticket); entries of preempted responses are ignored."""
         self._sum_of_ends = 0
         self._queue: deque[tuple[TrialGroup, int]] = deque()
         self._ready = CompleteGroups()
@@ -76,7 +76,7 @@ class _Trial:
     def run(self) -> Outcome:
         setting = self._setting
         seconds = bound = tokens = stale = too_stale = 0.0
-        # A store takes longer to fill and to mix than anything else takes to settle.
+        # Deferred groups need a longer burn-in than anything else to reach a steady state.
         burn_in = setting.burn_in * (3 if self._store else 1)
         for batch in range(burn_in + setting.batches):
             began, before = self.now, self._bound
@@ -99,7 +99,7 @@ class _Trial:
     # --- one batch -----------------------------------------------------------------------------
 
     def _batch(self) -> list[TrialGroup]:
-        """Run until a batch is full; its groups."""
+        """Run until a batch is full; return its groups."""
         self._launch(wave_due=True)
         self._choose()
         self._admit()
@@ -109,7 +109,7 @@ class _Trial:
                 self._launch(wave_due=False)
                 self._admit()
             elif not self._running:
-                # All that was chosen has ended, and the batch is not full.
+                # Everything that was chosen has ended, and the batch is not full.
                 self._launch(wave_due=False)
                 self._choose()
                 self._admit()
@@ -119,7 +119,7 @@ class _Trial:
         return delivered
 
     def _stop(self) -> None:
-        """Note what everyone has. Whoever is prefilled again goes behind what waits."""
+        """Record every member's tokens; members to recompute go behind those that wait."""
         for running in self._running.values():
             self._note(running)
         if self._store is not None:
@@ -160,13 +160,13 @@ class _Trial:
                 self._store.groups.append(group)
 
     def _choose(self) -> None:
-        """What runs next, where groups are deferred."""
+        """Choose the members that run next, where groups are deferred."""
         if self._store is not None:
             wanted = self._target - self._stop_at.as_groups(self._ready, self._usual)
             self._queue.extend(self._store.choose(wanted, self._batches))
 
     def _admit(self) -> None:
-        """Start what waits, first come, first served, as far as there is room."""
+        """Start waiting members, first come, first served, as far as there is room."""
         tokens, before = 0.0, self._tickets
         while self._queue and len(self._running) < self._limit:
             group, member = self._queue[0]
@@ -187,14 +187,14 @@ class _Trial:
             self.now += self._setting.model.prefill_seconds(max(1, round(share)))
 
     def _fits(self, context: float, left: int) -> bool:
-        """Is there room for one more, and for some of what all are still to generate?"""
+        """Whether one more fits, with a share of all tokens still to come."""
         if self._pool == math.inf or not self._running:
             return True
         to_come = self._sum_of_ends - len(self._running) * self._step + left
         return self._kv + context + 1 + _RESERVE_SHARE * to_come <= self._pool
 
     def _advance(self) -> None:
-        """Decode to the next end of a response; those that end with it end too."""
+        """Decode to the next end of a response, and end the responses that end there."""
         steps = self._room_for(self._next_end() - self._step)
         running, engines = len(self._running), self._setting.engines
         batch, kv = max(1, round(running / engines)), round(self._kv / engines)
@@ -220,8 +220,10 @@ class _Trial:
         return self._ends[0][0]
 
     def _room_for(self, steps: int) -> int:
-        """So many of the steps as the pool has room for: the one admitted last gives its place
-        back until that is one."""
+        """Bound the steps by the room in the pool.
+
+        The response that was admitted last is preempted until there is room for one step.
+        """
         while len(self._running) > 1 and self._pool - self._kv < len(self._running):
             _, running = self._running.popitem()
             self._note(running)
@@ -259,7 +261,7 @@ class _Running:
 
 
 class TrialGroup:
-    """`have` counts tokens at the last stop, or the whole length of a finished member."""
+    """A group; `have` counts each member's tokens at the last stop, or at its end."""
 
     __slots__ = ("_sampled", "finished", "first_run", "have", "lengths", "opened", "unfinished")
 
@@ -269,10 +271,10 @@ class TrialGroup:
         self.finished = [False] * len(lengths)
         self.unfinished = len(lengths)
         self.opened = opened
-        """The batch in which it was opened."""
+        """Index of the batch in which the group was opened."""
         self.first_run: int | None = None
         self._sampled: dict[int, int] = {}
-        """Tokens by the batch in which they were sampled."""
+        """Number of tokens by the batch in which they were sampled."""
 
     @property
     def members(self) -> list[int]:
@@ -280,28 +282,28 @@ class TrialGroup:
 
     @property
     def tokens(self) -> int:
-        """Once it is complete."""
+        """Number of tokens of the complete group."""
         return sum(self.lengths)
 
     def note(self, member: int, tokens: int, batch: int) -> None:
-        """The member has so many tokens at the stop of `batch`."""
+        """Record that the member has `tokens` tokens at the stop of `batch`."""
         new = tokens - self.have[member]
         self._sampled[batch] = self._sampled.get(batch, 0) + new
         self.have[member] = tokens
 
     def finish(self, member: int, batch: int) -> None:
-        """The member has ended in `batch`."""
+        """Record that the member ended in `batch`."""
         self.note(member, self.lengths[member], batch)
         self.finished[member] = True
         self.unfinished -= 1
 
     def older_than(self, batch: int, versions: int) -> int:
-        """Its tokens that are more than so many versions old when `batch` is delivered."""
+        """Number of tokens that are more than `versions` old when `batch` is delivered."""
         return sum(n for sampled, n in self._sampled.items() if batch - sampled > versions)
 
 
 class CompleteGroups:
-    """Those that wait for their batch, in the order of their completion."""
+    """The groups that wait for their batch, in the order of their completion."""
 
     def __init__(self) -> None:
         self.groups: list[TrialGroup] = []
@@ -317,7 +319,7 @@ class CompleteGroups:
         self.tokens += group.tokens
 
     def take(self, count: int) -> list[TrialGroup]:
-        """The first ones leave."""
+        """Remove and return the first `count` groups."""
         taken, self.groups = self.groups[:count], self.groups[count:]
         for group in taken:
             self.samples -= len(group.lengths)
@@ -326,7 +328,7 @@ class CompleteGroups:
 
 
 class Store:
-    """Groups that are open, in the order in which they were opened."""
+    """The open groups of a schedule that defers groups, in the order of their opening."""
 
     def __init__(self, refill: Refill, setting: Setting) -> None:
         self.groups: list[TrialGroup] = []
@@ -340,7 +342,7 @@ class Store:
         )
 
     def choose(self, count: int, batch: int) -> list[tuple[TrialGroup, int]]:
-        """The members that run in this batch."""
+        """Choose the members that run in this batch."""
         groups = self.groups
         since = [-1 if g.first_run is None else batch - g.first_run for g in groups]
         view = OpenGroups(

@@ -1,8 +1,9 @@
-"""The production scheduler against modelled engines, on a heap of virtual time.
+"""Runs the production scheduler with modelled engines in virtual time.
 
-The second shell around :mod:`aprilsched.core`: what the coordinator does on asyncio with real
-engines is done here on a heap with :class:`~aprilsched.engines.sim.batcher.Batcher` objects, a
-hundred times faster than on a virtual event loop.
+It is the second shell around :mod:`aprilsched.core`. The coordinator uses asyncio and real
+engines; this shell uses a heap of timed calls and
+:class:`~aprilsched.engines.sim.batcher.Batcher` objects, and is a hundred times faster than a
+virtual event loop.
 """
 
 from aprilsched.simulation.simulation import Simulation, rare_collections

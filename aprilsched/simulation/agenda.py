@@ -1,7 +1,7 @@
-"""What is due when, in virtual time.
+"""A queue of timed calls in virtual time.
 
-Invariant: things due at the same time happen in the order in which they were put down, so a run
-is repeatable to the last event.
+Invariant: calls of the same time happen in the order in which they were added, so a run is
+repeatable to the last event.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Agenda:
         heapq.heappush(self._due, (max(time, self.now), self._count, act))
 
     def after(self, seconds: float, act: Callable[[], None]) -> None:
-        """Call `act` that much later."""
+        """Call `act` after `seconds`."""
         self.at(self.now + seconds, act)
 
     def step(self) -> bool:
-        """Do the next thing; False if nothing is due ever."""
+        """Make the next call; False if there is none."""
         if not self._due:
             return False
         self.now, _, act = heapq.heappop(self._due)

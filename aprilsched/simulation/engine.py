@@ -1,9 +1,9 @@
-"""One modelled engine on the agenda: a batcher, woken at its next event and at no other time.
+"""One modelled engine in virtual time: a batcher that is woken only at its next event.
 
 Invariants:
-- What was sent at one instant is all in the queue before a pass is planned, because the engine
-  is looked at only when its turn on the agenda comes.
-- Every attempt that was sent is answered by exactly one Finished or Interrupted.
+- All requests that are sent at one instant are in the queue before a pass is planned, because the
+  engine is advanced only when its turn on the agenda comes.
+- Every attempt that is sent is answered by exactly one Finished or Interrupted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["ModelledEngine"]
 
 
 class ModelledEngine:
-    """Carries out what the scheduler commands, and feeds back what happens."""
+    """Carries out the scheduler's commands, and feeds back the events."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ModelledEngine:
 
     def abort(self, command: Abort) -> None:
         self.batcher.abort(f"{command.request_id}-{command.attempt}", self._agenda.now)
-        # Ended at once if it waited in the queue; the others end with the step in progress.
+        # An attempt in the queue ends at once; the others end with the step in progress.
         self._agenda.at(self._agenda.now, self._look)
         self._arm()
 
@@ -112,12 +112,12 @@ class ModelledEngine:
             self._agenda.at(due, self._wake)
 
     def _wake(self) -> None:
-        # A wake-up that an earlier one has overtaken.
+        # The condition is false for a wake-up that an earlier one has replaced.
         if self._armed is not None and self._armed <= self._agenda.now:
             self._look()
 
     def _look(self) -> None:
-        """Let the batcher's time catch up, and report."""
+        """Advance the batcher to the present, and report its chunks."""
         if self._armed is not None and self._armed <= self._agenda.now:
             self._armed = None
         for name, chunk in self.batcher.advance(self._agenda.now):

@@ -1,7 +1,7 @@
 """A whole run in virtual time: core, engines, trainer, prompts and rewards on one agenda.
 
-Invariant: the decisions are those of production, since the same core makes them; only who carries
-its commands out is another.
+Invariant: the decisions are those of production, because the same core makes them; only the
+commands are carried out by other code.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from aprilsched.types import Group, Prompt
 __all__ = ["NEVER", "Simulation", "rare_collections"]
 
 NEVER = 1 << 30
-"""A stream interval: chunks come only when a response ends or is paused, which changes no
+"""A stream interval with which chunks come only when a response ends or is paused. This changes no
 decision and makes a run twice as fast."""
 
 
 class Simulation:
-    """One run; :meth:`run` does it.
+    """One simulated run, which :meth:`run` carries out.
 
     Args:
-        config: how rollouts are scheduled. Episodes are not simulated.
-        prompts: their responses are as long as their ``max_new_tokens`` say.
-        engines: how many, all alike.
-        engine: what one is.
-        costs: latencies of everything else.
-        update_every: batches between two versions; 0 for one version all along.
+        config: configuration of the scheduler. Episodes are not simulated.
+        prompts: the prompts; each response has the length that ``max_new_tokens`` gives.
+        engines: number of engines, which are equal.
+        engine: settings of one engine.
+        costs: durations of everything else.
+        batches: number of batches that the trainer takes.
+        update_every: number of batches between two versions; 0 for a single version.
         accept: filters groups, as in RolloutScheduler.
-        planner: chooses schedules for ``over_provision="auto"``; one that knows the engines' own
-            model unless given.
-        listeners: are shown every event and command.
+        planner: chooses schedules for ``over_provision="auto"``; by default one that knows the
+            engines' own model.
+        listeners: objects that see every event and command.
     """
 
     def __init__(
@@ -96,11 +97,11 @@ class Simulation:
         return self._loop.core.state
 
     def run(self) -> None:
-        """To the last batch, or to the end of the prompts.
+        """Run to the last batch, or to the end of the prompts.
 
         Raises:
-            AprilschedError: what would have ended a real run: no engine left, or too many
-                groups that failed.
+            AprilschedError: if a real run would end too: no engine is left, or too many groups
+                failed.
         """
         feed = self._loop.feed
         infos = (
@@ -186,9 +187,9 @@ _THRESHOLDS = (50_000, 20, 20)
 
 @contextmanager
 def rare_collections() -> Generator[None]:
-    """Within, what is there already is never looked at, and what comes seldom.
+    """Make garbage collections rare, and exclude all present objects from them.
 
-    For a process that does nothing else: the setting is the whole interpreter's.
+    This is for a process that does nothing else, because it changes the whole interpreter.
     """
     before = gc.get_threshold()
     gc.freeze()

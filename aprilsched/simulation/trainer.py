@@ -1,4 +1,4 @@
-"""The modelled trainer, and what everything beside decoding and prefill costs in a simulation."""
+"""The modelled trainer, and the costs of everything but decoding and prefill in a simulation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Costs", "ModelledTrainer"]
 
 
 class ModelledTrainer:
-    """Takes `batches` batches, with a new version after every `update_every` (0: never)."""
+    """Takes `batches` batches, with a new version after every `update_every` (0: no versions)."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ModelledTrainer:
         self.done = True
 
     def finish_update(self, _: FinishUpdate) -> None:
-        # On the agenda and not at once, as a trainer's next call is no part of the update's end.
+        # It waits for the agenda, because a trainer's next call is not part of the update's end.
         self._agenda.after(0.0, self._next)
 
     def _trained(self) -> None:
@@ -64,14 +64,14 @@ class ModelledTrainer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Latencies of the parts that are not engines.
+    """Durations of what is not decoding or prefill.
 
     Attributes:
-        pause_seconds: of a pause beyond the step in progress (SGLang, measured: 2 to 22 ms with
-            that step).
-        refit_seconds: of bringing one version into the engines, which all load it together.
-        train_seconds: of the trainer, between a batch and the update that follows it.
-        reward_seconds: of scoring one rollout; 0 is no reward at all.
+        pause_seconds: duration of a pause beyond the step in progress (SGLang, measured: 2 to
+            22 ms with that step).
+        refit_seconds: duration of bringing one version into the engines, which load it together.
+        train_seconds: duration of training, between a batch and the update that follows it.
+        reward_seconds: duration of scoring one rollout; with 0 there is no reward at all.
 
     Raises:
         ConfigError: if one is negative.

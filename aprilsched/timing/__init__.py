@@ -1,8 +1,8 @@
-"""How long an engine takes: the step-time model, and fitting it to what an engine logs.
+"""The step-time model of an engine, and fits of it to what an engine logs.
 
 :func:`read_log` and :func:`windows_of` make windows of steps from a server's log, :func:`fit` makes
-a :class:`StepTimeModel` from them, with errors and residuals, and :class:`OnlineFit` follows an
-engine window by window while it runs.
+a :class:`StepTimeModel` from them, with errors and residuals, and :class:`OnlineFit` updates a
+model window by window while an engine runs.
 """
 
 from aprilsched.timing.calibration import Fit, fit, predicted_seconds

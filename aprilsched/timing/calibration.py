@@ -19,7 +19,7 @@ from aprilsched.timing.server_log import Floats, Windows
 __all__ = ["BLOCK", "LINEAR", "WITHIN", "Fit", "Shape", "choose_shape", "fit", "predicted_seconds"]
 
 BLOCK = 10
-"""Neighbouring windows drawn together for the standard errors: they share their sequences."""
+"""Number of neighbouring windows, which share their sequences, that a bootstrap draws together."""
 _LEAST_WINDOWS = 20
 _DECODING = ("t0", "t1", "t2", "t0_wide")
 _PREFILL = ("prefill_pass", "prefill_rate")
@@ -27,15 +27,15 @@ _PREFILL = ("prefill_pass", "prefill_rate")
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A model, how sure it is, and where it misses.
+    """A fitted model, its standard errors and its residuals.
 
     Attributes:
-        model: with the fitted parameters.
-        errors: standard errors of fitted coefficients, given the shape (`fill`, `wide_from`).
-        assumed: parameters that the windows do not tell.
-        steady: how steady windows are met.
-        stalled: how windows with prefill passes are met; None without any.
-        ignored: windows whose batch changed too much.
+        model: the model with the fitted parameters.
+        errors: standard errors of the fitted coefficients, for the given `fill` and `wide_from`.
+        assumed: names of the parameters that the windows do not determine.
+        steady: residuals of windows of decoding only.
+        stalled: residuals of windows with prefill passes; None if there are none.
+        ignored: number of windows whose batch changed too much.
     """
 
     model: StepTimeModel
@@ -57,11 +57,11 @@ def fit(
     """Fit a model to `windows`.
 
     Args:
-        windows: of one engine or of several alike.
-        linear: no terms beyond t0, t1 and t2.
-        assumed: where parameters come from that the windows cannot tell.
-        replicates: of the bootstrap over blocks of windows; at least 2.
-        seed: of the bootstrap.
+        windows: windows of one engine, or of several equal ones.
+        linear: fit no terms beyond t0, t1 and t2.
+        assumed: model that gives the parameters that the windows do not determine.
+        replicates: number of bootstrap draws of blocks of windows; at least 2.
+        seed: seed of the bootstrap.
 
     Raises:
         ConfigError: if there are fewer than 20 steady windows.
@@ -88,7 +88,7 @@ def fit(
 
 
 def predicted_seconds(model: StepTimeModel, windows: Windows) -> Floats:
-    """What the model says each window takes, float64 [windows]."""
+    """The seconds that the model predicts for each window, float64 [windows]."""
     step = [model.step_seconds(b, kv) for b, kv in zip(windows.running, windows.kv, strict=True)]
     passes = windows.passes * model.prefill_pass + windows.prefilled / model.prefill_rate
     return windows.steps * np.array(step, dtype=np.float64) + passes
@@ -117,7 +117,7 @@ def _model(
 
 
 def _resampled(windows: Windows, rng: np.random.Generator) -> Windows:
-    """As many windows, drawn in blocks of neighbours with replacement."""
+    """As many windows, drawn with replacement in blocks of neighbours."""
     count = len(windows)
     starts = rng.integers(0, max(1, count - BLOCK + 1), -(-count // BLOCK))
     chosen = (starts[:, None] + np.arange(BLOCK)).ravel()[:count]
@@ -140,18 +140,18 @@ _WIDE = (64, 128, 192, 256, 320, 384)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The part of a :class:`~aprilsched.timing.model.StepTimeModel` that is no coefficient.
+    """The part of a :class:`~aprilsched.timing.model.StepTimeModel` that is not a coefficient.
 
     Attributes:
-        fill: as there.
-        wide_from: as there; None without the term.
+        fill: `fill` of the model.
+        wide_from: `wide_from` of the model; None without the term of wide batches.
     """
 
     fill: float = 0.0
     wide_from: int | None = None
 
     def step_rows(self, running: Floats, kv: Floats) -> Floats:
-        """What t0, t1, t2 and, with the term, t0_wide are multiplied by: [windows, 3 or 4]."""
+        """The factors of t0, t1, t2 and, with that term, t0_wide: [windows, 3 or 4]."""
         read = kv * np.maximum(1.0, self.fill / np.maximum(running, 1.0))
         columns = [np.ones_like(running), running, read]
         if self.wide_from is not None:
@@ -159,7 +159,7 @@ class Shape:
         return np.stack(columns, axis=1)
 
     def window_rows(self, windows: Windows) -> Floats:
-        """The same for the seconds of whole windows, and then those of a pass and of a token."""
+        """The factors for the seconds of whole windows; the last two are of passes and tokens."""
         steps = windows.steps * self.step_rows(windows.running, windows.kv)
         return np.column_stack([steps, windows.passes, windows.prefilled])
 
@@ -183,7 +183,7 @@ def choose_shape(windows: Windows) -> Shape:
 
 
 def _wide(running: Floats) -> Sequence[int]:
-    """Starts with at least a tenth of the windows above, and a tenth below."""
+    """Values of `wide_from` with at least a tenth of the windows above and a tenth below."""
     return [start for start in _WIDE if 0.1 <= (running > start).mean() <= 0.9]
 
 
@@ -192,7 +192,7 @@ def _best(shapes: Sequence[Shape], windows: Windows) -> Shape:
 
 
 def _held_out_loss(shapes: Sequence[Shape], windows: Windows) -> float:
-    """Mean loss on each fold of the best of `shapes` without that fold."""
+    """Mean loss over the folds: on each fold, of the shape that is best without that fold."""
     if not shapes:
         return np.inf
     folds = list(_folds(len(windows)))
@@ -204,13 +204,13 @@ def _held_out_loss(shapes: Sequence[Shape], windows: Windows) -> float:
 
 
 def _loss(shape: Shape, fitted: Windows, tested: Windows) -> float:
-    """Mean relative error on `tested`, each at most :data:`_OUTLIER`, as fitted on `fitted`."""
+    """Mean relative error on `tested`, each at most :data:`_OUTLIER`, after a fit to `fitted`."""
     x = robust(shape.window_rows(fitted), fitted.seconds, rounds=_ROUNDS)
     error = np.abs(shape.window_rows(tested) @ x / tested.seconds - 1)
     return float(np.minimum(error, _OUTLIER).mean())
 
 
 def _folds(count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Stretches of neighbours, because neighbouring windows have the same sequences."""
+    """Folds are stretches of neighbours, because neighbouring windows have the same sequences."""
     for left_out in np.array_split(np.arange(count), _FOLDS):
         yield left_out, np.setdiff1d(np.arange(count), left_out)

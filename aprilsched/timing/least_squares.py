@@ -1,6 +1,6 @@
-"""Least squares without negative coefficients, and robust against windows that were disturbed.
+"""Least squares with non-negative coefficients, robust against windows that were disturbed.
 
-Errors are relative, because what disturbs a window does so in proportion to it: rows are divided
+Errors are relative, because a disturbance changes a window's time in proportion: rows are divided
 by what was measured, and the target is 1.
 """
 
@@ -23,14 +23,14 @@ _LEAST_SCALE = 1e-4
 
 
 def nonnegative(gram: Floats, moment: Floats) -> Floats:
-    """The x >= 0 with the least ``x @ gram @ x / 2 - moment @ x``, float64 [n].
+    """The x >= 0 that minimizes ``x @ gram @ x / 2 - moment @ x``, float64 [n].
 
-    With ``gram = A.T @ A`` and ``moment = A.T @ y`` that is the least ``|A @ x - y|``. Coefficients
-    change sides, all that are wrong at once, until none is negative and no zero one would help
-    (block principal pivoting; Kim and Park, 2011); should that go round in circles, every set of
-    coefficients is tried.
+    With ``gram = A.T @ A`` and ``moment = A.T @ y`` it minimizes ``|A @ x - y|``. Coefficients
+    switch between free and zero, all wrong ones at once, until no free one is negative and no zero
+    one would help (block principal pivoting; Kim and Park, 2011). If that does not end, every set
+    of free coefficients is tried.
     """
-    unit = 1 / np.sqrt(np.maximum(np.diag(gram), 1e-300))  # columns differ by ten decades
+    unit = 1 / np.sqrt(np.maximum(np.diag(gram), 1e-300))  # Columns differ by ten decades.
     scaled, target = gram * np.outer(unit, unit), moment * unit
     free = np.ones(len(moment), dtype=np.bool_)
     for _ in range(_EXCHANGES):
@@ -52,7 +52,7 @@ def _solved(gram: Floats, moment: Floats, free: NDArray[np.bool_]) -> Floats:
 
 
 def _best_of_all(gram: Floats, moment: Floats) -> Floats:
-    """The best x >= 0 is the free solution on the coefficients that it has above zero."""
+    """The best allowed solution over all sets of free coefficients."""
     sets = product([False, True], repeat=len(moment))
     solutions = [_solved(gram, moment, np.array(free)) for free in sets]
     allowed = [x for x in solutions if (x >= 0).all()]
@@ -62,9 +62,9 @@ def _best_of_all(gram: Floats, moment: Floats) -> Floats:
 def robust(rows: Floats, measured: Floats, *, rounds: int = 25) -> Floats:
     """The x >= 0 for which ``rows @ x`` is near `measured`, float64 [columns].
 
-    Huber's loss on the relative error, by re-weighting: a window further off than 1.345 scales
-    (the median absolute error times 1.4826) counts with the weight 1.345 scales / its error. So
-    windows in which the engine was paused are outvoted, not followed.
+    It minimizes Huber's loss of the relative error by re-weighting: a window whose error is above
+    1.345 scales (the scale is the median absolute error times 1.4826) has the weight
+    1.345 scales / its error. So windows in which the engine was paused have little influence.
     """
     scaled = rows / measured[:, None]
     weight = np.ones(len(measured))

@@ -1,13 +1,13 @@
-"""How long one engine takes: the step-time model, in closed form.
+"""The step-time model: how long one engine takes, in closed form.
 
 One decode step of ``b`` sequences that read ``kv`` tokens of context takes
 
     t(b, kv) = t0 + t1 * b + t2 * kv * max(1, fill / b) + (t0_wide if b > wide_from)
 
-(weights read; per-sequence work; KV read, slower than the memory can while fewer than ``fill``
-sequences read; what wide batches cost more), and every step adds ``b`` tokens to ``kv``. With
-``fill`` and ``t0_wide`` at 0, their defaults, it is the linear model. A prefill pass takes
-``prefill_pass + tokens / prefill_rate`` and decoding waits for it.
+The terms are: reading the weights; work for each sequence; reading the KV, more slowly while fewer
+than ``fill`` sequences read; the additional cost of wide batches. Every step adds ``b`` tokens to
+``kv``. The model is linear with ``fill`` and ``t0_wide`` at 0, their defaults. A prefill pass
+takes ``prefill_pass + tokens / prefill_rate``, and decoding waits for it.
 
 Invariants: the batch is constant within a call, so a step's time is linear in ``kv``;
 ``decode_seconds(b, kv, n)`` is the sum of n single steps, and
@@ -33,14 +33,14 @@ class StepTimeModel:
     Attributes:
         t0: seconds of every step, whatever the batch (the weights are read once).
         t1: seconds for each sequence in a step.
-        t2: seconds for each context token read in a step.
+        t2: seconds for each context token that a step reads.
         prefill_pass: seconds of every prefill pass.
         prefill_rate: tokens per second within a pass.
-        prefill_chunk: most tokens in one pass.
-        wide_from: the largest batch whose steps do not cost `t0_wide` more.
-        t0_wide: those seconds of a step.
-        fill: sequences that fill the memory's bandwidth; one of fewer reads its context as
-            slowly as one of `fill`. 0: any number of them fills it.
+        prefill_chunk: largest number of tokens in one pass.
+        wide_from: size of the largest batch whose steps do not cost `t0_wide`.
+        t0_wide: additional seconds of a step of a larger batch.
+        fill: number of sequences that use the full memory bandwidth; fewer sequences read at
+            their share of it. With 0, any number uses it fully.
     """
 
     t0: float
@@ -54,11 +54,11 @@ class StepTimeModel:
     fill: float = 0.0
 
     def step_seconds(self, batch: float, kv: float) -> float:
-        """Seconds of one step; means over several steps may be given."""
+        """Seconds of one step; the arguments may be means over several steps."""
         return self._work_seconds(batch) + self._read_seconds(batch) * kv
 
     def decode_seconds(self, batch: int, kv: int, steps: int) -> float:
-        """Seconds of `steps` steps of `batch` sequences; the first one reads `kv` tokens."""
+        """Seconds of `steps` steps of `batch` sequences; the first step reads `kv` tokens."""
         growth = self._read_seconds(batch) * batch * (steps * (steps - 1) / 2)
         return steps * self.step_seconds(batch, kv) + growth
 
@@ -89,12 +89,12 @@ class StepTimeModel:
         lengths: Sequence[int] | NDArray[np.integer],
         max_running: int,
     ) -> float:
-        """T_bound: what no schedule can go below for these responses on one engine.
+        """T_bound: a lower bound of the seconds of any schedule of these responses on one engine.
 
-        t1 * sum(L) + t2 * sum(p * L + L^2 / 2) + t0 * sum(L) / max_running: each token pays its
-        own work and the context that it reads; the weights are read for `max_running` at once;
-        prefill is free, and so is what `fill` and `t0_wide` add. Both arrays have one entry for
-        each response, in tokens. For a fleet of equal engines divide by their number.
+        t1 * sum(L) + t2 * sum(p * L + L^2 / 2) + t0 * sum(L) / max_running: each token costs its
+        own work and the context that it reads; one read of the weights serves `max_running`
+        tokens; prefill and the terms of `fill` and `t0_wide` cost nothing. Both arrays have one
+        entry for each response, in tokens. For a fleet of equal engines divide by their number.
 
         Raises:
             ValueError: if the arrays differ in length.
@@ -110,12 +110,12 @@ class StepTimeModel:
         return self.t1 * total + self.t2 * reads + self.t0 * total / max_running
 
     def _work_seconds(self, batch: float) -> float:
-        """Of a step, without what it reads of KV."""
+        """Seconds of a step without its reads of KV."""
         wide = self.t0_wide if batch > self.wide_from else 0.0
         return self.t0 + self.t1 * batch + wide
 
     def _read_seconds(self, batch: float) -> float:
-        """For each context token of a step."""
+        """Seconds for each context token of a step."""
         return self.t2 * max(1.0, self.fill / max(batch, 1.0))
 
 
@@ -141,8 +141,8 @@ H200_QWEN3_4B_REFINED = StepTimeModel(
     t0_wide=1.301e-3,
     fill=9.0,
 )
-"""The same windows with the two terms beyond the linear ones (``aprilsched calibrate``): 840
-windows of decoding only, median error 1.5 %, 90th percentile 4.9 % (the linear model's are 2.8 and
-17 %); 375 windows with prefill passes, 4.0 and 11 %. Fitted without the servers' first, second and
-third run in turn, it meets the run left out with median errors of 2.5, 3.2 and 1.6 % (a linear fit
-with 6.8, 3.3 and 2.8 %); without the second, no window tells `fill`."""
+"""Fitted to the same windows with the two terms beyond the linear ones (``aprilsched calibrate``).
+On 840 windows of decoding only, the median error is 1.5 % and the 90th percentile 4.9 % (linear:
+2.8 and 17 %); on 375 windows with prefill passes, 4.0 and 11 %. Fitted without the servers' first,
+second or third run, it predicts the run that was left out with median errors of 2.5, 3.2 and 1.6 %
+(linear: 6.8, 3.3 and 2.8 %); without the second, the windows do not determine `fill`."""

@@ -1,4 +1,4 @@
-"""A step-time model as a TOML file: a table ``timing`` with the fields of the model.
+"""Reads and writes a step-time model as TOML: a table ``timing`` with the model's fields.
 
 Invariant: a model that was written is read back equal, to the last bit.
 """
@@ -23,14 +23,14 @@ _NEEDED = ("t0", "t1", "t2", "prefill_pass", "prefill_rate")
 
 
 def model_toml(model: StepTimeModel, comments: tuple[str, ...] = ()) -> str:
-    """The file's text; `comments` come first, a line each."""
+    """The text of the file; each of the `comments` is a line at its beginning."""
     lines = [f"# {comment}" for comment in comments]
     values = [f"{field.name} = {getattr(model, field.name)!r}" for field in fields(model)]
     return "\n".join([*lines, "[timing]", *values]) + "\n"
 
 
 def save_model(model: StepTimeModel, path: Path, comments: tuple[str, ...] = ()) -> None:
-    """Write :func:`model_toml`.
+    """Write the text of :func:`model_toml`.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -42,10 +42,10 @@ def save_model(model: StepTimeModel, path: Path, comments: tuple[str, ...] = ())
 
 
 def load_model(path: Path) -> StepTimeModel:
-    """The model in a file; fields beyond the linear ones may be left out.
+    """Read the model in a file, which may leave out the fields beyond the linear ones.
 
     Raises:
-        ConfigError: if the file cannot be read, or has other fields or values than a model's.
+        ConfigError: if the file cannot be read, or its fields or values are not those of a model.
     """
     try:
         content: dict[str, object] = tomllib.loads(path.read_text(encoding="utf-8"))

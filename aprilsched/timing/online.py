@@ -1,14 +1,14 @@
-"""Following one engine's step times while it runs: recursive least squares with forgetting.
+"""Fits the model to one running engine: recursive least squares with forgetting.
 
-The shape of the model (``fill``, ``wide_from``, the chunk) is the prior's; the coefficients are
-fitted to what was observed, the older the less. Everything is relative: a row is what each
-coefficient contributes to the time that the model predicts, in units of the prior, so the
-rows of decoding add up to about 1 and one weight fits all.
+The shape of the model (``fill``, ``wide_from``, the chunk) is the prior's. The coefficients are
+fitted to the observations, whose weight decreases with their age. Everything is relative: a row
+holds the share of each coefficient in the predicted time, in units of the prior, so that the rows
+of decoding add up to about 1 and one weight suits all.
 
 Invariants:
 - No coefficient is ever negative, and one that is 0 in the prior stays 0.
-- A window counts as if it had been off by at most `clip` of what was predicted, so the
-  prediction for a window like it moves by at most `clip`; after n windows like it by about
+- The error of a window counts with at most `clip` of its prediction. So one window moves the
+  prediction for similar windows by at most `clip`, and after n similar windows by about
   ``clip / (n + 1)``.
 - Without observations the model is the prior.
 """
@@ -33,11 +33,11 @@ class Observation:
 
     Attributes:
         running: mean batch of its decode steps.
-        kv_tokens: mean context tokens that a step read.
-        seconds_per_step: `seconds` over the decode steps.
-        seconds: of the stretch, prefill passes included.
-        prefill_passes: in the stretch.
-        prefilled_tokens: computed in them.
+        kv_tokens: mean number of context tokens that a step read.
+        seconds_per_step: `seconds` divided by the number of decode steps.
+        seconds: duration of the stretch, prefill passes included.
+        prefill_passes: number of prefill passes in the stretch.
+        prefilled_tokens: number of tokens that those passes computed.
     """
 
     running: float
@@ -49,13 +49,13 @@ class Observation:
 
 
 class OnlineFit:
-    """A model that is re-fitted with every observation.
+    """A model that is fitted again with every observation.
 
     Args:
-        prior: where the fit starts, and what it keeps to where nothing is observed.
-        prior_weight: of each of its coefficients, in windows; it is never forgotten.
-        memory: windows after which an observation counts 1/e.
-        clip: the largest relative error that a window may count with.
+        prior: model at which the fit starts, and which it keeps where nothing is observed.
+        prior_weight: weight of each coefficient of the prior, in windows; it does not decrease.
+        memory: number of windows after which an observation has the weight 1/e.
+        clip: largest relative error with which a window may count.
 
     Raises:
         ConfigError: if a number is not above 0.
@@ -81,12 +81,12 @@ class OnlineFit:
         self._moment = np.zeros(len(self._units))
         self._shares = np.ones(len(self._units))
         self.model = prior
-        """The latest fit."""
+        """The latest fitted model."""
         self.windows = 0
-        """Observations that counted."""
+        """Number of observations that counted."""
 
     def observe(self, seen: Observation) -> None:
-        """Take one observation; those without time or steps, and no finite ones, do not count."""
+        """Add one observation; it is ignored if it has no time or steps, or is not finite."""
         usable = np.isfinite(seen.seconds) and seen.seconds > 0
         if not (usable and seen.running > 0 and 0 < seen.seconds_per_step <= seen.seconds):
             return
@@ -102,7 +102,7 @@ class OnlineFit:
         self._solve()
 
     def _row(self, seen: Observation) -> Floats:
-        """Seconds that each coefficient of the prior gives the observation."""
+        """The seconds that each coefficient of the prior contributes to the observation."""
         steps, model = seen.seconds / seen.seconds_per_step, self._prior
         read = seen.kv_tokens * max(1.0, model.fill / max(seen.running, 1.0))
         wide = float(seen.running > model.wide_from)
@@ -128,7 +128,7 @@ class OnlineFit:
 
 
 def _coefficients(model: StepTimeModel) -> Floats:
-    """What is fitted: seconds of a step, sequence, context token, wide step, pass and token."""
+    """The coefficients: seconds of a step, sequence, context token, wide step, pass and token."""
     return np.array(
         [model.t0, model.t1, model.t2, model.t0_wide, model.prefill_pass, 1 / model.prefill_rate]
     )

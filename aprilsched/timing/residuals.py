@@ -1,4 +1,4 @@
-"""How far predictions are from measured windows, in all and by batch and context."""
+"""Errors of predictions for measured windows: in total, by batch and by context."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _KV = (0, 10_000, 30_000, 100_000, 200_000, 300_000)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Windows with more than `above` and at most `upto` (None: any more) of something.
+    """The windows in which a quantity is above `above` and at most `upto` (None: unbounded).
 
-    `bias` is the median of predicted / measured - 1; `error` that of its absolute value.
+    `bias` is the median of predicted / measured - 1; `error` is the median of its absolute value.
     """
 
     above: int
@@ -34,12 +34,12 @@ class Residuals:
     """Relative errors of predicted seconds.
 
     Attributes:
-        windows: how many.
-        median: of the absolute error.
-        p90: its 90th percentile.
-        total: predicted over measured seconds, summed.
-        by_batch: by mean batch.
-        by_kv: by mean context tokens of a step.
+        windows: number of windows.
+        median: median of the absolute error.
+        p90: 90th percentile of the absolute error.
+        total: sum of the predicted seconds divided by the sum of the measured ones.
+        by_batch: errors by mean batch.
+        by_kv: errors by mean context tokens of a step.
     """
 
     windows: int
@@ -51,7 +51,7 @@ class Residuals:
 
 
 def residuals_of(windows: Windows, predicted: Floats) -> Residuals:
-    """`predicted` seconds, one for each of at least one window, against the measured ones."""
+    """Compare `predicted` seconds, one for each window, with the measured ones."""
     error = predicted / windows.seconds - 1
     return Residuals(
         windows=len(error),
@@ -64,7 +64,7 @@ def residuals_of(windows: Windows, predicted: Floats) -> Residuals:
 
 
 def _buckets(values: Floats, error: Floats, edges: Sequence[int]) -> tuple[Bucket, ...]:
-    """Those with at least one window."""
+    """The buckets with at least one window."""
     found: list[Bucket] = []
     for above, upto in zip(edges, (*edges[1:], None), strict=True):
         chosen = error[(values > above) & (values <= (np.inf if upto is None else upto))]

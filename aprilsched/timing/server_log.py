@@ -1,4 +1,4 @@
-"""What a server logs of its decoding, and the windows of decode steps made from it."""
+"""Reads what a server logs about decoding, and makes windows of decode steps from it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["MAX_CHANGE", "MAX_LINES", "Floats", "LogLine", "Windows", "read_log"
 Floats: TypeAlias = NDArray[np.float64]
 
 MAX_CHANGE = 0.15
-"""Of the larger of the two batches at a window's ends. Batches that shrink as their responses
-end change by a few per cent a window; a new wave or an abort changes them at once."""
+"""Largest change of a batch within a window, as a share of the larger batch at its ends. Responses
+that end change a batch by a few per cent in a window; a new wave or an abort changes it at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogLine:
-    """One line about decoding, and the prefill passes since the one before.
+    """One log line about decoding, with the prefill passes since the line before.
 
     Attributes:
-        engine: whose line it is: a run's name, or a data-parallel rank.
-        time: of day, as it was written.
-        running: requests in the batch.
-        kv: tokens of context in use.
-        tokens_per_s: decoded since the line before, pauses included.
-        passes: prefill passes since the line before.
-        prefilled: tokens computed in them.
+        engine: the engine of the line: a run's name, or a data-parallel rank.
+        time: time of day, as the line has it.
+        running: number of requests in the batch.
+        kv: number of context tokens in use.
+        tokens_per_s: decoding rate since the line before, pauses included.
+        passes: number of prefill passes since the line before.
+        prefilled: number of tokens that those passes computed.
     """
 
     engine: str
@@ -49,17 +49,17 @@ class LogLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Columns of equal length, one entry for each window.
+    """Windows of decode steps; the columns have equal lengths, one entry for each window.
 
     Attributes:
-        engine: as in :class:`LogLine`.
+        engine: the engine, as in :class:`LogLine`.
         running: mean batch.
-        kv: mean context tokens that a step reads.
-        seconds: of the whole window.
-        passes: prefill passes in it.
-        prefilled: tokens computed in them.
-        change: of the batch, as a share of the larger one.
-        steps: decode steps in every window.
+        kv: mean number of context tokens that a step reads.
+        seconds: duration of the window.
+        passes: number of prefill passes in the window.
+        prefilled: number of tokens that those passes computed.
+        change: change of the batch, as a share of the larger batch.
+        steps: number of decode steps in every window.
     """
 
     engine: NDArray[np.str_]
@@ -76,16 +76,16 @@ class Windows:
 
     @property
     def steady(self) -> NDArray[np.bool_]:
-        """Windows of decoding only."""
+        """Mask of the windows of decoding only."""
         return (self.passes == 0) & (self.change <= MAX_CHANGE)
 
     @property
     def stalled(self) -> NDArray[np.bool_]:
-        """Windows with prefill passes."""
+        """Mask of the windows with prefill passes."""
         return (self.passes > 0) & (self.change <= MAX_CHANGE)
 
     def where(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> Windows:
-        """The chosen ones: a mask, or indices, which may repeat."""
+        """The windows that `chosen` selects: a mask, or indices, which may repeat."""
         return Windows(
             engine=self.engine[chosen],
             running=self.running[chosen],
@@ -99,9 +99,9 @@ class Windows:
 
 
 def windows_of(lines: Sequence[LogLine], *, steps: int = 40) -> Windows:
-    """The windows between the lines of each engine, in order; `steps` decode steps in each.
+    """The windows between the lines of each engine, in order; each has `steps` decode steps.
 
-    Lines without throughput or context (an engine that has just emptied) end no window.
+    A line without throughput or context (of an engine that has just emptied) ends no window.
     """
     before: dict[str, LogLine] = {}
     pairs: list[tuple[LogLine, LogLine]] = []
@@ -126,7 +126,7 @@ def windows_of(lines: Sequence[LogLine], *, steps: int = 40) -> Windows:
 
 def _row(old: LogLine, new: LogLine, steps: int) -> tuple[float, ...]:
     running = (old.running + new.running) / 2
-    # An unchanged batch grows by a token each step; one that changes, from one line to the other.
+    # An unchanged batch grows by one token a step; otherwise the mean of both lines is used.
     grown = new.kv - (steps - 1) / 2 * new.running
     kv = grown if old.running == new.running and not new.passes else (old.kv + new.kv) / 2
     change = abs(new.running - old.running) / max(new.running, old.running)
@@ -148,10 +148,10 @@ _NEEDED = ("running_requests", "kv_tokens", "decode_tokens_per_s")
 
 
 def read_log(path: Path) -> list[LogLine]:
-    """The decode lines of a server's log or of a table of them, in their order.
+    """Read the decode lines of a server's log, or of a table of such lines, in their order.
 
     Raises:
-        ConfigError: if the file cannot be read, or is neither, or has too many lines.
+        ConfigError: if the file cannot be read, has no decode lines, or has too many.
     """
     try:
         with path.open(encoding="utf-8", errors="replace", newline="") as file:
@@ -169,7 +169,7 @@ def read_log(path: Path) -> list[LogLine]:
 
 
 def _pieces(file: TextIO) -> Iterator[str]:
-    """The start of each line."""
+    """Yield the first characters of each line."""
     whole = True
     while piece := file.readline(_MAX_CHARACTERS):
         if whole:
@@ -218,4 +218,6 @@ def _table(file: TextIO) -> Iterator[LogLine]:
                 prefilled=int(row.get("prefill_tokens_since") or 0),
             )
         except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"Line {number} of the table is not in order; mend it.") from None
+            raise ConfigError(
+                f"Line {number} of the table has a missing or wrong value; correct it."
+            ) from None
