@@ -14,8 +14,8 @@ __all__ = ["Pacer"]
 class Pacer:
     """Gives the modelled seconds since the first :meth:`start`: loop seconds divided by `scale`.
 
-    :meth:`set_rate` changes the speed. Modelled time never goes back. It stands still while the pacer
-    is stopped, and at a rate of 0.
+    :meth:`set_rate` changes the speed. Modelled time never goes back. It stands still while the
+    pacer is stopped, and at a rate of 0.
 
     Raises:
         ConfigError: if `scale` is not positive.
