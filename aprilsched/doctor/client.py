@@ -11,11 +11,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from aprilsched.engines.http.allowance import Allowance
 from aprilsched.engines.http.client import Transport
 from aprilsched.engines.http.failures import Answer
 from aprilsched.engines.http.sockets import inflow_of
-from aprilsched.engines.http.sse import EventSplitter
+from aprilsched.engines.http.sse import Allowance, EventSplitter
 from aprilsched.engines.sglang import SGLangLimits
 from aprilsched.engines.sglang.probe import ServerFacts
 from aprilsched.errors import EngineError

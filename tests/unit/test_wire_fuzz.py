@@ -22,9 +22,9 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from aprilsched.engines.base import Chunk
-from aprilsched.engines.http.allowance import Allowance, UnfinishedEvents
 from aprilsched.engines.http.failures import Answer, rejection
 from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.sse import Allowance, UnfinishedEvents
 from aprilsched.engines.sglang.probe import (
     _capabilities,  # pyright: ignore[reportPrivateUsage]
     decode,

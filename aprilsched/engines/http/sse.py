@@ -1,10 +1,108 @@
-"""Parses server-sent events: byte pieces of any size become payloads of ``data:`` lines."""
+"""Parses streamed answers (server-sent events), and bounds their bytes.
+
+- The bytes of an answer are set off against its tokens. What exceeds the tokens is bounded over
+  the whole answer, whatever it is: an event that does not end, comments, blank lines, events
+  without a token, oversized events.
+- The bytes of incomplete events are bounded over all streams of a server: thousands of streams,
+  each within its own bound, could fill the memory together.
+"""
 
 from __future__ import annotations
 
-from aprilsched.engines.http.allowance import Allowance
+from aprilsched.engines.http.sockets import Inflow
+from aprilsched.errors import EngineProtocolError
 
-__all__ = ["EventSplitter"]
+__all__ = ["Allowance", "EventSplitter", "UnfinishedEvents"]
+
+_EVENT_BYTES = 4096
+"""Bytes of an event without its tokens: about twenty fields, a few hundred bytes (0.5.21)."""
+_TOKEN_BYTES = 256
+"""Bytes for each token in an event: id and triple take 40, the text takes a few more, and an abort
+repeats the whole response."""
+_REMEDY = "or start the server with --incremental-streaming-output"
+
+
+class UnfinishedEvents:
+    """Counts the bytes of incomplete events that all streams of one server hold."""
+
+    def __init__(self, engine: str, max_bytes: int) -> None:
+        self._engine = engine
+        self._max_bytes = max_bytes
+        self.size = 0
+
+    def change(self, by: int) -> None:
+        """Add what one stream holds more than before; a negative number when it holds less.
+
+        Raises:
+            EngineProtocolError: in the stream that asks, if all streams together hold too much.
+        """
+        self.size += by
+        if by > 0 and self.size > self._max_bytes:
+            raise EngineProtocolError(
+                self._engine,
+                f"its streams sent more than {self._max_bytes} bytes of events that are not whole "
+                f"yet; raise max_unfinished_bytes, {_REMEDY}.",
+            )
+
+
+class Allowance:
+    """Bounds the bytes of one streamed answer.
+
+    Args:
+        engine, request_id: names for the error messages.
+        max_bytes: number of bytes that may arrive beyond what the tokens account for.
+        unfinished: the counter that this stream shares with the server's other streams.
+        inflow: the counter of the connection, which also counts bytes outside of the body.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        request_id: str,
+        max_bytes: int,
+        unfinished: UnfinishedEvents | None = None,
+        inflow: Inflow | None = None,
+    ) -> None:
+        self._engine = engine
+        self._request_id = request_id
+        self._max_bytes = max_bytes
+        self._unfinished = unfinished
+        self._inflow = inflow or Inflow()
+        self._excess = 0
+        self._held = 0
+
+    def take(self, received: int) -> None:
+        """Count bytes that have arrived.
+
+        Raises:
+            EngineProtocolError: if they are too many for the tokens that came with them.
+        """
+        self._inflow.renew()
+        self._excess += received
+        if self._excess > self._max_bytes:
+            raise EngineProtocolError(
+                self._engine,
+                f"request {self._request_id}: sent more than {self._max_bytes} bytes beyond what "
+                f"its tokens account for; raise max_answer_bytes, {_REMEDY}.",
+            )
+
+    def pay(self, event: int, tokens: int) -> None:
+        """Set an event of `event` bytes off; the answer has `tokens` tokens in all by now."""
+        self._excess -= min(event, _EVENT_BYTES + _TOKEN_BYTES * tokens)
+
+    def hold(self, size: int) -> None:
+        """Record that the stream holds `size` bytes of an incomplete event.
+
+        Raises:
+            EngineProtocolError: if all streams of the server hold too much.
+        """
+        by, self._held = size - self._held, size
+        if by and self._unfinished is not None:
+            self._unfinished.change(by)
+
+    def close(self) -> None:
+        """End the answer: the stream holds nothing any more."""
+        self.hold(0)
 
 
 class EventSplitter:

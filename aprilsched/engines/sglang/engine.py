@@ -19,11 +19,11 @@ import aiohttp
 
 from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest
 from aprilsched.engines.http.address import ServerAddress
-from aprilsched.engines.http.allowance import Allowance, UnfinishedEvents
 from aprilsched.engines.http.client import Transport
 from aprilsched.engines.http.failures import Answer, engine_error, rejection
 from aprilsched.engines.http.limits import SGLangLimits
 from aprilsched.engines.http.sockets import inflow_of
+from aprilsched.engines.http.sse import Allowance, UnfinishedEvents
 from aprilsched.engines.sglang.calls import (
     ABORTS_AT_ONCE,
     Call,

@@ -24,9 +24,8 @@ import msgspec
 import numpy as np
 
 from aprilsched.engines.base import Chunk
-from aprilsched.engines.http.allowance import Allowance
 from aprilsched.engines.http.failures import UNREADABLE, quoted
-from aprilsched.engines.http.sse import EventSplitter
+from aprilsched.engines.http.sse import Allowance, EventSplitter
 from aprilsched.engines.sglang.wire import (
     Finish,
     LabelSpan,
