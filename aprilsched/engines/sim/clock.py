@@ -1,9 +1,10 @@
-"""A virtual clock for whole coordinator runs: hours of modelled time pass in seconds.
+"""Time for simulated engines: a virtual clock for whole runs, and modelled time on any loop.
 
-The event loop is looptime's: real asyncio on the standard selector loop, whose ``time()`` jumps
-to the next timer when nothing is ready to run. Real sockets and executor threads still work on it
-(time then waits for them), which a simple subclass would not offer. Runs are deterministic as long
-as neither is used. It makes about 60,000 timer jumps a second.
+:func:`run_virtual` runs hours of modelled time in seconds. Its event loop is looptime's: real
+asyncio on the standard selector loop, whose ``time()`` jumps to the next timer when nothing is
+ready to run. Real sockets and executor threads still work on it (time then waits for them), which
+a simple subclass would not offer. Runs are deterministic as long as neither is used. It makes about
+60,000 timer jumps a second.
 
 Code that reads another clock goes wrong: ``time.monotonic()`` stands still here. The coordinator's
 limiter (asyncio-throttle) therefore keeps its log on the loop's clock.
@@ -12,12 +13,15 @@ limiter (asyncio-throttle) therefore keeps its log on the loop's clock.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import math
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from aprilsched.extras import extra
 
-__all__ = ["run_virtual"]
+from aprilsched.errors import ConfigError, EngineUnreachable
+
+__all__ = ["Pacer", "run_virtual"]
 
 _T = TypeVar("_T")
 
@@ -58,3 +62,85 @@ def run_virtual(coro: Coroutine[Any, Any, _T], *, idle_timeout: float | None = 6
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         return runner.run(coro)
+
+
+class Pacer:
+    """Gives the modelled seconds since the first :meth:`start`: loop seconds divided by `scale`.
+
+    :meth:`set_rate` changes the speed. Modelled time never goes back. It stands still while the
+    pacer is stopped, and at a rate of 0.
+
+    Raises:
+        ConfigError: if `scale` is not positive.
+    """
+
+    def __init__(self, name: str, scale: float) -> None:
+        if scale <= 0:
+            raise ConfigError(f"time_scale is {scale}; give a number above 0.")
+        self._name = name
+        self._scale = self._usual_scale = scale
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._origin = 0.0
+        self._before = 0.0
+        self._seen = 0.0
+
+    @property
+    def started(self) -> bool:
+        return self._loop is not None
+
+    @property
+    def scale(self) -> float:
+        """Number of loop seconds in a modelled second at the usual speed."""
+        return self._usual_scale
+
+    def start(self) -> None:
+        """Start or continue, on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._origin, self._before = self._loop.time(), self._seen
+
+    def stop(self) -> None:
+        self._disarm()
+        self._loop = None
+
+    def now(self) -> float:
+        """The modelled time now.
+
+        Raises:
+            EngineUnreachable: if the pacer is not started.
+        """
+        if self._loop is None:
+            raise EngineUnreachable(self._name, "not open; enter the scheduler or call open().")
+        passed = (self._loop.time() - self._origin) / self._scale
+        self._seen = max(self._seen, self._before + passed)
+        return self._seen
+
+    def reached(self, when: float) -> float:
+        """The modelled time, at least `when`: rounding may make a timer fire slightly early."""
+        self._seen = max(self.now(), when)
+        return self._seen
+
+    def set_rate(self, rate: float) -> None:
+        """Change the speed to `rate` times the usual one; this cancels the timer."""
+        if self._loop is not None:
+            self.now()
+        self._disarm()
+        self._scale = self._usual_scale / rate if rate else float("inf")
+        if self._loop is not None:
+            self.start()
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep for modelled seconds at the usual speed."""
+        await asyncio.sleep(seconds * self._usual_scale)
+
+    def arm(self, due: float | None, callback: Callable[[float], None]) -> None:
+        """Call ``callback(due)`` at the modelled time `due`; this replaces an earlier timer."""
+        self._disarm()
+        if due is not None and self._loop is not None and math.isfinite(self._scale):
+            when = self._origin + (due - self._before) * self._scale
+            self._timer = self._loop.call_at(when, callback, due)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None

@@ -23,8 +23,8 @@ from pathlib import Path
 from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest, PauseMode
 from aprilsched.engines.load import EngineLoad
 from aprilsched.engines.sim.batcher import Batcher
+from aprilsched.engines.sim.clock import Pacer
 from aprilsched.engines.sim.config import Counters, SimConfig
-from aprilsched.engines.sim.pacing import Pacer
 from aprilsched.engines.sim.resources import Adapters, Memory
 from aprilsched.errors import (
     ConfigError,
