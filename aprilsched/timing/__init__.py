@@ -5,11 +5,17 @@ a :class:`StepTimeModel` from them, with errors and residuals, and :class:`Onlin
 model window by window while an engine runs.
 """
 
-from aprilsched.timing.calibration import Fit, fit, predicted_seconds
+from aprilsched.timing.calibration import (
+    Bucket,
+    Fit,
+    Residuals,
+    fit,
+    predicted_seconds,
+    residuals_of,
+)
 from aprilsched.timing.model import StepTimeModel
 from aprilsched.timing.model_file import load_model, model_toml, save_model
 from aprilsched.timing.online import Observation, OnlineFit
-from aprilsched.timing.residuals import Bucket, Residuals, residuals_of
 from aprilsched.timing.server_log import LogLine, Windows, read_log, windows_of
 
 __all__ = [
