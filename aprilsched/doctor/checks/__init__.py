@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aprilsched.doctor.checks import known, pausing, requests, server, tokens, weights
+from aprilsched.doctor.checks import pausing, requests, server, tokens, weights
 from aprilsched.doctor.findings import Check
 
 __all__ = ["CHECKS"]
@@ -15,6 +15,6 @@ CHECKS: Sequence[Check] = (
     *requests.CHECKS,
     *pausing.CHECKS,
     *weights.CHECKS,
-    *known.CHECKS,
+    *requests.NOT_TRIED,
     *server.LAST,
 )

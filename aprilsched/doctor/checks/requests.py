@@ -1,13 +1,28 @@
-"""Checks of requests that end early."""
+"""Checks of requests that end early, and of hazards of requests that are not tried.
+
+Hazards are not tried where a trial takes too long or ends requests. Such a line passes if the
+scheduler's own behaviour avoids the hazard on every server; it warns if the result depends on the
+server, because that was not examined.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from aprilsched.doctor.findings import Check, Notes, Verdict, failed, left_out, passed, warned
+from aprilsched.doctor.findings import (
+    Check,
+    Notes,
+    Verdict,
+    failed,
+    left_out,
+    never_met,
+    not_tried,
+    passed,
+    warned,
+)
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "NOT_TRIED"]
 
 
 def abort(notes: Notes) -> Verdict:
@@ -94,5 +109,36 @@ CHECKS: Sequence[Check] = (
         judge=hanging_up,
         meaning="A request whose client has disconnected may decode to its end.",
         action="aborts every stream that it leaves before its end",
+    ),
+)
+
+NOT_TRIED: Sequence[Check] = (
+    Check(
+        # It passes: the scheduler always streams.
+        name="abort after retract (hazard 1)",
+        judge=never_met,
+        meaning="A response that is not streamed keeps only a multiple of 50 tokens.",
+        action="always streams, so at most the tokens of one interval are sampled again",
+    ),
+    Check(
+        # It passes: the limits are those of the scheduler's own connections.
+        name="time limits of clients (hazard 13)",
+        judge=never_met,
+        meaning="A total time limit, or a limit of 100 connections, cuts off stragglers.",
+        action="sets neither; only control calls have a time limit",
+    ),
+    Check(
+        # It passes: repeating is up to the scheduler.
+        name="retries (hazard 14)",
+        judge=never_met,
+        meaning="A repeated generation decodes at the same time as the first one.",
+        action="repeats a generation only if nothing was sent, or after an abort",
+    ),
+    Check(
+        # It warns: the cost of a prefill pass is the server's, and not all requests are refills.
+        name="trickling requests (hazard 15)",
+        judge=not_tried,
+        meaning="Each arrival costs every running request a prefill pass.",
+        action="starts many groups together; a retry or a next turn still arrives alone",
     ),
 )
