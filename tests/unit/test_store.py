@@ -46,8 +46,7 @@ from aprilsched.store.codec import (
     schedule_record,
 )
 from aprilsched.store.sqlite import cleaning, read_checkpoint, write_checkpoint
-from aprilsched.store.sqlite.file import said_by
-from aprilsched.store.sqlite.schema import APPLICATION, SCRIPTS
+from aprilsched.store.sqlite.file import APPLICATION, SCRIPTS, said_by
 from tests.support.driver import Driver, config
 
 
@@ -377,7 +376,7 @@ def test_a_file_of_the_first_schema_goes_on(path: Path):
 def test_a_failed_migration_leaves_the_file_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch):
     filled(path, cuts=2)
     broken = (*SCRIPTS, "CREATE TABLE new (a INTEGER); INSERT INTO nowhere VALUES (1)")
-    monkeypatch.setattr("aprilsched.store.sqlite.schema.SCRIPTS", broken)
+    monkeypatch.setattr("aprilsched.store.sqlite.file.SCRIPTS", broken)
     with pytest.raises(StoreError, match="nowhere"):
         SqliteStore(path).open()
     monkeypatch.undo()

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.core.state.saved import Cut, Saved, TokenPage
-from aprilsched.store.sqlite.pages import COLUMNS, insert_page, page_from
+from aprilsched.store.sqlite.file import COLUMNS, insert_page, page_from
 from aprilsched.types import Float32Array, Int32Array
 
 __all__ = ["Cleaner"]

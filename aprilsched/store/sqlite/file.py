@@ -1,4 +1,8 @@
-"""Opens the file of a store for one scheduler at a time, and explains SQLite's failures."""
+"""The file of a store: opening and locking it, its tables, and its rows of tokens.
+
+A file of schema n has run the first n scripts; a new file runs all of them. A script that was
+released is never changed; a change of the schema is a new script.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,24 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aprilsched.errors import StoreError
-from aprilsched.store.sqlite.schema import migrate
+import msgspec
+import numpy as np
 
-__all__ = ["connect", "safe_path", "said_by"]
+from aprilsched.core.state.saved import TokenPage
+from aprilsched.errors import StoreError
+from aprilsched.store.codec import checksum
+
+__all__ = [
+    "APPLICATION",
+    "COLUMNS",
+    "SCRIPTS",
+    "connect",
+    "insert_page",
+    "migrate",
+    "page_from",
+    "safe_path",
+    "said_by",
+]
 
 _WAIT_SECONDS = 1.0
 _PAGE_BYTES = 16_384
@@ -109,3 +127,96 @@ def _advice(error: sqlite3.Error) -> str:
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
         return _DAMAGED
     return "see to the disk, or name another store"
+
+
+APPLICATION = 0x4150524C
+""""APRL", the application id in the header of each file."""
+
+SCRIPTS: tuple[str, ...] = (
+    """
+    CREATE TABLE run (one INTEGER PRIMARY KEY CHECK (one = 1), body BLOB NOT NULL, crc INTEGER);
+    CREATE TABLE groups (group_id INTEGER PRIMARY KEY, body BLOB NOT NULL, crc INTEGER);
+    CREATE TABLE group_states (
+        group_id INTEGER PRIMARY KEY, accepted INTEGER, first_run INTEGER
+    );
+    CREATE TABLE rollouts (
+        rollout_id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, since INTEGER NOT NULL,
+        body BLOB NOT NULL, crc INTEGER
+    );
+    CREATE INDEX rollouts_by_group ON rollouts (group_id);
+    CREATE TABLE pages (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT, slices BLOB NOT NULL, engines BLOB NOT NULL,
+        token_ids BLOB NOT NULL, logprobs BLOB NOT NULL, crc INTEGER
+    );
+    CREATE TABLE batches (batch INTEGER PRIMARY KEY, body BLOB NOT NULL, crc INTEGER);
+    CREATE TABLE dropped (n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL, crc INTEGER);
+    """,
+    """
+    CREATE TABLE schedule (one INTEGER PRIMARY KEY CHECK (one = 1), body BLOB, crc INTEGER);
+    CREATE TABLE lengths (n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL, crc INTEGER);
+    """,
+)
+
+
+def migrate(connection: sqlite3.Connection, path: Path) -> None:
+    """Bring the file to the newest schema, in one transaction.
+
+    Raises:
+        StoreError: if it is not a store, or was written by a newer version of aprilsched.
+        sqlite3.Error: if the file cannot be read or written.
+    """
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if tables and application != APPLICATION:
+        raise StoreError(f"{path} is an SQLite file of something else; name another one.")
+    if version > len(SCRIPTS):
+        raise StoreError(
+            f"{path} was written by a newer aprilsched (schema {version}, this one knows "
+            f"{len(SCRIPTS)}); upgrade aprilsched, or name another store."
+        )
+    if version == len(SCRIPTS):
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for script in SCRIPTS[version:]:
+            for statement in script.split(";"):
+                if statement.strip():
+                    connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {APPLICATION}")
+        connection.execute(f"PRAGMA user_version = {len(SCRIPTS)}")
+        connection.execute("COMMIT")
+    except BaseException:
+        # On a full disk SQLite has already ended the transaction.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+COLUMNS = "slices, engines, token_ids, logprobs, crc"
+
+
+def insert_page(connection: sqlite3.Connection, page: TokenPage) -> None:
+    """Insert a page."""
+    engines = msgspec.json.encode(page.engines)
+    slices, ids, logprobs = page.slices.data, page.token_ids.data, page.logprobs.data
+    crc = checksum(slices, engines, ids, logprobs)
+    connection.execute(
+        f"INSERT INTO pages ({COLUMNS}) VALUES (?, ?, ?, ?, ?)",
+        (slices, engines, ids, logprobs, crc),
+    )
+
+
+def page_from(row: tuple[bytes, bytes, bytes, bytes, int]) -> TokenPage | None:
+    """The page in a row of :data:`COLUMNS`; None if it is damaged."""
+    slices, engines, ids, logprobs, crc = row
+    if not all(type(part) is bytes for part in row[:4]):
+        return None
+    if checksum(slices, engines, ids, logprobs) != crc:
+        return None
+    return TokenPage(
+        slices=np.frombuffer(slices, dtype=np.int32).reshape(-1, 5),
+        engines=tuple(msgspec.json.decode(engines, type=list[str])),
+        token_ids=np.frombuffer(ids, dtype=np.int32),
+        logprobs=np.frombuffer(logprobs, dtype=np.float32),
+    )

@@ -33,7 +33,7 @@ from aprilsched.store.codec import (
     lengths_from,
     schedule_from,
 )
-from aprilsched.store.sqlite.pages import COLUMNS, page_from
+from aprilsched.store.sqlite.file import COLUMNS, page_from
 
 __all__ = ["read_saved"]
 

@@ -1,4 +1,4 @@
-"""A store in one SQLite file.
+"""A store in one SQLite file, and checkpoints: a whole scheduler in one file of the same format.
 
 Invariants:
 
@@ -29,11 +29,10 @@ from aprilsched.store.codec import (
 )
 from aprilsched.store.memory import KEPT_ENTRIES, KEPT_LENGTHS
 from aprilsched.store.sqlite.cleaning import Cleaner
-from aprilsched.store.sqlite.file import connect, said_by
-from aprilsched.store.sqlite.pages import insert_page
+from aprilsched.store.sqlite.file import connect, insert_page, migrate, safe_path, said_by
 from aprilsched.store.sqlite.reading import read_saved
 
-__all__ = ["SqliteStore"]
+__all__ = ["SqliteStore", "read_checkpoint", "write_checkpoint"]
 
 _TABLES = (
     "run",
@@ -232,3 +231,49 @@ def _remove(connection: sqlite3.Connection, group_ids: Iterable[int]) -> None:
     rows = [(group_id,) for group_id in group_ids]
     for table in ("groups", "group_states", "rollouts"):
         connection.executemany(f"DELETE FROM {table} WHERE group_id = ?", rows)
+
+
+def write_checkpoint(path: Path, cut: Cut) -> None:
+    """Write a full snapshot to `path`, completely or not at all; an existing file is replaced.
+
+    Raises:
+        StoreError: if it cannot be written.
+    """
+    path = safe_path(path)
+    writing = path.with_name(f".{path.name}.writing")
+    with said_by(path, "written"):
+        writing.unlink(missing_ok=True)
+        store = SqliteStore(writing)
+        try:
+            store.open()
+            store.save(cut, durable=True)
+            store.into_one_file()
+        finally:
+            store.close()
+        os.replace(writing, path)
+
+
+def read_checkpoint(path: Path) -> Saved:
+    """Read a file that :func:`write_checkpoint` wrote; the file is not changed.
+
+    Raises:
+        StoreError: if there is no such file, or it cannot be read.
+    """
+    if not safe_path(path).exists():
+        raise StoreError(f"{path} is not there; name a checkpoint that was written.")
+    with said_by(path, "read"):
+        # A copy in memory can be migrated from an older schema without changing the file.
+        connection = sqlite3.connect(":memory:", isolation_level=None)
+        try:
+            file = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+            try:
+                file.backup(connection)
+            finally:
+                file.close()
+            migrate(connection, path)
+            saved = read_saved(connection, path)
+        finally:
+            connection.close()
+    if saved is None:
+        raise StoreError(f"{path} holds no scheduler; name a checkpoint that was written.")
+    return saved
