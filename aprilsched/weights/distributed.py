@@ -30,9 +30,7 @@ from aprilsched.engines.refit import RefitFromGroup, TensorMeta
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.extras import extra
 from aprilsched.weights.buckets import Bucket, iter_buckets, iter_buckets_async
-from aprilsched.weights.group.addresses import address_towards
-from aprilsched.weights.group.process_group import DEVICES, TrainerGroup
-from aprilsched.weights.group.rounds import (
+from aprilsched.weights.collective import (
     BrokenOff,
     GroupEngine,
     each,
@@ -40,6 +38,7 @@ from aprilsched.weights.group.rounds import (
     together,
     unexplained,
 )
+from aprilsched.weights.process_group import DEVICES, TrainerGroup, address_towards
 from aprilsched.weights.threads import in_thread
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import ControlTimeout, EngineRejected, TornWeights
 from aprilsched.types import Rollout
 from aprilsched.weights.distributed import DistributedPublisher
-from aprilsched.weights.group.process_group import TrainerGroup
+from aprilsched.weights.process_group import TrainerGroup
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import PROMPT, greedy, whole
 from tests.sglang.recorded import scores

@@ -19,9 +19,9 @@ from torch import Tensor
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim import SimEngine
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
+from aprilsched.weights.collective import behind
 from aprilsched.weights.distributed import DistributedPublisher, rank_offsets
-from aprilsched.weights.group.addresses import address_towards
-from aprilsched.weights.group.rounds import behind
+from aprilsched.weights.process_group import address_towards
 from tests.support.group_engine import GroupMember
 
 WEIGHTS = {

@@ -24,8 +24,7 @@ from aprilsched.engines.sglang.router.fleet import SGLangRouterFleet
 from aprilsched.runs.settings import RunSettings
 from aprilsched.runs.setup import prepare
 from aprilsched.testing import SimServer
-from aprilsched.weights.group.addresses import LOOPBACK, address_towards
-from aprilsched.weights.group.process_group import TrainerGroup
+from aprilsched.weights.process_group import LOOPBACK, TrainerGroup, address_towards
 from tests.unit.test_arrows import modules
 
 # --- nothing that comes from outside is executed -----------------------------------------------

@@ -15,7 +15,7 @@ from typing import Protocol
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromGroup
 from aprilsched.errors import AprilschedError, ControlTimeout, EngineError, EngineRejected
-from aprilsched.weights.group.process_group import GroupBroken, TrainerGroup
+from aprilsched.weights.process_group import GroupBroken, TrainerGroup
 from aprilsched.weights.threads import in_daemon
 
 __all__ = [

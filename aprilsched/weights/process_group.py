@@ -13,10 +13,11 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from aprilsched.errors import AprilschedError, ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DEVICES", "GroupBroken", "TrainerGroup"]
+__all__ = ["DEVICES", "GroupBroken", "TrainerGroup", "address_towards"]
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 """The backends, and the device name that torch uses for each one's keys in the rendezvous."""
@@ -234,3 +235,37 @@ def _reason(error: Exception) -> str:
     """The first line of torch's message, without the C++ stack after it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:_MESSAGE_LIMIT]
+
+
+LOOPBACK = "127.0.0.1"
+_ANY_PORT = 9
+
+
+def address_towards(engines: Iterable[str]) -> str:
+    """The address of this machine's interface towards the engines of these names (host:port).
+
+    It is loopback if all engines are on loopback or have names of another form. Nothing is sent:
+    the operating system is asked for its route to the first engine that is elsewhere.
+    """
+    for name in engines:
+        host, separator, port = name.split("/")[0].rpartition(":")
+        host = host.strip("[]")
+        if not (separator and port.isdigit()) or _is_loopback(host):
+            continue
+        try:
+            family, kind, protocol, _, place = socket.getaddrinfo(
+                host, _ANY_PORT, type=socket.SOCK_DGRAM
+            )[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(place)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue  # The call to the engine will give a better error.
+    return LOOPBACK
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
