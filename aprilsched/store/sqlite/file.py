@@ -35,7 +35,7 @@ _WAIT_SECONDS = 1.0
 _PAGE_BYTES = 16_384
 """Blobs are large; in pages of 4 KiB each blob would be a long chain."""
 _WAL_BYTES = 1 << 25
-_DAMAGED = "restore a checkpoint, or move it away to begin anew"
+_DAMAGED = "restore a checkpoint, or move it away to start again"
 
 
 def safe_path(path: Path) -> Path:
@@ -126,7 +126,7 @@ def _advice(error: sqlite3.Error) -> str:
         return "make it and its folder writable, or name another store"
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
         return _DAMAGED
-    return "see to the disk, or name another store"
+    return "check the disk, or name another store"
 
 
 APPLICATION = 0x4150524C

@@ -62,7 +62,7 @@ def read_saved(connection: sqlite3.Connection, path: Path) -> Saved | None:
     except Exception as error:
         why = " ".join(str(error).split())
         raise StoreError(
-            f"{path} is damaged ({why}); restore a checkpoint, or move it away to begin anew."
+            f"{path} is damaged ({why}); restore a checkpoint, or move it away to start again."
         ) from error
 
 
@@ -74,7 +74,7 @@ def _read(connection: sqlite3.Connection, path: Path) -> Saved | None:
     if run is None:
         raise StoreError(
             f"{path} is damaged (the record of its run cannot be read); restore a checkpoint, or "
-            "move it away to begin anew."
+            "move it away to start again."
         )
     damaged: dict[int, str] = {}
     groups = list(_groups(connection, damaged))
