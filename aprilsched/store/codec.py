@@ -176,7 +176,7 @@ def group_from(body: bytes) -> SavedGroup:
     record = decode(body, _Group)
     sampling, metadata = record.sampling, record.metadata
     if type(metadata) is not dict:
-        raise ValueError("its metadata is no dict")
+        raise ValueError("its metadata is not a dict")
     return SavedGroup(
         group_id=record.group_id,
         opened=record.opened,

@@ -52,7 +52,7 @@ def load_model(path: Path) -> StepTimeModel:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); name a model.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}.") from None
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
     table = content.get("timing")
     if not isinstance(table, dict):
         raise ConfigError(f"{path} has no table [timing]; write a model with calibrate --out.")
@@ -62,9 +62,9 @@ def load_model(path: Path) -> StepTimeModel:
 def _model(path: Path, table: Mapping[str, object]) -> StepTimeModel:
     known = [field.name for field in fields(StepTimeModel)]
     if unknown := [name for name in table if name not in known]:
-        raise ConfigError(f"{path} has {unknown[0]!r}, which no model has; take it out.")
+        raise ConfigError(f"{path} has {unknown[0]!r}, which is not a field of a model; remove it.")
     if missing := [name for name in _NEEDED if name not in table]:
-        raise ConfigError(f"{path} has no {missing[0]}; give it.")
+        raise ConfigError(f"{path} has no {missing[0]}; add it.")
     return StepTimeModel(**{name: _value(path, name, value) for name, value in table.items()})  # type: ignore[arg-type]
 
 

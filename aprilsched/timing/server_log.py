@@ -164,7 +164,7 @@ def read_log(path: Path) -> list[LogLine]:
     if not found:
         raise ConfigError(f"{path} has no decode lines; give the log of an SGLang server.")
     if len(found) > MAX_LINES:
-        raise ConfigError(f"{path} has more than {MAX_LINES:,} decode lines; cut it.")
+        raise ConfigError(f"{path} has more than {MAX_LINES:,} decode lines; shorten it.")
     return found
 
 

@@ -60,7 +60,7 @@ async def listing(answer: Any, asked: list[float] | None = None) -> AsyncGenerat
         ({"workers": [worker("http://user:secret@10.0.0.1:1")]}, "no plain http"),
         ({"workers": [worker("http://10.0.0.1:30000@1")]}, "without --dp-aware"),
         ({"workers": [worker(worker_type="prefill")]}, "disaggregation"),
-        ({"workers": [worker()] * 5000}, "too many"),
+        ({"workers": [worker()] * 5000}, "at most 4096"),
         ({"workers": [worker("http://10.0.0.1:1?" + "x" * 2**20)] * 3}, "max_answer_bytes"),
     ],
 )

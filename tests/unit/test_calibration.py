@@ -251,7 +251,7 @@ def test_a_model_is_read_back_equal(tmp_path: Path, model: StepTimeModel) -> Non
         ({"prefill_rate": "prefill_rate = 0"}, "above 0"),
         ({"prefill_chunk": "prefill_chunk = 1.5"}, "whole number"),
         ({"t1": ""}, "has no t1"),
-        ({"t1": "t9 = 1"}, "'t9', which no model has"),
+        ({"t1": "t9 = 1"}, "'t9', which is not a field of a model"),
         ({"[timing]": "[other]"}, "no table"),
         ({"t0": "t0 ="}, "no TOML"),
     ],

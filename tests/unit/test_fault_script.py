@@ -103,12 +103,12 @@ def test_an_empty_script_has_no_faults():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seed = ", "is no TOML"),
+        ("seed = ", "is not valid TOML"),
         ("sed = 1", "unknown key 'sed'; the nearest one is 'seed'"),
         ("seed = -1", "seed is -1; give a whole number of 0 or more"),
         ("seed = true", "seed is True"),
         ("fault = 3", "begin each fault with"),
-        ("fault = [3]", "fault 1 is no table"),
+        ("fault = [3]", "fault 1 is not a table"),
         ("[[fault]]\nat = 1", "fault 1 has no kind; give one of delay, "),
         ("[[fault]]\nkind = 'dealy'", "unknown kind 'dealy'; the nearest one is 'delay'"),
         ("[[fault]]\nkind = 3", "unknown kind 3"),

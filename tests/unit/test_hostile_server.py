@@ -69,7 +69,7 @@ async def generated(engine: SGLangEngine) -> list[Chunk]:
 
 
 UNPAID = "beyond what its tokens account for"
-PASSED_OVER = "sends without end what HTTP passes over"
+PASSED_OVER = "sends endless data outside of the body"
 NO_HTTP = "does not speak HTTP"
 
 STREAMS = {

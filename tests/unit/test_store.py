@@ -294,10 +294,10 @@ def test_what_leads_out_of_the_folder_is_refused(path: Path, tmp_path: Path):
     path.with_name(path.name + "-wal").symlink_to(outside)
     with pytest.raises(StoreError, match="is a link out of its folder"):
         SqliteStore(path).open()
-    with pytest.raises(StoreError, match="is no folder"):
+    with pytest.raises(StoreError, match="is not a folder"):
         SqliteStore(tmp_path / "no" / "store").open()
     (tmp_path / "folder").mkdir()
-    with pytest.raises(StoreError, match="is no file"):
+    with pytest.raises(StoreError, match="is not a file"):
         SqliteStore(tmp_path / "folder").open()
 
 

@@ -347,7 +347,7 @@ def test_a_checkpoint_that_fails_acknowledges_nothing(tmp_path: Path):
     async def first() -> None:
         async with scheduler(SqliteStore(path, inline=True)) as rollouts:
             batch = await rollouts.next_batch()
-            with pytest.raises(StoreError, match="is no folder"):
+            with pytest.raises(StoreError, match="is not a folder"):
                 await rollouts.checkpoint(tmp_path / "none" / "checkpoint")
             assert list(rollouts.state.delivery.unacknowledged) == [batch.index]
 

@@ -60,7 +60,7 @@ def label(notes: Notes) -> Verdict:
     found = notes.facts.label
     if found == "default" or (found.isascii() and found.isdigit()):
         return passed(f"weight_version is {found!r}")
-    return warned(f"weight_version is {found!r}, which is no number")
+    return warned(f"weight_version is {found!r}, which is not a number")
 
 
 def health(notes: Notes) -> Verdict:

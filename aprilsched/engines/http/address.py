@@ -28,12 +28,16 @@ class ServerAddress:
             url = URL(text.strip())
             usable = url.scheme in ("http", "https") and bool(url.host) and url.port is not None
         except (ValueError, TypeError, AttributeError):
-            raise ConfigError(f"{text!r} is no URL; give one like http://10.0.0.1:30000.") from None
+            raise ConfigError(
+                f"{text!r} is not a URL; give one like http://10.0.0.1:30000."
+            ) from None
         if url.user is not None or url.password is not None:
             # The message does not repeat the URL, because it may hold a password.
             raise ConfigError("A server's URL holds a user or password; use api_key instead.")
         if not usable or url.query_string or url.fragment:
-            raise ConfigError(f"{text!r} is no server's URL; give one like http://10.0.0.1:30000.")
+            raise ConfigError(
+                f"{text!r} is not a server's URL; give one like http://10.0.0.1:30000."
+            )
         return cls(url=url.with_path(url.path.rstrip("/") or "/"))
 
     @property

@@ -58,7 +58,7 @@ def engine_error(name: str, url: URL, error: Exception) -> EngineError:
                 name, f"does not speak HTTP ({quoted(error.message)}); is {url} right?"
             )
         case _ if ENDLESS in str(error):
-            return EngineProtocolError(name, f"was hung up on: {ENDLESS}; is {url} right?")
+            return EngineProtocolError(name, f"was disconnected because {ENDLESS}; is {url} right?")
         case _:
             return ConnectionDropped(
                 name, f"the connection broke ({type(error).__name__}: {quoted(str(error))})."

@@ -16,7 +16,7 @@ import aiohttp
 
 __all__ = ["ENDLESS", "Inflow", "inflow_of", "probed_socket"]
 
-ENDLESS = "it sends without end what HTTP passes over"
+ENDLESS = "it sends endless data outside of the body"
 _PASSED_OVER = 4 * 2**20
 """Number of bytes: several times a connection's buffer and the longest headers together."""
 _TCP_PROBES = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))

@@ -17,9 +17,8 @@ import math
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from aprilsched.extras import extra
-
 from aprilsched.errors import ConfigError, EngineUnreachable
+from aprilsched.extras import extra
 
 __all__ = ["Pacer", "run_virtual"]
 

@@ -54,9 +54,9 @@ def safe_path(path: Path) -> Path:
         if stat.S_ISLNK(mode):
             raise StoreError(f"{name} is a link out of its folder; name the file that it leads to.")
         if not stat.S_ISREG(mode):
-            raise StoreError(f"{name} is no file; name a file for the store.")
+            raise StoreError(f"{name} is not a file; name a file for the store.")
     if not path.parent.is_dir():
-        raise StoreError(f"{path.parent} is no folder; make it first, or name another store.")
+        raise StoreError(f"{path.parent} is not a folder; make it first, or name another store.")
     return path
 
 

@@ -55,7 +55,7 @@ def parse_faults(text: str, where: str = "the fault script") -> FaultScript:
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is no TOML: {error}.") from error
+        raise ConfigError(f"{where} is not valid TOML: {error}.") from error
     return faults_of(content, where)
 
 
@@ -70,7 +70,7 @@ def faults_of(content: Table, where: str = "the fault script") -> FaultScript:
     if type(seed) is not int or seed < 0:
         raise ConfigError(f"{where}: seed is {seed!r}; give a whole number of 0 or more.")
     if not isinstance(entries, list):
-        raise ConfigError(f"{where}: fault is no list; begin each fault with [[fault]].")
+        raise ConfigError(f"{where}: fault is not a list; begin each fault with [[fault]].")
     faults = [
         _fault(entry, f"{where}: fault {number}")
         for number, entry in enumerate(cast("list[Any]", entries), start=1)
@@ -80,7 +80,7 @@ def faults_of(content: Table, where: str = "the fault script") -> FaultScript:
 
 def _fault(entry: object, where: str) -> Fault:
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where} is no table; begin each fault with [[fault]].")
+        raise ConfigError(f"{where} is not a table; begin each fault with [[fault]].")
     given = dict(cast("Table", entry))
     kind = given.pop("kind", None)
     if kind is None:

@@ -144,7 +144,9 @@ class Roster:
             ) from error
         workers = decode(self.name, "/workers", answer.body, _Listing).workers
         if len(workers) > _MAX_WORKERS:
-            raise EngineProtocolError(self.name, f"lists {len(workers)} workers; that is too many.")
+            raise EngineProtocolError(
+                self.name, f"lists {len(workers)} workers; use a router of at most {_MAX_WORKERS}."
+            )
         for worker in workers:
             self._check(worker)
         return workers
@@ -161,7 +163,7 @@ class Roster:
         except ConfigError as error:
             raise EngineProtocolError(
                 self.name,
-                "lists a worker that is no plain http(s) URL; start it with HTTP workers and "
+                "lists a worker that is not a plain http(s) URL; start it with HTTP workers and "
                 "without --dp-aware.",
             ) from error
 
