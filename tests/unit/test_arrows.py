@@ -157,7 +157,9 @@ RULES: dict[str, Rule] = {
             "aprilsched.workload",
         )
     ),
-    "aprilsched.engines.sim.clock": Rule(ours=("aprilsched.extras",), others=frozenset()),
+    "aprilsched.engines.sim.clock": Rule(
+        ours=("aprilsched.errors", "aprilsched.extras"), others=frozenset()
+    ),
     # Another engine's adapter takes this and nothing of SGLang's.
     "aprilsched.engines.http": Rule(ours=("aprilsched.engines.http", "aprilsched.errors")),
     "aprilsched.doctor": Rule(
