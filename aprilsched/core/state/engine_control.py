@@ -42,7 +42,7 @@ KV_CACHE = "kv_cache"
 
 
 class Mode(StrEnum):
-    """What an engine is doing with regard to control calls."""
+    """The state of an engine with regard to control calls."""
 
     RUNNING = "running"
     PAUSING = "pausing"
@@ -108,7 +108,7 @@ class EngineControl:
     """When it last showed that it has the fleet's version: by an answer, or by a finished
     response."""
     doubt: str = ""
-    """How a connection to it broke, empty if none did: it may have been restarted since."""
+    """How a connection to it broke, after which it may have been restarted; empty if none broke."""
 
     @property
     def keeps_keys(self) -> bool:

@@ -98,7 +98,7 @@ class EngineHealth:
     slow: int = 0
     """Windows in a row in which the engine was slow."""
     reported: bool = False
-    """It was reported as slow, while there is no other engine to compare it with."""
+    """Whether the engine was reported as slow, while there is no other one to compare it with."""
 
     def advance(self, now: float, open_requests: int) -> None:
         """Count the work since the last call, with so many open requests; 0 while the engine was

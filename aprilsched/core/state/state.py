@@ -73,7 +73,7 @@ class PromptSupply:
     fetching: bool = False
     """Prompts have been asked for and have not all arrived."""
     dry: bool = False
-    """The source has no prompt at the moment; nobody knows when it will have one."""
+    """The source has no prompt at the moment, and will have one at an unknown time."""
     exhausted: bool = False
     """The source has ended."""
     consecutive_failures: int = 0
@@ -101,7 +101,7 @@ class Plan:
     planned_for: float | None = None
     """The median response length, in tokens, that it was asked for."""
     checked_at: int = 0
-    """Batches that had been delivered when it was last checked whether a schedule is due."""
+    """Batches that had been delivered when it was last checked whether to ask for a schedule."""
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class Stragglers:
     calling_back: set[int] = field(default_factory=set[int])
     """Requests that are being aborted before the engines are paused."""
     resolved: bool = True
-    """It is decided what happens to the stragglers of the current stop."""
+    """Whether it is decided what happens to the stragglers of the current stop."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""When a batch is full, when it is offered, and when it is delivered.
+"""Decides when a batch is full, when it is offered, and when it is delivered.
 
 A batch is *full* when enough is generated, so that a slow reward never delays its stop. It is
 *offered* when enough of that is scored and accepted, one batch at a time. It is *delivered* when

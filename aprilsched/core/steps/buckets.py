@@ -89,8 +89,9 @@ def _view(state: SchedulerState, groups: list[GroupRecord]) -> OpenGroups:
 
 
 def _runs(group: GroupRecord) -> bool:
-    """What is on its way back does not: a trainer that takes two batches under one version asks for
-    the second one while the probes of the first are called back, and would run all their groups."""
+    """Whether a member of the group runs. A member that is being called back does not count: a
+    trainer that takes two batches under one version asks for the second one while the probes of the
+    first are called back, and all groups of these probes would run then."""
     requests = (m.request for m in group.members if m.state in (State.RUNNING, State.HELD))
     return any(request is not None and not request.aborting for request in requests)
 

@@ -1,4 +1,4 @@
-"""What the engines should be doing, and which waiting request is sent to which engine."""
+"""Decides what the engines should be doing, and which waiting request goes to which engine."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def interrupt(state: SchedulerState) -> None:
     """
     in_flight = state.in_flight
     # Memory cannot be released under requests, unless the engine can hold them in a pause.
-    lent = state.fleet.sleep is not None and not state.fleet.sleep.inside
+    releasing = state.fleet.sleep is not None and not state.fleet.sleep.inside
     rule = state.config.behaviour.called_back
     if (
-        not (rule == "always" or (rule == "for sleep" and lent))
+        not (rule == "always" or (rule == "for sleep" and releasing))
         or in_flight.called_back == in_flight.open_attempts
     ):
         return

@@ -1,4 +1,4 @@
-"""What a tick finds: silent engines and slow engines (:mod:`aprilsched.core.state.engine_health`).
+"""Finds silent and slow engines at each tick (:mod:`aprilsched.core.state.engine_health`).
 
 Both are lost like an engine whose connection broke: their requests go on elsewhere with their
 tokens, and the engine may come back later. An engine that cannot be compared with another one is

@@ -1,4 +1,4 @@
-"""An outage: no engine is in use. What is waited for, how long, and what the trainer is told.
+"""Handles outages, in which no engine is in use: what is waited for, and what the trainer is told.
 
 Nothing in flight is lost in an outage. Requests wait with the tokens known so far, and an update
 waits for an engine that can take it. Once an engine is back with the fleet's version, everything

@@ -141,23 +141,23 @@ def refit(state: SchedulerState) -> None:
     if update is None or not update.may_pause or update.refitting:
         return
     there = list(state.fleet.control.all())
-    wanted = [control for control in there if not control.catching_up]
+    targets = [control for control in there if not control.catching_up]
     if update.beside:
-        wanted = [control for control in wanted if _has_base(state, control)]
-    elif not all(state.fleet.control.refittable(control) for control in wanted):
+        targets = [control for control in targets if _has_base(state, control)]
+    elif not all(state.fleet.control.refittable(control) for control in targets):
         return
-    if not wanted:
+    if not targets:
         # While no engine is there at all, or one is catching up, the update waits.
         if there and not any(control.catching_up for control in there):
             _finish(state, update, cause="no engine is there that could take it")
         return
-    for control in wanted:
+    for control in targets:
         if not update.beside:
             state.fleet.control.enter(control, Mode.REFITTING)
         # An answer from before, noted when the engine went on standby, does not count.
         update.answers.pop(control.name, None)
-    update.refitting = frozenset(control.name for control in wanted)
-    names = tuple(control.name for control in wanted)
+    update.refitting = frozenset(control.name for control in targets)
+    names = tuple(control.name for control in targets)
     state.tell(RefitBegun(version=update.version, engines=names, adapter=update.beside))
     state.commands.append(Refit(version=update.version, engines=names, beside=update.beside))
 

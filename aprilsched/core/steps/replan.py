@@ -1,4 +1,4 @@
-"""When a new schedule is chosen (automatic over-provisioning), and how it comes into force.
+"""Decides when a new schedule is chosen (automatic over-provisioning), and puts it into force.
 
 The choice takes a simulation, so the shell makes it (:mod:`aprilsched.planning`). The core says
 when, and on what evidence. A schedule is asked for after the first batch, and each further time

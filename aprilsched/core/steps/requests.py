@@ -1,4 +1,4 @@
-"""What comes back from an engine for a request: tokens, its end, its interruption, its failure.
+"""Handles what comes back for a request: tokens, its end, its interruption, its failure.
 
 An attempt that was closed before, because its engine was lost, may still send something. Such late
 answers are ignored, so that no token is counted twice.

@@ -1,4 +1,4 @@
-"""From generated to accepted: rewards of rollouts or groups, and the user's accept function."""
+"""Takes rollouts from generated to accepted: rewards, and the user's accept function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of each straggler, decided once when a batch is full or an update begins.
+"""Decides what becomes of each straggler, once when a batch is full or an update begins.
 
 A straggler is a rollout that still runs then. Some may run on up to a limit of tokens. Some are
 called back, because their KV is not worth keeping or because their engine has more than its share.

@@ -1,4 +1,4 @@
-"""How many groups a batch takes, and how many groups are kept open for the batch in work.
+"""Decides how many groups are kept open for the batch in work, and how many a batch takes.
 
 How many groups a batch takes that is full by tokens is estimated from the lengths seen so far, with
 unfinished responses as censored ones. Until a response has finished, it is ``batch_groups``.
