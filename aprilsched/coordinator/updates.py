@@ -56,6 +56,11 @@ class Updates:
             self._check(publisher, new)
             await called(_PUBLISHER, publisher.prepare, new)
             session.check_open()
+            state = session.state
+            if new == state.weights.versions.trainer and state.fleet.control.engines:
+                # It was to be brought in once more, and an engine that has it is back by now.
+                seconds = asyncio.get_running_loop().time() - started
+                return RefitReport(version=new, quarantined={}, seconds=seconds)
             result = await self._run(publisher, new)
         if result.cause:
             raise self._error(result) from session.refits.failure

@@ -77,6 +77,34 @@ def test_it_catches_up_alone_with_a_publisher_that_still_holds_the_version():
     run_virtual(main())
 
 
+class Late(Once):
+    """Takes so long to prepare that an engine is back before it publishes."""
+
+    async def prepare(self, version: int) -> None:
+        await asyncio.sleep(60)
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        raise AssertionError("there is nothing to publish")
+
+
+def test_a_version_that_comes_back_while_it_is_prepared_once_more_is_not_published():
+    async def main() -> None:
+        async with RolloutScheduler(SimFleet(2), workload(), config=CONFIG) as rollouts:
+            await rollouts.next_batch()
+            lose(rollouts, "sim-1")
+            await rollouts.update_weights(Once())
+            lose(rollouts, "sim-0")
+            assert not rollouts.state.fleet.control.engines
+            report = await rollouts.update_weights(Late(), version=1)
+            assert (report.version, report.quarantined) == (1, {})
+            assert rollouts.state.weights.versions.engines == {"sim-0": 1}
+            await rollouts.next_batch()
+
+    run_virtual(main())
+
+
 def test_one_that_keeps_failing_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch):
     fleet = SimFleet(2)
     asked: list[float] = []
