@@ -28,6 +28,7 @@ LAZY = (
     frozenset(
         {
             "checkpoint_engine",
+            "jinja2",
             "looptime",
             "opentelemetry",
             "prometheus_client",

@@ -253,20 +253,24 @@ def test_the_page_asks_nobody_and_holds_its_figures(reports: Mapping[str, Report
     assert figures["time"]["utilization"] == reports["april"].time.utilization
 
 
-def test_a_missing_plotly_is_said(
+@pytest.mark.parametrize("package", ["jinja2", "plotly.offline"])
+def test_a_missing_package_is_named(
+    package: str,
     folders: Mapping[str, Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.setitem(sys.modules, package, None)
     assert main(["report", str(folders["sync"]), "--out", str(tmp_path / "x.html")]) == 2
-    assert "pip install 'aprilsched[report]'" in capsys.readouterr().err
+    assert (
+        f"{package} is not installed; pip install 'aprilsched[report]'" in capsys.readouterr().err
+    )
     assert not (tmp_path / "x.html").exists()
     # What a run leaves at its end is a gift: without it the run is as good.
     assert main(["run", *SMALL, *STEP, "--out", str(tmp_path / "run")]) == 0
     assert (
-        "No report: plotly.offline is not installed; pip install 'aprilsched[report]'."
+        f"No report: {package} is not installed; pip install 'aprilsched[report]'."
         in capsys.readouterr().err
     )
     assert (tmp_path / "run" / "summary.json").exists()

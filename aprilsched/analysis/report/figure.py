@@ -43,6 +43,11 @@ class Key:
     line: bool = False
     dashed: bool = False
 
+    @property
+    def css(self) -> str:
+        """The colour as CSS."""
+        return f"var(--{self.colour[1:]})" if self.colour.startswith("@") else self.colour
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:

@@ -9,20 +9,22 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
-from html import escape
 from importlib.resources import files
 from pathlib import Path
-from string import Template
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from aprilsched.analysis.report import batch_charts, sections, time_charts
-from aprilsched.analysis.report.compare import verdict
+from aprilsched.analysis.report.compare import differences, verdict
 from aprilsched.analysis.report.figure import Chart
 from aprilsched.analysis.report.gather import report_data
 from aprilsched.analysis.report.model import ReportData
 from aprilsched.extras import extra
 from aprilsched.telemetry.run_folder import REPORT, write_whole
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 __all__ = ["figures_json", "page", "write_report"]
 
@@ -34,7 +36,7 @@ def write_report(
     (report.html in `folder`); where it is, and the figures.
 
     Raises:
-        MissingExtra: if plotly is missing.
+        MissingExtra: if plotly or jinja2 is missing.
         RunFolderError: if a run cannot be read or the page cannot be written.
     """
     library = _plotly()
@@ -46,34 +48,42 @@ def write_report(
 
 def figures_json(runs: Sequence[ReportData]) -> bytes:
     """The figures of one run as an object, or of several as a list of them."""
-    return msgspec.json.encode(runs[0] if len(runs) == 1 else list(runs))
+    return msgspec.json.encode(_figures(runs))
+
+
+def _figures(runs: Sequence[ReportData]) -> ReportData | list[ReportData]:
+    return runs[0] if len(runs) == 1 else list(runs)
 
 
 def page(runs: Sequence[ReportData], *, library: str) -> str:
     """The page of one run, or of two; `library` is plotly.js."""
     charts = _charts(runs)
     script = _asset("report.js")
-    specs = [
-        {"id": c.id, "data": c.data, "layout": c.layout, "title": c.title}
-        for group in charts.values()
-        for c in group
-    ]
-    return Template(_asset("page.html")).substitute(
-        hashes=f"{_hash(library)} {_hash(script)}",
-        style=_asset("report.css"),
-        title=escape(", ".join(time_charts.label(place, runs) for place in range(len(runs)))),
-        verdict=escape(_verdict(runs)),
-        what_ran=sections.what_ran(runs),
-        headlines=_headlines(runs),
-        charts_json=_inert(msgspec.json.encode(specs)),
-        figures_json=_inert(figures_json(runs)),
-        parts=sections.parts(runs),
-        bias_ledger=sections.bias_ledger(runs),
-        fault_ledger=sections.fault_ledger(runs),
-        version=escape(runs[0].version),
-        library=library,
-        script=script,
-        **{name: _figures(group) for name, group in charts.items()},
+    return (
+        _templates()
+        .get_template("page.html")
+        .render(
+            runs=runs,
+            title=", ".join(time_charts.label(place, runs) for place in range(len(runs))),
+            verdict=_verdict(runs),
+            charts=charts,
+            specs=[
+                {"id": c.id, "data": c.data, "layout": c.layout, "title": c.title}
+                for group in charts.values()
+                for c in group
+            ],
+            figures=_figures(runs),
+            differences=differences(runs[0], runs[1]) if len(runs) > 1 else [],
+            parts=sections.part_rows(runs),
+            engine_time=sections.engine_time(runs),
+            bias_rows=sections.bias_rows,
+            faults_that_happened=sections.faults_that_happened,
+            fault_tables=sections.fault_tables,
+            style=_asset("report.css"),
+            hashes=f"{_hash(library)} {_hash(script)}",
+            library=library,
+            script=script,
+        )
     )
 
 
@@ -94,23 +104,6 @@ def _charts(runs: Sequence[ReportData]) -> dict[str, list[Chart]]:
     }
 
 
-def _figures(charts: Sequence[Chart]) -> str:
-    """Two stand side by side where there is room."""
-    drawn = [
-        f"<div>{sections.letter(place, chart.of)}{sections.figure(chart)}</div>"
-        for place, chart in enumerate(charts)
-    ]
-    if len(charts) < 2:
-        return "".join(map(sections.figure, charts))
-    return f"<div class=pair>{''.join(drawn)}</div>"
-
-
-def _headlines(runs: Sequence[ReportData]) -> str:
-    if len(runs) == 1:
-        return sections.cards(runs[0].headlines)
-    return sections.comparison(runs[0], runs[1])
-
-
 def _verdict(runs: Sequence[ReportData]) -> str:
     if len(runs) > 1:
         return verdict(runs[0], runs[1])
@@ -120,14 +113,6 @@ def _verdict(runs: Sequence[ReportData]) -> str:
     return f"{rate} tokens per second reached the trainer. {lost}"
 
 
-def _inert(content: bytes) -> str:
-    """JSON that no HTML parser takes for anything else."""
-    text = content.decode("utf-8", "replace")
-    for character in "<>&\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
 def _hash(script: str) -> str:
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
@@ -135,6 +120,25 @@ def _hash(script: str) -> str:
 
 def _asset(name: str) -> str:
     return (files("aprilsched.analysis.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _templates() -> Environment:
+    with extra("report"):
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    templates = Environment(
+        loader=PackageLoader("aprilsched.analysis.report", "assets"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.policies["json.dumps_function"] = _json
+    templates.policies["json.dumps_kwargs"] = {}
+    return templates
+
+
+def _json(content: object) -> str:
+    return msgspec.json.encode(content).decode("utf-8", "replace")
 
 
 def _plotly() -> str:
