@@ -39,7 +39,7 @@ from aprilsched.engines.base import Fleet
 from aprilsched.errors import PromptsExhausted, SchedulerClosed
 from aprilsched.planning import Planner
 from aprilsched.store import Store
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Batch, Prompt, Receipt
 from aprilsched.weights.base import WeightPublisher
 
@@ -69,7 +69,7 @@ class RolloutScheduler:
         episode: Episode | None = None,
         config: SchedulerConfig | None = None,
         planner: Planner | None = None,
-        listeners: Sequence[Listener] = (),
+        listeners: Sequence[AnyListener] = (),
         run_id: str | None = None,
         store: Store | None = None,
     ) -> None:

@@ -5,11 +5,12 @@ Each figure is a median over the whole run, so one slow refit or reward among ma
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from aprilsched.analysis.lines import Line
+from aprilsched.core.messages import facts as of
+from aprilsched.core.messages.facts import Fact
 
 __all__ = ["CostsOfRun", "RecordedCosts"]
 
@@ -33,7 +34,7 @@ class RecordedCosts:
 
 
 class CostsOfRun:
-    """Takes the lines of a run in their order."""
+    """Takes the facts of a run in their order."""
 
     def __init__(self) -> None:
         self._trainer = _Spans()
@@ -43,29 +44,40 @@ class CostsOfRun:
         self._continues = _Spans()
         self._rewards = _Spans()
 
-    def add(self, line: Line) -> None:
-        """One more line."""
-        match line.event or line.command:
-            case "Resumed":
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            self._take(fact, now)
+
+    def _take(self, fact: Fact, now: float) -> None:
+        match fact:
+            case of.RunOpened():
                 self._forget_begun()
-            case "Deliver" | "Redeliver":
-                self._trainer.begin("", line.t)
-            case "UpdateRequested" | "BatchRequested":
-                self._trainer.end("", line.t)
-            case "Pause":
-                self._pauses.begin(line.engine, line.t)
-            case "Paused":
-                self._pauses.end(line.engine, line.t)
-            case "Flush":
-                self._flushes.begin(line.engine, line.t)
-            case "Flushed":
-                self._flushes.end(line.engine, line.t)
-            case "Continue":
-                self._continues.begin(line.engine, line.t)
-            case "Continued":
-                self._continues.end(line.engine, line.t)
+            case of.BatchDelivered():
+                self._trainer.begin("", now)
+            case of.UpdateBegun() | of.BatchRequested():
+                self._trainer.end("", now)
+            case of.EngineModeChanged():
+                self._change_mode(fact, now)
+            case of.RefitBegun(catch_up=False):
+                self._refits.begin(fact.version, now)
+            case of.EngineRefitted(catch_up=False):
+                self._refits.extend(fact.version, now)
+            case of.RewardRequested(rollout_id=None):
+                self._rewards.begin(("group", fact.group_id), now)
+            case of.RewardRequested():
+                self._rewards.begin(("rollout", fact.rollout_id), now)
+            case of.RolloutScored():
+                self._rewards.end(("rollout", fact.rollout_id), now)
+                self._rewards.end(("group", fact.group_id), now)
             case _:
-                self._add_work(line)
+                pass
+
+    def _change_mode(self, fact: of.EngineModeChanged, now: float) -> None:
+        calls = {"pausing": self._pauses, "flushing": self._flushes, "continuing": self._continues}
+        if fact.start in calls:
+            calls[fact.start].end(fact.engine, now)
+        if fact.finish in calls:
+            calls[fact.finish].begin(fact.engine, now)
 
     def _forget_begun(self) -> None:
         """The process that would have ended it did not live to see it."""
@@ -80,25 +92,8 @@ class CostsOfRun:
         for spans in kinds:
             spans.forget_begun()
 
-    def _add_work(self, line: Line) -> None:
-        match line.event or line.command:
-            case "Refit" if not line.catch_up:
-                self._refits.begin(line.version, line.t)
-            case "Refitted" if not line.catch_up:
-                self._refits.extend(line.version, line.t)
-            case "Score":
-                self._rewards.begin(("rollout", line.rollout_id), line.t)
-            case "Rewarded":
-                self._rewards.end(("rollout", line.rollout_id), line.t)
-            case "ScoreGroup":
-                self._rewards.begin(("group", line.group_id), line.t)
-            case "GroupRewarded":
-                self._rewards.end(("group", line.group_id), line.t)
-            case _:
-                pass
-
     def costs(self) -> RecordedCosts:
-        """Of the lines so far."""
+        """Of the facts so far."""
         refit = sum(spans.median() for spans in (self._flushes, self._refits, self._continues))
         return RecordedCosts(
             train_seconds=self._trainer.median(),

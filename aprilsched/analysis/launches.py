@@ -1,15 +1,18 @@
-"""The lines of a run, put together by what was launched: members of groups, and batches.
+"""The facts of a run, put together by what was launched: members of groups, and batches.
 
-Invariant: a member's tokens are those that are known at the last line, whatever was interrupted,
+Invariant: a member's tokens are those that are known at the last fact, whatever was interrupted,
 failed and sent again before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from aprilsched.analysis.lines import EngineLine, Line, RestoredLine
+from aprilsched.core.messages import facts as of
+from aprilsched.core.messages.events import EngineInfo
+from aprilsched.core.messages.facts import Fact
 
 __all__ = ["Launches", "Member", "RecordedBatch"]
 
@@ -33,7 +36,7 @@ class Member:
 
 
 class Launches:
-    """Takes the lines of a run in their order."""
+    """Takes the facts of a run in their order."""
 
     def __init__(self) -> None:
         self.batches: list[RecordedBatch] = []
@@ -53,42 +56,27 @@ class Launches:
         self._evaluated: set[int] = set()
         self._settled: set[int] = set()
         """Groups that were delivered or dropped."""
+        self._began = False
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            of.RunOpened: self._opened,
+            of.PromptsReceived: self._received,
+            of.GroupLaunched: self._launched,
+            of.EpisodeStarted: self._episode,
+            of.AttemptSent: self._sent,
+            of.TokensReceived: self._tokens,
+            of.RolloutFinished: self._finished,
+            of.GroupDropped: self._dropped,
+            of.PromptRefused: self._dropped,
+            of.UpdateFinished: self._updated,
+            of.BatchDelivered: self._delivered,
+            of.EvaluationDelivered: self._evaluation_delivered,
+        }
 
-    def add(self, line: Line) -> None:
-        """One more line.
-
-        Raises:
-            ValueError: if it belongs to a request that was never sent.
-        """
-        match line.event or line.command:
-            case "Launch" if line.evaluation_id is None:
-                self._launch(line)
-            case "Send":
-                self._send(line)
-            case "Progress":
-                self._member(line).tokens += line.tokens
-            case "Finished":
-                self._member(line).finished = True
-            case "Deliver":
-                self._deliver(line)
-            case "DeliverEvaluation":
-                self._evaluated.update(rollout.group_id for rollout in line.rollouts)
-                self._settled.update(rollout.group_id for rollout in line.rollouts)
-            case "Opened":
-                self.kv_tokens = _smallest_pool(line)
-            case "PromptsArrived":
-                self.fetched += line.prompts
-                self.ended = self.ended or line.last
-            case "FinishUpdate" if not line.cause:
-                self.updates += 1
-            case "CancelWork":
-                self._settled.add(line.group_id)
-            case "Resumed":
-                self._forget_open()
-            case "StartEpisode":
-                self.episodes = True
-            case _:
-                pass
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            handler = self._handlers.get(fact.__class__)
+            if handler is not None:
+                handler(fact)
 
     def members(self) -> list[Member]:
         """Those that were sent, in the order of their ids, without those only evaluated."""
@@ -105,50 +93,82 @@ class Launches:
             group.extend(Member(group_id=group_id, prompt=group[0].prompt) for _ in range(missing))
         return [group[:size] for _, group in sorted(groups.items())]
 
-    def _member(self, line: Line) -> Member:
-        rollout_id = self._requests.get(line.request_id)
-        if rollout_id is None:
-            raise ValueError(f"request {line.request_id} was never sent")
-        return self._members[rollout_id]
-
-    def _send(self, line: Line) -> None:
-        self._requests[line.request_id] = line.rollout_id
+    def _sent(self, fact: of.AttemptSent) -> None:
+        self._requests[fact.request_id] = fact.rollout_id
         member = self._members.setdefault(
-            line.rollout_id, Member(group_id=line.group_id, prompt=line.tokens)
+            fact.rollout_id, Member(group_id=fact.group_id, prompt=fact.tokens)
         )
         # Sent again, a request carries what is known; what was lost on the way is not in it.
-        member.tokens = line.tokens - member.prompt
+        member.tokens = fact.tokens - member.prompt
         member.finished = False
 
+    def _tokens(self, fact: of.TokensReceived) -> None:
+        rollout_id = self._requests.get(fact.request_id)
+        if rollout_id is not None:
+            self._members[rollout_id].tokens += fact.tokens
+
+    def _finished(self, fact: of.RolloutFinished) -> None:
+        member = self._members.get(fact.rollout_id)
+        if member is not None:
+            member.finished = True
+
+    def _opened(self, fact: of.RunOpened) -> None:
+        self.kv_tokens = _smallest_pool(fact.engines)
+        if self._began:
+            self._forget_open()
+        self._began = True
+
     def _forget_open(self) -> None:
-        """What was in flight is launched again, as restored or, where it was not saved, anew."""
+        """What was in flight is launched again, as restored or, where it was not saved, from the
+        beginning."""
         kept = {id_: m for id_, m in self._members.items() if m.group_id in self._settled}
         self._members = kept
         self._requests.clear()
         self.fetched = len({member.group_id for member in kept.values()} - self._evaluated)
 
-    def _launch(self, line: Line) -> None:
+    def _launched(self, fact: of.GroupLaunched) -> None:
+        if fact.evaluation_id is not None:
+            self._evaluated.add(fact.group_id)
+            return
         # Ids that were not saved are given again.
-        self._evaluated.discard(line.group_id)
-        self._settled.discard(line.group_id)
-        if line.restored is not None:
-            self._restore(line, line.restored)
+        self._evaluated.discard(fact.group_id)
+        self._settled.discard(fact.group_id)
+        if fact.restored is not None:
+            self._restore(fact, fact.restored)
 
-    def _restore(self, line: Line, lengths: RestoredLine) -> None:
+    def _restore(self, fact: of.GroupLaunched, lengths: of.RestoredLengths) -> None:
         self.fetched += 1
-        ended = zip(line.rollout_ids, lengths.tokens, lengths.finished, strict=True)
+        ended = zip(fact.rollout_ids, lengths.tokens, lengths.finished, strict=True)
         for rollout_id, tokens, finished in ended:
             self._members[rollout_id] = Member(
-                group_id=line.group_id,
-                prompt=int(line.prompt_tokens),
+                group_id=fact.group_id,
+                prompt=fact.prompt_tokens,
                 tokens=tokens,
                 finished=finished,
             )
 
-    def _deliver(self, line: Line) -> None:
-        self._settled.update(rollout.group_id for rollout in line.rollouts)
-        for rollout in line.rollouts:
-            # What was begun before the log was is in no Send, or with tokens in its context.
+    def _received(self, fact: of.PromptsReceived) -> None:
+        self.fetched += fact.prompts
+        self.ended = self.ended or fact.last
+
+    def _updated(self, fact: of.UpdateFinished) -> None:
+        self.updates += not fact.cause
+
+    def _dropped(self, fact: of.GroupDropped | of.PromptRefused) -> None:
+        self._settled.add(fact.group_id)
+
+    def _episode(self, _: of.EpisodeStarted) -> None:
+        self.episodes = True
+
+    def _evaluation_delivered(self, fact: of.EvaluationDelivered) -> None:
+        self._settled.update(rollout.group_id for rollout in fact.rollouts)
+
+    def _delivered(self, fact: of.BatchDelivered) -> None:
+        if fact.again:
+            return
+        self._settled.update(rollout.group_id for rollout in fact.rollouts)
+        for rollout in fact.rollouts:
+            # What was begun before the log was is in no AttemptSent, or with tokens in its context.
             self._members[rollout.rollout_id] = Member(
                 group_id=rollout.group_id,
                 prompt=rollout.prompt_tokens,
@@ -157,14 +177,12 @@ class Launches:
             )
         self.batches.append(
             RecordedBatch(
-                prompts=[rollout.prompt_tokens for rollout in line.rollouts],
-                lengths=[rollout.tokens for rollout in line.rollouts],
+                prompts=[rollout.prompt_tokens for rollout in fact.rollouts],
+                lengths=[rollout.tokens for rollout in fact.rollouts],
             )
         )
 
 
-def _smallest_pool(line: Line) -> int | None:
-    engines = line.engines if isinstance(line.engines, tuple) else ()
-    sizes = [engine.kv_tokens for engine in engines if isinstance(engine, EngineLine)]
-    known = [size for size in sizes if size is not None]
-    return min(known) if known and len(known) == len(sizes) else None
+def _smallest_pool(engines: Sequence[EngineInfo]) -> int | None:
+    known = [engine.kv_tokens for engine in engines if engine.kv_tokens is not None]
+    return min(known) if known and len(known) == len(engines) else None

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.analysis.launches import Launches
-from aprilsched.analysis.lines import read_lines
 from aprilsched.analysis.run import readable
 from aprilsched.core.lengths.groups import GroupLengths, pooled
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
+from aprilsched.telemetry.event_log.reading import read_facts
 from aprilsched.telemetry.run_folder import EVENTS
 
 __all__ = ["LawBand", "known_lengths", "law_band", "law_of"]
@@ -43,10 +43,10 @@ def known_lengths(
     """
     launches = Launches()
     with readable(folder):
-        for line in read_lines(folder / EVENTS, progress=True):
-            if until is not None and line.t > until:
+        for facts, at in read_facts(folder / EVENTS):
+            if until is not None and at > until:
                 break
-            launches.add(line)
+            launches.on_facts(facts, at)
     return [
         GroupLengths(
             launched=place,

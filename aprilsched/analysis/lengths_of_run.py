@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from aprilsched.analysis.costs_of_run import CostsOfRun, RecordedCosts
 from aprilsched.analysis.launches import Launches, Member, RecordedBatch
-from aprilsched.analysis.lines import read_lines
 from aprilsched.analysis.rebuild import summary_of_run
 from aprilsched.analysis.run import readable
 from aprilsched.core.lengths.kaplan_meier import kaplan_meier
 from aprilsched.core.lengths.observed import hashed_uniforms
 from aprilsched.errors import RunFolderError
+from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import EVENTS
 
@@ -77,9 +77,7 @@ def read_record(folder: Path, *, group_size: int, seed: int = 0) -> RecordedRun:
     launches, costs = Launches(), CostsOfRun()
     with readable(folder):
         summary = summary_of_run(folder)
-        for line in read_lines(folder / EVENTS, progress=True):
-            launches.add(line)
-            costs.add(line)
+        replay(folder / EVENTS, [launches, costs])
         _check(folder, summary, launches)
         groups = _groups(launches.by_group(group_size), group_size, seed)
     return RecordedRun(

@@ -15,9 +15,19 @@ from typing import Any
 
 import msgspec
 
-from aprilsched.analysis.lines import Line, read_lines
 from aprilsched.analysis.rebuild import summary_of_run
+from aprilsched.core.messages.facts import (
+    AttemptEnded,
+    AttemptSent,
+    BatchDelivered,
+    EngineLost,
+    EngineModeChanged,
+    Fact,
+    RunOpened,
+    UpdateFinished,
+)
 from aprilsched.errors import RunFolderError
+from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS
 from aprilsched.types import Segment
@@ -108,9 +118,8 @@ def read_run(folder: Path) -> Run:
         config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
         summary = summary_of_run(folder)
         history = History()
-        for line in read_lines(folder / EVENTS):
-            history.add(line)
-    return history.run(config, summary)
+        end = replay(folder / EVENTS, [history], tokens=False)
+    return history.run(config, summary, end)
 
 
 @contextmanager
@@ -134,40 +143,45 @@ def readable(folder: Path) -> Generator[None]:
 
 
 class History:
-    """Puts the lines of a run together; those of progress are not needed."""
+    """Puts a run together from its facts; those of tokens are not needed."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[int, int], Line] = {}
+        self._open: dict[int, tuple[AttemptSent, float]] = {}
+        """Attempts and when they were sent, by request."""
         self._paused: dict[str, float] = {}
         self._attempts: list[Attempt] = []
         self._pauses: list[Pause] = []
         self._updates: list[Update] = []
         self._deliveries: list[Delivery] = []
-        self._end = 0.0
+        self._now = 0.0
 
-    def add(self, line: Line) -> None:
-        """One more line."""
-        self._end = line.t
-        match line.event or line.command:
-            case "Send":
-                self._open[line.request_id, line.attempt] = line
-            case "Finished" | "Interrupted" | "Failed" as ending:
-                self._close((line.request_id, line.attempt), finished=ending == "Finished")
-            case "Pause":
-                self._paused.setdefault(line.engine, line.t)
-            case "Continued" | "LoseEngine":
-                self._unpause(line.engine)
-            case "FinishUpdate" if not line.cause:
-                self._updates.append(Update(time=line.t, version=line.version))
-            case "Deliver":
-                self._deliveries.append(_delivery(line))
-            case "Resumed":
-                self._end_all()
-            case _:
-                pass
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            match fact:
+                case RunOpened():
+                    # What a former process had ended with it, at the last that it wrote.
+                    self._end_all()
+                case AttemptSent():
+                    self._open[fact.request_id] = (fact, now)
+                case AttemptEnded():
+                    self._now = now
+                    self._close(fact.request_id, finished=fact.outcome == "finished")
+                case EngineModeChanged(finish="pausing"):
+                    self._paused.setdefault(fact.engine, now)
+                case EngineModeChanged(start="continuing") | EngineLost():
+                    self._now = now
+                    self._unpause(fact.engine)
+                case UpdateFinished(cause=""):
+                    self._updates.append(Update(time=now, version=fact.version))
+                case BatchDelivered(again=False):
+                    self._deliveries.append(_delivery(fact, now))
+                case _:
+                    pass
+        self._now = now
 
-    def run(self, config: dict[str, Any], summary: RunSummary) -> Run:
-        """What they say; `config` and `summary` are those of the folder."""
+    def run(self, config: dict[str, Any], summary: RunSummary, end: float) -> Run:
+        """What they say up to `end`; `config` and `summary` are those of the folder."""
+        self._now = end
         self._end_all()
         return Run(
             config=config,
@@ -176,26 +190,27 @@ class History:
             pauses=tuple(self._pauses),
             updates=tuple(self._updates),
             deliveries=tuple(self._deliveries),
-            end=self._end,
+            end=end,
         )
 
     def _end_all(self) -> None:
         """The run ends, or the process that had it did."""
-        for key in list(self._open):
-            self._close(key, finished=False)
+        for request_id in list(self._open):
+            self._close(request_id, finished=False)
         for engine in list(self._paused):
             self._unpause(engine)
 
-    def _close(self, key: tuple[int, int], *, finished: bool) -> None:
-        sent = self._open.pop(key, None)
+    def _close(self, request_id: int, *, finished: bool) -> None:
+        sent = self._open.pop(request_id, None)
         if sent is not None:
+            fact, since = sent
             self._attempts.append(
                 Attempt(
-                    rollout_id=sent.rollout_id,
-                    group_id=sent.group_id,
-                    engine=sent.engine,
-                    start=sent.t,
-                    end=self._end,
+                    rollout_id=fact.rollout_id,
+                    group_id=fact.group_id,
+                    engine=fact.engine,
+                    start=since,
+                    end=self._now,
                     finished=finished,
                 )
             )
@@ -203,14 +218,14 @@ class History:
     def _unpause(self, engine: str) -> None:
         since = self._paused.pop(engine, None)
         if since is not None:
-            self._pauses.append(Pause(engine=engine, start=since, end=self._end))
+            self._pauses.append(Pause(engine=engine, start=since, end=self._now))
 
 
-def _delivery(line: Line) -> Delivery:
+def _delivery(fact: BatchDelivered, now: float) -> Delivery:
     return Delivery(
-        time=line.t,
-        index=line.batch,
-        version=line.version,
+        time=now,
+        index=fact.batch,
+        version=fact.version,
         rollouts=tuple(
             DeliveredRollout(
                 rollout_id=rollout.rollout_id,
@@ -218,7 +233,7 @@ def _delivery(line: Line) -> Delivery:
                 tokens=rollout.tokens,
                 segments=_segments(rollout.segments),
             )
-            for rollout in line.rollouts
+            for rollout in fact.rollouts
         ),
     )
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.analysis.rebuild import replay
 from aprilsched.analysis.run import readable
+from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.usage.engine_time import Moved

@@ -14,13 +14,15 @@ from rich.console import Console
 from rich.text import Text
 
 from aprilsched.analysis.basis import basis_of
-from aprilsched.analysis.follow import Follower
-from aprilsched.analysis.rebuild import Teller, summary_of_run
+from aprilsched.analysis.rebuild import summary_of_run
 from aprilsched.analysis.run import readable
+from aprilsched.core.messages.facts import Fact
 from aprilsched.errors import RunFolderError
 from aprilsched.runs.tables import run_table
-from aprilsched.telemetry.base import FactListener
+from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.batch_meter import BatchMeter
+from aprilsched.telemetry.event_log.follow import Follower
+from aprilsched.telemetry.event_log.reading import LogReader
 from aprilsched.telemetry.live.display import LiveView, can_draw
 from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.live.plain import PlainLines
@@ -128,7 +130,8 @@ class Watched:
         self._heard_at = time.monotonic()
         self.view: LiveView | None = None
         self._plain: PlainLines | None = None
-        self._teller = Teller(self._begin())
+        self._listeners, self._reader = self._begin(), LogReader()
+        self._reader = LogReader()
 
     @property
     def ended(self) -> bool:
@@ -153,16 +156,21 @@ class Watched:
         """
         news = self._follower.poll(_LINES)
         if news.anew:
-            self._teller = Teller(self._begin())
+            self._listeners, self._reader = self._begin(), LogReader()
         for raw in news.lines:
-            self._teller.tell(raw)
+            self._show(self._reader.read(raw))
         if news.lines:
-            self._teller.flush()
+            self._show(self._reader.rest())
         now = time.monotonic()
         if news.lines:
             self._heard_at = now
         self._note(now - self._heard_at)
         return bool(news.lines)
+
+    def _show(self, parts: Sequence[tuple[Sequence[Fact], float]]) -> None:
+        for facts, at in parts:
+            for listener in self._listeners:
+                listener.on_facts(facts, at)
 
     def last_frame(self) -> Text:
         """The view as it is now; if the output is not a terminal, in full height."""
@@ -170,7 +178,7 @@ class Watched:
         self.view.model.note = ""
         return self.view.frame(whole=not self._console.is_terminal)
 
-    def _begin(self) -> Sequence[FactListener]:
+    def _begin(self) -> Sequence[Listener]:
         """The listeners that get the log from its first line. They are made again when a process
         resumes the run, because it may have other settings."""
         config: dict[str, Any] = tomllib.loads((self._folder / CONFIG).read_text(encoding="utf-8"))

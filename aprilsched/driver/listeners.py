@@ -19,17 +19,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
 from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event, Progress
+from aprilsched.core.messages.events import Event
 from aprilsched.core.messages.facts import Fact, TokensReceived, by_delivery
 from aprilsched.driver.callbacks import called_now
 from aprilsched.errors import InvariantViolation
-from aprilsched.telemetry.base import (
-    AnyListener,
-    BulkFactListener,
-    BulkListener,
-    FactListener,
-    Listener,
-)
+from aprilsched.telemetry.base import AnyListener, BulkListener, Listener, ProtocolListener
 
 __all__ = ["Listeners"]
 
@@ -52,32 +46,22 @@ _Calls: TypeAlias = tuple[tuple[AnyListener, Callable[[Any, float], None]], ...]
 
 
 class Listeners:
-    """Passes events, commands and facts on, in order."""
+    """Passes facts on in order, and events and commands to those that watch the protocol."""
 
     def __init__(self, listeners: Sequence[AnyListener]) -> None:
-        watching = [each for each in listeners if isinstance(each, Listener)]
-        self._on_event: _Calls = tuple((each, each.on_event) for each in watching)
-        self._on_command: _Calls = tuple((each, each.on_command) for each in watching)
+        hearing = [each for each in listeners if isinstance(each, Listener)]
+        watching = [each for each in listeners if isinstance(each, ProtocolListener)]
+        self._on_facts: _Calls = tuple((each, each.on_facts) for each in hearing)
         self._on_chunk: _Calls = tuple(
-            (each, each.on_event) for each in watching if not isinstance(each, BulkListener)
-        )
-        self._on_chunks: _Calls = tuple(
-            (each, each.on_progress) for each in listeners if isinstance(each, BulkListener)
-        )
-        self._on_facts: _Calls = tuple(
-            (each, each.on_facts) for each in listeners if isinstance(each, FactListener)
-        )
-        self._on_fact_chunk: _Calls = tuple(
-            (each, each.on_facts)
-            for each in listeners
-            if isinstance(each, FactListener) and not isinstance(each, BulkFactListener)
+            (each, each.on_facts) for each in hearing if not isinstance(each, BulkListener)
         )
         self._on_tokens: _Calls = tuple(
-            (each, each.on_tokens) for each in listeners if isinstance(each, BulkFactListener)
+            (each, each.on_tokens) for each in hearing if isinstance(each, BulkListener)
         )
-        self._held_tokens: list[tuple[TokensReceived, float]] = []
-        self._release_tokens_at = -math.inf
-        self._held: list[tuple[Progress, float]] = []
+        self._on_event: _Calls = tuple((each, each.on_event) for each in watching)
+        self._on_command: _Calls = tuple((each, each.on_command) for each in watching)
+        self._held: list[tuple[TokensReceived, float]] = []
+        """Chunks for those that take many at once."""
         self._release_at = -math.inf
         self._began: float | None = None
         self._seconds: dict[int, float] = {}
@@ -88,54 +72,35 @@ class Listeners:
         """Pass on facts that became true, in this order."""
         first = facts[0]
         if first.__class__ is TokensReceived and len(facts) == 1:
-            if self._on_fact_chunk:
-                self._tell(self._on_fact_chunk, facts, now)
+            if self._on_chunk:
+                self._tell(self._on_chunk, facts, now)
             if self._on_tokens:
-                self._held_tokens.append((cast("TokensReceived", first), now))
-                if now >= self._release_tokens_at or len(self._held_tokens) >= _HELD_CHUNKS:
-                    self.release_tokens()
+                self._held.append((cast("TokensReceived", first), now))
+                if now >= self._release_at or len(self._held) >= _HELD_CHUNKS:
+                    self.release()
             return
-        if self._held_tokens:
-            self.release_tokens()
+        if self._held:
+            self.release()
         for part in by_delivery(facts):
             self._tell(self._on_facts, part, now)
 
-    def release_tokens(self) -> None:
-        """Pass on the chunks of tokens that are held."""
-        if self._held_tokens:
-            held, self._held_tokens = self._held_tokens, []
-            now = held[-1][1]
-            self._release_tokens_at = now + _HELD_S
-            self._tell(self._on_tokens, held, now)
-
     def event(self, event: Event, now: float) -> None:
         """Pass on an event that the core has handled."""
-        if isinstance(event, Progress):
-            if self._on_chunk:
-                self._tell(self._on_chunk, event, now)
-            if self._on_chunks:
-                self._held.append((event, now))
-                if now >= self._release_at or len(self._held) >= _HELD_CHUNKS:
-                    self.release()
-        else:
-            if self._held:
-                self.release()
+        if self._on_event:
             self._tell(self._on_event, event, now)
 
     def command(self, command: Command, now: float) -> None:
         """Pass on a command that the core has decided."""
-        if self._held:
-            self.release()
-        self._tell(self._on_command, command, now)
+        if self._on_command:
+            self._tell(self._on_command, command, now)
 
     def release(self) -> None:
-        """Pass on everything that is held."""
-        self.release_tokens()
+        """Pass on the chunks of tokens that are held."""
         if self._held:
             held, self._held = self._held, []
             now = held[-1][1]
             self._release_at = now + _HELD_S
-            self._tell(self._on_chunks, held, now)
+            self._tell(self._on_tokens, held, now)
 
     def _tell(self, calls: _Calls, what: object, now: float) -> None:
         if self._began is None:
@@ -154,13 +119,11 @@ class Listeners:
             before = after
 
     def _detach(self, listener: AnyListener, error: Exception) -> None:
+        self._on_facts = _without(self._on_facts, listener)
+        self._on_chunk = _without(self._on_chunk, listener)
+        self._on_tokens = _without(self._on_tokens, listener)
         self._on_event = _without(self._on_event, listener)
         self._on_command = _without(self._on_command, listener)
-        self._on_chunk = _without(self._on_chunk, listener)
-        self._on_chunks = _without(self._on_chunks, listener)
-        self._on_facts = _without(self._on_facts, listener)
-        self._on_fact_chunk = _without(self._on_fact_chunk, listener)
-        self._on_tokens = _without(self._on_tokens, listener)
         log.error(
             "the listener %s raised and is told nothing more, the run goes on: %r",
             _name(listener),

@@ -32,6 +32,7 @@ class EventLoop:
         self._clock = clock
         self.performers: dict[type[Command], Perform] = {}
         self._listeners = Listeners(listeners)
+        core.state.tells_tokens = any(getattr(each, "wants_tokens", False) for each in listeners)
         self._inbox: deque[Event] = deque()
         self._busy = False
         self._stopped = False
@@ -70,7 +71,7 @@ class EventLoop:
             self._listeners.facts(self.core.facts, now)
         if commands:
             # A listener may have to know the tokens before a command is carried out.
-            self._listeners.release_tokens()
+            self._listeners.release()
         for command in commands:
             self._listeners.command(command, now)
             self.performers[type(command)](command)

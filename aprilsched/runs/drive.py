@@ -12,7 +12,6 @@ from collections.abc import Generator
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from aprilsched.analysis.rebuild import replay
 from aprilsched.analysis.run import readable
 from aprilsched.coordinator import RolloutScheduler
 from aprilsched.core.state.ledger import Reason
@@ -26,6 +25,7 @@ from aprilsched.runs.summary import remainder, summary_of
 from aprilsched.store.base import Store
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.event_log import EventLog
+from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.onward import Onward
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, RunFolder

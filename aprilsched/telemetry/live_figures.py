@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Counters, Ledger
-from aprilsched.telemetry.base import BulkFactListener, TokenChunks
+from aprilsched.telemetry.base import BulkListener, TokenChunks
 from aprilsched.telemetry.batch_figures import Measured
 from aprilsched.telemetry.batch_meter import BatchMeter
 from aprilsched.telemetry.dispatching import DispatchingListener
@@ -46,7 +46,7 @@ class LiveFigures:
         self._clock = clock
         self.counters: Counters = self.state.counters
         self.ledger: Ledger = self.state.ledger
-        self._told: tuple[BulkFactListener, ...] = (self.state,)
+        self._told: tuple[BulkListener, ...] = (self.state,)
         if meter is None:
             self._told = (self._meter, self.state)
 

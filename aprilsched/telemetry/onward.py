@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aprilsched.core.messages.facts import Fact
-from aprilsched.telemetry.base import FactListener
+from aprilsched.telemetry.base import Listener
 
 __all__ = ["Onward"]
 
@@ -17,7 +17,7 @@ __all__ = ["Onward"]
 class Onward:
     """Stands before `listeners`."""
 
-    def __init__(self, listeners: Sequence[FactListener]) -> None:
+    def __init__(self, listeners: Sequence[Listener]) -> None:
         self._listeners = tuple(listeners)
         self._held: list[tuple[Sequence[Fact], float]] = []
         self._from: float | None = None

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Self
 
 from aprilsched.core.messages.facts import Fact, TokensReceived
-from aprilsched.telemetry.base import FactListener, TokenChunks
+from aprilsched.telemetry.base import Listener, TokenChunks
 from aprilsched.telemetry.queued_calls import QueuedCalls
 
 __all__ = ["QueuedListener"]
@@ -37,7 +37,7 @@ class QueuedListener:
 
     def __init__(
         self,
-        listener: FactListener,
+        listener: Listener,
         *,
         kinds: Collection[type] | None = None,
         max_pending: int = 100_000,

@@ -7,8 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.facts import (
+    BatchDelivered,
+    BatchRequested,
+    Fact,
+    TokensReceived,
+)
 from aprilsched.planning import Planner
 from aprilsched.simulation import Simulation, rare_collections
 from aprilsched.telemetry.batch_figures import measure
@@ -74,23 +78,21 @@ class Work:
         self._bound = 0.0
         self._have: dict[int, int] = {}
 
-    def on_event(self, event: ev.Event, now: float) -> None:
-        if isinstance(event, ev.Progress):
-            tokens = len(event.token_ids)
-            before = self._have.get(event.request_id, 0)
-            self._have[event.request_id] = before + tokens
-            # Prompts of 8 tokens are read with every token.
-            reads = 8 * tokens + ((before + tokens) ** 2 - before**2) / 2
-            per_token = _MODEL.t1 + _MODEL.t0 / MAX_RUNNING
-            self._bound += per_token * tokens + _MODEL.t2 * reads
-        elif isinstance(event, ev.BatchRequested):
-            self.marks.append((now, self._bound))
-
-    def on_command(self, command: do.Command, now: float) -> None:
-        if isinstance(command, do.Deliver):
-            measured = measure(command.batch, seconds=1.0, trainer_seconds=0.0, bound=_bound)
-            figures = measured.figures
-            self.delivered.append((figures.t_bound or 0.0, measured.off_policy, figures.tokens))
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            if isinstance(fact, TokensReceived):
+                before = self._have.get(fact.request_id, 0)
+                self._have[fact.request_id] = before + fact.tokens
+                # Prompts of 8 tokens are read with every token.
+                reads = 8 * fact.tokens + ((before + fact.tokens) ** 2 - before**2) / 2
+                per_token = _MODEL.t1 + _MODEL.t0 / MAX_RUNNING
+                self._bound += per_token * fact.tokens + _MODEL.t2 * reads
+            elif isinstance(fact, BatchRequested):
+                self.marks.append((now, self._bound))
+            elif isinstance(fact, BatchDelivered):
+                measured = measure(fact, seconds=1.0, trainer_seconds=0.0, bound=_bound)
+                figures = measured.figures
+                self.delivered.append((figures.t_bound or 0.0, measured.off_policy, figures.tokens))
 
 
 def simulate(

@@ -18,7 +18,7 @@ import msgspec
 
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SGLangFleet
 from aprilsched.store import Store
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import AnyListener
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 128
@@ -127,7 +127,7 @@ def scheduler(
     rollouts: int,
     store: Store | None = None,
     tokens: int = ANSWER_TOKENS,
-    listeners: Sequence[Listener] = (),
+    listeners: Sequence[AnyListener] = (),
     fleet: SGLangFleet | None = None,
 ) -> RolloutScheduler:
     """A scheduler that keeps `in_flight` rollouts of so many tokens generating."""

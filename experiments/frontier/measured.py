@@ -25,7 +25,7 @@ from aprilsched.simulation import Simulation
 from aprilsched.simulation.engine import ModelledEngine
 from aprilsched.simulation.simulation import NEVER
 from aprilsched.telemetry import batch_figures as of
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import Prompt
@@ -163,7 +163,7 @@ def run(
     engines: int = 1,
     model: StepTimeModel = H200_QWEN3_4B,
     kv_tokens: int = KV_TOKENS,
-    listeners: Sequence[Listener] = (),
+    listeners: Sequence[AnyListener] = (),
 ) -> Run:
     """Run `batches` batches in virtual time, with a refit after each."""
     meter = _Meter(model)

@@ -25,7 +25,7 @@ from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event
 from aprilsched.presets import april, pool, sync
 from aprilsched.simulation import Simulation, rare_collections
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.summary import Summary
 from aprilsched.types import Prompt
 from aprilsched.workload import LongTailWorkload
@@ -77,7 +77,7 @@ def configuration(policy: str, engines: int) -> SchedulerConfig:
 def simulation(
     policy: str, prompts: list[Prompt], *, engines: int, batches: int, events: Events | None = None
 ) -> Simulation:
-    listeners: list[Listener] = [Summary(trainer_waits=True)]
+    listeners: list[AnyListener] = [Summary(trainer_waits=True)]
     if events is not None:
         listeners.append(events)
     return Simulation(

@@ -34,9 +34,8 @@ from processes import machine, measured
 from replayed import Recorder, replayed
 
 from aprilsched import SGLangFleet
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
-from aprilsched.telemetry.base import BulkListener, Chunks, Listener
+from aprilsched.core.messages.facts import Fact
+from aprilsched.telemetry.base import BulkListener, Listener, TokenChunks
 from aprilsched.telemetry.sampling import Sampler
 
 TOKENS_PER_SECOND = 100_000
@@ -69,23 +68,17 @@ class Timed:
         self.calls = 0
         if isinstance(listener, BulkListener):
             self._bulk = listener
-            self.on_progress = self._on_progress
+            self.on_tokens = self._on_tokens
 
-    def on_event(self, event: Event, now: float) -> None:
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         before = time.thread_time_ns() - self._garbage.ns
-        self._listener.on_event(event, now)
+        self._listener.on_facts(facts, now)
         self.ns += time.thread_time_ns() - self._garbage.ns - before
         self.calls += 1
 
-    def on_command(self, command: Command, now: float) -> None:
+    def _on_tokens(self, chunks: TokenChunks, now: float) -> None:
         before = time.thread_time_ns() - self._garbage.ns
-        self._listener.on_command(command, now)
-        self.ns += time.thread_time_ns() - self._garbage.ns - before
-        self.calls += 1
-
-    def _on_progress(self, chunks: Chunks, now: float) -> None:
-        before = time.thread_time_ns() - self._garbage.ns
-        self._bulk.on_progress(chunks, now)
+        self._bulk.on_tokens(chunks, now)
         self.ns += time.thread_time_ns() - self._garbage.ns - before
         self.calls += 1
 

@@ -12,8 +12,7 @@ from typing import TypeAlias
 
 from rich.console import Console
 
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
+from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.event_log import EventLog
@@ -43,10 +42,7 @@ class Bench:
 class Deaf:
     """What it costs to be told."""
 
-    def on_event(self, event: Event, now: float) -> None:
-        pass
-
-    def on_command(self, command: Command, now: float) -> None:
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         pass
 
 
@@ -69,7 +65,6 @@ def summary(bench: Bench) -> Listener:
 def account(bench: Bench) -> Listener:
     meter = None if bench.summary is None else bench.summary.meter
     bench.account = LiveFigures(meter=meter, batch_groups=_BATCH_GROUPS)
-    # The scheduler counts for itself, and so the account need not.
     bench.account.count_with(Counters(), Ledger())
     return bench.account
 

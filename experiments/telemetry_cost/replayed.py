@@ -1,4 +1,4 @@
-"""Measures what each piece costs for one event, by a recorded stream that is shown to it in a loop.
+"""Measures what each piece costs for the facts of one event, by a recorded stream in a loop.
 
 There is almost no noise, but caches are warm: in a run other work is done between two events.
 Pieces that draw or serve in a thread do almost nothing here, because the stream ends in a moment.
@@ -16,13 +16,12 @@ from typing import Any, TypeAlias
 
 from pieces import EVERYTHING, PIECES, together, with_needs
 
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event, Progress
+from aprilsched.core.messages.facts import Fact, TokensReceived
 from aprilsched.driver.listeners import Listeners
 
 __all__ = ["Recorder", "replayed"]
 
-Recorded: TypeAlias = list[tuple[Event | None, Command | None, float]]
+Recorded: TypeAlias = list[tuple[Sequence[Fact], float]]
 
 
 class Recorder:
@@ -31,19 +30,21 @@ class Recorder:
     def __init__(self) -> None:
         self.stream: Recorded = []
 
-    def on_event(self, event: Event, now: float) -> None:
-        self.stream.append((event, None, now))
-
-    def on_command(self, command: Command, now: float) -> None:
-        self.stream.append((None, command, now))
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        self.stream.append((facts, now))
 
     @property
     def tokens(self) -> int:
-        return sum(len(event.token_ids) for event, _, _ in self.stream if type(event) is Progress)
+        return sum(
+            fact.tokens
+            for facts, _ in self.stream
+            for fact in facts
+            if isinstance(fact, TokensReceived)
+        )
 
 
 def replayed(recorder: Recorder, repeats: int, tokens_per_s: int) -> dict[str, Any]:
-    """CPU µs for an event or command, and ms for a second of `tokens_per_s`."""
+    """CPU µs for an event, and ms for a second of `tokens_per_s`."""
     gc.collect()
     gc.freeze()
     # Without listeners too: that is no telemetry.
@@ -73,10 +74,7 @@ def _cost(names: Sequence[str], stream: Recorded) -> float:
     with tempfile.TemporaryDirectory() as folder, together(names, Path(folder)) as listeners:
         told = Listeners(list(listeners.values()))
         before = time.process_time()
-        for event, command, now in stream:
-            if event is not None:
-                told.event(event, now)
-            elif command is not None:
-                told.command(command, now)
+        for facts, now in stream:
+            told.facts(facts, now)
         told.release()
         return time.process_time() - before

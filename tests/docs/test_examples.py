@@ -20,7 +20,7 @@ import pytest
 import aprilsched
 from aprilsched import DiskPublisher, SimFleet
 from aprilsched.cli.main import main
-from aprilsched.core.messages import commands, events
+from aprilsched.telemetry.event_log.format import KINDS
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
@@ -125,7 +125,7 @@ def test_every_json_line_on_the_page_of_the_event_log_is_written_like_that():
     assert len(lines) == 3
     for line in lines:
         found = msgspec.json.decode(line)
-        kind = getattr(events, found.get("event", ""), None) or getattr(
-            commands, found.get("command", "")
-        )
-        assert set(found) - {"t", "event", "command"} == set(kind.__dataclass_fields__)
+        kind = KINDS[found.pop("fact")]
+        assert found.pop("t") == 0.0
+        needed = {field.name for field in msgspec.structs.fields(kind) if field.required}
+        assert needed <= set(found) <= set(kind.__struct_fields__)

@@ -6,7 +6,7 @@ an answer needs no ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.core.config import Caller, RewardScope
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.core.messages.facts import by_delivery
+from aprilsched.core.messages.facts import Fact, by_delivery
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.snapshot import take_changes
@@ -121,6 +121,8 @@ class Driver:
     """State from the facts of the core."""
     retold: RunState = field(default_factory=RunState)
     """State from the facts that are derived from events and commands, as for an old log."""
+    hears: Callable[[Sequence[Fact]], object] | None = None
+    """A function that is given the facts too."""
 
     def __post_init__(self) -> None:
         self.core = self._scheduler()
@@ -155,6 +157,8 @@ class Driver:
         self.core.check_invariants()
         for part in by_delivery(self.core.facts):
             self.run.on_facts(part, self.now)
+            if self.hears is not None:
+                self.hears(part)
         self._protocol.event(event, self.now)
         for command in commands:
             self._protocol.command(command, self.now)

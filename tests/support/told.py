@@ -13,7 +13,7 @@ from aprilsched.core.messages import events as ev
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event
 from aprilsched.core.messages.facts import Fact
-from aprilsched.telemetry.base import FactListener
+from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.event_log.version_1 import Protocol1
 
 __all__ = ["Told"]
@@ -22,7 +22,7 @@ __all__ = ["Told"]
 class Told:
     """Translates events and commands to facts, and tells them to `listeners`."""
 
-    def __init__(self, *listeners: FactListener) -> None:
+    def __init__(self, *listeners: Listener) -> None:
         self._listeners = listeners
         self._protocol = Protocol1(self._show)
 

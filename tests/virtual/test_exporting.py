@@ -18,7 +18,7 @@ import pytest
 from aprilsched.cli.main import main
 from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.runs import exporting
-from aprilsched.telemetry.base import FactListener
+from aprilsched.telemetry.base import Listener
 
 SHORT = ["--median", "60", "--cap", "600", "--batches", "3"]
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--quiet", *SHORT]
@@ -71,7 +71,7 @@ def test_metrics_are_served_while_the_run_goes_on(tmp_path: Path, monkeypatch: p
                 with urllib.request.urlopen(url, timeout=600) as answer:
                     scraped.append(answer.read().decode())
 
-    def looking(_: object) -> Sequence[FactListener]:
+    def looking(_: object) -> Sequence[Listener]:
         return (Scraping(),)
 
     monkeypatch.setattr(exporting, "_EXPORTERS", (*exporting._EXPORTERS, looking))

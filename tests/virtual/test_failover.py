@@ -26,7 +26,7 @@ from aprilsched.core.messages import events as ev
 from aprilsched.engines.base import Chunk, Engine, GenerationRequest
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import EngineError, FleetLost, RefitError
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import ProtocolListener
 
 
 def workload() -> LongTailWorkload:
@@ -110,7 +110,7 @@ class Servers(SimFleet):
         return spoilt
 
 
-class Losses(Listener):
+class Losses(ProtocolListener):
     """A listener that records losses and returns of engines with their times, and all events."""
 
     def __init__(self) -> None:

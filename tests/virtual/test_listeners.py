@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from aprilsched import (
@@ -17,49 +17,61 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.coordinator import bias, replanning
-from aprilsched.core.messages.commands import Command, Deliver
-from aprilsched.core.messages.events import Event, Finished, Progress
+from aprilsched.core.messages.commands import Command, Deliver, Send
+from aprilsched.core.messages.events import Event, Finished
+from aprilsched.core.messages.facts import (
+    AttemptEnded,
+    AttemptSent,
+    BatchDelivered,
+    Fact,
+    TokensReceived,
+)
 from aprilsched.driver import listeners
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import InvariantViolation
-from aprilsched.telemetry.base import Chunks, Listener
+from aprilsched.telemetry.base import AnyListener, TokenChunks
 
 BATCHES = 4
 
 
 class Counting:
-    """A listener that counts its calls, and raises `error` at the third call of the kind `at`."""
+    """Counts what it is told; raises `error` at the third fact of the kind `at`."""
 
     def __init__(self, at: type | None = None, error: Exception | None = None) -> None:
-        self.events = self.commands = self.met = 0
+        self.facts = self.met = 0
         self._at = at
         self._error = error
 
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            self.facts += 1
+            self.met += self._at is not None and isinstance(fact, self._at)
+            if self.met == 3 and self._error is not None:
+                raise self._error
+
+
+class Watching:
+    """Counts the events and the commands that it sees."""
+
+    def __init__(self) -> None:
+        self.events: Counter[type] = Counter()
+        self.commands: Counter[type] = Counter()
+
     def on_event(self, event: Event, now: float) -> None:
-        self.events += 1
-        self._meet(event)
+        self.events[type(event)] += 1
 
     def on_command(self, command: Command, now: float) -> None:
-        self.commands += 1
-        self._meet(command)
-
-    def _meet(self, what: object) -> None:
-        self.met += self._at is not None and isinstance(what, self._at)
-        if self.met == 3 and self._error is not None:
-            raise self._error
+        self.commands[type(command)] += 1
 
 
 class Recording:
-    """A listener that keeps everything that it is told, with the time."""
+    """Keeps the facts that it is told, with the time."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Event | Command, float]] = []
+        self.told: list[tuple[Fact, float]] = []
 
-    def on_event(self, event: Event, now: float) -> None:
-        self.told.append((event, now))
-
-    def on_command(self, command: Command, now: float) -> None:
-        self.told.append((command, now))
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        self.told += [(fact, now) for fact in facts]
 
 
 class Bulk(Recording):
@@ -70,7 +82,7 @@ class Bulk(Recording):
         self.sizes: list[int] = []
         self._error = error
 
-    def on_progress(self, chunks: Chunks, now: float) -> None:
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
         assert chunks[-1][1] == now
         self.sizes.append(len(chunks))
         self.told += chunks
@@ -78,7 +90,7 @@ class Bulk(Recording):
             raise self._error
 
 
-def run(told: Sequence[Listener], **changes: object) -> list[Batch]:
+def run(told: Sequence[AnyListener], **changes: object) -> list[Batch]:
     values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
     config = SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
     workload = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
@@ -100,7 +112,7 @@ def lengths(batches: Sequence[Batch]) -> list[list[int]]:
     return [[len(rollout) for rollout in batch.rollouts] for batch in batches]
 
 
-@pytest.mark.parametrize("at", [Finished, Deliver])
+@pytest.mark.parametrize("at", [AttemptEnded, BatchDelivered])
 def test_one_that_raises_is_told_no_more_and_the_run_goes_on(
     at: type, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -109,7 +121,7 @@ def test_one_that_raises_is_told_no_more_and_the_run_goes_on(
         batches = run([broken, sound])
     assert lengths(batches) == lengths(run([]))
     assert broken.met == 3
-    assert broken.events + broken.commands < sound.events + sound.commands
+    assert broken.facts < sound.facts
     (record,) = caplog.records
     assert "Counting raised and is told nothing more, the run goes on" in record.getMessage()
     assert "a disk on fire" in record.getMessage()
@@ -140,6 +152,16 @@ def test_chunks_in_bulk_come_in_the_same_order() -> None:
     assert max(bulk.sizes) > 1
 
 
+def test_the_protocol_can_be_watched_beside_the_facts() -> None:
+    hearing, watching = Recording(), Watching()
+    run([hearing, watching])
+    kinds = Counter(type(fact) for fact, _ in hearing.told)
+    assert watching.commands[Send] == kinds[AttemptSent] > 0
+    assert watching.commands[Deliver] == kinds[BatchDelivered] == BATCHES
+    ended = [fact for fact, _ in hearing.told if isinstance(fact, AttemptEnded)]
+    assert watching.events[Finished] == sum(fact.outcome == "finished" for fact in ended) > 0
+
+
 def test_one_that_raises_in_bulk_is_told_no_more(caplog: pytest.LogCaptureFixture) -> None:
     broken, sound = Bulk(RuntimeError("a disk on fire")), Bulk()
     with caplog.at_level(logging.ERROR, logger="aprilsched"):
@@ -151,12 +173,11 @@ def test_one_that_raises_in_bulk_is_told_no_more(caplog: pytest.LogCaptureFixtur
 
 def test_no_chunk_is_held_for_long() -> None:
     told = listeners.Listeners([bulk := Bulk()])
-    empty = np.empty(0, dtype=np.int32)
-    chunk = Progress(request_id=0, attempt=1, token_ids=empty, logprobs=empty.astype(np.float32))
+    chunk = [TokensReceived(request_id=0, tokens=1)]
     for tenth in range(10):
-        told.event(chunk, tenth / 10)
+        told.facts(chunk, tenth / 10)
     assert bulk.sizes == [1, 3, 3, 3]
-    told.event(chunk, 1.0)
+    told.facts(chunk, 1.0)
     told.release()
     assert bulk.sizes == [1, 3, 3, 3, 1]
 
@@ -164,11 +185,11 @@ def test_no_chunk_is_held_for_long() -> None:
 def test_a_violated_invariant_ends_the_run() -> None:
     """The listener found the error and did not make it."""
     with pytest.raises(InvariantViolation, match="torn"):
-        run([Counting(Finished, InvariantViolation("a group is torn"))])
+        run([Counting(AttemptEnded, InvariantViolation("a group is torn"))])
 
 
 class Clock:
-    """A clock on which each event of a listener takes `seconds`."""
+    """Takes `seconds` for each call of a listener."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -177,11 +198,8 @@ class Clock:
     def perf_counter(self) -> float:
         return self._now
 
-    def on_event(self, event: Event, now: float) -> None:
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         self._now += self._seconds
-
-    def on_command(self, command: Command, now: float) -> None:
-        pass
 
 
 @pytest.mark.parametrize(
@@ -211,5 +229,5 @@ def test_one_that_takes_its_time_where_there_is_plenty_is_not_named(
     with clock.context() as patch, caplog.at_level(logging.WARNING, logger="aprilsched"):
         patch.setattr(listeners, "time", slow)
         for second in range(600):
-            told.event(Finished(request_id=1, attempt=1, reason="stop", spans=None), float(second))
+            told.facts([AttemptEnded(request_id=1, outcome="finished")], float(second))
     assert caplog.records == []

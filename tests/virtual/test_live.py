@@ -17,7 +17,7 @@ from aprilsched.core.messages.facts import Fact, TokensReceived
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.state.in_flight import InFlight
 from aprilsched.engines.sim import SimFleet, SimPublisher, run_virtual
-from aprilsched.telemetry.base import FactListener
+from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.batch_meter import BatchMeter
 from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.live.model import LiveModel
@@ -40,7 +40,7 @@ class Watching:
     """Holds a model against the scheduler itself, at some chunks of tokens: of those nothing
     follows, so whatever the scheduler has done has been told."""
 
-    def __init__(self, model: LiveModel, told: Sequence[FactListener]) -> None:
+    def __init__(self, model: LiveModel, told: Sequence[Listener]) -> None:
         self.book: InFlight | None = None
         self.seen: list[Snapshot] = []
         self._model = model

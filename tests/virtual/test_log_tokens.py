@@ -26,15 +26,16 @@ def run(folder: Path, *arguments: str) -> list[dict[str, Any]]:
 
 def test_the_log_has_every_token_if_it_shall(tmp_path: Path):
     lines = run(tmp_path, "--log-tokens")
-    sends = [line for line in lines if line.get("command") == "Send"]
+    sends = [line for line in lines if line["fact"] == "AttemptSent"]
     rollout_of = {line["request_id"]: line["rollout_id"] for line in sends}
     streamed: dict[int, list[int]] = defaultdict(list)
     logprobs: dict[int, list[float]] = defaultdict(list)
     for line in lines:
-        if line.get("event") == "Progress":
+        if line["fact"] == "TokensReceived":
             streamed[rollout_of[line["request_id"]]] += line["token_ids"]
             logprobs[rollout_of[line["request_id"]]] += line["logprobs"]
-    delivered = [r for line in lines if line.get("command") == "Deliver" for r in line["rollouts"]]
+    batches = [line for line in lines if line["fact"] == "BatchDelivered"]
+    delivered = [rollout for line in batches for rollout in line["rollouts"]]
     assert len(delivered) == 4 * 16
     for rollout in delivered:
         assert rollout["token_ids"] == streamed[rollout["rollout_id"]]

@@ -16,13 +16,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
-from aprilsched.analysis.rebuild import replay
 from aprilsched.analysis.usage import usage_of
 from aprilsched.cli.main import main
 from aprilsched.core.messages.facts import Fact
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
-from aprilsched.telemetry.base import FactListener
+from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.metrics import Metrics, serve_metrics
 from aprilsched.telemetry.metrics.table import METRICS
@@ -61,7 +61,7 @@ class Scraped:
 
 
 def driven(
-    listeners: Sequence[FactListener], *, batches: int = 4, pace: Pace = "synchronous"
+    listeners: Sequence[Listener], *, batches: int = 4, pace: Pace = "synchronous"
 ) -> list[Batch]:
     """A run on two engines, with an update after each batch; stale rollouts are dropped."""
     config = SchedulerConfig(

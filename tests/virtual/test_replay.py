@@ -11,11 +11,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from aprilsched.analysis.lengths_of_run import read_record
 from aprilsched.cli.main import main
+from aprilsched.core.messages.facts import AttemptSent
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.timing import save_model
 from aprilsched.timing.model import H200_QWEN3_4B_REFINED
@@ -313,21 +315,45 @@ def test_what_a_log_says_of_groups(april: Path, tmp_path: Path):
     delivered: dict[str, Any] = {"rollout_id": 2, "group_id": 1, "prompt_tokens": 9, "tokens": 5}
     delivered["segments"] = []
     evaluated = delivered | {"rollout_id": 9, "group_id": 8}
-    engines = [{"name": "a", "kv_tokens": 90}, {"name": "b", "kv_tokens": 70}]
-    lines: list[dict[str, Any]] = [
-        {"event": "Opened", "engines": engines},
-        {"command": "Send", "rollout_id": 4, "group_id": 1, "request_id": 5, "tokens": 9},
-        {"command": "Send", "rollout_id": 2, "group_id": 1, "request_id": 3, "tokens": 9},
-        {"command": "Send", "rollout_id": 9, "group_id": 8, "request_id": 10, "tokens": 3},
-        {"event": "Progress", "request_id": 5, "tokens": 6},
-        {"event": "Failed", "request_id": 5},
-        {"command": "Send", "rollout_id": 4, "group_id": 1, "request_id": 5, "tokens": 13},
-        {"event": "Progress", "request_id": 5, "tokens": 3},
-        {"command": "Deliver", "rollouts": [delivered]},
-        {"command": "DeliverEvaluation", "rollouts": [evaluated]},
-        {"event": "Finished", "request_id": 5},
+    engines = [{"name": n, "version": 0, "kv_tokens": kv} for n, kv in (("a", 90), ("b", 70))]
+
+    def sent(rollout_id: int, group_id: int, request_id: int, attempt: int, tokens: int) -> object:
+        return AttemptSent(
+            engine="a",
+            request_id=request_id,
+            attempt=attempt,
+            rollout_id=rollout_id,
+            group_id=group_id,
+            tokens=tokens,
+            max_new_tokens=9,
+        )
+
+    lines: list[Any] = [
+        {"fact": "RunOpened", "engines": engines, "version": 0},
+        sent(4, 1, 5, 1, 9),
+        sent(2, 1, 3, 1, 9),
+        sent(9, 8, 10, 1, 3),
+        {"fact": "TokensReceived", "request_id": 5, "tokens": 6},
+        {"fact": "AttemptEnded", "request_id": 5, "outcome": "failed"},
+        sent(4, 1, 5, 2, 13),
+        {"fact": "TokensReceived", "request_id": 5, "tokens": 3},
+        {"fact": "BatchDelivered", "batch": 0, "version": 0, "rollouts": [delivered]},
+        {
+            "fact": "GroupLaunched",
+            "group_id": 8,
+            "rollout_ids": [9],
+            "prompt_tokens": 3,
+            "evaluation_id": 1,
+        },
+        {"fact": "EvaluationDelivered", "evaluation_id": 1, "version": 0, "rollouts": [evaluated]},
+        {"fact": "AttemptEnded", "request_id": 5, "outcome": "finished"},
+        {"fact": "RolloutFinished", "rollout_id": 4, "group_id": 1},
     ]
-    written = "".join(json.dumps({"t": float(t)} | line) + "\n" for t, line in enumerate(lines))
+    lines = [msgspec.to_builtins(line) for line in lines]
+    written = "".join(
+        json.dumps({"t": float(t)} | line, separators=(",", ":")) + "\n"
+        for t, line in enumerate(lines)
+    )
     (folder / "events.jsonl").write_text(written)
     record = read_record(folder, group_size=3)
     (group,) = record.groups

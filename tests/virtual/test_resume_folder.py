@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from aprilsched.analysis.lengths_of_run import read_record
-from aprilsched.analysis.lines import read_lines
 from aprilsched.analysis.rebuild import rebuilt_summary
 from aprilsched.analysis.run import read_run
 from aprilsched.cli.main import main
-from aprilsched.core.messages.events import BatchRequested
+from aprilsched.core.messages.facts import BatchDelivered, BatchRequested
 from aprilsched.engines.sim import SimFleet
 from aprilsched.errors import ConfigError, RunFolderError
 from aprilsched.runs.config_file import read_settings
@@ -28,6 +27,7 @@ from aprilsched.runs.settings import RunSettings, SchedulerFlags, WorkloadSettin
 from aprilsched.runs.setup import prepare
 from aprilsched.store.sqlite import SqliteStore
 from aprilsched.telemetry.event_log import EventLog
+from aprilsched.telemetry.event_log.reading import read_facts
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY, RunFolder
 
@@ -129,7 +129,7 @@ def check_account(run: Path, *, incarnations: int, batches: int = BATCHES) -> Ru
     times = [line["t"] for line in lines]
     assert times == sorted(times)
     assert summary.seconds.wall == pytest.approx(times[-1], abs=1e-4)
-    resumed = [line["incarnation"] for line in lines if line.get("event") == "Resumed"]
+    resumed = [line["incarnation"] for line in lines if line["fact"] == "LogResumed"]
     assert resumed == list(range(2, incarnations + 1))
     again = rebuilt_summary(folder)
     assert again.rollouts.delivered == count.delivered
@@ -190,21 +190,26 @@ def test_what_was_not_saved_does_not_count(tmp_path: Path):
 
 def test_a_delivery_that_was_cut_off_is_that_of_the_batch_that_comes_again(tmp_path: Path):
     begin(tmp_path / "a", [])
-    delivered = [line.t for line in read_lines(tmp_path / "a" / "run" / EVENTS) if line.batch == 3]
+    delivered = [
+        at
+        for facts, at in read_facts(tmp_path / "a" / "run" / EVENTS)
+        for fact in facts
+        if isinstance(fact, BatchDelivered) and fact.batch == 3
+    ]
     (left,) = begin(tmp_path / "b", [delivered[0] + 0.1], logged=[4])
     log = left / "run" / EVENTS
-    cut = log.read_bytes().rindex(b'"command":"Deliver"') + 10
+    cut = log.read_bytes().rindex(b'"fact":"BatchDelivered"') + 10
     log.write_bytes(log.read_bytes()[:cut])
     assert deliveries(left) == 3
     resume(left)
-    assert b'"command":"Redeliver"' in log.read_bytes()
+    assert b'"again":true' in log.read_bytes()
     check_account(left, incarnations=2)
 
 
 def deliveries(run: Path) -> int:
     """Number of deliveries in the run's log."""
     log = run / "run" / EVENTS
-    return log.read_bytes().count(b'"command":"Deliver","batch"') if log.exists() else 0
+    return log.read_bytes().count(b'"fact":"BatchDelivered"') if log.exists() else 0
 
 
 # --- the log -----------------------------------------------------------------------------------
@@ -218,26 +223,26 @@ def whole_log(tmp_path: Path) -> bytes:
 def test_a_log_is_gone_on_with_wherever_it_was_cut(tmp_path: Path):
     whole, chance = whole_log(tmp_path), random.Random(1)
     path = tmp_path / EVENTS
-    for tail in (b"", b"\0" * 4096, b"\0\0\n", b'{"t":1.0,"event":\n') * 5:
+    for tail in (b"", b"\0" * 4096, b"\0\0\n", b'{"t":1.0,"fact":\n') * 5:
         cut = chance.randrange(len(whole))
         path.write_bytes(whole[:cut] + tail)
         kept = whole[:cut].rpartition(b"\n")[0].splitlines()
         log = EventLog(path, append=True)
-        log.on_event(BatchRequested(), 1000.0)
+        log.on_facts([BatchRequested()], 1000.0)
         assert path.read_bytes() == whole[:cut] + tail, "nothing is cut away before the start"
         log.start(batches=3)
-        log.on_event(BatchRequested(), 1000.5)
+        log.on_facts([BatchRequested()], 1000.5)
         log.close()
         assert log.error is None
         lines = path.read_bytes().splitlines()
         assert lines[: len(kept)] == kept
         end = json.loads(kept[-1])["t"] if kept else 0.0
         assert [json.loads(line) for line in lines[len(kept) :]] == [
-            {"t": end, "event": "Resumed", "incarnation": 2, "batches": 3},
-            {"t": end, "event": "BatchRequested"},
-            {"t": pytest.approx(end + 0.5), "event": "BatchRequested"},
+            {"t": end, "fact": "LogResumed", "version": 2, "incarnation": 2, "batches": 3},
+            {"t": end, "fact": "BatchRequested"},
+            {"t": pytest.approx(end + 0.5), "fact": "BatchRequested"},
         ]
-        assert list(read_lines(path))
+        assert list(read_facts(path))
 
 
 def test_a_log_that_is_damaged_in_the_middle_is_refused(tmp_path: Path):

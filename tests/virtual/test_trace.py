@@ -78,13 +78,13 @@ def account_of(folder: Path) -> Account:
     paused: dict[str, int] = {}
     in_pauses: Counter[str] = Counter()
     begun: dict[tuple[str, str], int] = {}
-    sent: dict[tuple[int, int], tuple[str, int]] = {}
+    sent: dict[int, tuple[str, int]] = {}
     end = 0
 
     def in_pauses_until(engine: str, now: int) -> int:
         return in_pauses[engine] + now - paused.get(engine, now)
 
-    def close(key: tuple[int, int], now: int) -> None:
+    def close(key: int, now: int) -> None:
         engine, since = sent.pop(key)
         account.worked[engine] += now - in_pauses_until(engine, now) - since
 
@@ -102,37 +102,37 @@ def account_of(folder: Path) -> Account:
         in_pauses.clear()
 
     for line in lines_of(folder):
-        kind, now = line.get("event") or line["command"], round(line["t"] * 1e6)
+        fact, now = line["fact"], round(line["t"] * 1e6)
         engine = str(line.get("engine", ""))
-        key = line.get("request_id", 0), line.get("attempt", 0)
-        match kind:
-            case "Resumed":
+        key = line.get("request_id", 0)
+        match fact, line.get("start"), line.get("finish"):
+            case "LogResumed", _, _:
                 end_all()
                 account.instants.append("resumed")
-            case "Send":
+            case "AttemptSent", _, _:
                 sent[key] = engine, now - in_pauses_until(engine, now)
                 load = sum(where == engine for where, _ in sent.values())
                 account.most[engine] = max(account.most[engine], load)
-            case "Progress" if key in sent:
+            case "TokensReceived", _, _ if key in sent:
                 account.tokens[sent[key][0]] += line["tokens"]
-            case "Finished" | "Interrupted" | "Failed" if key in sent:
+            case "AttemptEnded", _, _:
                 close(key, now)
-            case "Pause":
+            case "EngineModeChanged", _, "pausing":
                 begun.setdefault((engine, "pause"), now)
-            case "Paused":
+            case "EngineModeChanged", "pausing", _:
                 paused[engine] = now
-            case "Continue":
+            case "EngineModeChanged", _, "continuing":
                 in_pauses[engine] = in_pauses_until(engine, now)
                 paused.pop(engine, None)
-            case "Continued":
+            case "EngineModeChanged", "continuing", _:
                 end_band(engine, "pause", now)
-            case "Refit":
+            case "RefitBegun", _, _:
                 begun.update({(name, "refit"): now for name in line["engines"]})
-            case "Refitted":
+            case "EngineRefitted", _, _:
                 end_band(engine, "refit", now)
-            case "Deliver":
+            case "BatchDelivered", _, _:
                 account.instants.append(f"batch {line['batch']}")
-            case "FinishUpdate":
+            case "UpdateFinished", _, _:
                 account.instants.append(f"weights v{line['version']}")
             case _:
                 pass
@@ -209,37 +209,42 @@ def test_the_trace_of_a_run_that_went_on_holds_all_its_processes(tmp_path: Path)
 # --- what a quiet run does not have ------------------------------------------------------------
 
 LINES = """
-{"t":0,"event":"Opened","engines":[{"name":"a","version":0},{"name":"b","version":0}]}
-{"t":0,"event":"BatchRequested"}
-{"t":1,"command":"Send","engine":"a","request_id":1,"attempt":1,"rollout_id":7,"group_id":5,"tokens":100}
-{"t":1,"command":"Send","engine":"b","request_id":2,"attempt":1,"rollout_id":8,"group_id":5,"tokens":10}
-{"t":2,"event":"Progress","request_id":1,"attempt":1,"tokens":30}
-{"t":3,"command":"LoseEngine","engine":"a","cause":"reset","last":false,"standby":false}
-{"t":3,"event":"Failed","request_id":1,"attempt":1,"cause":"reset"}
-{"t":3,"command":"Send","engine":"b","request_id":1,"attempt":2,"rollout_id":7,"group_id":5,"tokens":130}
-{"t":4,"command":"Refit","version":1,"engines":["b"],"beside":true,"catch_up":false}
-{"t":5,"event":"Refitted","engine":"b","version":1,"cause":"","catch_up":false}
-{"t":6,"event":"Progress","request_id":1,"attempt":2,"tokens":20}
-{"t":6,"event":"EngineJoined","engine":"a","version":1}
-{"t":7,"command":"AdmitEngine","engine":"a","version":1}
-{"t":8,"command":"Pause","engine":"b","mode":"retract"}
-{"t":9,"event":"Paused","engine":"b"}
-{"t":9,"event":"Progress","request_id":2,"attempt":1,"tokens":3}
-{"t":9,"command":"Flush","engine":"b"}
-{"t":10,"event":"Flushed","engine":"b"}
-{"t":10,"command":"Release","engine":"b","tags":["weights","kv_cache"]}
-{"t":11,"event":"Woken","engine":"b","tags":["weights"]}
-{"t":12,"command":"Refit","version":2,"engines":["b"],"beside":false,"catch_up":false}
-{"t":13,"event":"Refitted","engine":"b","torn":true,"cause":"refused","catch_up":false}
-{"t":14,"event":"Woken","engine":"b","tags":["kv_cache"]}
-{"t":15,"command":"Continue","engine":"b"}
-{"t":16,"event":"Continued","engine":"b"}
-{"t":17,"event":"Finished","request_id":2,"attempt":1,"reason":"stop","spans":null}
-{"t":20,"event":"Resumed","incarnation":2,"batches":0}
-{"t":20,"event":"Opened","engines":[{"name":"b","version":2}]}
-{"t":21,"command":"Send","engine":"b","request_id":1,"attempt":3,"rollout_id":7,"group_id":5,"tokens":150,"adapter":1}
-{"t":22,"command":"Flush","engine":"b"}
-{"t":23,"event":"ControlFailed","engine":"b","call":"flush","cause":"timeout"}
+{"t":0,"fact":"RunOpened","engines":[{"name":"a","version":0},{"name":"b","version":0}],"version":0}
+{"t":0,"fact":"BatchRequested"}
+{"t":1,"fact":"AttemptSent","engine":"a","request_id":1,"attempt":1,"rollout_id":7,"group_id":5,"tokens":100,"max_new_tokens":900}
+{"t":1,"fact":"AttemptSent","engine":"b","request_id":2,"attempt":1,"rollout_id":8,"group_id":5,"tokens":10,"max_new_tokens":900}
+{"t":2,"fact":"TokensReceived","request_id":1,"tokens":30}
+{"t":3,"fact":"EngineLost","engine":"a","cause":"reset"}
+{"t":3,"fact":"AttemptEnded","request_id":1,"outcome":"engine_lost"}
+{"t":3,"fact":"AttemptSent","engine":"b","request_id":1,"attempt":2,"rollout_id":7,"group_id":5,"tokens":130,"max_new_tokens":870}
+{"t":4,"fact":"RefitBegun","version":1,"engines":["b"],"adapter":true}
+{"t":5,"fact":"EngineRefitted","engine":"b","version":1}
+{"t":6,"fact":"TokensReceived","request_id":1,"tokens":20}
+{"t":6,"fact":"EngineJoined","info":{"name":"a","version":1}}
+{"t":7,"fact":"EngineAdmitted","engine":"a","version":1}
+{"t":8,"fact":"EngineModeChanged","engine":"b","start":"running","finish":"pausing","pause":"retract"}
+{"t":9,"fact":"EngineModeChanged","engine":"b","start":"pausing","finish":"paused"}
+{"t":9,"fact":"TokensReceived","request_id":2,"tokens":3}
+{"t":9,"fact":"EngineModeChanged","engine":"b","start":"paused","finish":"flushing"}
+{"t":10,"fact":"EngineModeChanged","engine":"b","start":"flushing","finish":"paused"}
+{"t":10,"fact":"EngineModeChanged","engine":"b","start":"paused","finish":"releasing","tags":["weights","kv_cache"]}
+{"t":10,"fact":"EngineModeChanged","engine":"b","start":"releasing","finish":"paused"}
+{"t":11,"fact":"EngineModeChanged","engine":"b","start":"paused","finish":"waking","tags":["weights"]}
+{"t":11,"fact":"EngineModeChanged","engine":"b","start":"waking","finish":"paused"}
+{"t":12,"fact":"RefitBegun","version":2,"engines":["b"]}
+{"t":12,"fact":"EngineModeChanged","engine":"b","start":"paused","finish":"refitting"}
+{"t":13,"fact":"EngineRefitted","engine":"b","version":null,"cause":"refused"}
+{"t":13,"fact":"EngineModeChanged","engine":"b","start":"refitting","finish":"paused"}
+{"t":14,"fact":"EngineModeChanged","engine":"b","start":"paused","finish":"waking","tags":["kv_cache"]}
+{"t":14,"fact":"EngineModeChanged","engine":"b","start":"waking","finish":"paused"}
+{"t":15,"fact":"EngineModeChanged","engine":"b","start":"paused","finish":"continuing"}
+{"t":16,"fact":"EngineModeChanged","engine":"b","start":"continuing","finish":"running"}
+{"t":17,"fact":"AttemptEnded","request_id":2,"outcome":"finished"}
+{"t":20,"fact":"LogResumed","version":2,"incarnation":2,"batches":0}
+{"t":20,"fact":"RunOpened","engines":[{"name":"b","version":2}],"version":2,"resumed":true}
+{"t":21,"fact":"AttemptSent","engine":"b","request_id":1,"attempt":3,"rollout_id":7,"group_id":5,"tokens":150,"max_new_tokens":850,"adapter":1}
+{"t":22,"fact":"EngineModeChanged","engine":"b","start":"paused","finish":"flushing"}
+{"t":23,"fact":"ControlCallFailed","engine":"b","call":"flush","cause":"timeout"}
 """
 """A fleet of two: one is lost and comes back, the other is put to sleep, and the process dies."""
 
@@ -316,13 +321,15 @@ def test_a_long_log_is_not_held_in_memory(tmp_path: Path):
     with (tmp_path / EVENTS).open("w") as file:
         file.write(opened + "\n")
         for n in range(10_000):
-            key = f'"request_id":{n},"attempt":1'
-            sent = f'"command":"Send","engine":"a",{key},"rollout_id":{n},"group_id":1,"tokens":9'
-            file.write(f'{{"t":{n},{sent}}}\n')
-            file.write(f'{{"t":{n},"event":"Progress",{key},"tokens":5}}\n')
-            file.write(f'{{"t":{n + 1},"event":"Finished",{key},"reason":"stop"}}\n')
-            over = f'"command":"CancelWork","group_id":1,"rollout_ids":[{n}],"reason":"stale"'
-            file.write(f'{{"t":{n + 1},{over}}}\n')
+            sent = f'"engine":"a","request_id":{n},"attempt":1,"rollout_id":{n},"group_id":1'
+            file.write(
+                f'{{"t":{n},"fact":"AttemptSent",{sent},"tokens":9,"max_new_tokens":9}}\n'
+                f'{{"t":{n},"fact":"TokensReceived","request_id":{n},"tokens":5}}\n'
+                f'{{"t":{n + 1},"fact":"AttemptEnded","request_id":{n},"outcome":"finished"}}\n'
+            )
+            dropped = f'[{{"rollout_id":{n},"reason":"stale","tokens":5}}]'
+            why = '"group_id":1,"reason":"stale","cause":""'
+            file.write(f'{{"t":{n + 1},"fact":"GroupDropped",{why},"rollouts":{dropped}}}\n')
     tracemalloc.start()
     try:
         path = write_trace(tmp_path)

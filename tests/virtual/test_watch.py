@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from aprilsched.analysis.follow import Follower
-from aprilsched.analysis.incarnations import whole_lines
 from aprilsched.cli import watch as watched_module
 from aprilsched.cli.main import main
 from aprilsched.cli.watch import Watched
 from aprilsched.errors import RunFolderError
+from aprilsched.telemetry.event_log.follow import Follower
+from aprilsched.telemetry.event_log.incarnations import whole_lines
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 from tests.support.terminal import on_a_terminal
 from tests.virtual.test_resume_folder import begin, resume

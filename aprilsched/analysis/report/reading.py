@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.analysis.launches import Launches
-from aprilsched.analysis.rebuild import Rebuilding, replay, written_summary
+from aprilsched.analysis.rebuild import Rebuilding, written_summary
 from aprilsched.analysis.report.faults import Faults
 from aprilsched.analysis.report.model import FaultLedger
 from aprilsched.analysis.run import History, Run, readable
 from aprilsched.analysis.usage import RunUsage, UsageRecorder
-from aprilsched.telemetry.base import FactListener
+from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS
 
@@ -51,10 +52,9 @@ def read_material(folder: Path) -> Material:
         usage = UsageRecorder(batch_groups=scheduler.get("batch_groups"))
         end = replay(
             folder / EVENTS,
-            [usage, faults, *summing],
-            readers=[history.add, launches.add],
+            [usage, faults, history, launches, *summing],
         )
-        run, members = history.run(config, summary()), launches.members()
+        run, members = history.run(config, summary(), end), launches.members()
     tokens = np.array([member.tokens for member in members], dtype=np.int64)
     finished = np.array([member.finished for member in members], dtype=np.bool_)
     return Material(
@@ -69,7 +69,7 @@ def read_material(folder: Path) -> Material:
 
 def _summing(
     folder: Path, config: dict[str, Any]
-) -> tuple[Sequence[FactListener], Callable[[], RunSummary]]:
+) -> tuple[Sequence[Listener], Callable[[], RunSummary]]:
     """What has to listen so that the summary can be had after the log."""
     written = written_summary(folder)
     if written is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from aprilsched.analysis.lines import Line
 from aprilsched.analysis.trace.bands import Bands
 from aprilsched.analysis.trace.trace_file import TraceFile
+from aprilsched.core.messages import facts as of
+from aprilsched.core.messages.facts import Fact
 
 __all__ = ["TrainerTrack"]
 
@@ -16,34 +17,37 @@ _BATCH, _UPDATE = "waits for a batch", "updates the engines"
 
 
 class TrainerTrack:
-    """Fed with every line; those that are not the trainer's are passed over."""
+    """Takes every fact; those that are not the trainer's are passed over."""
 
     def __init__(self, file: TraceFile) -> None:
         self._file = file
+        self._began = False
         file.process(_PID, "trainer")
         file.track(_PID, _EVENTS, "batches and weights")
         self._waits = Bands(file, pid=_PID, first_tid=_WAITS, name="trainer")
 
-    def tell(self, kind: str, line: Line, at: int) -> None:
-        match kind:
-            case "BatchRequested":
+    def take(self, fact: Fact, at: int) -> None:
+        match fact:
+            case of.RunOpened():
+                if self._began:
+                    self._instant("resumed", at)
+                self._began = True
+            case of.BatchRequested():
                 self._waits.begin(_BATCH, at)
-            case "BatchWithdrawn" | "EndOfPrompts":
+            case of.BatchRequestWithdrawn() | of.PromptsEnded():
                 self._waits.end(_BATCH, at)
-            case "UpdateRequested":
-                self._waits.begin(_UPDATE, at, version=line.version)
-            case "UpdateWithdrawn":
+            case of.UpdateBegun():
+                self._waits.begin(_UPDATE, at, version=fact.version)
+            case of.UpdateWithdrawn():
                 self._waits.end(_UPDATE, at)
-            case "Deliver" | "Redeliver":
+            case of.BatchDelivered():
                 self._waits.end(_BATCH, at)
-                self._delivered(kind, line, at)
-            case "DeliverEvaluation":
-                self._instant(f"evaluation {line.evaluation_id}", at, rollouts=len(line.rollouts))
-            case "FinishUpdate":
+                self._delivered(fact, at)
+            case of.EvaluationDelivered():
+                self._instant(f"evaluation {fact.evaluation_id}", at, rollouts=len(fact.rollouts))
+            case of.UpdateFinished():
                 self._waits.end(_UPDATE, at)
-                self._updated(line, at)
-            case "Resumed":
-                self._instant("resumed", at)
+                self._updated(fact, at)
             case _:
                 pass
 
@@ -51,21 +55,20 @@ class TrainerTrack:
         """What it waits for it does not get any more."""
         self._waits.end_all(at)
 
-    def _delivered(self, kind: str, line: Line, at: int) -> None:
-        again = " again" if kind == "Redeliver" else ""
+    def _delivered(self, fact: of.BatchDelivered, at: int) -> None:
         self._instant(
-            f"batch {line.batch}{again}",
+            f"batch {fact.batch}{' again' if fact.again else ''}",
             at,
-            version=line.version,
-            rollouts=len(line.rollouts),
-            tokens=sum(rollout.tokens for rollout in line.rollouts),
+            version=fact.version,
+            rollouts=len(fact.rollouts),
+            tokens=sum(rollout.tokens for rollout in fact.rollouts),
         )
 
-    def _updated(self, line: Line, at: int) -> None:
-        if line.cause:
-            self._instant(f"no update to v{line.version}", at, cause=line.cause)
+    def _updated(self, fact: of.UpdateFinished, at: int) -> None:
+        if fact.cause:
+            self._instant(f"no update to v{fact.version}", at, cause=fact.cause)
         else:
-            self._instant(f"weights v{line.version}", at, version=line.version)
+            self._instant(f"weights v{fact.version}", at, version=fact.version)
 
     def _instant(self, name: str, at: int, **args: object) -> None:
         self._file.instant(pid=_PID, tid=_EVENTS, at=at, name=name, args=args, category="trainer")

@@ -1,4 +1,4 @@
-"""From the event log of a run to its trace, line by line.
+"""From the event log of a run to its trace, fact by fact.
 
 What is held at a time is what the engines have at that time, so a log may be of any length.
 """
@@ -6,15 +6,14 @@ What is held at a time is what the engines have at that time, so a log may be of
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from aprilsched.analysis.lines import Line, read_lines
 from aprilsched.analysis.run import readable
-from aprilsched.analysis.trace.story import Story
+from aprilsched.analysis.trace.builder import TraceBuilder
 from aprilsched.analysis.trace.trace_file import TraceFile
 from aprilsched.errors import RunFolderError
+from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.run_folder import EVENTS, TRACE
 
 __all__ = ["write_trace"]
@@ -37,10 +36,10 @@ def write_trace(folder: Path, path: Path | None = None) -> Path:
     try:
         with writing.open("wb", buffering=_BUFFER) as file:
             trace = TraceFile(file)
-            story = Story(trace)
-            for line in _lines(folder):
-                story.tell(line)
-            story.end()
+            builder = TraceBuilder(trace)
+            with readable(folder):
+                end = replay(folder / EVENTS, [builder])
+            builder.end(end)
             trace.close()
         os.replace(writing, target)
     except OSError as error:
@@ -52,8 +51,3 @@ def write_trace(folder: Path, path: Path | None = None) -> Path:
         with suppress(OSError):
             writing.unlink(missing_ok=True)
     return target
-
-
-def _lines(folder: Path) -> Iterator[Line]:
-    with readable(folder):
-        yield from read_lines(folder / EVENTS, progress=True)

@@ -15,8 +15,8 @@ from aprilsched.errors import RunFolderError
 
 __all__ = ["RESUMED", "Tail", "read_tail"]
 
-RESUMED = "Resumed"
-"""The event of the first line that a process writes into the log of a former one."""
+RESUMED = frozenset({"LogResumed", "Resumed"})
+"""The first line that a process writes into the log of a former one; in version 1, the event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +36,7 @@ class Tail:
 
 class _Line(msgspec.Struct, frozen=True):
     t: float
+    fact: str = ""
     event: str = ""
 
 
@@ -60,7 +61,7 @@ def read_tail(path: Path) -> Tail:
                 )
             else:
                 size, t = size + len(raw), line.t
-                incarnation += line.event == RESUMED
+                incarnation += (line.fact or line.event) in RESUMED
     return Tail(size=size, t=t, incarnation=incarnation)
 
 

@@ -1,11 +1,10 @@
-"""events.jsonl: one line for every event and every command of a run.
+"""Writes events.jsonl: one line for every fact of a run (:mod:`~.format`).
 
-Each line has ``t`` (seconds since the run began, on the run's clock), ``event`` or ``command``
-with its name, and its fields. Nothing of the wall clock and nothing random is in it, so runs
-under a virtual clock with the same seed write the same bytes.
+Nothing of the wall clock and nothing random is in it, so runs under a virtual clock with the same
+seed write the same bytes.
 
 A process that goes on with the run of a former one appends to its log: time goes on from the last
-line, and the first new one is the event "Resumed".
+line, and the first new one is a LogResumed.
 
 Invariant: whatever goes wrong while writing, the run goes on; it is said once, and in the
 summary. The disk is written to by a thread of its own: one that is too slow costs lines, which are
@@ -18,22 +17,25 @@ import logging
 import math
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages.events import Event
+from aprilsched.core.messages.facts import (
+    BatchDelivered,
+    EvaluationDelivered,
+    Fact,
+    UpdateFinished,
+)
 from aprilsched.errors import RunFolderError
-from aprilsched.telemetry.base import Chunks
+from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.event_log.file_writer import FileWriter
-from aprilsched.telemetry.event_log.frequent_lines import ProgressLine, progress_lines
-from aprilsched.telemetry.event_log.lines import FIELDS, Lines
+from aprilsched.telemetry.event_log.format import FORMAT_VERSION, LogBegun, LogResumed
 from aprilsched.telemetry.event_log.microseconds import to_microseconds
-from aprilsched.telemetry.event_log.tail import RESUMED, Tail, read_tail
-from aprilsched.telemetry.event_log.token_lines import TOKEN_FIELDS
+from aprilsched.telemetry.event_log.tail import Tail, read_tail
 
 __all__ = ["EventLog"]
 
@@ -52,13 +54,12 @@ _CLOSE_SECONDS = 10.0
 _NEW: Literal["xb", "wb"] = "xb"
 _THERE: Literal["ab"] = "ab"
 
-# A trainer may take minutes over a batch, and no event comes meanwhile to flush its delivery. What
-# a caller gets may be changed by them, so it cannot be held.
-_FLUSHED_AT_ONCE = frozenset({do.Deliver, do.DeliverEvaluation, do.Redeliver, do.FinishUpdate})
+# A trainer may take minutes over a batch, and no fact comes meanwhile to flush its delivery.
+_FLUSHED_AT_ONCE = frozenset({BatchDelivered, EvaluationDelivered, UpdateFinished})
 
 
 class EventLog:
-    """Writes a run's events to `path`, which is made with the first bytes that reach it.
+    """Writes a run's facts to `path`, which is made with the first bytes that reach it.
 
     With `append` it is there, of a run that was cut off. Nothing is written (or cut away) before
     :meth:`start`: a run that is refused leaves no file, or leaves it as it was. A `patient` log
@@ -75,10 +76,9 @@ class EventLog:
         log_tokens: bool = False,
     ) -> None:
         self._path = path
-        self._lines = Lines(TOKEN_FIELDS if log_tokens else FIELDS)
-        self._log_tokens = log_tokens
-        self._hold_lines = 1 if log_tokens else _HOLD_LINES
-        self._held: list[Event | do.Command | ProgressLine] = []
+        self.wants_tokens = log_tokens
+        """The facts that it is told have the tokens themselves."""
+        self._held: list[Fact] = []
         """Not in the buffer yet, and after everything in it."""
         self._times: list[float] = []
         """When each of them was."""
@@ -111,16 +111,18 @@ class EventLog:
             return f"{self._dropped} lines were dropped, because the disk was too slow for them"
         return self._failure
 
-    def on_event(self, event: Event, now: float) -> None:
-        self._hold(event, now)
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        self._held += facts
+        self._times += [now] * len(facts)
+        if any(fact.__class__ in _FLUSHED_AT_ONCE for fact in facts):
+            self._flush()
+        elif now >= self._look_at or len(self._held) >= _HOLD_LINES:
+            self._look(now)
 
-    def on_command(self, command: do.Command, now: float) -> None:
-        self._hold(command, now)
-
-    def on_progress(self, chunks: Chunks, now: float) -> None:
-        self._held += [what for what, _ in chunks] if self._log_tokens else progress_lines(chunks)
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        self._held += [fact for fact, _ in chunks]
         self._times += [at for _, at in chunks]
-        if now >= self._look_at or len(self._held) >= self._hold_lines:
+        if now >= self._look_at or len(self._held) >= _HOLD_LINES:
             self._look(now)
 
     def seconds(self, now: float) -> float:
@@ -133,6 +135,8 @@ class EventLog:
         self._started = True
         if self._append and self._failure is None:
             self._go_on(batches)
+        elif not self._append:
+            self._begin_with(LogBegun(version=FORMAT_VERSION), 0.0)
         self._flush()
 
     def _go_on(self, batches: int) -> None:
@@ -142,23 +146,19 @@ class EventLog:
         except (OSError, RunFolderError) as error:
             self._give_up(error)
             return
-        line = {"incarnation": tail.incarnation + 1, "batches": batches}
-        line = {"t": tail.t, "event": RESUMED, **line}
-        self._buffer[:0] = self._encoder.encode(line) + b"\n"
+        resumed = LogResumed(
+            version=FORMAT_VERSION, incarnation=tail.incarnation + 1, batches=batches
+        )
+        self._begin_with(resumed, tail.t)
+
+    def _begin_with(self, fact: Fact, t: float) -> None:
+        self._buffer[:0] = self._as_lines([fact], [t])
 
     def close(self) -> None:
         """Write what is left, in bounded time."""
         self._flush()
         if not self._writer.close(_CLOSE_SECONDS):
             self._give_up(TimeoutError(f"the disk did not take it within {_CLOSE_SECONDS:g} s"))
-
-    def _hold(self, what: Event | do.Command, now: float) -> None:
-        self._held.append(what)
-        self._times.append(now)
-        if what.__class__ in _FLUSHED_AT_ONCE:
-            self._flush()
-        elif now >= self._look_at or len(self._held) >= self._hold_lines:
-            self._look(now)
 
     def _encode(self) -> None:
         """Bring what is held into the buffer."""
@@ -171,11 +171,19 @@ class EventLog:
                 self._began = times[0] - (self._former().t if self._append else 0.0)
             began = self._began
             seconds = to_microseconds(np.array(times) - began)
-            self._buffer += self._encoder.encode_lines(self._lines.lines(held, seconds))
+            self._buffer += self._as_lines(held, seconds)
         except Exception as error:
             # Detached like any listener that raises, it could not say so in the summary.
             self._give_up(error)
         self._in_buffer += len(held)
+
+    def _as_lines(self, facts: Sequence[Fact], seconds: Sequence[float]) -> bytes:
+        """Each fact with its time before its own fields."""
+        encoded = self._encoder.encode_lines(facts).split(b"\n")
+        times = self._encoder.encode(seconds)[1:-1].split(b",")
+        # The last of what was encoded is what follows the last line: nothing.
+        lines = [b'{"t":%b,%b\n' % (t, line[1:]) for t, line in zip(times, encoded, strict=False)]
+        return b"".join(lines)
 
     def _former(self) -> Tail:
         if self._tail is None:
@@ -188,7 +196,7 @@ class EventLog:
         if now >= self._look_at:
             self._look_at = now + _LOOK_SECONDS
             late = time.monotonic() - self._flushed_at > _FLUSH_SECONDS
-        if len(self._held) >= self._hold_lines:
+        if len(self._held) >= _HOLD_LINES:
             self._encode()
         if late or len(self._buffer) > _FLUSH_BYTES:
             self._flush()

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from aprilsched.core.state.ledger import Counters, Ledger
-from aprilsched.telemetry.base import FactListener
+from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.live.bars import ASCII, BLOCKS
 from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.live.model import LiveModel
@@ -73,7 +73,7 @@ class LiveView:
         self._thread: threading.Thread | None = None
 
     @property
-    def listeners(self) -> Sequence[FactListener]:
+    def listeners(self) -> Sequence[Listener]:
         """In their order."""
         return (self._figures, self.model)
 

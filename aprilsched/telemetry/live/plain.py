@@ -10,7 +10,7 @@ from rich.console import Console
 
 from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.core.state.ledger import Counters, Ledger
-from aprilsched.telemetry.base import FactListener, TokenChunks
+from aprilsched.telemetry.base import Listener, TokenChunks
 from aprilsched.telemetry.batch_figures import Measured, efficiency
 from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.live.snapshot import RECENT_BATCHES
@@ -36,7 +36,7 @@ class PlainLines:
         self.said = said
 
     @property
-    def listeners(self) -> Sequence[FactListener]:
+    def listeners(self) -> Sequence[Listener]:
         """In their order."""
         return (self._figures, self)
 

@@ -21,8 +21,8 @@ __all__ = ["GENERATORS", "setup"]
 
 GENERATORS: dict[str, Callable[[], str]] = {
     "command-line": command_line.command_line,
-    "command-lines": tables.command_lines,
-    "event-lines": tables.event_lines,
+    "fact-lines": tables.fact_lines,
+    "fact-parts": tables.fact_parts,
     "metrics": tables.metrics,
     "moves": lambda: moves_table(MOVES),
     "samples": tables.sampled_figures,
@@ -31,7 +31,6 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "summary": tables.summary_figures,
     "tracked": tables.tracked_figures,
     "usage-parts": tables.usage_parts,
-    "written-fields": tables.written_fields,
 }
 """By the name that a page asks for."""
 

@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
+from msgspec import Struct
+
 from aprildocs.documented import cell, field_texts, type_text
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.messages import commands, events
+from aprilsched.core.messages.facts import DeliveredRollout, DroppedRollout, RestoredLengths
 from aprilsched.telemetry import figures
-from aprilsched.telemetry.event_log.lines import FIELDS
-from aprilsched.telemetry.event_log.tail import RESUMED
-from aprilsched.telemetry.event_log.token_lines import TOKEN_FIELDS
+from aprilsched.telemetry.event_log.format import KINDS
 from aprilsched.telemetry.metrics.table import METRICS
 from aprilsched.telemetry.sampling.lines import FIELDS as SAMPLED
 from aprilsched.telemetry.trackers.figures import FIGURES
@@ -25,8 +25,8 @@ from aprilsched.telemetry.usage.parts import BUSY, PARTS
 from aprilsched.types import SamplingParams
 
 __all__ = [
-    "command_lines",
-    "event_lines",
+    "fact_lines",
+    "fact_parts",
     "metrics",
     "sampled_figures",
     "sampling_settings",
@@ -34,8 +34,11 @@ __all__ = [
     "summary_figures",
     "tracked_figures",
     "usage_parts",
-    "written_fields",
 ]
+
+
+_OF_TOKENS = frozenset({"asked", "key", "input_ids", "token_ids", "logprobs"})
+"""Fields that are written with ``--log-tokens`` only."""
 
 
 def settings() -> str:
@@ -146,30 +149,22 @@ def sampled_figures() -> str:
     return _table(("source", "field", "meaning"), rows)
 
 
-def event_lines() -> str:
-    """The events: what is in events.jsonl as `"event"`. A Tick is shown to no listener."""
-    kinds = [kind for kind in _kinds(events.Event) if kind is not events.Tick]
-    rows = [_line(kind) for kind in kinds]
-    resumed = "A process goes on with the run of a former one; the first line that it writes."
-    rows.append((f"`{RESUMED}`", "`incarnation`, `batches`", resumed))
-    return _table(("event", "fields", "meaning"), rows)
+def fact_lines() -> str:
+    """The facts: what is in events.jsonl."""
+    return _table(("fact", "fields", "meaning"), (_line(kind) for kind in KINDS.values()))
 
 
-def command_lines() -> str:
-    """The commands: what is in events.jsonl as `"command"`."""
-    rows = (_line(kind) for kind in _kinds(commands.Command))
-    return _table(("command", "fields", "meaning"), rows)
-
-
-def _kinds(union: Any) -> tuple[type[Any], ...]:
-    return get_args(union)
-
-
-def _line(kind: type[Any]) -> tuple[str, str, str]:
+def _line(kind: type[Struct]) -> tuple[str, str, str]:
     names = ", ".join(
-        f"*{f.name}*" if f.name in TOKEN_FIELDS else f"`{f.name}`" for f in fields(kind)
+        f"*{name}*" if name in _OF_TOKENS else f"`{name}`" for name in kind.__struct_fields__
     )
     return (f"`{kind.__name__}`", names or "none", _doc(kind))
+
+
+def fact_parts() -> str:
+    """The objects inside of facts."""
+    rows = (_line(kind) for kind in (DeliveredRollout, DroppedRollout, RestoredLengths))
+    return _table(("object", "fields", "meaning"), rows)
 
 
 def _doc(kind: type[Any]) -> str:
@@ -179,47 +174,6 @@ def _doc(kind: type[Any]) -> str:
         return ""
     prose = re.split(r"^(?:Attributes|Args|Raises):", doc, maxsplit=1, flags=re.MULTILINE)[0]
     return cell(prose)
-
-
-def written_fields() -> str:
-    """The fields that are not written as they are, and what stands for them."""
-    rows = [(f"*{name}*", *_WRITTEN[name]) for name in FIELDS]
-    return _table(("field", "is written as", "with `--log-tokens` also"), rows)
-
-
-_ROLLOUTS = (
-    "`batch` (its index), `version`, and `rollouts`: a list of objects with `rollout_id`, "
-    "`group_id`, `prompt_tokens`, `tokens` (the length), `segments` (lists of start, end, version "
-    "and engine), `reward`, `finish_reason`, `versions_exact`, `masked` (sampled tokens with loss "
-    "mask 0), `stale_keys`"
-)
-
-_WRITTEN: dict[str, tuple[str, str]] = {
-    "token_ids": ("`tokens`, how many", "`token_ids`"),
-    "input_ids": ("`tokens`, how many", "`input_ids`"),
-    "logprobs": ("nothing", "`logprobs`"),
-    "versions": ("nothing", ""),
-    "prompt": ("`prompt_tokens`", "`key`, `input_ids`"),
-    "prompts": ("`prompts`, how many", "`asked`: for each, `key` and `input_ids`"),
-    "sampling": ("`max_new_tokens`", ""),
-    "spans": ("a list of version, start and end; null where the server told none", ""),
-    "rollout": ("`rollout_id`, `group_id`", ""),
-    "group": ("`group_id`", "`key`"),
-    "batch": (_ROLLOUTS, "for each rollout `key`, `input_ids`, `token_ids`, `logprobs`"),
-    "info": (
-        "`engine`, its `version`, `holds_stragglers`, `keeps_weights`, `kv_tokens`, `max_running`",
-        "",
-    ),
-    "label": ("nothing", ""),
-    "offered": ("`batch`, its index, and `version`", ""),
-    "restored": ("`restored`: `tokens` and `finished` of each rollout; only in a resumed run", ""),
-    "ended": ("`ended`, how many groups", ""),
-    "open": ("`open`, how many groups", ""),
-    "current": ("`schedule`: the schedule in words", ""),
-    "schedule": ("`schedule`: the schedule in words", ""),
-    "version": ("`version`, or `torn` (true) where the weights are of none", ""),
-}
-"""In words what the writers do; a field that they have and this has not fails the build."""
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

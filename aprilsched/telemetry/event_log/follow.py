@@ -2,7 +2,7 @@
 
 Invariants: each whole line is given once and in order, a line that is not whole yet is waited for;
 when a process goes on with the run of a former one, what counts of that one changes
-(:mod:`~aprilsched.analysis.incarnations`), and so everything is given anew.
+(:mod:`~aprilsched.telemetry.event_log.incarnations`), and so everything is given anew.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from pathlib import Path
 
 import msgspec
 
-from aprilsched.analysis.incarnations import whole_lines
-from aprilsched.telemetry.event_log.tail import RESUMED, read_tail
+from aprilsched.telemetry.event_log.incarnations import whole_lines
+from aprilsched.telemetry.event_log.tail import read_tail
 
 __all__ = ["Follower", "News"]
 
 _READ_BYTES = 1 << 22
-_ANEW = (f'"event":"{RESUMED}"'.encode(), b'"command":"Redeliver"')
+_ANEW = (
+    b'"fact":"LogResumed"',
+    b'"again":true',
+    b'"event":"Resumed"',
+    b'"command":"Redeliver"',
+)
 """Lines after which others count than before."""
 
 

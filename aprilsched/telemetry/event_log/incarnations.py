@@ -14,18 +14,24 @@ from pathlib import Path
 
 import msgspec
 
-from aprilsched.telemetry.event_log.tail import RESUMED, Tail, read_tail
+from aprilsched.telemetry.event_log.tail import Tail, read_tail
 
 __all__ = ["whole_lines"]
 
-_FIRST, _AGAIN = b'"command":"Deliver"', b'"command":"Redeliver"'
-_MARK = re.compile(b"|".join(map(re.escape, (f'"event":"{RESUMED}"'.encode(), _FIRST, _AGAIN))))
+_MARK = re.compile(
+    rb'"fact":"(LogResumed|BatchDelivered)"|"event":"Resumed"|"command":"(Red|D)eliver"'
+)
+_AGAIN = ((b'"command":"Redeliver"', b'"command":"Deliver"'), (b',"again":true', b""))
+"""How a line says that a batch is handed over again, and what it is without that: of version 1, and
+of version 2."""
 
 
 class _Mark(msgspec.Struct, frozen=True):
+    fact: str = ""
     event: str = ""
     command: str = ""
     batch: int = -1
+    again: bool = False
     batches: int | None = None
 
 
@@ -46,7 +52,13 @@ def whole_lines(
     for number, raw in _numbered(path, tail.size):
         if number in corrections.void:
             continue
-        yield raw.replace(_AGAIN, _FIRST, 1) if number in corrections.first else raw
+        yield _as_first(raw) if number in corrections.first else raw
+
+
+def _as_first(raw: bytes) -> bytes:
+    for again, first in _AGAIN:
+        raw = raw.replace(again, first, 1)
+    return raw
 
 
 class _Corrections:
@@ -64,14 +76,16 @@ class _Corrections:
         self._resume(batches)
 
     def _add(self, mark: _Mark, number: int) -> None:
-        match mark.event or mark.command:
-            case "Resumed":
+        match mark.fact or mark.event or mark.command:
+            case "Resumed" | "LogResumed":
                 self._resume(mark.batches)
-            case "Redeliver" if mark.batch not in self._delivered:
-                self._delivered[mark.batch] = number
-                self.first.add(number)
             case "Deliver":
                 self._delivered[mark.batch] = number
+            case "BatchDelivered" if not mark.again:
+                self._delivered[mark.batch] = number
+            case "Redeliver" | "BatchDelivered" if mark.batch not in self._delivered:
+                self._delivered[mark.batch] = number
+                self.first.add(number)
             case _:
                 pass
 

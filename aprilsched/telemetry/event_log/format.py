@@ -1,0 +1,48 @@
+"""The format of events.jsonl, version 2: each line is a fact of the run, with its time.
+
+A line has ``t`` (seconds since the run began, on the run's clock), ``fact`` with the name of the
+fact, and the fact's fields; a field that has its default is left out. The first line of each
+process that writes the log is one of the two facts here. Lines of version 1 have ``event`` or
+``command`` in the place of ``fact``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Union
+
+from aprilsched.core.messages import facts
+from aprilsched.core.messages.facts import Fact
+
+__all__ = ["ANY_FACT", "FACT", "FORMAT_VERSION", "KINDS", "LogBegun", "LogResumed"]
+
+FORMAT_VERSION = 2
+
+FACT = re.compile(rb'\{"t":[-+.0-9eE]+,"fact":"')
+"""The begin of each line of this version."""
+
+
+class LogBegun(Fact, frozen=True):
+    """The first line of a log; `version` is that of its format."""
+
+    version: int
+
+
+class LogResumed(Fact, frozen=True):
+    """The first line of a process that goes on with the run: the `incarnation`-th one. It knows of
+    so many `batches`; those that the log has beyond them were not saved, and are void."""
+
+    version: int
+    incarnation: int
+    batches: int
+
+
+KINDS: dict[str, type[Fact]] = {
+    kind.__name__: kind
+    for kind in (*vars(facts).values(), LogBegun, LogResumed)
+    if isinstance(kind, type) and issubclass(kind, Fact) and kind is not Fact
+}
+"""Whatever may be in a line, by name."""
+
+ANY_FACT: Any = Union[tuple(KINDS.values())]  # noqa: UP007 - of kinds that are listed above
+"""The type that a line is read as."""
