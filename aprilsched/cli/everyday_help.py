@@ -1,6 +1,6 @@
-"""The help of a command on one screen: the flags that most runs use, each in one line.
+"""Makes the short help of a command: the flags that most runs use, each in one line.
 
-``--help`` prints this and ``--help-all`` every flag, with its whole text.
+``--help`` prints this help. ``--help-all`` prints every flag with its whole text.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any, cast
 __all__ = ["asked_for_help", "everyday_help"]
 
 _LONGEST = 20
-"""Characters of a default; a longer one is left to the flag's text."""
+"""Most characters of a default that is shown; the flag's text describes a longer one."""
 
 Flags = Mapping[str, Mapping[str, str]]
-"""By the title of a group: flags, as the command line writes them, with a line each."""
+"""Groups of flags by title. Each flag, as on the command line, has a text of one line."""
 
 
 def asked_for_help(arguments: Sequence[str]) -> bool:
-    """Is the short help wanted?"""
+    """Whether the arguments ask for the short help."""
     return any(argument in ("-h", "--help") for argument in arguments)
 
 
 def everyday_help(prog: str, what: str, flags: Flags, command: object) -> str:
-    """The text for `flags`; their defaults are those of `command`.
+    """The help text for `flags`, with the defaults of `command`.
 
     Raises:
         KeyError: if the command has no such flag.
@@ -42,7 +42,7 @@ def everyday_help(prog: str, what: str, flags: Flags, command: object) -> str:
 
 
 def _shown(default: Any) -> str:
-    """The default behind a flag; a switch has none, and what is not set is left to the text."""
+    """The default as it stands after a flag: nothing for a switch, "..." if it is not set."""
     if default is False:
         return ""
     if isinstance(default, tuple):
@@ -52,12 +52,12 @@ def _shown(default: Any) -> str:
 
 
 def _defaults(settings: Any, prefix: str = "") -> dict[str, Any]:
-    """Every flag of a command with its default, as the parser names them."""
+    """Every flag of a command, as the parser names it, with its default."""
     found: dict[str, Any] = {}
     for field in fields(settings):
         value, name = getattr(settings, field.name), field.name.replace("_", "-")
         if is_dataclass(value):
-            # These parts' flags stand among the command's own.
+            # The flags of these parts have no prefix.
             flat = field.name in ("settings", "scheduler", "workload")
             found |= _defaults(value, prefix if flat else f"{prefix}{name}.")
         else:

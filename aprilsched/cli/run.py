@@ -41,34 +41,34 @@ EVERYDAY = {
         "batches": "batches to deliver",
         "update-every": "batches between two policy versions; 0 for one version",
         "weights": "a checkpoint that servers load as each new version",
-        "train-seconds": "what the trainer takes over a batch",
-        "seed": "of the built-in workload",
-        "sim.engines": "embedded engines",
+        "train-seconds": "seconds that the trainer takes for a batch",
+        "seed": "seed of the built-in workload",
+        "sim.engines": "number of embedded engines",
     },
     "scheduling": {
         "batch-groups": "groups (prompts) in a batch",
         "group-size": "rollouts of one prompt",
         "over-provision": 'groups kept open over groups in a batch; "auto" chooses',
         "refill": "wave, pool or rounds: when new groups start",
-        "straggler": f"{', '.join(BEHAVIOURS)}: for what still runs",
-        "stop": "groups, samples or tokens: what fills a batch",
+        "straggler": f"{', '.join(BEHAVIOURS)}: what happens to stragglers",
+        "stop": "groups, samples or tokens: the unit that fills a batch",
         "pace": "synchronous, or asynchronous: generate while the trainer trains",
-        "max-staleness": "bound on the age of a token, in versions",
-        "sampling.max-new-tokens": "the longest response",
-        "sampling.temperature": "of prompts that bring none of their own",
+        "max-staleness": "bound on the staleness of a token, in versions",
+        "sampling.max-new-tokens": "tokens of the longest response",
+        "sampling.temperature": "temperature of prompts that have none of their own",
     },
     "files and output": {
         "config": "a TOML file of settings, such as a run's config.toml",
         "out": "the run folder; runs/TIME-SEED if not given",
-        "resume": "go on with the run in this folder, which was cut off",
+        "resume": "resume the run in this folder, which was cut off",
         "json": "print the summary as JSON on stdout",
-        "quiet": "only errors",
+        "quiet": "show only errors",
         "dry-run": "print the resolved settings as TOML and end",
         "metrics-port": "serve metrics for Prometheus on this port; 0 for none",
         "track": "tensorboard, trackio, wandb, with commas between them",
     },
 }
-"""The flags in ``--help``."""
+"""The flags that ``--help`` shows, with their descriptions."""
 
 
 @dataclass(frozen=True, kw_only=True)

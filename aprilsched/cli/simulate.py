@@ -42,31 +42,31 @@ DEFAULT_POLICIES = "sync,april,slime,areal,copris,auto"
 
 EVERYDAY = {
     "what is compared": {
-        "policy": "with commas between; april:over_provision=1.25|2 is two; six if not given",
+        "policy": "policies with commas; april:over_provision=1.25|2 is two; six by default",
         "batches": "batches of each policy",
         "batch-groups": "groups (prompts) in a batch",
         "group-size": "rollouts of one prompt",
-        "kv": "recompute or keep: what a refit does to what is in flight",
-        "max-staleness": "bound on the age of a token, for policies that set none",
-        "train-seconds": "what the trainer takes over a batch",
+        "kv": "recompute or keep: what a refit does to the KV of rollouts in flight",
+        "max-staleness": "bound on the staleness of a token, for policies that set none",
+        "train-seconds": "seconds that the trainer takes for a batch",
     },
     "engines and lengths": {
-        "sim.engines": "modelled engines",
-        "sim.max-running": "most requests that one decodes together",
-        "sim.kv-tokens": "tokens in the KV pool of one",
-        "model": "the engines' step times, as aprilsched calibrate wrote them",
-        "median": "of the response lengths, in tokens",
+        "sim.engines": "number of modelled engines",
+        "sim.max-running": "most requests that one engine decodes together",
+        "sim.kv-tokens": "tokens in the KV pool of one engine",
+        "model": "step times of the engines, as aprilsched calibrate wrote them",
+        "median": "median of the response lengths, in tokens",
         "sigma": "standard deviation of the log length",
-        "cap": "the longest response",
-        "seed": "of the workload",
+        "cap": "tokens of the longest response",
+        "seed": "seed of the workload",
     },
     "files and output": {
         "out": "the folder for the results; runs/TIME-SEED if not given",
         "json": "print the figures as JSON on stdout",
-        "quiet": "no progress",
+        "quiet": "show no progress",
     },
 }
-"""The flags in ``--help``."""
+"""The flags that ``--help`` shows, with their descriptions."""
 
 
 @dataclass(frozen=True, kw_only=True)

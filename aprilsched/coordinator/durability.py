@@ -207,7 +207,7 @@ def _resumed(state: SchedulerState) -> str:
     in_flight = state.in_flight
     tokens = sum(len(rollout.log) for rollout in in_flight.rollouts.values())
     return (
-        f"goes on after {in_flight.counters.batches} batches with "
+        f"continues after {in_flight.counters.batches} batches with "
         f"{len(in_flight.rollouts)} rollouts of {tokens:,} tokens in flight, "
         f"at version {state.weights.versions.trainer}; "
         f"{len(state.delivery.redelivery)} batches are delivered again"

@@ -81,7 +81,7 @@ class Refits:
 
     def refit(self, command: Refit) -> None:
         publisher = self._fleets if command.catch_up else self.publisher
-        # Catching up ends with its engine; a refit of the whole fleet goes on for the others.
+        # A catch-up refit ends with its engine; a refit of the fleet continues for the others.
         kind = ("control", command.engines[0]) if command.catch_up else ("control",)
         # Looked up now, because an engine that leaves the fleet is removed from the mapping.
         engines = [self._engines[name] for name in command.engines]

@@ -343,7 +343,7 @@ class Session:
             self.refits.keep_publisher()
         else:
             log.error(
-                "version %d is not in use, the fleet goes on under %d: %s",
+                "version %d is not in use, the fleet continues under %d: %s",
                 command.version,
                 self.state.weights.versions.trainer,
                 command.cause,

@@ -117,9 +117,9 @@ class Updates:
     def _error(self, result: do.FinishUpdate) -> RefitError:
         state = self._session.state
         if state.fleet.control.engines:
-            outcome = f"so generation goes on under {state.weights.versions.trainer}"
+            outcome = f"so generation continues under {state.weights.versions.trainer}"
         else:
-            outcome = "and none has whole weights of another; call update_weights() again"
+            outcome = "and none has consistent weights; call update_weights() again"
         return RefitError(f"version {result.version} reached no engine, {outcome}: {result.cause}")
 
     async def _previous_update(self) -> None:

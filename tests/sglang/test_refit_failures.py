@@ -88,7 +88,7 @@ async def test_the_server_goes_on_under_the_old_version_and_the_next_update_work
             cause = "no space left" if failing == "raises" else "did not finish within 2 s"
             with pytest.raises(RefitError, match=cause):
                 await rollouts.update_weights(Raises() if failing == "raises" else Hangs())
-        assert "version 1 is not in use, the fleet goes on under 0: " in caplog.text
+        assert "version 1 is not in use, the fleet continues under 0: " in caplog.text
         assert cause in caplog.text
         for _ in range(2):
             batch = await rollouts.next_batch()

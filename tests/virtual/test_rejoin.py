@@ -193,7 +193,7 @@ def test_a_call_cancelled_in_the_pause_leaves_the_fleet_at_the_old_version(
             assert rollouts.state.weights.update is None
 
     run_virtual(main())
-    assert "version 1 is not in use, the fleet goes on under 0: the call was cancelled" in (
+    assert "version 1 is not in use, the fleet continues under 0: the call was cancelled" in (
         caplog.text
     )
 
