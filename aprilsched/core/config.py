@@ -84,9 +84,10 @@ class SchedulerConfig:
     kv_target, step by step."""
     kv_target: Annotated[float, SHARE] = 0.8
     """Of the KV pool, at the peak of a batch; for over_provision="kv"."""
-    refill: RefillRule = "wave"
+    refill: RefillRule | Refill = "wave"
     """"wave": once at the begin of each batch (APRIL); "pool": a constant number in flight;
-    "rounds": of a store of open groups those of like expected length run together."""
+    "rounds": of a store of open groups those of like expected length run together. Or a rule as a
+    value, such as Pool(together=4, until=0.25) or one of your own."""
     refill_groups: Annotated[int, AT_LEAST_1] = 4
     """Groups that a pool starts together; one by one costs a third of the throughput."""
     refill_until: Annotated[float, SHARE] = 1.0
@@ -111,9 +112,10 @@ class SchedulerConfig:
     rebalance: bool = False
     """When a batch is full, call carried rollouts of an overloaded engine back, so that they go
     on at one with less to do."""
-    stop: StopUnit = "groups"
+    stop: StopUnit | Stop = "groups"
     """What fills a batch: batch_groups groups, or whole groups that hold at least
-    batch_samples rollouts or batch_tokens response tokens."""
+    batch_samples rollouts or batch_tokens response tokens. Or a rule as a value, such as
+    Samples(256)."""
     batch_samples: Annotated[int, AT_LEAST_1] | None = None
     batch_tokens: Annotated[int, AT_LEAST_1] | None = None
     straggler: StragglerRule = "retract"
@@ -207,6 +209,8 @@ class SchedulerConfig:
     @property
     def refill_policy(self) -> Refill:
         """When new groups are started, unless that is chosen while the run goes on."""
+        if isinstance(self.refill, Refill):
+            return self.refill
         if self.refill == "wave":
             return Wave()
         if self.refill == "rounds":
@@ -226,6 +230,8 @@ class SchedulerConfig:
     @property
     def stop_policy(self) -> Stop:
         """When a batch is full."""
+        if isinstance(self.stop, Stop):
+            return self.stop
         if self.stop == "samples":
             return Samples(self.batch_samples or self.batch_groups * self.group_size)
         if self.stop == "tokens":
@@ -259,7 +265,7 @@ class SchedulerConfig:
     def _check_choices(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices:
+            if value not in choices and not isinstance(value, Refill | Stop):
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
 
     def _check_combinations(self) -> None:
@@ -275,13 +281,13 @@ class SchedulerConfig:
             if self.stop != unit and getattr(self, f"batch_{unit}") is not None:
                 raise ConfigError(f'batch_{unit} is set but stop is "{self.stop}"; set stop too.')
         defers = self.pace == "synchronous" and behaviour.deferrable
-        if self.refill == "rounds" and not defers:
+        if self.refill_policy.defers and not defers:
             able = " or ".join(f'"{name}"' for name in rules_that(lambda b: b.deferrable))
             raise ConfigError(
                 f'refill="rounds" parks what it does not choose, which pace="{self.pace}" with '
                 f'straggler="{self.straggler}" cannot; set pace="synchronous" and straggler={able}.'
             )
-        if self.refill == "rounds" and self.start_up != "at_once":
+        if self.refill_policy.defers and self.start_up != "at_once":
             raise ConfigError(
                 f'start_up="{self.start_up}" is for waves and pools; rounds fill a store first, '
                 'so leave it "at_once".'

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import RefillRule, SchedulerConfig, StopUnit
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.trackers.writers import tracker_names
 from aprilsched.types import SamplingParams
@@ -42,8 +42,14 @@ class SamplingFlags(SamplingParams):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerFlags(SchedulerConfig):
-    """The fields of SchedulerConfig, not checked yet."""
+    """The fields of SchedulerConfig, not checked yet. Policies have their names here."""
 
+    refill: RefillRule = "wave"
+    """"wave": once at the begin of each batch (APRIL); "pool": a constant number in flight;
+    "rounds": of a store of open groups those of like expected length run together."""
+    stop: StopUnit = "groups"
+    """What fills a batch: batch_groups groups, or whole groups that hold at least
+    batch_samples rollouts or batch_tokens response tokens."""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     """For prompts that bring none of their own."""
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.core.lengths.log_law import rest_of_groups
+from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1
 from aprilsched.core.policies.refill import OpenGroups, PoolView, Refill
 
 __all__ = ["LengthBuckets", "window"]
@@ -33,11 +34,11 @@ class LengthBuckets(Refill):
     name: ClassVar[str] = "buckets"
     defers: ClassVar[bool] = True
 
-    store: float = 5.0
+    store: Annotated[float, AT_LEAST_1] = 5.0
     """Groups kept open, in batches."""
-    probes: int = 1
+    probes: Annotated[int, AT_LEAST_0] = 1
     """Members of a deferred group that run once, as evidence of its length."""
-    oldest: int = 16
+    oldest: Annotated[int, AT_LEAST_1] = 16
     """Batches after its first token at which a group runs, whatever its length: the bound on
     staleness, but for the batches that it then takes."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from aprilsched.core.policies.bounds import AT_LEAST_1, SHARE
 from aprilsched.core.policies.refill import PoolView, Refill
 
 __all__ = ["Pool"]
@@ -21,9 +22,9 @@ class Pool(Refill):
 
     name: ClassVar[str] = "pool"
 
-    together: int = 4
+    together: Annotated[int, AT_LEAST_1] = 4
     """Groups that are started together; one by one costs a third of the throughput."""
-    until: float = 1.0
+    until: Annotated[float, SHARE] = 1.0
     """Share of a batch that is complete when its pool is no longer refilled."""
 
     def launches(self, view: PoolView) -> int:

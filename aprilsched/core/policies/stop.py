@@ -14,7 +14,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Annotated, ClassVar, Protocol
+
+from aprilsched.core.policies.bounds import AT_LEAST_1
 
 __all__ = ["GroupSize", "Groups", "Held", "Samples", "Stop", "Tokens"]
 
@@ -41,7 +43,7 @@ class Held(Protocol):
 class Stop(ABC):
     """A batch is full when its groups hold at least `amount` of the rule's unit."""
 
-    amount: int
+    amount: Annotated[int, AT_LEAST_1]
 
     name: ClassVar[str]
     fixed_groups: ClassVar[bool] = False
