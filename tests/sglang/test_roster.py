@@ -55,9 +55,9 @@ async def listing(answer: Any, asked: list[float] | None = None) -> AsyncGenerat
         ({"workers": None}, "does not answer /workers"),
         ({"workers": [worker(7)]}, "does not answer /workers"),
         ({"workers": [{"url": "http://10.0.0.1:30000"}]}, "does not answer /workers"),
-        ({"workers": [worker("grpc://10.0.0.1:30000")]}, "no plain http"),
-        ({"workers": [worker("file:///etc/passwd")]}, "no plain http"),
-        ({"workers": [worker("http://user:secret@10.0.0.1:1")]}, "no plain http"),
+        ({"workers": [worker("grpc://10.0.0.1:30000")]}, "not a plain http"),
+        ({"workers": [worker("file:///etc/passwd")]}, "not a plain http"),
+        ({"workers": [worker("http://user:secret@10.0.0.1:1")]}, "not a plain http"),
         ({"workers": [worker("http://10.0.0.1:30000@1")]}, "without --dp-aware"),
         ({"workers": [worker(worker_type="prefill")]}, "disaggregation"),
         ({"workers": [worker()] * 5000}, "at most 4096"),
@@ -113,7 +113,7 @@ async def test_closing_ends_a_look_with_an_error() -> None:
 def test_settings_are_checked_at_once() -> None:
     with pytest.raises(ConfigError, match="poll_s"):
         SGLangRouterFleet("http://10.0.0.1:30000", poll_s=0)
-    with pytest.raises(ConfigError, match="no server's URL"):
+    with pytest.raises(ConfigError, match="not a server's URL"):
         SGLangRouterFleet("grpc://10.0.0.1:30000")
     assert "secret" not in repr(SGLangRouterFleet("http://10.0.0.1:1", admin_key="secret"))
 

@@ -253,7 +253,7 @@ def test_a_model_is_read_back_equal(tmp_path: Path, model: StepTimeModel) -> Non
         ({"t1": ""}, "has no t1"),
         ({"t1": "t9 = 1"}, "'t9', which is not a field of a model"),
         ({"[timing]": "[other]"}, "no table"),
-        ({"t0": "t0 ="}, "no TOML"),
+        ({"t0": "t0 ="}, "not valid TOML"),
     ],
 )
 def test_a_wrong_model_file_is_refused(

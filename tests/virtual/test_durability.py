@@ -391,7 +391,7 @@ def test_restoring_comes_before_the_block_and_needs_a_checkpoint(tmp_path: Path)
             await rollouts.checkpoint(tmp_path / "good")
             with pytest.raises(SchedulerClosed, match="before the"):
                 rollouts.restore(tmp_path / "good")
-            with pytest.raises(StoreError, match="no folder"):
+            with pytest.raises(StoreError, match="not a folder"):
                 await rollouts.checkpoint(tmp_path / "no" / "where")
 
     run_virtual(main())
