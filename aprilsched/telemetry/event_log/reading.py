@@ -157,7 +157,7 @@ def replay(
 ) -> float:
     """Show `listeners` what the log at `path` says; the time of its last line.
 
-    Raises: as :func:`read_facts`.
+    Raises: as ``read_facts``.
     """
     at = 0.0
     for facts, at in read_facts(path, batches=batches, tokens=tokens):
