@@ -135,9 +135,9 @@ def hostile(folder: Path, into: Path) -> Path:
     mark = json.dumps(HOSTILE)[1:-1]
     log = (folder / "events.jsonl").read_text().replace("sim-0", mark)
     log = log.replace('"cause":""', f'"cause":"{mark}"')
-    log += json.dumps({"t": 1e6, "event": "ControlFailed", "engine": HOSTILE, "call": "pause",
+    log += json.dumps({"t": 1e6, "fact": "ControlCallFailed", "engine": HOSTILE, "call": "pause",
                        "cause": HOSTILE}) + "\n"  # fmt: skip
-    log += json.dumps({"t": 1e6, "command": "LoseEngine", "engine": HOSTILE, "cause": HOSTILE,
+    log += json.dumps({"t": 1e6, "fact": "EngineLost", "engine": HOSTILE, "cause": HOSTILE,
                        "last": False}) + "\n"  # fmt: skip
     (into / "events.jsonl").write_text(log)
     config = (folder / "config.toml").read_text()

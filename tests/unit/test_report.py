@@ -91,7 +91,7 @@ def test_a_run_that_was_cut_off_has_the_same_report(
 
 def test_a_run_without_a_batch_has_a_page(folders: Mapping[str, Path], tmp_path: Path):
     lines = (folders["april"] / "events.jsonl").read_text().splitlines()
-    first = next(i for i, line in enumerate(lines) if '"command":"Deliver"' in line)
+    first = next(i for i, line in enumerate(lines) if '"fact":"BatchDelivered"' in line)
     (tmp_path / "config.toml").write_bytes((folders["april"] / "config.toml").read_bytes())
     for count in (1, 5, first):
         (tmp_path / "events.jsonl").write_text("\n".join(lines[:count]) + "\n")

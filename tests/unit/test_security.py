@@ -331,6 +331,6 @@ def test_no_key_is_in_what_a_run_says_or_leaves_behind(tmp_path: Path):
 
 
 def _await_delivery(events: Path, process: subprocess.Popen[str]) -> None:
-    while not (events.exists() and b'"command":"Deliver"' in events.read_bytes()):
+    while not (events.exists() and b'"fact":"BatchDelivered"' in events.read_bytes()):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.02)

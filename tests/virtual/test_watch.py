@@ -125,7 +125,7 @@ def test_a_run_that_goes_on_is_told_as_it_counts(tmp_path: Path):
     cut = begin(tmp_path / "b", times=(4.0,))[0]
     resume(cut)
     log = (cut / "run" / EVENTS).read_bytes()
-    assert b'"event":"Resumed"' in log
+    assert b'"fact":"LogResumed"' in log
     path = tmp_path / EVENTS
     follower, given = Follower(path), list[bytes]()
     for size in [*range(0, len(log), 20_011), len(log)]:

@@ -18,7 +18,7 @@ __all__ = ["ANY_FACT", "FACT", "FORMAT_VERSION", "KINDS", "LogBegun", "LogResume
 
 FORMAT_VERSION = 2
 
-FACT = re.compile(rb'\{"t":[-+.0-9eE]+,"fact":"')
+FACT = re.compile(rb'\{"t": ?[-+.0-9eE]+, ?"fact": ?"')
 """The begin of each line of this version."""
 
 
