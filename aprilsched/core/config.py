@@ -115,7 +115,7 @@ class SchedulerConfig:
     stop: StopUnit | Stop = "groups"
     """What fills a batch: batch_groups groups, or whole groups that hold at least
     batch_samples rollouts or batch_tokens response tokens. Or a rule as a value, such as
-    Samples(256)."""
+    Samples(256) or one of your own."""
     batch_samples: Annotated[int, AT_LEAST_1] | None = None
     batch_tokens: Annotated[int, AT_LEAST_1] | None = None
     straggler: StragglerRule = "retract"
@@ -265,7 +265,7 @@ class SchedulerConfig:
     def _check_choices(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices and not isinstance(value, Refill | Stop):
+            if value not in choices and not isinstance(value, _VALUES.get(name, ())):
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
 
     def _check_combinations(self) -> None:
@@ -297,6 +297,9 @@ class SchedulerConfig:
                 f'staleness_rule="{self.staleness_rule}" needs a bound; set max_staleness.'
             )
 
+
+_VALUES: dict[str, type] = {"refill": Refill, "stop": Stop}
+"""Fields that take a rule as a value beside its name."""
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "kv_after_refit": get_args(KVAfterRefit),

@@ -136,6 +136,12 @@ class Engine(Protocol):
         The stream stays open through pause and continue, however long they take. If the caller
         leaves it before its last chunk (by an error or a cancellation), the engine is told to
         abort the request, so that it does not go on decoding for nobody.
+
+        Raises:
+            EngineRejected: with status 400, 413 or 422 the request itself is at fault, and one
+                other engine is tried; with any other status the engine is.
+            EngineUnreachable: nothing of the request has reached the engine.
+            EngineError: the attempt failed; it is repeated with the tokens that have come.
         """
         ...
 
@@ -148,7 +154,11 @@ class Engine(Protocol):
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding; streams stay open. A second pause has no effect."""
+        """Stop decoding; streams stay open. A second pause has no effect.
+
+        It should return when no further step samples. Where it may return earlier (SGLang's does),
+        :meth:`flush` succeeds only when the pause holds.
+        """
         ...
 
     async def flush(self) -> None:

@@ -30,7 +30,7 @@ from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.resume import ResumeOrder
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.staleness import StalenessRule
-from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.core.policies.straggler import BEHAVIOURS, StragglerRule
 from aprilsched.core.policies.wave import Wave
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.store import MemoryStore
@@ -50,7 +50,7 @@ class Interleavings(RuleBasedStateMachine):
     saves = False
 
     @initialize(
-        straggler=st.sampled_from(["retract", "in_place", "abort", "run", "choose"]),
+        straggler=st.sampled_from(list(BEHAVIOURS)),
         pace=st.sampled_from(["synchronous", "asynchronous"]),
         refill=st.sampled_from(["wave", "pool", "rounds"]),
         order=st.sampled_from(["carried", "shortest", "longest"]),

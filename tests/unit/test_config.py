@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
 from aprilsched.config import (
+    Groups,
     LengthBuckets,
     Pool,
     Prices,
@@ -96,3 +97,13 @@ def test_a_refill_rule_of_the_callers_own_is_followed() -> None:
             driver.finish(key, 5)
     assert len(driver.batches) == 1
     assert len(driver.batches[0].groups) == 3
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"refill": Groups(4)}, {"stop": Pool()}, {"straggler": Pool()}, {"pace": Groups(4)}],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_a_rule_is_taken_only_by_the_setting_that_it_is_for(setting: dict[str, Any]):
+    with pytest.raises(ConfigError, match="choose one of"):
+        SchedulerConfig(**setting)

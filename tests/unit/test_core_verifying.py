@@ -6,6 +6,7 @@ import pytest
 
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.core.state.ledger import Reason
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, config, names, prompts
@@ -257,7 +258,7 @@ def test_a_group_of_an_evaluation_with_other_tokens_is_generated_again(ends: boo
     assert second not in driver.sends
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
+@pytest.mark.parametrize("straggler", list(BEHAVIOURS))
 def test_an_evaluation_asked_for_during_an_update_begins_after_it(straggler: str):
     driver = Driver(
         config(batch_groups=2, group_size=2, straggler=straggler, pace="asynchronous"),

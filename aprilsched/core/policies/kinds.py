@@ -1,4 +1,4 @@
-"""The policies that have a name: in the configuration, on the command line and in stores."""
+"""The policies by the names that they have in stores."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, OverProvision
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
 from aprilsched.core.policies.wave import Wave
 
-__all__ = ["OVER_PROVISIONS", "REFILLS", "STOPS"]
+__all__ = ["OVER_PROVISIONS", "REFILLS"]
 
 REFILLS: Mapping[str, type[Refill]] = MappingProxyType(
     {kind.name: kind for kind in (Wave, Pool, LengthBuckets)}
 )
 OVER_PROVISIONS: Mapping[str, type[OverProvision]] = MappingProxyType(
     {kind.name: kind for kind in (FixedRatio, KvTarget)}
-)
-STOPS: Mapping[str, type[Stop]] = MappingProxyType(
-    {kind.name: kind for kind in (Groups, Samples, Tokens)}
 )

@@ -1,11 +1,12 @@
 """When a batch is full: enough whole groups, counted as groups, as samples or as tokens.
 
 Everything else thinks in groups: gates, refill rules and ratios. How many of them a batch takes,
-and how many the complete ones stand for, is said here and nowhere else, from the *usual* group:
+and how many the complete ones stand for, is computed here, from the *usual* group:
 what one is expected to count in the unit of the rule. It is exact for groups and samples.
 
-A new unit is one class here: everything that depends on it, automatic over-provisioning too, asks
-the rule for what it needs.
+A new unit is one class here, which a configuration takes as a value; everything that depends on the
+unit, automatic over-provisioning too, asks the class. It must be a sum over complete groups. A name
+for the command line and for files is a choice of ``stop`` in :mod:`aprilsched.core.config`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Each behaviour is one entry of :data:`BEHAVIOURS`, and everything that depends o
 entry: the core (when engines are paused, what is called back, what a refit or a sleep waits for),
 the configuration (which settings of the cached KV are possible), the check of the engines when a
 run begins, and the report. So a new behaviour is one entry here and one name in
-:data:`StragglerRule`.
+:data:`StragglerRule`. If it decides for each rollout, it has a function as ``decide``.
 
 ========  =============================================  ===========================
 rule      when a synchronous batch is full               at an update
@@ -13,10 +13,10 @@ retract   engines paused, requests stay inside           KV flushed and recomput
 in_place  engines paused, requests stay inside           KV kept: stale keys
 abort     requests come back with their tokens           sent again, to any engine
 run       nothing: they run on, nothing new is sent      waited for; none is mixed
-choose    one of these for each, by what it costs        as for those that stay
+choose    some run on up to a limit, the others stay     as for those that stay
 ========  =============================================  ===========================
 
-What ``choose`` weighs, all in seconds of an engine: to interrupt a rollout costs the prefill of
+What ``choose`` compares, all in seconds of an engine: to interrupt a rollout costs the prefill of
 its context later (context / prefill rate) and the staleness of its group's tokens (their price);
 to let it run costs the steps that the engine makes for fewer sequences than it could, t0 for each.
 Where the KV can stay (kept apart by version), a token that attends to stale keys has a price too.
@@ -109,7 +109,11 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Behaviour:
-    """One way to treat stragglers: everything that the rest of the program asks about it."""
+    """One way to treat stragglers: everything that the rest of the program asks about it.
+
+    Requests that are always called back never wait inside, and only where requests wait inside can
+    there be a decision for each of them.
+    """
 
     told: str
     """What happens to unfinished responses, for a report: a sentence."""

@@ -3,9 +3,10 @@
 The scheduler never runs a sequence such as "pause, flush, refit". After each event it says which
 goal the fleet has, and :meth:`FleetControl.reconcile` gives the next call for every engine that has
 not reached it. So a pause is always followed by a continue, whatever was raised or cancelled in
-between: as soon as the goal is to run, that is the next call of every paused engine. Illegal orders
-cannot happen: memory is released only on a paused and flushed engine, weights are loaded only while
-their memory is there, and an engine runs only with all its memory.
+between: as soon as the goal is to run, that is the next call of every paused engine. Memory is
+released only on a paused and flushed engine, and an engine continues only with all its memory.
+Weights are loaded by :mod:`aprilsched.core.steps.refit`, which asks :meth:`FleetControl.refittable`
+first.
 
 The order around a refit neither kills a server nor leaves stale keys (hazard 3): pause, flush until
 that is done, load with the cache untouched, continue.
@@ -251,6 +252,8 @@ class FleetControl:
     def _next_call(
         self, control: EngineControl, goal: Goal, pause: PauseKind, *, flush: bool
     ) -> Command | None:
+        """The next call that brings the engine nearer to the goal, and its change of mode; None
+        while a call is under way or nothing is to be done. It never loads weights."""
         name = control.name
         if control.mode is Mode.RUNNING and goal.kind != "run":
             self.enter(control, Mode.PAUSING, pause=pause)
