@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from aprilsched.analysis.report.page import write_report
 from aprilsched.cli.main import main
 from experiments.report_opening.long_log import write_long_run
 from tests.support.browser import DESKTOP, PHONE, ColorScheme, OpenPage, opened
+
+PATIENCE_S = 120.0
 
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--median", "60", "--cap", "600"]
 ONE_RUN = 10
@@ -113,6 +116,10 @@ def test_the_theme_is_switched_in_page_and_charts(
         assert ink(page) == light  # the reader's choice stays
     with drawn(browser, path) as page:
         page.page.emulate_media(color_scheme="dark")
+        # The page hears of it in an event of its own, and only then draws its charts again.
+        ends = time.monotonic() + PATIENCE_S
+        while ink(page) != dark and time.monotonic() < ends:
+            page.page.wait_for_timeout(20)
         assert ink(page) == dark
         assert page.evaluate(EMPTY) == []
         assert page.errors == []

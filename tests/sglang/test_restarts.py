@@ -31,7 +31,7 @@ def scheduler(servers: Pair, recorder: Recorder, **changes: object) -> RolloutSc
     values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "control_timeout_s": 30.0}
     opened = RolloutScheduler(
         SGLangFleet([s.url for s in servers], admin_key=ADMIN_KEY, stream_interval=8),
-        long_tail(60, longest=400, temperature=0.0, every=2),
+        long_tail(400, longest=400, temperature=0.0, every=2),
         config=SchedulerConfig(**{**values, **changes}),  # type: ignore[arg-type]
         listeners=[recorder],
     )
@@ -128,11 +128,23 @@ async def test_weights_that_somebody_else_loads_are_never_taken_for_those_of_bef
     recorder = Recorder()
     opened = scheduler(clean_pair, recorder, over_provision=2.0, pace="asynchronous")
     async with opened as rollouts:
-        batches = [await rollouts.next_batch()]
+        batches: list[Batch] = []
+
+        async def take_batches() -> None:
+            """Without it nothing more is launched once the complete batches are enough, and what
+            was in flight can have ended before the weights are loaded."""
+            while True:
+                batches.append(await rollouts.next_batch())
+
+        taking = asyncio.create_task(take_batches())
+        await until(lambda: bool(batches))
         for server in clean_pair:
-            await until(lambda: rollouts.state.in_flight.open_attempts >= 8)
+            await until(lambda: rollouts.state.in_flight.open[name(server)] >= 8)  # noqa: B023
             await load_behind_its_back(server, models[1], 1)
-        await until(lambda: not rollouts.state.fleet.control.engines)
+        await until(lambda: not rollouts.state.fleet.control.engines or taking.done())
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+        assert not rollouts.state.fleet.control.engines
         assert not rollouts.state.in_flight.open_attempts
         # One of them is lost before the trainer says what it has done.
         rollouts._feed(EngineLost(engine=name(clean_pair[0]), cause="given up by the test"))

@@ -153,7 +153,9 @@ def test_prompts_that_are_text(tmp_path: Path):
     file.write_text('{"text": "hello world", "sampling": {"max_tokens": 5}}\n')
     out = tmp_path / "out"
     run(out, "--prompts", str(file), "--tokenizer", str(tmp_path), "--batches", "1")
-    sends = [line for line in (out / "events.jsonl").read_text().splitlines() if "Send" in line]
+    sends = [
+        line for line in (out / "events.jsonl").read_text().splitlines() if "AttemptSent" in line
+    ]
     assert json.loads(sends[0])["tokens"] == 2
 
 
