@@ -11,8 +11,27 @@ from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.types import Rollout
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import greedy, opened, settled, whole
-from tests.sglang.recorded import crossing, long_tail, record
+from tests.sglang.recorded import Run, crossing, long_tail, record
 from tests.sglang.server import CpuServer
+
+
+async def _greedy_run(
+    pair: tuple[CpuServer, CpuServer],
+    model: Path,
+    rule: StragglerRule,
+    *,
+    lose_one: bool = False,
+) -> Run:
+    """Run all prompts to their end on both servers, with the same weights in every version."""
+    return await record(
+        [server.url for server in pair],
+        [model],
+        rule,
+        admin_key=ADMIN_KEY,
+        prompts=long_tail(18, longest=500, temperature=0.0),
+        batches=99,
+        lose_one=lose_one,
+    )
 
 
 async def _equal_to_uninterrupted(url: str, rollouts: list[Rollout]) -> None:
@@ -29,14 +48,7 @@ async def test_greedy_tokens_of_interrupted_rollouts_equal_the_uninterrupted(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule
 ):
     """Updates load unchanged weights under new versions."""
-    run = await record(
-        [server.url for server in clean_pair],
-        [models[0]],
-        rule,
-        admin_key=ADMIN_KEY,
-        prompts=long_tail(18, longest=500, temperature=0.0),
-        batches=99,
-    )
+    run = await _greedy_run(clean_pair, models[0], rule)
     await _equal_to_uninterrupted(clean_pair[0].url, crossing(run))
 
 
@@ -45,15 +57,7 @@ async def test_a_continuation_on_the_other_server_gives_the_same_greedy_tokens(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule
 ):
     """One server is given up in mid-batch, and its requests continue on the other."""
-    run = await record(
-        [server.url for server in clean_pair],
-        [models[0]],
-        rule,
-        admin_key=ADMIN_KEY,
-        prompts=long_tail(18, longest=500, temperature=0.0),
-        batches=99,
-        lose_one=True,
-    )
+    run = await _greedy_run(clean_pair, models[0], rule, lose_one=True)
     moved = [r for r in run.rollouts if len({s.engine for s in r.segments}) == 2]
     assert moved, "no rollout went on on the other server"
     await _equal_to_uninterrupted(clean_pair[0].url, moved)
