@@ -21,7 +21,7 @@ from aprilsched.engines.load import ReportsLoad
 from aprilsched.engines.refit import RefitFromDisk, SleepingEngine
 from aprilsched.errors import EngineRejected
 from aprilsched.types import VersionSpan
-from tests.sglang.helpers import PROMPT, SOON, WAIT_SECONDS, Stream, greedy, until, whole
+from tests.sglang.helpers import ENDLESS, PROMPT, SOON, Stream, greedy, until, whole
 
 __all__ = ["CHECKS", "Check", "Subject"]
 
@@ -49,7 +49,7 @@ Check = Callable[[Subject], Awaitable[None]]
 async def _pause_keeps_streams_open(subject: Subject, mode: PauseMode) -> None:
     engine = subject.engine
     reference = await whole(engine, greedy(400))
-    streams = [Stream(engine, greedy(400)).start() for _ in range(3)]
+    streams = [Stream(engine, greedy(ENDLESS)).start() for _ in range(3)]
     for stream in streams:
         await stream.reach(20)
     await engine.pause(mode)
@@ -61,10 +61,8 @@ async def _pause_keeps_streams_open(subject: Subject, mode: PauseMode) -> None:
     assert not any(stream.done for stream in streams), "it was not paused"
     await engine.resume()
     for stream in streams:
-        await stream.end()
-        assert stream.last.finish == "length"
-        assert len(stream) == 400
-        assert stream.ids == reference.ids
+        await stream.cut(400)
+        assert stream.ids[:400] == reference.ids
 
 
 async def retract_keeps_streams_open(subject: Subject) -> None:
@@ -81,24 +79,25 @@ async def abort_returns_the_partial(subject: Subject) -> None:
     """An abort gives the tokens so far, with the versions of all of them."""
     version = await subject.engine.version()
     reference = await whole(subject.engine, greedy(LONG))
-    stream = await Stream(subject.engine, greedy(LONG)).start().reach(20)
-    await _abort_until_ended(subject.engine, stream)
+    stream = await Stream(subject.engine, greedy(ENDLESS)).start().reach(20)
+    await stream.cut()
     assert stream.last.finish == "abort"
-    assert 20 <= len(stream) < LONG
+    assert 20 <= len(stream) < ENDLESS
     assert stream.last.spans == (VersionSpan(version=version, start=0, end=len(stream)),)
-    assert stream.ids == reference.ids[: len(stream)]
-    np.testing.assert_allclose(stream.logprobs, reference.logprobs[: len(stream)], atol=1e-3)
+    known = min(len(stream), LONG)
+    assert stream.ids[:known] == reference.ids[:known]
+    np.testing.assert_allclose(stream.logprobs[:known], reference.logprobs[:known], atol=1e-3)
 
 
 async def abort_after_retract_returns_the_partial(subject: Subject) -> None:
     """An abort during a pause loses no token that was streamed."""
-    stream = await Stream(subject.engine, greedy(LONG)).start().reach(20)
+    stream = await Stream(subject.engine, greedy(ENDLESS)).start().reach(20)
     await subject.engine.pause("retract")
     await asyncio.sleep(SETTLE_SECONDS)
     held = len(stream)
-    await _abort_until_ended(subject.engine, stream)
+    await stream.cut()
     assert stream.last.finish == "abort"
-    assert held <= len(stream) < LONG
+    assert held <= len(stream) < ENDLESS
     assert stream.last.spans is not None
     assert sum(span.end - span.start for span in stream.last.spans) == len(stream)
     await subject.engine.resume()
@@ -121,14 +120,14 @@ async def a_request_sent_during_a_pause_is_held(subject: Subject) -> None:
 async def a_held_request_can_be_aborted(subject: Subject) -> None:
     """Aborts that are repeated until the stream ends work, even if those in a pause are lost."""
     await subject.engine.pause("retract")
-    stream = Stream(subject.engine, greedy(8000)).start()
+    stream = Stream(subject.engine, greedy(ENDLESS)).start()
     await asyncio.sleep(SETTLE_SECONDS)
     await subject.engine.abort(stream.request.request_id)
     await asyncio.sleep(SETTLE_SECONDS)
     await subject.engine.resume()
-    await _abort_until_ended(subject.engine, stream)
+    await stream.cut()
     assert stream.last.finish == "abort"
-    assert len(stream) < 8000
+    assert len(stream) < ENDLESS
     await until(subject.idle)
 
 
@@ -136,35 +135,40 @@ async def spans_tell_the_version_of_every_token(subject: Subject) -> None:
     """After a refit in mid-response, spans tell which tokens are of the old and new weights."""
     engine = subject.engine
     old = await engine.version()
-    reference = await whole(engine, greedy(300))
-    stream = await Stream(engine, greedy(300)).start().reach(20)
+    reference = await whole(engine, greedy(600))
+    stream = await Stream(engine, greedy(ENDLESS)).start().reach(20)
     await _refit(subject, subject.weights[1], old + 7)
     assert await engine.version() == old + 7
-    await stream.end()
+    await stream.cut(len(stream) + 200)
     assert stream.last.spans is not None
     first, second = stream.last.spans
     assert (first.version, second.version) == (old, old + 7)
-    assert 0 == first.start < first.end == second.start < second.end == 300
-    assert stream.ids[: first.end] == reference.ids[: first.end]
+    assert 0 == first.start < first.end == second.start < second.end == len(stream)
+    known = min(first.end, 600)
+    assert stream.ids[:known] == reference.ids[:known]
     prefix = np.concatenate([PROMPT, np.array(stream.ids[: first.end], np.int32)])
-    rest = await whole(engine, greedy(300 - first.end, prompt=prefix))
-    assert stream.ids[first.end :] == rest.ids
-    np.testing.assert_allclose(stream.logprobs[first.end :], rest.logprobs, atol=1e-3)
-    assert rest.ids != reference.ids[first.end :], "the two weights must differ"
-    assert rest.last.spans == (VersionSpan(version=old + 7, start=0, end=len(rest)),)
+    rest = await whole(engine, greedy(200, prompt=prefix))
+    after = slice(first.end, first.end + 200)
+    assert stream.ids[after] == rest.ids[: len(stream.ids[after])]
+    np.testing.assert_allclose(
+        stream.logprobs[after], rest.logprobs[: len(stream.ids[after])], atol=1e-3
+    )
+    assert rest.last.spans == (VersionSpan(version=old + 7, start=0, end=200),)
+    other = await whole(engine, greedy(600))
+    assert other.ids != reference.ids, "the two weights must differ"
 
 
 async def retract_and_flush_keep_greedy_tokens(subject: Subject) -> None:
     """Flushed KV is recomputed, so with unchanged weights the tokens are the same."""
     reference = await whole(subject.engine, greedy(300))
-    stream = await Stream(subject.engine, greedy(300)).start().reach(20)
+    stream = await Stream(subject.engine, greedy(ENDLESS)).start().reach(20)
     for _ in range(2):
         await subject.engine.pause("retract")
         await subject.engine.flush()
         await subject.engine.resume()
-    await stream.end()
-    assert stream.ids == reference.ids
-    np.testing.assert_allclose(stream.logprobs, reference.logprobs, atol=1e-3)
+    await stream.cut(300)
+    assert stream.ids[:300] == reference.ids
+    np.testing.assert_allclose(stream.logprobs[:300], reference.logprobs, atol=1e-3)
 
 
 async def repeated_and_unknown_calls_are_harmless(subject: Subject) -> None:
@@ -172,14 +176,14 @@ async def repeated_and_unknown_calls_are_harmless(subject: Subject) -> None:
     engine = subject.engine
     await engine.resume()
     await engine.abort("0" * 32)
-    stream = await Stream(engine, greedy(200)).start().reach(1)
+    stream = await Stream(engine, greedy(ENDLESS)).start().reach(1)
     for mode in ("retract", "retract", "in_place"):
         await engine.pause(mode)
     await engine.abort("0" * 32)
     for _ in range(2):
         await engine.resume()
-    await stream.end()
-    assert len(stream) == 200
+    assert len(await stream.reach(len(stream) + 200)) < ENDLESS
+    await stream.cut()
     await engine.abort(stream.request.request_id)
     assert len(await whole(engine, greedy(8))) == 8
 
@@ -187,8 +191,8 @@ async def repeated_and_unknown_calls_are_harmless(subject: Subject) -> None:
 async def a_re_sent_prefix_continues_the_response(subject: Subject) -> None:
     """The known tokens become part of the prompt, as in failover and with straggler="abort"."""
     reference = await whole(subject.engine, greedy(120))
-    stream = await Stream(subject.engine, greedy(LONG)).start().reach(20)
-    await _abort_until_ended(subject.engine, stream)
+    stream = await Stream(subject.engine, greedy(ENDLESS)).start().reach(20)
+    await stream.cut()
     known = stream.ids[:100]
     prefix = np.concatenate([PROMPT, np.array(known, np.int32)])
     rest = await whole(subject.engine, greedy(120 - len(known), prompt=prefix))
@@ -197,13 +201,13 @@ async def a_re_sent_prefix_continues_the_response(subject: Subject) -> None:
 
 async def leaving_a_stream_ends_its_request(subject: Subject) -> None:
     """Cancelled, or closed after its first chunk, a request decodes no further."""
-    stream = await Stream(subject.engine, greedy(8000)).start().reach(1)
+    stream = await Stream(subject.engine, greedy(ENDLESS)).start().reach(1)
     assert stream.task is not None
     stream.task.cancel()
     await asyncio.wait([stream.task])
     assert stream.task.cancelled()
     await until(subject.idle, SOON)
-    async with aclosing(subject.engine.generate(greedy(8000))) as chunks:  # type: ignore[type-var]
+    async with aclosing(subject.engine.generate(greedy(ENDLESS))) as chunks:  # type: ignore[type-var]
         async for _ in chunks:
             break
     await until(subject.idle, SOON)
@@ -212,7 +216,7 @@ async def leaving_a_stream_ends_its_request(subject: Subject) -> None:
 async def leaving_a_held_stream_ends_its_request(subject: Subject) -> None:
     """A request that a pause holds must not run after the pause, if its stream was closed."""
     await subject.engine.pause("retract")
-    stream = Stream(subject.engine, greedy(8000)).start()
+    stream = Stream(subject.engine, greedy(ENDLESS)).start()
     await asyncio.sleep(SETTLE_SECONDS)
     assert stream.task is not None
     stream.task.cancel()
@@ -251,7 +255,7 @@ async def released_memory_comes_back(subject: Subject) -> None:
     assert engine.capabilities.keeps_released_weights
     version = await engine.version()
     reference = await whole(engine, greedy(400))
-    stream = await Stream(engine, greedy(400)).start().reach(20)
+    stream = await Stream(engine, greedy(ENDLESS)).start().reach(20)
     await engine.pause("retract")
     await engine.flush()
     await engine.release(["kv_cache", "weights"])
@@ -259,9 +263,9 @@ async def released_memory_comes_back(subject: Subject) -> None:
     await engine.wake(["weights"])
     await engine.wake(["kv_cache"])
     await engine.resume()
-    await stream.end()
-    assert stream.ids == reference.ids
-    np.testing.assert_allclose(stream.logprobs, reference.logprobs, atol=1e-3)
+    await stream.cut(max(400, len(stream) + 100))
+    assert stream.ids[:400] == reference.ids
+    np.testing.assert_allclose(stream.logprobs[:400], reference.logprobs, atol=1e-3)
 
 
 async def weights_are_taken_while_the_cache_is_away(subject: Subject) -> None:
@@ -270,7 +274,7 @@ async def weights_are_taken_while_the_cache_is_away(subject: Subject) -> None:
     assert isinstance(engine, SleepingEngine)
     assert isinstance(engine, RefitFromDisk)
     old = await engine.version()
-    stream = await Stream(engine, greedy(400)).start().reach(20)
+    stream = await Stream(engine, greedy(ENDLESS)).start().reach(20)
     await engine.pause("retract")
     await engine.flush()
     await engine.release(["kv_cache", "weights"])
@@ -278,13 +282,13 @@ async def weights_are_taken_while_the_cache_is_away(subject: Subject) -> None:
     await engine.update_from_disk(subject.weights[1], old + 1)
     await engine.wake(["kv_cache"])
     await engine.resume()
-    await stream.end()
+    await stream.cut(len(stream) + 200)
     assert stream.last.spans is not None
     assert [span.version for span in stream.last.spans] == [old, old + 1]
     boundary = stream.last.spans[1].start
     prefix = np.concatenate([PROMPT, np.array(stream.ids[:boundary], np.int32)])
-    rest = await whole(engine, greedy(400 - boundary, prompt=prefix))
-    assert stream.ids[boundary:] == rest.ids
+    rest = await whole(engine, greedy(100, prompt=prefix))
+    assert stream.ids[boundary : boundary + 100] == rest.ids
 
 
 async def memory_calls_in_a_wrong_order_are_refused(subject: Subject) -> None:
@@ -314,7 +318,7 @@ async def the_load_tells_what_is_on_it(subject: Subject) -> None:
     assert (before.running, before.queued) == (0, 0)
     assert before.max_running == engine.capabilities.max_running_requests
     assert before.kv_capacity == engine.capabilities.kv_tokens
-    streams = [await Stream(engine, greedy(LONG)).start().reach(20) for _ in range(3)]
+    streams = [await Stream(engine, greedy(ENDLESS)).start().reach(20) for _ in range(3)]
 
     async def all_are_told() -> bool:
         load = await engine.load()
@@ -328,7 +332,7 @@ async def the_load_tells_what_is_on_it(subject: Subject) -> None:
     assert paused.age_s >= 0
     await engine.resume()
     for stream in streams:
-        await _abort_until_ended(engine, stream)
+        await stream.cut()
     await until(subject.idle)
     after = await engine.load()
     assert before.generated is not None
@@ -340,15 +344,6 @@ async def the_load_tells_what_is_on_it(subject: Subject) -> None:
     assert before.prefill_seconds is not None
     assert after.prefill_seconds is not None
     assert after.prefill_seconds >= before.prefill_seconds
-
-
-async def _abort_until_ended(engine: Engine, stream: Stream) -> None:
-    """Repeat the abort until the stream ends, as the coordinator does."""
-    async with asyncio.timeout(WAIT_SECONDS):
-        while not stream.done:
-            await engine.abort(stream.request.request_id)
-            await asyncio.sleep(0.05)
-    await stream.end()
 
 
 async def _refit(subject: Subject, weights: Path, version: int) -> None:

@@ -18,6 +18,7 @@ from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 
 __all__ = [
+    "ENDLESS",
     "PROMPT",
     "SOON",
     "WAIT_SECONDS",
@@ -32,6 +33,9 @@ __all__ = [
 ]
 
 PROMPT = np.arange(3, 35, dtype=np.int32)
+ENDLESS = 8000
+"""Tokens of a response that is still running when a test looks at it. A test process that stood
+still for a third of a second found a response of 200 tokens over."""
 WAIT_SECONDS = 600.0
 """Longest wait for anything. Usually one or two seconds are enough; a busy machine needs more."""
 SOON = 15.0
@@ -71,10 +75,22 @@ class Stream:
         return self
 
     async def reach(self, tokens: int) -> Stream:
-        """Wait until `tokens` tokens have arrived."""
+        """Wait until `tokens` tokens have arrived of a response that is to go on after them."""
         await until(lambda: len(self) >= tokens or self.done)
         assert not self.done, "the response was over too soon; ask for more tokens"
         return self
+
+    async def cut(self, tokens: int = 0) -> Stream:
+        """Wait until `tokens` tokens have arrived, and abort it until it ends, as a scheduler does.
+
+        A single abort may be lost while the engine is paused.
+        """
+        await until(lambda: len(self) >= tokens or self.done)
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not self.done:
+                await self.engine.abort(self.request.request_id)
+                await asyncio.sleep(0.05)
+        return await self.end()
 
     @property
     def done(self) -> bool:

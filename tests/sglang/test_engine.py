@@ -20,11 +20,10 @@ from aprilsched.errors import (
     EngineUnreachable,
 )
 from tests.sglang.conftest import INTERVAL
-from tests.sglang.helpers import SOON, WAIT_SECONDS, Stream, greedy, running, until, whole
+from tests.sglang.helpers import ENDLESS, SOON, WAIT_SECONDS, Stream, greedy, running, until, whole
 from tests.sglang.proxy import CuttingProxy
 from tests.sglang.server import CpuServer
 
-ENDLESS = 8000
 SETTLE_SECONDS = 0.3
 
 
@@ -69,17 +68,17 @@ async def test_hazard_03_a_refit_in_the_safe_order_spares_the_scheduler(
     engine: SGLangEngine, models: tuple[Path, Path]
 ) -> None:
     """Flushing inside the update kills the server if anything runs: here it never does."""
-    streams = [Stream(engine, greedy(300)).start() for _ in range(4)]
+    streams = [Stream(engine, greedy(ENDLESS)).start() for _ in range(4)]
     for version in (1, 2, 3):
-        await streams[0].reach(20 * version)
+        for stream in streams:
+            await stream.reach(len(stream) + 20)
         await engine.pause("retract")
         await engine.flush()
         await engine.update_from_disk(models[version % 2], version)
         await engine.resume()
         assert await engine.version() == version
     for stream in streams:
-        await stream.end()
-        assert len(stream) == 300
+        await stream.cut(len(stream) + 20)
         assert stream.last.spans is not None
         assert [span.version for span in stream.last.spans] == [0, 1, 2, 3]
 
@@ -225,8 +224,9 @@ async def test_hazard_13_no_timeout_and_no_pool_stop_a_long_tail(
     engine = SGLangEngine(clean_server.url, limits=limits)
     await engine.open()
     streams = [Stream(engine, greedy(20)).start() for _ in range(120)]
-    await streams[0].reach(1)
+    await until(lambda: len(streams[0]) > 0)
     await engine.pause("retract")
+    assert not streams[-1].done
     await asyncio.sleep(1.2 * seconds)
     await engine.resume()
     assert [len(await stream.end()) for stream in streams] == [20] * 120

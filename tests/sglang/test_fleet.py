@@ -21,7 +21,7 @@ from aprilsched.errors import (
 )
 from aprilsched.weights.disk import DiskPublisher
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.helpers import Stream, greedy, whole
+from tests.sglang.helpers import ENDLESS, Stream, greedy, whole
 from tests.sglang.server import CpuServer
 
 Pair = tuple[CpuServer, CpuServer]
@@ -120,7 +120,7 @@ async def test_the_disk_publisher_refits_every_engine_and_keeps_few_versions(
         shutil.copytree(models[1], path, dirs_exist_ok=True)
 
     publisher = DiskPublisher(tmp_path, save, keep=2)
-    streams = [await Stream(engine, greedy(400)).start().reach(1) for engine in fleet.engines]
+    streams = [await Stream(engine, greedy(ENDLESS)).start().reach(1) for engine in fleet.engines]
     for version in (1, 2, 3):
         await publisher.prepare(version)
         for engine in fleet.engines:
@@ -133,7 +133,7 @@ async def test_the_disk_publisher_refits_every_engine_and_keeps_few_versions(
             assert await engine.version() == version
     assert _names(tmp_path) == ["version-00000002", "version-00000003"]
     for stream in streams:
-        await stream.end()
+        await stream.cut(len(stream) + 100)
         assert stream.last.spans is not None
         assert stream.last.spans[-1].version == 3
 

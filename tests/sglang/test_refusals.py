@@ -9,10 +9,8 @@ import pytest
 
 from aprilsched.engines.sglang import SGLangEngine, SGLangLimits
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
-from tests.sglang.helpers import PROMPT, Stream, greedy, whole
+from tests.sglang.helpers import ENDLESS, PROMPT, Stream, greedy, whole
 from tests.sglang.server import CpuServer
-
-ENDLESS = 8000
 
 
 async def test_a_token_outside_of_the_vocabulary_is_refused_before_it_kills(
