@@ -36,7 +36,7 @@ from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.coordinator.session import forked
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.base import Fleet
-from aprilsched.errors import PromptsExhausted, SchedulerClosed
+from aprilsched.errors import ConfigError, PromptsExhausted, SchedulerClosed
 from aprilsched.planning import Planner
 from aprilsched.store import Store
 from aprilsched.telemetry.base import AnyListener
@@ -149,15 +149,30 @@ class RolloutScheduler:
             except PromptsExhausted:
                 return
 
-    def next_batch(self) -> Batch:
-        """Wait for the next batch; raises PromptsExhausted after the last.
+    def next_batch(self, *, timeout: float | None = None) -> Batch:
+        """Wait for the next batch.
 
-        An interrupted wait (KeyboardInterrupt) loses nothing. The next call continues the wait, and
-        returns a batch that was completed in between.
+        A wait that ends with a timeout or is interrupted (KeyboardInterrupt) loses nothing. The
+        next call continues the wait, and returns a batch that was completed in between. With
+        ``pace="synchronous"`` the engines generate only while a call waits, so a call with a short
+        timeout gives them little time; with ``pace="asynchronous"`` they generate between the calls
+        too.
+
+        Args:
+            timeout: longest wait, in seconds; 0 takes only a batch that is complete already, and
+                None waits without a limit.
+
+        Raises:
+            TimeoutError: if no batch was complete within `timeout`.
+            PromptsExhausted: after the last batch.
+            ConfigError: if `timeout` is negative.
+            SchedulerClosed: outside of the ``with`` block.
         """
+        if timeout is not None and not timeout >= 0:
+            raise ConfigError(f"timeout is {timeout}; give seconds, 0 or more, or None.")
         handing = _Handing()
         try:
-            batch = self._wait(self._hand_over(handing))
+            batch = self._wait(self._hand_over(handing, timeout))
             # From here to the return nothing can raise, because Python handles a signal only at a
             # call.
             handing.done = True
@@ -236,10 +251,19 @@ class RolloutScheduler:
                 concurrent.futures.wait([call.outcome])
             raise
 
-    async def _hand_over(self, handing: _Handing) -> Batch:
-        """Wait for a batch, and let the trainer's thread take it."""
+    async def _hand_over(self, handing: _Handing, within: float | None) -> Batch:
+        """Wait for a batch for at most `within` seconds, and let the trainer's thread take it."""
         # The batch counts as taken when _hand_over_resolved() finds that the call has returned.
-        batch = await self._rollouts._offered()  # pyright: ignore[reportPrivateUsage]
+        limit = asyncio.timeout(within)
+        try:
+            async with limit:
+                batch = await self._rollouts._offered()  # pyright: ignore[reportPrivateUsage]
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise TimeoutError(
+                f"no batch was complete within {within} s; the next call continues the wait."
+            ) from None
         self._handing = handing
         asyncio.get_running_loop().call_soon(self._take_in_time)
         if batch.receipt is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -49,6 +50,44 @@ def test_errors_arrive_in_the_calling_thread():
         rollouts.evaluate([])
     with pytest.raises(SchedulerClosed):
         rollouts.next_batch()
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_a_timeout_loses_no_batch(store: bool):
+    may_score = threading.Event()
+
+    def score(rollout: Rollout, prompt: Prompt) -> float:
+        may_score.wait()
+        return 1.0
+
+    config = SchedulerConfig(batch_groups=2, group_size=2, pace="asynchronous")
+    rollouts = blocking.RolloutScheduler(
+        SimFleet(1, time_scale=0.001),
+        LongTailWorkload(median=9, cap=40, group_size=2, seed=1),
+        reward=score,
+        config=config,
+        store=MemoryStore() if store else None,
+    )
+    with rollouts:
+        for seconds in (0, 0.001, 0.05):
+            with pytest.raises(TimeoutError, match=f"within {seconds} s; the next call continues"):
+                rollouts.next_batch(timeout=seconds)
+        may_score.set()
+        got = [rollouts.next_batch(timeout=3600).index]
+        for seconds in itertools.cycle((0, 0.0001)):
+            with contextlib.suppress(TimeoutError):
+                got.append(rollouts.next_batch(timeout=seconds).index)
+            if len(got) == 20:
+                break
+        delivered = rollouts.state.in_flight.counters.batches
+    assert got == list(range(20))
+    assert delivered == 20
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan")])
+def test_a_timeout_that_is_no_duration_is_refused(timeout: float):
+    with make() as rollouts, pytest.raises(ConfigError, match="give seconds, 0 or more"):
+        rollouts.next_batch(timeout=timeout)
 
 
 def test_it_has_every_public_name_of_the_other():
