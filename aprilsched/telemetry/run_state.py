@@ -157,7 +157,6 @@ class RunState:
             of.EngineModeChanged: self._engine_mode_changed,
             of.EngineRefitted: self._engine_refitted,
             of.UpdateBegun: self._update_begun,
-            of.UpdateWithdrawn: self._update_over,
             of.UpdateFinished: self._update_finished,
         }
 
@@ -553,12 +552,9 @@ class RunState:
     def _update_begun(self, _: of.UpdateBegun) -> None:
         self._trainer.updating = self._cause_may_differ = True
 
-    def _update_over(self, _: of.UpdateWithdrawn | of.UpdateFinished) -> None:
+    def _update_finished(self, fact: of.UpdateFinished) -> None:
         self._trainer.updating = False
         self._cause_may_differ = True
-
-    def _update_finished(self, fact: of.UpdateFinished) -> None:
-        self._update_over(fact)
         if not fact.cause:
             self.counters.updates += 1
             self.version = fact.version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts as of
 from tests.support.driver import Driver, config
 
 
@@ -151,6 +152,8 @@ def test_an_update_that_is_withdrawn_before_any_weights_are_loaded_changes_nothi
     driver.answer_control()
     driver.feed(ev.UpdateWithdrawn(version=1))
     assert "cancelled" in driver.updates[0].cause
+    told = [type(fact) for fact in driver.core.facts]
+    assert told[:2] == [of.UpdateWithdrawn, of.UpdateFinished]
     driver.settle()
     assert driver.state.weights.versions.trainer == 0
     assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"running"}
@@ -161,6 +164,7 @@ def test_an_update_is_not_withdrawn_once_weights_are_loaded():
     driver.feed(ev.UpdateRequested(version=1))
     driver.settle_controls()
     driver.feed(ev.UpdateWithdrawn(version=1))
+    assert driver.core.facts == [], "listeners are not told of a withdrawal that changes nothing"
     driver.settle()
     assert driver.updates[0].cause == ""
     assert driver.state.weights.versions.trainer == 1

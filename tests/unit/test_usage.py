@@ -15,6 +15,7 @@ from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.usage.parts import PARTS, Part, Stretch, seconds_by_part
 from aprilsched.telemetry.usage.usage import EngineUsage
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams
+from tests.support.driver import Driver, config
 from tests.support.told import Told
 
 PROMPT = Prompt(input_ids=np.array([1, 2], dtype=np.int32))
@@ -203,6 +204,20 @@ def test_kv_that_was_kept_is_not_prefilled_again():
     story.tell(ev.Continued(engine="a"))
     story.after(3)
     assert story.parts() == {"pause": 1, "decode": 2, "re_prefill": 3}
+
+
+def test_a_refit_whose_caller_was_cancelled_is_a_pause_until_its_last_engine_has_answered():
+    driver = Driver(config())
+    driver.feed(ev.UpdateRequested(version=1))
+    driver.settle_controls()
+    driver.feed(ev.Refitted(engine="a", version=1))
+    driver.feed(ev.UpdateWithdrawn(version=1))
+    driver.now += 5
+    driver.feed(ev.Refitted(engine="b", version=1))
+    for run in (driver.run, driver.retold):
+        seconds = run.engine_usage["a"].seconds
+        assert seconds["pause"] >= 5
+        assert seconds["trainer"] == 0
 
 
 def test_an_engine_paused_between_batches_waits_for_the_trainer():

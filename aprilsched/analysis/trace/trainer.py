@@ -38,8 +38,6 @@ class TrainerTrack:
                 self._waits.end(_BATCH, at)
             case of.UpdateBegun():
                 self._waits.begin(_UPDATE, at, version=fact.version)
-            case of.UpdateWithdrawn():
-                self._waits.end(_UPDATE, at)
             case of.BatchDelivered():
                 self._waits.end(_BATCH, at)
                 self._delivered(fact, at)

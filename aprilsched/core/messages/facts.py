@@ -529,7 +529,9 @@ class UpdateBegun(Fact, frozen=True):
 
 
 class UpdateWithdrawn(Fact, frozen=True):
-    """The trainer's call was cancelled. An update whose weights are being loaded goes on."""
+    """The update ends because the trainer's call was cancelled before any weights were loaded.
+    UpdateFinished follows. If weights are being loaded when the call is cancelled, the update goes
+    on and this fact is not told."""
 
     version: int
 

@@ -73,9 +73,8 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
 def on_update_withdrawn(state: SchedulerState, event: UpdateWithdrawn) -> None:
     """End an update that the trainer gave up. An update whose weights are being loaded goes on."""
     update = state.weights.update
-    if update is not None and update.version == event.version:
-        state.tell(WithdrawnFact(version=event.version))
     if update is not None and update.version == event.version and not update.refitting:
+        state.tell(WithdrawnFact(version=event.version))
         cause = "the call was cancelled before any weights were loaded"
         _finish(state, update, cause=cause)
 

@@ -104,7 +104,7 @@ class Protocol1:
             ev.UpdateRequested: lambda e: self._tell(
                 of.UpdateBegun(version=e.version, adapter=e.beside)
             ),
-            ev.UpdateWithdrawn: lambda e: self._tell(of.UpdateWithdrawn(version=e.version)),
+            ev.UpdateWithdrawn: self._update_withdrawn,
             ev.SleepRequested: lambda e: self._tell(of.SleepRequested(tags=tuple(e.tags))),
             ev.WakeRequested: lambda _: self._tell(of.WakeRequested()),
             ev.PromptsArrived: self._prompts_arrived,
@@ -660,6 +660,11 @@ class Protocol1:
             self._refits[engine] = command.catch_up
             if not command.beside:
                 self._enter(engine, "refitting")
+
+    def _update_withdrawn(self, event: ev.UpdateWithdrawn) -> None:
+        # An update goes on if its weights are being loaded already.
+        if all(self._refits.values()):
+            self._tell(of.UpdateWithdrawn(version=event.version))
 
     def _refitted(self, event: ev.Refitted) -> None:
         if event.engine not in self._modes or self._refits.get(event.engine) != event.catch_up:
