@@ -25,8 +25,10 @@ from typing import Literal, TypeAlias
 from aprilsched.core.messages.commands import Command, Continue, Flush, Pause, Release, Wake
 from aprilsched.core.messages.events import EngineInfo
 from aprilsched.core.messages.facts import EngineModeChanged, Fact
+from aprilsched.errors import InvariantViolation
 
 __all__ = [
+    "CHANGES",
     "CUDA_GRAPH",
     "KV_CACHE",
     "RUN",
@@ -55,6 +57,24 @@ class Mode(StrEnum):
     CONTINUING = "continuing"
     VERIFYING = "verifying"
     """It runs, and is asked for its version before anything more is sent to it."""
+
+
+CHANGES: dict[Mode, frozenset[Mode]] = {
+    Mode.RUNNING: frozenset({Mode.PAUSING, Mode.VERIFYING}),
+    Mode.PAUSING: frozenset({Mode.PAUSED}),
+    # Every other call is given to a paused engine, one at a time. Only Continue ends the pause.
+    Mode.PAUSED: frozenset(
+        {Mode.FLUSHING, Mode.REFITTING, Mode.RELEASING, Mode.WAKING, Mode.CONTINUING}
+    ),
+    Mode.FLUSHING: frozenset({Mode.PAUSED}),
+    Mode.REFITTING: frozenset({Mode.PAUSED}),
+    Mode.RELEASING: frozenset({Mode.PAUSED}),
+    Mode.WAKING: frozenset({Mode.PAUSED}),
+    Mode.CONTINUING: frozenset({Mode.RUNNING}),
+    Mode.VERIFYING: frozenset({Mode.RUNNING}),
+}
+"""The modes that may follow each mode. An engine whose control call fails is lost in whatever mode
+it is, and begins in RUNNING when it joins again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +172,15 @@ class FleetControl:
     def enter(
         self, control: EngineControl, mode: Mode, *, pause: str = "", tags: tuple[str, ...] = ()
     ) -> None:
-        """Change the mode of an engine, and tell listeners."""
+        """Change the mode of an engine, and tell listeners.
+
+        Raises:
+            InvariantViolation: if :data:`CHANGES` does not have this change.
+        """
+        if mode not in CHANGES[control.mode]:
+            raise InvariantViolation(
+                f"engine {control.name} cannot go from {control.mode} to {mode}"
+            )
         self._tell(
             EngineModeChanged(
                 engine=control.name,
