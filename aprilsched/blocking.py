@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
-import threading
 from collections.abc import (
     AsyncIterable,
     Awaitable,
@@ -37,6 +36,7 @@ from aprilsched.coordinator.session import forked
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, PromptsExhausted, SchedulerClosed
+from aprilsched.loop_thread import LoopThread
 from aprilsched.planning import Planner
 from aprilsched.store import Store
 from aprilsched.telemetry.base import AnyListener
@@ -86,24 +86,18 @@ class RolloutScheduler:
             run_id=run_id,
             store=store,
         )
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: LoopThread | None = None
         self._pid = 0
-        """Id of the process that has the loop's thread."""
+        """Id of the process that has the thread."""
         self._handing: _Handing | None = None
-        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
-        self._thread = threading.Thread(
-            target=_own_a_loop, args=(started,), name="aprilsched-loop", daemon=True
-        )
-        self._thread.start()
-        self._loop = started.result()
+        self._thread = LoopThread("aprilsched-loop")
         self._pid = os.getpid()
         try:
             self._wait(self._rollouts.__aenter__())
         except BaseException:
-            self._stop_loop()
+            self._stop_thread()
             raise
         return self
 
@@ -120,11 +114,11 @@ class RolloutScheduler:
 
         It does nothing in a process that was forked from the scheduler's.
         """
-        if self._loop is not None and self._pid == os.getpid():
+        if self._thread is not None and self._pid == os.getpid():
             try:
                 self._wait(self._rollouts.close())
             finally:
-                self._stop_loop()
+                self._stop_thread()
 
     @property
     def version(self) -> int:
@@ -134,7 +128,7 @@ class RolloutScheduler:
     @property
     def state(self) -> SchedulerState:
         """The scheduler's state, to be read only, while no call is open."""
-        if self._loop is not None and threading.current_thread() is not self._thread:
+        if self._thread is not None and not self._thread.current:
             return self._wait(_called(lambda: self._rollouts.state))
         return self._rollouts.state
 
@@ -232,14 +226,14 @@ class RolloutScheduler:
             self._wait(_coroutine(sleep.__aexit__(None, None, None)))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._loop is None:
+        if self._thread is None:
             work.close()
             raise SchedulerClosed("use the scheduler inside its `with` block.")
         if self._pid != os.getpid():
-            # The loop's thread is not in this process, so nothing would answer.
+            # The thread is not in this process, so nothing would answer.
             work.close()
             raise forked()
-        call = _Call(work, self._loop, self._hand_over_resolved)
+        call = _Call(work, self._thread.loop, self._hand_over_resolved)
         try:
             call.begin()
             return call.outcome.result()
@@ -276,9 +270,9 @@ class RolloutScheduler:
         it; the loop may not have noticed that yet."""
         if self._pid != os.getpid():
             raise receipt.elsewhere()
-        loop = self._loop
-        if loop is not None:
-            loop.call_soon_threadsafe(lambda: self._hand_over_resolved() and receipt.give())
+        thread = self._thread
+        if thread is not None:
+            thread.loop.call_soon_threadsafe(lambda: self._hand_over_resolved() and receipt.give())
 
     def _hand_over_resolved(self) -> bool:
         """Whether it is known if the trainer took the last batch. Call it on the loop's thread."""
@@ -293,14 +287,13 @@ class RolloutScheduler:
         return True
 
     def _take_in_time(self) -> None:
-        if self._loop is not None and not self._hand_over_resolved():
-            self._loop.call_later(_LOOK_SECONDS, self._take_in_time)
+        if self._thread is not None and not self._hand_over_resolved():
+            self._thread.loop.call_later(_LOOK_SECONDS, self._take_in_time)
 
-    def _stop_loop(self) -> None:
-        loop, self._loop = self._loop, None
-        if loop is not None and self._thread is not None:
-            loop.call_soon_threadsafe(loop.stop)
-            self._thread.join()
+    def _stop_thread(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.stop()
 
 
 @dataclass(slots=True, eq=False)
@@ -371,10 +364,3 @@ async def _called(function: Callable[[], T]) -> T:
 
 async def _coroutine(work: Awaitable[T]) -> T:
     return await work
-
-
-def _own_a_loop(started: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
-    with asyncio.Runner() as runner:
-        loop = runner.get_loop()
-        started.set_result(loop)
-        loop.run_forever()

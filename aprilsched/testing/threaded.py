@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import threading
 from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, Self
 
+from aprilsched.loop_thread import LoopThread
 from aprilsched.testing.faults.choosing import Faults
 from aprilsched.testing.server import SimServer
 
@@ -30,7 +29,7 @@ class ThreadedServer:
 
     def __init__(self, server: SimServer | None = None) -> None:
         self._server = server or SimServer(time_scale=_TIME_SCALE)
-        self._running: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
+        self._running: LoopThread | None = None
 
     @property
     def url(self) -> str:
@@ -56,12 +55,7 @@ class ThreadedServer:
         """
         if self._running is not None:
             raise RuntimeError("The server is started already; start another one.")
-        began: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
-        thread = threading.Thread(
-            target=_run_loop, args=(began,), name="sglang test server", daemon=True
-        )
-        thread.start()
-        self._running = began.result(), thread
+        self._running = LoopThread("sglang test server")
         try:
             self._wait(self._server.start())
         except BaseException:
@@ -97,14 +91,12 @@ class ThreadedServer:
         if self._running is None:
             work.close()
             raise RuntimeError("The server is not started; call start(), or use it with `with`.")
-        asyncio.run_coroutine_threadsafe(work, self._running[0]).result()
+        asyncio.run_coroutine_threadsafe(work, self._running.loop).result()
 
     def _end_thread(self) -> None:
         if self._running is not None:
-            loop, thread = self._running
-            self._running = None
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
+            thread, self._running = self._running, None
+            thread.stop()
 
     def __enter__(self) -> Self:
         self.start()
@@ -117,10 +109,3 @@ class ThreadedServer:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
-
-
-def _run_loop(began: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
-    with asyncio.Runner() as runner:
-        loop = runner.get_loop()
-        began.set_result(loop)
-        loop.run_forever()

@@ -147,6 +147,7 @@ RULES: dict[str, Rule] = {
         others=NUMPY,
         pure=True,
     ),
+    "aprilsched.loop_thread": Rule(others=frozenset()),
     "aprilsched.presets": Rule(ours=("aprilsched.config",), others=frozenset(), pure=True),
     "aprilsched.engines": Rule(
         ours=(
@@ -317,6 +318,7 @@ RULES: dict[str, Rule] = {
             "aprilsched.checks",
             "aprilsched.engines",
             "aprilsched.errors",
+            "aprilsched.loop_thread",
             "aprilsched.sampling",
             "aprilsched.testing",
             "aprilsched.types",
