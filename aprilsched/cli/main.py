@@ -74,7 +74,3 @@ COMMANDS: dict[str, str] = {
     "watch": "show a run that is in progress in another terminal, or one that has ended",
 }
 """Every command with a description."""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -72,7 +72,7 @@ def cpu() -> Iterator[Set]:
 def served() -> Iterator[Set]:
     """The embedded engine behind HTTP, in a process of its own."""
     command = [
-        sys.executable, "-m", "aprilsched.cli.main", "serve-sim", "--port", "0",
+        sys.executable, "-m", "aprilsched", "serve-sim", "--port", "0",
         "--sim.refit-seconds", str(REFIT_SECONDS),
     ]  # fmt: skip
     with (

@@ -52,7 +52,7 @@ def killed_and_resumed(url: str, weights: Path, tmp_path: Path) -> dict[str, Any
     lines = [json.dumps({"input_ids": [5 + i, 7, 9], "sampling": sampling}) for i in range(40)]
     prompts.write_text("\n".join(lines) + "\n")
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "aprilsched.cli.main"]
+    command = [sys.executable, "-m", "aprilsched"]
     begin = [
         "run", "--engine", url, "--prompts", str(prompts), "--weights", str(weights),
         "--batches", "8", "--batch-groups", "2", "--group-size", "2", "--over-provision", "2",

@@ -16,7 +16,7 @@ SECONDS = 600
 
 async def test_a_real_server_passes_and_is_left_as_found(clean_server: CpuServer):
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "aprilsched.cli.main", "doctor", clean_server.url, "--json"),
+        *(sys.executable, "-m", "aprilsched", "doctor", clean_server.url, "--json"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

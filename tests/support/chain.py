@@ -67,7 +67,7 @@ def _check_report(path: Path, engines: Collection[str]) -> None:
 
 def _check_view(folder: Path, engines: Collection[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "aprilsched.cli.main", "watch", str(folder), "--once"],
+        [sys.executable, "-m", "aprilsched", "watch", str(folder), "--once"],
         capture_output=True,
         text=True,
         check=True,

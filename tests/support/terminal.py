@@ -94,7 +94,7 @@ def on_a_terminal(
     kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
     options: dict[str, Any] = {"stdin": writes, "stdout": writes, "stderr": writes}
     process = subprocess.Popen(
-        [sys.executable, "-m", "aprilsched.cli.main", *arguments],
+        [sys.executable, "-m", "aprilsched", *arguments],
         env={**kept, "TERM": "xterm-256color", **(environment or {})},
         start_new_session=True,
         preexec_fn=_take_the_terminal,

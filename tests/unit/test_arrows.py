@@ -327,6 +327,7 @@ RULES: dict[str, Rule] = {
     "aprilsched.testing.fixtures": Rule(ours=("aprilsched.testing",), others=frozenset({"pytest"})),
     # The outermost ring puts the parts together and is imported by none of them.
     "aprilsched": EVERYTHING,
+    "aprilsched.__main__": Rule(ours=("aprilsched.cli.main",)),
     "aprilsched.blocking": EVERYTHING,
     # What the console script starts with, in an install that may lack the extra.
     "aprilsched.cli": Rule(ours=("aprilsched",), others=CLI),

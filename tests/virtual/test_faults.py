@@ -638,7 +638,7 @@ async def test_the_command_carries_a_script_out_and_tells_what_happened(tmp_path
     )
     arguments = ["serve-sim", "--port", "0", "--sim.engines", "2", "--faults", str(path)]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *("-m", "aprilsched.cli.main", *arguments), stdout=subprocess.PIPE
+        sys.executable, *("-m", "aprilsched", *arguments), stdout=subprocess.PIPE
     )
     assert process.stdout is not None
     first, second = [(await process.stdout.readline()).decode().split()[-1] for _ in range(2)]

@@ -17,7 +17,7 @@ def test_ctrl_c_ends_a_run(tmp_path: Path):
     out = tmp_path / "run"
     arguments = ["run", "--batches", "1000000", "--out", str(out)]
     with subprocess.Popen(
-        [sys.executable, "-m", "aprilsched.cli.main", *arguments],
+        [sys.executable, "-m", "aprilsched", *arguments],
         stderr=subprocess.PIPE,
         text=True,
         # A test runner in the background ignores Ctrl-C, and hands that down.

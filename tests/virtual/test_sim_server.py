@@ -134,7 +134,7 @@ async def test_the_command_serves_until_it_is_ended(number: signal.Signals, code
     arguments = ["serve-sim", "--port", "0", "--sim.engines", "2", "--admin-key-env", "KEY"]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "aprilsched.cli.main", *arguments),
+        *("-m", "aprilsched", *arguments),
         env={**os.environ, "KEY": KEY},
         stdout=subprocess.PIPE,
     )

@@ -278,7 +278,7 @@ def test_a_killed_run_is_watched_until_ctrl_c(ended: Path, tmp_path: Path):
 def served() -> Generator[list[str]]:
     """The URLs of two engines that run at ten times the speed of the modelled machine."""
     arguments = ["serve-sim", "--port", "0", "--sim.engines", "2", "--time-scale", "0.1"]
-    command = [sys.executable, "-m", "aprilsched.cli.main", *arguments]
+    command = [sys.executable, "-m", "aprilsched", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -290,7 +290,7 @@ def served() -> Generator[list[str]]:
 def test_a_run_on_served_engines_is_watched_while_it_goes_on(tmp_path: Path):
     out = tmp_path / "run"
     with served() as urls:
-        command = [sys.executable, "-m", "aprilsched.cli.main"]
+        command = [sys.executable, "-m", "aprilsched"]
         arguments = ["run", *SMALL, "--engine", *urls, "--out", str(out)]
         run = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
         try:
