@@ -11,11 +11,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from aprilsched.engines.http.client import Transport
 from aprilsched.engines.http.failures import Answer
+from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.http.sockets import inflow_of
 from aprilsched.engines.http.sse import Allowance, EventSplitter
-from aprilsched.engines.sglang import SGLangLimits
+from aprilsched.engines.http.transport import Transport
 from aprilsched.engines.sglang.probe import ServerFacts
 from aprilsched.errors import EngineError
 
@@ -78,7 +78,7 @@ class Client:
     """The calls to a server under examination; :meth:`take_back` undoes what they did."""
 
     def __init__(
-        self, name: str, transport: Transport, limits: SGLangLimits, facts: ServerFacts
+        self, name: str, transport: Transport, limits: HttpLimits, facts: ServerFacts
     ) -> None:
         self._name = name
         self._transport = transport
@@ -175,7 +175,7 @@ class Client:
     async def _read(self, generation: Generation, tokens: int) -> None:
         body = {**self.body(tokens, generation.rid), "stream": True}
         with contextlib.suppress(aiohttp.ClientError, OSError, EngineError, msgspec.DecodeError):
-            async with self._transport.generate(body) as response:
+            async with self._transport.stream("generate", body) as response:
                 allowance = Allowance(
                     self._name,
                     generation.rid,

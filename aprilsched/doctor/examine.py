@@ -12,8 +12,9 @@ from aprilsched.doctor.checks import CHECKS
 from aprilsched.doctor.client import Client
 from aprilsched.doctor.findings import Finding, Notes
 from aprilsched.engines.http.address import ServerAddress
-from aprilsched.engines.http.client import Transport
-from aprilsched.engines.sglang import SGLangEngine, SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.http.transport import Transport
+from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sglang.calls import despite_cancellation
 from aprilsched.engines.sglang.probe import release
 from aprilsched.errors import EngineError
@@ -22,7 +23,7 @@ __all__ = ["examine"]
 
 SCENARIO_SECONDS = 40.0
 LAST_SECONDS = 30.0
-_LIMITS = SGLangLimits(control_timeout=10.0)
+_LIMITS = HttpLimits(control_timeout=10.0)
 
 
 async def examine(

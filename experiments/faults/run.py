@@ -17,7 +17,7 @@ import numpy as np
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.engines.base import Engine
-from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.refit import RefitFromDisk
 from aprilsched.engines.sim import run_virtual
 from aprilsched.engines.sim.config import SimConfig
@@ -257,7 +257,7 @@ class _Run:
         fleet = SGLangFleet(
             [server.url for server in self.servers],
             stream_interval=INTERVAL,
-            limits=SGLangLimits(max_answer_bytes=2**20),
+            limits=HttpLimits(max_answer_bytes=2**20),
         )
         scheduler = RolloutScheduler(
             fleet,

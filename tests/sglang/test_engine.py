@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.engines.sglang import SGLangEngine, SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import (
     ControlTimeout,
     EngineError,
@@ -124,7 +125,7 @@ async def test_hazard_06_a_paused_server_still_answers_us(
     assert await engine.is_paused() is False
     await engine.pause("retract")
     assert await engine.is_paused() is True
-    other = SGLangEngine(clean_server.url, limits=SGLangLimits(control_timeout=WAIT_SECONDS))
+    other = SGLangEngine(clean_server.url, limits=HttpLimits(control_timeout=WAIT_SECONDS))
     await other.open()
     assert other.capabilities == engine.capabilities
     assert await other.version() == 0
@@ -135,7 +136,7 @@ async def test_hazard_08_an_update_outside_a_pause_waits_and_is_bounded(
     engine: SGLangEngine, clean_server: CpuServer, models: tuple[Path, Path]
 ) -> None:
     """The server makes it wait for every running request; the caller learns of it in time."""
-    hasty = SGLangEngine(clean_server.url, limits=SGLangLimits(update_timeout=1.0))
+    hasty = SGLangEngine(clean_server.url, limits=HttpLimits(update_timeout=1.0))
     await hasty.open()
     stream = await Stream(engine, greedy(ENDLESS)).start().reach(1)
     with pytest.raises(ControlTimeout, match="update_weights_from_disk"):
@@ -220,7 +221,7 @@ async def test_hazard_13_no_timeout_and_no_pool_stop_a_long_tail(
     """A pause longer than every control timeout, and more streams than aiohttp's 100."""
     # A busy machine may need seconds for a call.
     seconds = 10.0
-    limits = SGLangLimits(control_timeout=seconds, connect_timeout=seconds)
+    limits = HttpLimits(control_timeout=seconds, connect_timeout=seconds)
     engine = SGLangEngine(clean_server.url, limits=limits)
     await engine.open()
     streams = [Stream(engine, greedy(20)).start() for _ in range(120)]

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.engines.sglang import SGLangEngine, SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from tests.sglang.helpers import ENDLESS, PROMPT, Stream, greedy, whole
 from tests.sglang.server import CpuServer
@@ -51,7 +52,7 @@ async def test_a_checkpoint_that_cannot_be_loaded_is_rejected_and_changes_nothin
 
 async def test_an_answer_over_the_limit_is_a_protocol_error(clean_server: CpuServer) -> None:
     """A faulty server cannot fill the memory."""
-    engine = SGLangEngine(clean_server.url, limits=SGLangLimits(max_answer_bytes=2000))
+    engine = SGLangEngine(clean_server.url, limits=HttpLimits(max_answer_bytes=2000))
     with pytest.raises(EngineProtocolError, match="raise max_answer_bytes"):
         await engine.open()
 

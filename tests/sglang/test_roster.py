@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from aprilsched.engines.sglang import SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sglang.router import SGLangRouterFleet
 from aprilsched.engines.sglang.router.roster import Roster
 from aprilsched.errors import ConfigError, EngineError, EngineProtocolError, EngineUnreachable
@@ -65,7 +65,7 @@ async def listing(answer: Any, asked: list[float] | None = None) -> AsyncGenerat
     ],
 )
 async def test_a_list_that_makes_no_sense_is_refused(answer: Any, message: str) -> None:
-    limits = SGLangLimits(max_answer_bytes=2**20)
+    limits = HttpLimits(max_answer_bytes=2**20)
     async with listing(answer) as url:
         with pytest.raises(EngineProtocolError, match=message) as caught:
             await SGLangRouterFleet(url, limits=limits).open()
@@ -120,7 +120,7 @@ def test_settings_are_checked_at_once() -> None:
 
 @asynccontextmanager
 async def opened(url: str) -> AsyncGenerator[Roster]:
-    roster = Roster(url, api_key=None, limits=SGLangLimits())
+    roster = Roster(url, api_key=None, limits=HttpLimits())
     await roster.open()
     try:
         yield roster

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.load import EngineLoad
-from aprilsched.engines.sglang import SGLangEngine, SGLangLimits
+from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sglang.loads import Loads, load_of, read_series
 from aprilsched.engines.sglang.probe import decode
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
@@ -106,7 +107,7 @@ def test_gauges_are_found_in_a_page():
 
 
 async def asked(server: Hostile, **limits: Any) -> EngineLoad:
-    engine = SGLangEngine(server.url, limits=SGLangLimits(control_timeout=5.0, **limits))
+    engine = SGLangEngine(server.url, limits=HttpLimits(control_timeout=5.0, **limits))
     await engine.open()
     try:
         return await engine.load(metrics=True)

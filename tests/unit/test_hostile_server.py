@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from aprilsched.engines.base import Chunk
-from aprilsched.engines.sglang import SGLangEngine, SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from tests.sglang.helpers import greedy, until
 from tests.support.hostile import CHUNKED, Answer, Hostile, chunked, event, hostile
@@ -20,7 +21,7 @@ SENT = 400 * MIB
 TAKEN = 64 * MIB
 """Bound on the bytes taken: far above the limits here and what two sockets buffer, and far below
 what is sent."""
-LIMITS = SGLangLimits(max_answer_bytes=4 * MIB, control_timeout=20.0)
+LIMITS = HttpLimits(max_answer_bytes=4 * MIB, control_timeout=20.0)
 TOKENS = 8
 KEY = "a-key-that-nobody-must-see"
 
@@ -52,7 +53,7 @@ def body(content: bytes, head: bytes = b"") -> bytes:
 
 @asynccontextmanager
 async def opened(
-    limits: SGLangLimits = LIMITS, key: str | None = None
+    limits: HttpLimits = LIMITS, key: str | None = None
 ) -> AsyncGenerator[tuple[Hostile, SGLangEngine]]:
     """An engine on a server that still behaves."""
     async with hostile() as server:
@@ -127,7 +128,7 @@ async def test_an_endless_explanation_of_an_error_is_cut_off(status: bytes) -> N
 
 
 async def test_an_error_that_is_never_explained_is_one_all_the_same() -> None:
-    async with opened(SGLangLimits(control_timeout=0.2)) as (server, engine):
+    async with opened(HttpLimits(control_timeout=0.2)) as (server, engine):
         server.answers["/generate"] = whole(CHUNKED.replace(b"200 OK", b"500 Error"))
         server.closes = False
         with pytest.raises(EngineRejected, match=r"answered 500 \(no message\)"):
@@ -148,7 +149,7 @@ async def test_a_long_answer_goes_on_for_as_long_as_its_tokens_come() -> None:
     tokens = 4000
     parts = [chunked(event(0, n)) for n in range(4, tokens, 4)]
     parts.append(chunked(event(0, tokens, finish="length")) + b"0\r\n\r\n")
-    async with opened(SGLangLimits(max_answer_bytes=MIB)) as (server, engine):
+    async with opened(HttpLimits(max_answer_bytes=MIB)) as (server, engine):
         server.answers["/generate"] = lambda: [CHUNKED, *parts]
         chunks = [chunk async for chunk in engine.generate(greedy(tokens))]
         assert sum(len(chunk.token_ids) for chunk in chunks) == tokens
@@ -157,7 +158,7 @@ async def test_a_long_answer_goes_on_for_as_long_as_its_tokens_come() -> None:
 
 async def test_what_was_on_its_way_when_the_server_hung_up_is_read() -> None:
     """A busy reader takes the end of an answer long after the connection was closed."""
-    async with opened(SGLangLimits()) as (server, engine):
+    async with opened(HttpLimits()) as (server, engine):
 
         def pieces() -> Iterator[bytes]:
             yield CHUNKED + chunked(event(0, 1))
@@ -176,7 +177,7 @@ async def test_what_was_on_its_way_when_the_server_hung_up_is_read() -> None:
 async def test_many_streams_do_not_hold_what_one_may() -> None:
     """Each holds a tenth of its own limit; together they would hold four times the server's."""
     streams, piece = 200, 2**17
-    limits = SGLangLimits(max_unfinished_bytes=streams * piece // 4)
+    limits = HttpLimits(max_unfinished_bytes=streams * piece // 4)
     async with opened(limits) as (server, engine):
         server.answers["/generate"] = whole(CHUNKED + chunked(b"x" * piece))
         server.closes = False

@@ -12,8 +12,8 @@ import pytest
 from yarl import URL
 
 from aprilsched.checks import OWN
-from aprilsched.engines.http.client import Transport
-from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.http.transport import Transport
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.sampling import REFUSED, SERVER, SYNONYMS, sampling_params
 from aprilsched.types import Prompt, SamplingParams
@@ -210,8 +210,8 @@ def test_token_ids_that_are_no_row_are_refused():
 @pytest.mark.parametrize("value", [object(), "\ud800"], ids=["object", "surrogate"])
 def test_a_body_that_cannot_be_written_is_a_refusal_of_its_request(value: Any):
     transport = Transport(
-        "a", URL("http://127.0.0.1:1"), admin_key=None, api_key=None, limits=SGLangLimits()
+        "a", URL("http://127.0.0.1:1"), admin_key=None, api_key=None, limits=HttpLimits()
     )
     with pytest.raises(EngineRejected, match="cannot be written as JSON") as caught:
-        transport.generate({"sampling_params": {"x": value}})
+        transport.stream("generate", {"sampling_params": {"x": value}})
     assert caught.value.status == 400

@@ -10,7 +10,8 @@ import pytest
 
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.http.failures import Answer, rejection
-from aprilsched.engines.sglang import SGLangEngine, SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.engines.sglang.probe import SPANS_SINCE, release
 from aprilsched.engines.sglang.wire import generate_body, version_number
@@ -54,9 +55,9 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_repeated(key: str) ->
 
 def test_limits_are_checked() -> None:
     with pytest.raises(ConfigError, match="control_timeout is 0"):
-        SGLangLimits(control_timeout=0)
+        HttpLimits(control_timeout=0)
     with pytest.raises(ConfigError, match="max_connections is -1"):
-        SGLangLimits(max_connections=-1)
+        HttpLimits(max_connections=-1)
     with pytest.raises(ConfigError, match="stream_interval is 0"):
         SGLangEngine("http://10.0.0.1:30000", stream_interval=0)
 

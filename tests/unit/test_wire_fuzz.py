@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from aprilsched.engines.base import Chunk
 from aprilsched.engines.http.failures import Answer, rejection
-from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.http.sse import Allowance, UnfinishedEvents
 from aprilsched.engines.sglang.probe import (
     _capabilities,  # pyright: ignore[reportPrivateUsage]
@@ -149,7 +149,7 @@ def _strings(found: Any) -> None:
 
 
 def _workers(listing: Any) -> None:
-    roster = Roster("http://10.0.0.1:1", api_key=None, limits=SGLangLimits())
+    roster = Roster("http://10.0.0.1:1", api_key=None, limits=HttpLimits())
     for worker in listing.workers:
         roster._check(worker)  # pyright: ignore[reportPrivateUsage]
 

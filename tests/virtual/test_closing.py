@@ -15,9 +15,9 @@ import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.engines.base import Chunk, GenerationRequest, PauseMode
-from aprilsched.engines.http.client import Transport
 from aprilsched.engines.http.failures import Answer
-from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.http.transport import Transport
 from aprilsched.engines.sglang.calls import despite_cancellation
 from aprilsched.engines.sim import SimConfig, SimEngine, run_virtual
 from aprilsched.errors import SchedulerClosed
@@ -326,7 +326,7 @@ REQUESTS = 240
 
 @asynccontextmanager
 async def holding(
-    count: int, *faults: dict[str, Any], limits: SGLangLimits | None = None
+    count: int, *faults: dict[str, Any], limits: HttpLimits | None = None
 ) -> AsyncGenerator[tuple[RolloutScheduler, SimServer]]:
     """A paused server that holds `count` requests of a scheduler."""
     script = faults_of({"fault": list(faults)})

@@ -23,9 +23,9 @@ from tenacity import wait_fixed
 
 from aprilsched.cli.main import main
 from aprilsched.engines.base import Chunk
-from aprilsched.engines.http import client
+from aprilsched.engines.http import transport
 from aprilsched.engines.http.failures import ConnectionDropped
-from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
@@ -49,7 +49,7 @@ Table = dict[str, Any]
 
 TOKENS = 200
 NEVER = 3600.0
-LIMITS = SGLangLimits(max_answer_bytes=2**20, flush_timeout=20.0)
+LIMITS = HttpLimits(max_answer_bytes=2**20, flush_timeout=20.0)
 SECOND = {"after": 2}
 """The second call of /generate: the adapter makes the first when it opens."""
 
@@ -371,7 +371,7 @@ def test_a_call_whose_engine_is_closed_before_it_is_repeated_ends_with_an_error_
     def fixed(**_: float) -> wait_fixed:
         return wait_fixed(5.0)
 
-    monkeypatch.setattr(client, "wait_random_exponential", fixed)
+    monkeypatch.setattr(transport, "wait_random_exponential", fixed)
 
     async def main() -> None:
         async with Setting({"kind": "reset", "routes": ["/abort_request"], "after": 2}) as setting:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
-from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sim import run_virtual
 from aprilsched.testing import SimServer
 from aprilsched.testing.faults import faults_of
@@ -23,7 +23,7 @@ from tests.support.sim_http import CONFIG, INTERVAL
 
 Table = dict[str, Any]
 
-LIMITS = SGLangLimits(max_answer_bytes=2**20)
+LIMITS = HttpLimits(max_answer_bytes=2**20)
 BATCHES = 6
 OPENED = 1.0
 """Seconds after which the servers are open."""

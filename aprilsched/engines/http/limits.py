@@ -1,4 +1,4 @@
-"""The settable limits of the adapter: how long it waits, and how much it opens and reads.
+"""The settable limits of an engine over HTTP: how long it waits, and how much it opens and reads.
 
 The duration of a generation has no limit: the scheduler exists for stragglers, and a paused
 stream is silent for as long as the pause lasts.
@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 
 from aprilsched.errors import ConfigError
 
-__all__ = ["SGLangLimits"]
+__all__ = ["HttpLimits"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SGLangLimits:
+class HttpLimits:
     """Bounds for one server; times are in seconds.
 
     Args:

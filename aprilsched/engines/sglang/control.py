@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from tenacity import AsyncRetrying, retry_if_result, wait_exponential
 
 from aprilsched.engines.base import PauseMode
-from aprilsched.engines.http.client import Transport
 from aprilsched.engines.http.failures import Answer, quoted
-from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.http.transport import Transport
 from aprilsched.engines.load import EngineLoad
 from aprilsched.engines.sglang.loads import read_load
 from aprilsched.engines.sglang.probe import ServerFacts, weight_label
@@ -39,7 +39,7 @@ _MESSAGE_BYTES = 1024
 class ServerControl:
     """The control calls of an engine."""
 
-    def __init__(self, name: str, transport: Transport, limits: SGLangLimits) -> None:
+    def __init__(self, name: str, transport: Transport, limits: HttpLimits) -> None:
         self._name = name
         self._transport = transport
         self._limits = limits

@@ -19,11 +19,11 @@ import aiohttp
 
 from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest
 from aprilsched.engines.http.address import ServerAddress
-from aprilsched.engines.http.client import Transport
 from aprilsched.engines.http.failures import Answer, engine_error, rejection
-from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.http.sockets import inflow_of
 from aprilsched.engines.http.sse import Allowance, UnfinishedEvents
+from aprilsched.engines.http.transport import Transport
 from aprilsched.engines.sglang.calls import (
     ABORTS_AT_ONCE,
     Call,
@@ -67,14 +67,14 @@ class SGLangEngine(ServerRefit):
         admin_key: str | None = None,
         api_key: str | None = None,
         stream_interval: int = 64,
-        limits: SGLangLimits | None = None,
+        limits: HttpLimits | None = None,
     ) -> None:
         if stream_interval < 1:
             raise ConfigError(f"stream_interval is {stream_interval}; give 1 token or more.")
         self._url = ServerAddress.parse(url).url
         self._stream_interval = stream_interval
         self._calls: dict[str, Call] = {}
-        limits = limits or SGLangLimits()
+        limits = limits or HttpLimits()
         name = ServerAddress.parse(url).name
         transport = Transport(name, self._url, admin_key=admin_key, api_key=api_key, limits=limits)
         self._unfinished = UnfinishedEvents(name, limits.max_unfinished_bytes)
@@ -173,7 +173,7 @@ class SGLangEngine(ServerRefit):
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """The response to the one POST that asks for `request`."""
         interval = self._stream_interval if self.facts.stream_interval else None
-        return self._transport.generate(generate_body(request, stream_interval=interval))
+        return self._transport.stream("generate", generate_body(request, stream_interval=interval))
 
     def _check_ids(self, request: GenerationRequest) -> None:
         vocab = self.facts.vocab_size

@@ -8,7 +8,7 @@ from typing import Any
 
 from aprilsched.engines.base import FleetChange
 from aprilsched.engines.http.address import ServerAddress
-from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sglang.engine import SGLangEngine
 from aprilsched.engines.sglang.probe import ServerFacts
 from aprilsched.errors import ConfigError
@@ -38,7 +38,7 @@ class SGLangFleet:
         api_key: str | None = None,
         model_path: str | None = None,
         stream_interval: int = 64,
-        limits: SGLangLimits | None = None,
+        limits: HttpLimits | None = None,
     ) -> None:
         if isinstance(urls, str):
             raise ConfigError(f"urls is the string {urls!r}; give a list of URLs.")

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from aprilsched.engines.http.client import Transport
+from aprilsched.engines.http.transport import Transport
 from aprilsched.engines.load import EngineLoad
 from aprilsched.engines.sglang.probe import decode
 

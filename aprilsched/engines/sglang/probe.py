@@ -9,8 +9,8 @@ from typing import TypeVar
 import msgspec
 
 from aprilsched.engines.base import Capabilities
-from aprilsched.engines.http.client import Transport
 from aprilsched.engines.http.failures import UNREADABLE
+from aprilsched.engines.http.transport import Transport
 from aprilsched.engines.sglang.wire import Labelled, ModelInfo, OpenApi, ServerInfo, ServerProcess
 from aprilsched.errors import EngineProtocolError, EngineRejected
 

@@ -17,9 +17,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from aprilsched.engines.http.client import Transport
 from aprilsched.engines.http.failures import quoted
-from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.http.transport import Transport
 from aprilsched.engines.refit import RefitGroup, TensorMeta
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import decode, server_process
@@ -36,7 +36,7 @@ _UNTOUCHED = ("Failed to get",)
 class ServerRefit(ServerControl):
     """The calls that change the weights of an engine."""
 
-    def __init__(self, name: str, transport: Transport, limits: SGLangLimits) -> None:
+    def __init__(self, name: str, transport: Transport, limits: HttpLimits) -> None:
         super().__init__(name, transport, limits)
         self._open_update = ""
         """Names the update that was begun and has not succeeded; empty if there is none."""

@@ -30,7 +30,8 @@ if "aprilsched" not in sys.modules:
     sys.modules["aprilsched"] = _package
 
 from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.sglang import SGLangEngine, SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.types import SamplingParams
 
 __all__ = ["SEEDS", "Refitter", "open_engine"]
@@ -50,7 +51,7 @@ class _Publisher(Protocol):
 
 async def open_engine(url: str) -> SGLangEngine:
     """The adapter as a run uses it, with short bounds."""
-    limits = SGLangLimits(control_timeout=20.0, flush_timeout=8.0, update_timeout=120.0)
+    limits = HttpLimits(control_timeout=20.0, flush_timeout=8.0, update_timeout=120.0)
     engine = SGLangEngine(url, limits=limits)
     await engine.open()
     return engine

@@ -20,9 +20,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import aiohttp
 
 from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.http.client import Transport
 from aprilsched.engines.http.failures import engine_error, quoted
-from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.http.transport import Transport
 from aprilsched.engines.sglang.calls import HungUp, despite_cancellation
 from aprilsched.engines.sglang.engine import SGLangEngine
 from aprilsched.engines.sglang.router.roster import ERROR_CODE, TARGET, Roster
@@ -65,7 +65,7 @@ class RoutedEngine(SGLangEngine):
         *,
         admin_key: str | None = None,
         api_key: str | None = None,
-        limits: SGLangLimits | None = None,
+        limits: HttpLimits | None = None,
     ) -> None:
         super().__init__(url, admin_key=admin_key, api_key=api_key, limits=limits)
         self._listed = url
@@ -136,7 +136,7 @@ class RoutedEngine(SGLangEngine):
         body = generate_body(request, stream_interval=None)
         response = None
         try:
-            response = await self._through.generate(body, headers=headers)
+            response = await self._through.stream("generate", body, headers=headers)
             async with response:
                 await self._check_answer(request, response, position)
                 yield response

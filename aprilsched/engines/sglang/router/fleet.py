@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from aprilsched.engines.base import FleetChange
 from aprilsched.engines.http.address import ServerAddress
-from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sglang.engine import SGLangEngine
 from aprilsched.engines.sglang.fleet import Members
 from aprilsched.engines.sglang.router.engine import RoutedEngine
@@ -49,7 +49,7 @@ class SGLangRouterFleet:
         admin_key: str | None = None,
         api_key: str | None = None,
         model_path: str | None = None,
-        limits: SGLangLimits | None = None,
+        limits: HttpLimits | None = None,
         poll_s: float = 5.0,
     ) -> None:
         if not poll_s > 0:
@@ -57,7 +57,7 @@ class SGLangRouterFleet:
         self._admin_key = admin_key
         self._api_key = api_key
         self._model_path = model_path
-        self._limits = limits or SGLangLimits()
+        self._limits = limits or HttpLimits()
         self._poll_s = poll_s
         self._roster = Roster(url, api_key=api_key, limits=self._limits)
         self._members = Members((), model_path)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import msgspec
 
 from aprilsched.engines.http.address import ServerAddress
-from aprilsched.engines.http.client import Transport
-from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.http.transport import Transport
 from aprilsched.engines.sglang.probe import decode
 from aprilsched.errors import (
     ConfigError,
@@ -49,7 +49,7 @@ class _Listing(msgspec.Struct, frozen=True):
 class Roster:
     """The list of the router at `url`; its connections belong to one loop from open to close."""
 
-    def __init__(self, url: str, *, api_key: str | None, limits: SGLangLimits) -> None:
+    def __init__(self, url: str, *, api_key: str | None, limits: HttpLimits) -> None:
         address = ServerAddress.parse(url)
         self.url = address.url
         self.name = f"router {address.name}"

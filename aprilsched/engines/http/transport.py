@@ -26,7 +26,7 @@ from aprilsched.engines.http.failures import (
     engine_error,
     rejection,
 )
-from aprilsched.engines.http.limits import SGLangLimits
+from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.http.sockets import inflow_of, probed_socket
 from aprilsched.errors import (
     ConfigError,
@@ -40,8 +40,8 @@ from aprilsched.errors import (
 __all__ = ["Transport"]
 
 _KEEPALIVE_SECONDS = 2.0
-"""It is below the 5 s after which SGLang closes an idle connection. A connection that is reused at
-that moment fails after the request was sent, and nobody knows whether the request arrived."""
+"""It is below the 5 s after which uvicorn (of SGLang and vLLM) closes an idle connection. One that
+is reused at that moment fails after the request was sent, and nobody knows whether it arrived."""
 _CONTROL_CONNECTIONS = 32
 _BUFFER_BYTES = 2**16
 """Buffer of one connection; reading pauses at twice this size. There are thousands of them."""
@@ -64,7 +64,7 @@ class Transport:
         *,
         admin_key: str | None,
         api_key: str | None,
-        limits: SGLangLimits,
+        limits: HttpLimits,
     ) -> None:
         self._name = name
         self._url = url
@@ -73,28 +73,30 @@ class Transport:
         self._control_headers = (
             _headers("api_key", api_key) if admin_key is None else _headers("admin_key", admin_key)
         )
-        self._generate_headers = _headers("api_key", api_key)
+        self._stream_headers = _headers("api_key", api_key)
         self._control: aiohttp.ClientSession | None = None
-        self._generate: aiohttp.ClientSession | None = None
+        self._streams: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
         """Make the two connection pools; nothing is sent."""
         await self.close()
         self._control = self._session(_CONTROL_CONNECTIONS, self._control_headers)
-        self._generate = self._session(self._limits.max_connections, self._generate_headers)
+        self._streams = self._session(self._limits.max_connections, self._stream_headers)
 
     async def close(self) -> None:
         """Drop all connections."""
-        sessions = [self._control, self._generate]
-        self._control = self._generate = None
+        sessions = [self._control, self._streams]
+        self._control = self._streams = None
         for session in sessions:
             if session is not None:
                 await session.close()
 
-    def generate(
-        self, body: dict[str, Any], *, headers: Mapping[str, str] | None = None
+    def stream(
+        self, path: str, body: dict[str, Any], *, headers: Mapping[str, str] | None = None
     ) -> aiohttp.client._RequestContextManager:  # pyright: ignore[reportPrivateUsage]
-        """POST /generate, as a context manager over the open response.
+        """POST a request for tokens to `path`, as a context manager over the open response.
+
+        It goes over the pool of generations, with the API key.
 
         Raises:
             EngineRejected: if the body cannot be written as JSON; another attempt cannot help.
@@ -104,8 +106,8 @@ class Transport:
         except _UNWRITABLE as error:
             what = f"the request cannot be written as JSON ({error}); give plain data."
             raise EngineRejected(self._name, what, status=400) from error
-        return self._opened(self._generate).post(
-            self._url / "generate",
+        return self._opened(self._streams).post(
+            self._url / path,
             data=data,
             headers=headers,
             allow_redirects=False,
@@ -132,7 +134,7 @@ class Transport:
             EngineRejected: if the status is not one of `accept`.
             ControlTimeout: if the call, with its retries, takes longer than `timeout` seconds.
         """
-        session = self._opened(self._control if admin else self._generate)
+        session = self._opened(self._control if admin else self._streams)
         retries = AsyncRetrying(
             retry=retry_if_exception(lambda error: _may_repeat(error, repeatable)),
             stop=stop_after_attempt(_ATTEMPTS),
