@@ -1,7 +1,8 @@
-"""A listener that may be slow: it runs in a thread of its own, behind a queue that has an end.
+"""Lets a listener be slow: it runs in a worker thread, behind a bounded queue.
 
-Invariants: whoever is told never waits; what did not fit is dropped, counted and said once, the
-rest arrives in order; the thread ends with :meth:`QueuedListener.close`, or with the process.
+Invariants: the run never waits for it; what does not fit into the queue is dropped, counted and
+said once, and the rest arrives in order; the thread ends with :meth:`QueuedListener.close`, or with
+the process.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Self
 
 from aprilsched.core.messages.facts import Fact, TokensReceived
 from aprilsched.telemetry.base import Listener, TokenChunks
-from aprilsched.telemetry.queued_calls import QueuedCalls
+from aprilsched.telemetry.worker import Worker
 
 __all__ = ["QueuedListener"]
 
@@ -19,20 +20,22 @@ _CLOSE_SECONDS = 5.0
 
 
 class QueuedListener:
-    """Passes everything on to `listener`, later and in another thread.
+    """Passes facts on to `listener`, later and in another thread.
 
     Use it as ``with QueuedListener(slow) as queued:`` around the scheduler that has it among its
-    listeners. A `listener` that raises is told nothing more.
+    listeners. A `listener` that raises is told nothing more. A process that is forked from this
+    one has no such thread, and tells the listener nothing.
 
     Args:
-        listener: writes to a database, a web service, a slow disk.
-        kinds: the facts that it is told; None for all. Leaving out TokensReceived, as most facts
-            are, saves most of the queue's time.
-        max_pending: events whose facts wait for it at most; what comes on top is dropped.
-        close_seconds: that the end of the block waits for what is pending.
+        listener: one that writes to a database, a web service or a slow disk, for example.
+        kinds: the facts that the listener is told; None means all. Most facts are TokensReceived,
+            so leaving them out saves most of the queue's time.
+        max_pending: how many events may wait for the listener with their facts; what comes on top
+            is dropped.
+        close_seconds: how long the end of the block waits for what is pending.
 
     Raises:
-        ConfigError: if a number is below its least.
+        ConfigError: if `max_pending` is below 1, or `close_seconds` below 0.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class QueuedListener:
     ) -> None:
         self._listener = listener
         self._kinds = None if kinds is None else frozenset(kinds)
-        self._calls = QueuedCalls(
+        self._worker = Worker(
             f"the listener {type(listener).__qualname__}",
             "facts",
             max_pending=max_pending,
@@ -54,24 +57,24 @@ class QueuedListener:
 
     @property
     def dropped(self) -> int:
-        """Events whose facts the listener was never told."""
-        return self._calls.dropped
+        """Number of events whose facts the listener was never told."""
+        return self._worker.dropped
 
     @property
-    def error(self) -> Exception | None:
-        """What the listener raised; it is told nothing more."""
-        return self._calls.error
+    def error(self) -> BaseException | None:
+        """What the listener raised. It is told nothing more."""
+        return self._worker.error
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         if self._kinds is not None:
             facts = [fact for fact in facts if fact.__class__ in self._kinds]
         if facts:
-            self._calls.put(self._listener.on_facts, facts, now)
+            self._worker.put(self._listener.on_facts, facts, now)
 
     def on_tokens(self, chunks: TokenChunks, now: float) -> None:
         if self._kinds is None or TokensReceived in self._kinds:
             for fact, at in chunks:
-                self._calls.put(self._listener.on_facts, (fact,), at)
+                self._worker.put(self._listener.on_facts, (fact,), at)
 
     def __enter__(self) -> Self:
         return self
@@ -81,4 +84,4 @@ class QueuedListener:
 
     def close(self) -> None:
         """Pass on what is pending, for a bounded time."""
-        self._calls.close()
+        self._worker.close()

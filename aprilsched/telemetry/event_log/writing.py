@@ -13,7 +13,6 @@ counted, and no time.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -32,14 +31,12 @@ from aprilsched.core.messages.facts import (
 )
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.base import TokenChunks
-from aprilsched.telemetry.event_log.file_writer import FileWriter
 from aprilsched.telemetry.event_log.format import FORMAT_VERSION, LogBegun, LogResumed
 from aprilsched.telemetry.event_log.microseconds import to_microseconds
 from aprilsched.telemetry.event_log.tail import Tail, read_tail
+from aprilsched.telemetry.file_writer import FileWriter
 
 __all__ = ["EventLog"]
-
-log = logging.getLogger("aprilsched")
 
 _FLUSH_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
@@ -87,10 +84,6 @@ class EventLog:
         """Where a former process's part ends; read with the first event of the new one."""
         self._encoder = msgspec.json.Encoder(enc_hook=_unknown)
         self._buffer = bytearray()
-        self._in_buffer = 0
-        """Lines."""
-        self._dropped = 0
-        self._failure: str | None = None
         self._began: float | None = None
         self._started = False
         self._flushed_at = time.monotonic()
@@ -100,16 +93,14 @@ class EventLog:
             path,
             _THERE if append else _NEW,
             max_bytes=_PENDING_BYTES,
+            close_seconds=_CLOSE_SECONDS,
             patient=patient,
-            failed=self._give_up,
         )
 
     @property
     def error(self) -> str | None:
         """Why the log is not complete; None while it is."""
-        if self._failure is None and self._dropped:
-            return f"{self._dropped} lines were dropped, because the disk was too slow for them"
-        return self._failure
+        return self._writer.error
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         self._held += facts
@@ -133,7 +124,7 @@ class EventLog:
         """The folder is there: from now on lines reach the file. `batches`: delivered before, as
         a run that goes on knows it; what the log has beyond them was not saved, and is void."""
         self._started = True
-        if self._append and self._failure is None:
+        if self._append and not self._writer.failed:
             self._go_on(batches)
         elif not self._append:
             self._begin_with(LogBegun(version=FORMAT_VERSION), 0.0)
@@ -144,7 +135,7 @@ class EventLog:
             tail = self._former()
             os.truncate(self._path, tail.size)
         except (OSError, RunFolderError) as error:
-            self._give_up(error)
+            self._writer.fail(error)
             return
         resumed = LogResumed(
             version=FORMAT_VERSION, incarnation=tail.incarnation + 1, batches=batches
@@ -157,14 +148,13 @@ class EventLog:
     def close(self) -> None:
         """Write what is left, in bounded time."""
         self._flush()
-        if not self._writer.close(_CLOSE_SECONDS):
-            self._give_up(TimeoutError(f"the disk did not take it within {_CLOSE_SECONDS:g} s"))
+        self._writer.close()
 
     def _encode(self) -> None:
         """Bring what is held into the buffer."""
         held, self._held = self._held, []
         times, self._times = self._times, []
-        if self._failure is not None or not held:
+        if self._writer.failed or not held:
             return
         try:
             if self._began is None:
@@ -174,8 +164,7 @@ class EventLog:
             self._buffer += self._as_lines(held, seconds)
         except Exception as error:
             # Detached like any listener that raises, it could not say so in the summary.
-            self._give_up(error)
-        self._in_buffer += len(held)
+            self._writer.fail(error)
 
     def _as_lines(self, facts: Sequence[Fact], seconds: Sequence[float]) -> bytes:
         """Each fact with its time before its own fields."""
@@ -203,25 +192,11 @@ class EventLog:
 
     def _flush(self) -> None:
         self._encode()
-        if not self._started or self._failure is not None or not self._buffer:
+        if not self._started or self._writer.failed or not self._buffer:
             return
-        if not self._writer.put(bytes(self._buffer)):
-            self._drop(self._in_buffer)
+        self._writer.put(bytes(self._buffer))
         self._buffer.clear()
-        self._in_buffer = 0
         self._flushed_at = time.monotonic()
-
-    def _drop(self, lines: int) -> None:
-        if not self._dropped and self._failure is None:
-            log.warning(
-                "%s misses lines, the run goes on: the disk is too slow for them.", self._path.name
-            )
-        self._dropped += lines
-
-    def _give_up(self, error: Exception) -> None:
-        if self._failure is None:
-            self._failure = str(error)
-            log.warning("%s is not complete, the run goes on: %s", self._path.name, error)
 
 
 def _unknown(value: object) -> str:

@@ -5,19 +5,16 @@ Invariant: whatever goes wrong while writing, the run goes on, and it is said on
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from aprilsched.telemetry.event_log.file_writer import FileWriter
+from aprilsched.telemetry.file_writer import FileWriter
 from aprilsched.telemetry.sampling.lines import DescriptionLine, ResumedLine, SampleLine
 
 __all__ = ["SampleLog"]
-
-log = logging.getLogger("aprilsched")
 
 _PENDING_BYTES = 1 << 22
 _CLOSE_SECONDS = 5.0
@@ -34,9 +31,9 @@ class SampleLog:
         self._path = path
         self._interval = interval
         self._encoder = msgspec.json.Encoder()
-        self._said = self._closed = False
+        self._closed = False
         self._writer = FileWriter(
-            path, "ab", max_bytes=_PENDING_BYTES, patient=patient, failed=self._give_up
+            path, "ab", max_bytes=_PENDING_BYTES, close_seconds=_CLOSE_SECONDS, patient=patient
         )
 
     def start(self, t: float) -> None:
@@ -45,20 +42,19 @@ class SampleLog:
         try:
             there = self._cut_to_whole_lines() > 0
         except OSError as error:
-            self._give_up(error)
+            self._writer.fail(error)
         self.write([ResumedLine(t=t) if there else DescriptionLine(t=t, interval=self._interval)])
 
     def write(self, lines: Sequence[SampleLine]) -> None:
         """Hand `lines` over; those that a slow disk has no room for are dropped."""
         block = b"".join(self._encoder.encode(line) + b"\n" for line in lines)
-        if block and not self._closed and not self._writer.put(block):
-            self._give_up(OSError("the disk is too slow"))
+        if block and not self._closed:
+            self._writer.put(block)
 
     def close(self) -> None:
         """Write what is left, in bounded time; what comes later is passed over."""
         self._closed = True
-        if not self._writer.close(_CLOSE_SECONDS):
-            self._give_up(OSError(f"the disk did not take it within {_CLOSE_SECONDS:g} s"))
+        self._writer.close()
 
     def _cut_to_whole_lines(self) -> int:
         """A process that was killed may have left a piece of a line; the bytes that stay."""
@@ -74,9 +70,3 @@ class SampleLog:
         size += whole - len(tail)
         os.truncate(self._path, size)
         return size
-
-    def _give_up(self, error: OSError) -> None:
-        # Both threads come here, and a line twice in the log harms nobody.
-        if not self._said:
-            self._said = True
-            log.warning("%s is not complete, the run goes on: %s", self._path.name, error)

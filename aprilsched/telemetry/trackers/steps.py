@@ -10,10 +10,10 @@ from typing import Self
 
 from aprilsched.core.messages.facts import BatchDelivered
 from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
-from aprilsched.telemetry.queued_calls import QueuedCalls
 from aprilsched.telemetry.trackers.base import Writer
 from aprilsched.telemetry.trackers.figures import Moment, figures_of
 from aprilsched.telemetry.usage.parts import PARTS, Part
+from aprilsched.telemetry.worker import Worker
 
 __all__ = ["StepTracker"]
 
@@ -22,13 +22,14 @@ _CLOSE_SECONDS = 30.0
 
 
 class StepTracker(FiguresListener):
-    """Writes to `writer`, and closes it. Use it as ``with StepTracker(writer) as tracker:`` around
-    the scheduler that has it among its listeners.
+    """Writes to `writer` and closes it, both in a worker thread. Use it as
+    ``with StepTracker(writer) as tracker:`` around the scheduler that has it among its listeners.
 
     Args:
         figures: an account that is a listener of its own and stands before this one; None keeps
             one inside.
-        close_seconds: that the end of the block waits for what is not written yet.
+        close_seconds: how long the end of the block waits until everything is written and the
+            writer is closed.
     """
 
     def __init__(
@@ -43,17 +44,18 @@ class StepTracker(FiguresListener):
         self._writer = writer
         self._seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
         """Of all engines, at the batch before."""
-        self._calls = QueuedCalls(
+        self._worker = Worker(
             f"the tracker {type(writer).__qualname__}",
             "steps",
             max_pending=_MAX_PENDING,
             close_seconds=close_seconds,
+            at_end=writer.close,
         )
 
     @property
-    def error(self) -> Exception | None:
-        """What the writer raised; it is given nothing more."""
-        return self._calls.error
+    def error(self) -> BaseException | None:
+        """What the writer raised. It is given nothing more."""
+        return self._worker.error
 
     def __enter__(self) -> Self:
         return self
@@ -62,9 +64,8 @@ class StepTracker(FiguresListener):
         self.close()
 
     def close(self) -> None:
-        """Write what is pending, for a bounded time, and close the writer."""
-        if self._calls.close():
-            self._writer.close()
+        """Write what is pending and close the writer, for a bounded time."""
+        self._worker.close()
 
     def _step(self, fact: BatchDelivered) -> None:
         if fact.again:
@@ -85,4 +86,4 @@ class StepTracker(FiguresListener):
             )
             self._seconds = seconds
             figures = figures_of(moment)
-        self._calls.put(self._writer.write, fact.batch, figures)
+        self._worker.put(self._writer.write, fact.batch, figures)
