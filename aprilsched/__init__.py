@@ -18,7 +18,7 @@ from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.errors import AprilschedError
 from aprilsched.sampling import sampling_params
 from aprilsched.store import MemoryStore, SqliteStore
-from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment
+from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score, Segment
 from aprilsched.weights.checkpoint_engine import CheckpointEnginePublisher
 from aprilsched.weights.disk import DiskPublisher
 from aprilsched.weights.distributed import DistributedPublisher
@@ -46,6 +46,7 @@ __all__ = [
     "SGLangRouterFleet",
     "SamplingParams",
     "SchedulerConfig",
+    "Score",
     "Segment",
     "SimFleet",
     "SimPublisher",

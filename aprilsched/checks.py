@@ -90,8 +90,10 @@ def plain(name: str, value: Any, *, depth: int = 0) -> Any:
     """
     if isinstance(value, np.generic | np.ndarray):
         value = cast("Any", value).tolist()
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return str.__str__(value)  # of a subclass, which an encoder may not know, only the text
     if isinstance(value, int) and abs(value) < _LARGEST:
         return int(value)
     if isinstance(value, float) and math.isfinite(value):
@@ -109,7 +111,7 @@ def plain(name: str, value: Any, *, depth: int = 0) -> Any:
 
 def _key(name: str, key: Any) -> str:
     if isinstance(key, str):
-        return key
+        return str.__str__(key)
     # Of a mapping in memory; JSON's own keys are strings.
     if type(key) is int or isinstance(key, np.integer):
         return str(int(cast("int", key)))

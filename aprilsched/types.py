@@ -6,6 +6,7 @@ A :class:`Group` holds the rollouts of one prompt. A :class:`Batch` is what a tr
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ __all__ = [
     "Prompt",
     "Rollout",
     "SamplingParams",
+    "Score",
     "Segment",
     "VersionSpan",
 ]
@@ -53,6 +55,10 @@ _PLAIN: Mapping[str, type] = {
 """Types that need no conversion. This saves time, because a new SamplingParams is made for each
 attempt that continues a response."""
 _NO_SEED = ("sampling_seed", None)
+
+SCORE_BYTES = 1 << 14
+"""Largest size of the parts and the info of a :class:`Score` as JSON, in bytes. They are kept with
+each rollout, saved by the store and written to the event log."""
 
 NO_VERSION = -1
 """Policy version of tokens that no policy sampled: an environment added them."""
@@ -143,6 +149,64 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """A reward with its named parts, and other facts about the rollout.
+
+    A reward function may return it in the place of a number, and so may an episode. It ends up in
+    the rollout, in the event log and, as means, in the run's summary. Where an episode and a reward
+    function give a score for the same rollout, the names of both are kept, and for a name in both
+    the value of the reward function.
+
+    Args:
+        reward: the reward, a finite number. Only an episode may leave it out, so that the reward
+            function gives it.
+        parts: parts of the reward by name, such as ``{"format": 0.5, "answer": 1.0}``, finite
+            numbers. They are reported and need not add up to `reward`.
+        info: facts by name, such as ``{"tool_calls": 3}``, in what JSON can hold. Tuples become
+            lists, and NumPy numbers and arrays become numbers and lists.
+
+    Raises:
+        ConfigError: if a number is not finite, if `info` holds what JSON cannot, or if parts and
+            info together need more than 16 KiB as JSON.
+    """
+
+    reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if self.reward is not None:
+            object.__setattr__(self, "reward", _finite("the reward", self.reward))
+        given: tuple[Any, Any] = (self.parts, self.info)
+        if given == ({}, {}):
+            return
+        parts: Mapping[Any, Any] = checked("parts", given[0], Mapping)
+        info: dict[str, Any] = plain("info", checked("info", given[1], Mapping))
+        named = {
+            str(name): _finite(f"the part {name!r} of the reward", each)
+            for name, each in parts.items()
+        }
+        try:
+            size = len(json.dumps((named, info), ensure_ascii=False).encode())
+        except ValueError as error:  # half of a surrogate pair
+            raise ConfigError(f"a score holds text that is not Unicode ({error}).") from error
+        if size > SCORE_BYTES:
+            raise ConfigError(
+                f"parts and info of a score need {size} bytes as JSON; give at most {SCORE_BYTES}, "
+                "and keep larger data elsewhere under a key."
+            )
+        object.__setattr__(self, "parts", named)
+        object.__setattr__(self, "info", info)
+
+
+def _finite(what: str, value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ConfigError(f"{what} is {number}; give a finite number.")
+    return number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RefusedPrompt:
     """A prompt of the source that cannot be used, with the cause.
 
@@ -213,6 +277,9 @@ class Rollout:
         segments: `versions` as consecutive segments, with the engine that decoded each.
         versions_exact: False if the server could not tell the version of every token.
         reward: the score; None without a reward function.
+        reward_parts: parts of the reward by name, if the reward function or the episode gave a
+            :class:`Score` with parts.
+        info: facts about the rollout from the same :class:`Score`; JSON's types only.
         stale_keys: True if an engine kept the rollout's KV across a refit and sampled tokens
             after it. These tokens attend to keys that older weights computed, so their logprobs
             belong to no single version, although `versions` names one.
@@ -232,6 +299,8 @@ class Rollout:
     reward: float | None = None
     turns: int = 1
     stale_keys: bool = False
+    reward_parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __len__(self) -> int:
         return len(self.token_ids)

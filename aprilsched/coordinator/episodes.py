@@ -28,6 +28,7 @@ from aprilsched.types import (
     Int32Array,
     Prompt,
     SamplingParams,
+    Score,
     token_array,
 )
 
@@ -208,9 +209,10 @@ class Turn:
 
 
 class Episode(Protocol):
-    """Coroutine function that drives one rollout of several turns; it may return the reward."""
+    """Coroutine function that drives one rollout of several turns; it may return the reward, or
+    a :class:`~aprilsched.types.Score`."""
 
-    def __call__(self, turn: Turn, prompt: Prompt, /) -> Awaitable[float | None]: ...
+    def __call__(self, turn: Turn, prompt: Prompt, /) -> Awaitable[float | Score | None]: ...
 
 
 def _fail(future: asyncio.Future[TurnOutput] | None, why: str) -> None:

@@ -289,7 +289,7 @@ class Session:
                 do.StartEpisode: work.start_episode,
                 do.ResolveTurn: work.resolve_turn,
                 do.DiscardTokens: lambda _: None,
-                do.Score: work.score,
+                do.ScoreRollout: work.score,
                 do.ScoreGroup: work.score_group,
                 do.Judge: work.judge,
                 do.CancelWork: work.cancel,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Set
 from typing import Any, cast
@@ -21,8 +20,8 @@ from aprilsched.core.messages.commands import (
     FetchPrompts,
     Judge,
     ResolveTurn,
-    Score,
     ScoreGroup,
+    ScoreRollout,
     StartEpisode,
 )
 from aprilsched.core.messages.events import (
@@ -43,7 +42,8 @@ from aprilsched.driver.callbacks import (
     called,
     raised,
 )
-from aprilsched.types import Prompt, RefusedPrompt
+from aprilsched.errors import ConfigError
+from aprilsched.types import Prompt, RefusedPrompt, Score
 
 __all__ = ["Work"]
 
@@ -115,7 +115,7 @@ class Work:
         if turn is not None:
             turn.resolve(command)
 
-    def score(self, command: Score) -> None:
+    def score(self, command: ScoreRollout) -> None:
         self._start(("reward", command.rollout.rollout_id), self._score(command))
 
     def score_group(self, command: ScoreGroup) -> None:
@@ -177,9 +177,9 @@ class Work:
             if self._episode is None:
                 return
             reward = await called("the episode", self._episode, turn, command.prompt)
-            score = None if reward is None else _finite(reward)
+            score = None if reward is None else _score(reward)
             await turn.settle()
-            ending = EpisodeFinished(rollout_id=rollout_id, reward=score)
+            ending = EpisodeFinished(rollout_id=rollout_id, score=score)
         except Exception as error:
             ending = EpisodeFailed(rollout_id=rollout_id, cause=raised("the episode", error))
         finally:
@@ -187,17 +187,17 @@ class Work:
             del self._turns[rollout_id]
         self._feed(ending)
 
-    async def _score(self, command: Score) -> None:
+    async def _score(self, command: ScoreRollout) -> None:
         rollout = command.rollout
         if self._reward is None:
             return
         try:
-            score = await self._runner.call(_REWARD, self._reward, rollout, command.prompt)
-            reward = _finite(score)
+            reward = await self._runner.call(_REWARD, self._reward, rollout, command.prompt)
+            score = _rewarded(reward)
         except Exception as error:
             self._feed(RewardFailed(group_id=rollout.group_id, cause=raised(_REWARD, error)))
         else:
-            self._feed(Rewarded(rollout_id=rollout.rollout_id, reward=reward))
+            self._feed(Rewarded(rollout_id=rollout.rollout_id, score=score))
 
     async def _score_group(self, command: ScoreGroup) -> None:
         group = command.group
@@ -209,7 +209,7 @@ class Work:
         except Exception as error:
             self._feed(RewardFailed(group_id=group.group_id, cause=raised(_REWARD, error)))
         else:
-            self._feed(GroupRewarded(group_id=group.group_id, rewards=scores))
+            self._feed(GroupRewarded(group_id=group.group_id, scores=scores))
 
     async def _judge(self, command: Judge) -> None:
         group_id = command.group.group_id
@@ -223,15 +223,23 @@ class Work:
             self._feed(Judged(group_id=group_id, accepted=accepted))
 
 
-def _finite(reward: float) -> float:
-    value = float(reward)
-    if not math.isfinite(value):
-        raise ValueError(f"a reward of {value}")
-    return value
+def _score(reward: float | Score) -> Score:
+    """What the caller's code returned, as a score that is the scheduler's own: the caller may still
+    change the mappings in the one that it returned."""
+    if isinstance(reward, Score):
+        return Score(reward=reward.reward, parts=reward.parts, info=reward.info)
+    return Score(reward=reward)
 
 
-def _scores(rewards: Any, count: int) -> tuple[float, ...]:
-    """The rewards of a group in the order of its rollouts.
+def _rewarded(reward: float | Score) -> Score:
+    score = _score(reward)
+    if score.reward is None:
+        raise ConfigError("a score without a reward; give the number in Score(reward=...).")
+    return score
+
+
+def _scores(rewards: Any, count: int) -> tuple[Score, ...]:
+    """The scores of a group in the order of its rollouts.
 
     A mapping, a set and a string are refused, because iterating over them does not give the scores
     in order: a mapping would give its keys.
@@ -239,7 +247,7 @@ def _scores(rewards: Any, count: int) -> tuple[float, ...]:
     if isinstance(rewards, Mapping | Set | str | bytes):
         kind = cast("object", rewards).__class__.__name__
         raise TypeError(f"a {kind}; return one reward for each rollout, in order")
-    scores = tuple(_finite(reward) for reward in rewards)
+    scores = tuple(_rewarded(reward) for reward in rewards)
     if len(scores) != count:
         raise ValueError(f"{len(scores)} rewards for {count} rollouts")
     return scores

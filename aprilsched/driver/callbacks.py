@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar, cast
 
 from aprilsched.errors import CallbackError
-from aprilsched.types import Group, Prompt, Rollout
+from aprilsched.types import Group, Prompt, Rollout, Score
 
 __all__ = [
     "Accept",
@@ -31,9 +31,11 @@ log = logging.getLogger("aprilsched")
 
 T = TypeVar("T")
 
-Reward: TypeAlias = Callable[[Rollout, Prompt], float | Awaitable[float]]
+Reward: TypeAlias = Callable[[Rollout, Prompt], float | Score | Awaitable[float | Score]]
 """Function that scores one rollout. A plain function runs in a thread, so it may be slow."""
-GroupReward: TypeAlias = Callable[[Group], Sequence[float] | Awaitable[Sequence[float]]]
+GroupReward: TypeAlias = Callable[
+    [Group], Sequence[float | Score] | Awaitable[Sequence[float | Score]]
+]
 """Function that scores a whole group, in the order of its rollouts (``reward_scope="group"``)."""
 Accept: TypeAlias = Callable[[Group], bool | Awaitable[bool]]
 """Function that keeps or rejects a scored group (dynamic sampling)."""

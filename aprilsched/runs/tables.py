@@ -50,6 +50,9 @@ def run_table(summary: RunSummary) -> Table:
         f"tokens/s after {steady.burn_in} batches": number(steady.delivered_tokens_per_s),
         "efficiency after them": percent(steady.efficiency),
     }
+    if summary.rewards.mean is not None:
+        rows["mean reward"] = number(summary.rewards.mean, 3)
+    rows |= {f"mean of {name}": number(mean, 3) for name, mean in summary.rewards.parts.items()}
     for name, value in rows.items():
         table.add_row(name, value)
     return table

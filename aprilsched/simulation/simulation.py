@@ -24,7 +24,7 @@ from aprilsched.simulation.agenda import Agenda
 from aprilsched.simulation.engine import ModelledEngine
 from aprilsched.simulation.trainer import Costs, ModelledTrainer
 from aprilsched.telemetry.base import AnyListener
-from aprilsched.types import Group, Prompt
+from aprilsched.types import Group, Prompt, Score
 
 __all__ = ["NEVER", "Simulation", "rare_collections"]
 
@@ -131,7 +131,7 @@ class Simulation:
                 do.Continue: lambda c: engines[c.engine].resume(),
                 do.Verify: lambda c: engines[c.engine].verify(),
                 do.Refit: self._refit,
-                do.Score: self._score,
+                do.ScoreRollout: self._score,
                 do.Judge: self._judge,
                 do.Plan: self._plan,
                 do.CancelWork: lambda _: None,
@@ -160,11 +160,11 @@ class Simulation:
 
         self.agenda.after(self._costs.refit_seconds, loaded)
 
-    def _score(self, command: do.Score) -> None:
+    def _score(self, command: do.ScoreRollout) -> None:
         rollout_id = command.rollout.rollout_id
         self.agenda.after(
             self._costs.reward_seconds,
-            lambda: self._loop.feed(ev.Rewarded(rollout_id=rollout_id, reward=0.0)),
+            lambda: self._loop.feed(ev.Rewarded(rollout_id=rollout_id, score=Score(reward=0.0))),
         )
 
     def _judge(self, command: do.Judge) -> None:

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.messages.facts import BatchDelivered
+from aprilsched.core.messages.facts import BatchDelivered, DeliveredRollout
 from aprilsched.telemetry.ages import ages_of
 from aprilsched.telemetry.figures import (
     BatchFigures,
     BiasFigures,
+    RewardFigures,
     StalenessFigures,
     SteadyState,
 )
 
 __all__ = [
     "Bound",
+    "Mean",
     "Measured",
     "bias",
     "delivered_tokens_per_s",
     "efficiency",
     "measure",
     "off_policy_token_share",
+    "rewards",
     "staleness",
     "steady_state",
 ]
 
 Bound = Callable[[Sequence[int], Sequence[int]], float]
 """Prompt lengths and response lengths to T_bound of the whole fleet, in seconds."""
+
+Mean: TypeAlias = tuple[int, float]
+"""A mean with the number of values behind it."""
+
+_PART_NAMES = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,12 +65,20 @@ class Measured:
     """Sum over those tokens."""
     oldest_by_rollout: NDArray[np.int64]
     """Staleness of the oldest of them."""
+    reward_means: Mapping[str | None, Mean]
+    """Means of the rewards, under None, and of each named part of them."""
 
 
 def measure(
-    batch: BatchDelivered, *, seconds: float, trainer_seconds: float, bound: Bound | None
+    batch: BatchDelivered,
+    *,
+    seconds: float,
+    trainer_seconds: float,
+    bound: Bound | None,
+    parts: set[str] | None = None,
 ) -> Measured:
-    """The figures of a batch that took `seconds`."""
+    """The figures of a batch that took `seconds`. `parts` has the names of the parts of rewards
+    that are counted so far, and gets the new ones of this batch, up to 100 in all."""
     rollouts = batch.rollouts
     ages = [ages_of(rollout, batch.version) for rollout in rollouts]
     lengths = [rollout.tokens for rollout in rollouts]
@@ -69,6 +87,7 @@ def measure(
     tokens = sum(age.sampled for age in ages)
     off_policy = sum(age.off_policy for age in ages)
     staleness_sum = sum(age.total for age in ages)
+    reward_means = _reward_means(rollouts, set() if parts is None else parts)
     return Measured(
         figures=BatchFigures(
             index=batch.batch,
@@ -84,6 +103,7 @@ def measure(
             staleness_max=max(age.oldest for age in ages),
             t_bound=t_bound,
             efficiency=None if t_bound is None else _ratio(t_bound, seconds),
+            rewards=_reward_figures(reward_means),
         ),
         length=length,
         off_policy=off_policy,
@@ -95,7 +115,43 @@ def measure(
         off_policy_by_rollout=np.array([age.off_policy for age in ages], dtype=np.int64),
         staleness_by_rollout=np.array([age.total for age in ages], dtype=np.int64),
         oldest_by_rollout=np.array([age.oldest for age in ages], dtype=np.int64),
+        reward_means=reward_means,
     )
+
+
+def rewards(batches: Sequence[Measured]) -> RewardFigures:
+    """Means over all rollouts of the batches."""
+    found: dict[str | None, list[Mean]] = {}
+    for batch in batches:
+        for name, mean in batch.reward_means.items():
+            found.setdefault(name, []).append(mean)
+    return _reward_figures({name: _mean(means) for name, means in found.items()})
+
+
+def _reward_means(rollouts: Sequence[DeliveredRollout], parts: set[str]) -> dict[str | None, Mean]:
+    found: dict[str | None, list[Mean]] = {}
+    for rollout in rollouts:
+        if rollout.reward is not None:
+            found.setdefault(None, []).append((1, rollout.reward))
+        for name, value in rollout.reward_parts.items():
+            # Otherwise names that differ from prompt to prompt would need memory without end.
+            if name in parts or len(parts) < _PART_NAMES:
+                parts.add(name)
+                found.setdefault(name, []).append((1, value))
+    return {name: _mean(values) for name, values in found.items()}
+
+
+def _mean(means: Sequence[Mean]) -> Mean:
+    """The mean over all values that `means` are means of."""
+    count = sum(n for n, _ in means)
+    # Not the sum first, which is infinite for rewards that are as large as a float can be.
+    return count, math.fsum(n / count * value for n, value in means)
+
+
+def _reward_figures(means: Mapping[str | None, Mean]) -> RewardFigures:
+    rollouts, mean = means.get(None, (0, None))
+    parts = {name: value for name, (_, value) in means.items() if name is not None}
+    return RewardFigures(rollouts=rollouts, mean=mean, parts=parts)
 
 
 def delivered_tokens_per_s(batches: Sequence[Measured]) -> float | None:

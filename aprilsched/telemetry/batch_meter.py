@@ -29,6 +29,8 @@ class BatchMeter(DispatchingListener):
         """Of the trainer, over all batches."""
         self._trainer_waits = trainer_waits
         self._bound = bound
+        self._parts: set[str] = set()
+        """Names of the parts of rewards that are counted."""
         self._began = False
         self._delivered_at = 0.0
         self._trainer = 0.0
@@ -46,7 +48,13 @@ class BatchMeter(DispatchingListener):
     def deliver(self, batch: of.BatchDelivered, now: float) -> Measured:
         """The figures of `batch`, which is delivered `now`."""
         took = now - self._delivered_at - self._trainer
-        self.latest = measure(batch, seconds=took, trainer_seconds=self._trainer, bound=self._bound)
+        self.latest = measure(
+            batch,
+            seconds=took,
+            trainer_seconds=self._trainer,
+            bound=self._bound,
+            parts=self._parts,
+        )
         self._trainer = 0.0
         self._delivered_at = self._idle_since = now
         return self.latest

@@ -23,6 +23,7 @@ __all__ = [
     "BatchFigures",
     "BiasFigures",
     "BiasReference",
+    "RewardFigures",
     "RolloutFigures",
     "RunSummary",
     "SecondsFigures",
@@ -90,6 +91,19 @@ class StalenessFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RewardFigures:
+    """Rewards of delivered rollouts."""
+
+    rollouts: int = 0
+    """Number of delivered rollouts that have a reward."""
+    mean: float | None = None
+    """Their mean reward; null if none has a reward."""
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    """Mean of each named part of the reward, over the rollouts that have this part. Only the first
+    100 names of a run are counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BatchFigures:
     """One batch. `seconds` reach from the delivery before to its own, without `trainer_seconds`."""
 
@@ -110,6 +124,7 @@ class BatchFigures:
     """What no schedule can go below for these responses on this fleet, in seconds."""
     efficiency: float | None
     """t_bound / seconds. Above 1 where much of the batch was generated before it began."""
+    rewards: RewardFigures = field(default_factory=RewardFigures)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,4 +200,5 @@ class RunSummary:
     staleness: StalenessFigures
     bias: BiasFigures
     steady_state: SteadyState
+    rewards: RewardFigures = field(default_factory=RewardFigures)
     per_batch: list[BatchFigures] = field(default_factory=list[BatchFigures])

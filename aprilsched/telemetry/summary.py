@@ -150,6 +150,7 @@ class Summary(DispatchingListener):
                 remainder.ledger,
             ),
             steady_state=of.steady_state(batches, burn_in),
+            rewards=of.rewards(batches),
             per_batch=[batch.figures for batch in batches],
         )
 

@@ -34,7 +34,7 @@ from aprilsched.core.policies.straggler import BEHAVIOURS, StragglerRule
 from aprilsched.core.policies.wave import Wave
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.store import MemoryStore
-from aprilsched.types import SamplingParams, VersionSpan
+from aprilsched.types import SamplingParams, Score, VersionSpan
 from tests.property.conftest import RecordSteps
 from tests.support.driver import Driver, Key, prompts
 
@@ -359,14 +359,15 @@ class Interleavings(RuleBasedStateMachine):
         if fails:
             self.driver.feed(ev.RewardFailed(group_id=rollout.group_id, cause="bad"))
         else:
-            self.driver.feed(ev.Rewarded(rollout_id=rollout.rollout_id, reward=1.0))
+            score = Score(reward=1.0, parts={"answer": float(rollout.rollout_id)})
+            self.driver.feed(ev.Rewarded(rollout_id=rollout.rollout_id, score=score))
 
     @precondition(lambda self: self.driver.group_scores)
     @rule()
     def group_scored(self) -> None:
         group = self.driver.group_scores.pop(0).group
-        rewards = (0.0,) * len(group.rollouts)
-        self.driver.feed(ev.GroupRewarded(group_id=group.group_id, rewards=rewards))
+        scores = tuple(Score(reward=0.0, info={"index": r.index}) for r in group.rollouts)
+        self.driver.feed(ev.GroupRewarded(group_id=group.group_id, scores=scores))
 
     @precondition(lambda self: self.driver.verdicts)
     @rule(accepted=st.booleans())
@@ -485,7 +486,7 @@ class Interleavings(RuleBasedStateMachine):
             driver.feed((driver.dialogues.end if known else driver.dialogues.ask)(rollout_id))
         elif driver.scores:
             rollout = driver.scores.pop(0).rollout
-            driver.feed(ev.Rewarded(rollout_id=rollout.rollout_id, reward=0.0))
+            driver.feed(ev.Rewarded(rollout_id=rollout.rollout_id, score=Score(reward=0.0)))
         elif driver.group_scores:
             self.group_scored()
         elif driver.verdicts:

@@ -43,7 +43,7 @@ def told(rollout: RolloutRecord) -> tuple[Any, ...]:
         log.logprobs().tolist(),
         log.runs,
         log.exact,
-        rollout.reward,
+        (rollout.reward, rollout.reward_parts, rollout.info),
         rollout.eligible,
         None if generating else rollout.finish_reason,
         list(rollout.answered),
@@ -92,7 +92,7 @@ def content(batch: Batch) -> list[tuple[Any, ...]]:
             np.asarray(r.logprobs).tolist(),
             r.versions.tolist(),
             r.loss_mask.tolist(),
-            r.reward,
+            (r.reward, r.reward_parts, r.info),
             r.finish_reason,
         )
         for r in batch.rollouts

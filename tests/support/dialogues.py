@@ -11,7 +11,7 @@ import numpy as np
 
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.types import Int32Array
+from aprilsched.types import Int32Array, Score
 
 TOOL = np.array([9, 9], dtype=np.int32)
 
@@ -90,7 +90,8 @@ class Dialogues:
         """The episode returns."""
         del self.thinking[rollout_id]
         self._goes_on(rollout_id)
-        return ev.EpisodeFinished(rollout_id=rollout_id, reward=1.0 if rollout_id % 2 else None)
+        score = Score(reward=1.0 if rollout_id % 2 else None, info={"rollout": rollout_id})
+        return ev.EpisodeFinished(rollout_id=rollout_id, score=score)
 
     def fail(self, rollout_id: int) -> ev.EpisodeFailed:
         """The episode raises an error."""

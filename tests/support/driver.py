@@ -77,7 +77,7 @@ class Driver:
     controls: list[Control] = field(default_factory=list[Control])
     plans: list[do.Plan] = field(default_factory=list[do.Plan])
     refits: list[do.Refit] = field(default_factory=list[do.Refit])
-    scores: list[do.Score] = field(default_factory=list[do.Score])
+    scores: list[do.ScoreRollout] = field(default_factory=list[do.ScoreRollout])
     group_scores: list[do.ScoreGroup] = field(default_factory=list[do.ScoreGroup])
     verdicts: list[do.Judge] = field(default_factory=list[do.Judge])
     episodes_started: list[do.StartEpisode] = field(default_factory=list[do.StartEpisode])
@@ -199,7 +199,7 @@ class Driver:
                 self.refits.append(command)
             case do.Verify():
                 self.verifications.append(command)
-            case do.Score():
+            case do.ScoreRollout():
                 self.scores.append(command)
             case do.ScoreGroup():
                 self.group_scores.append(command)

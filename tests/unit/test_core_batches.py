@@ -6,7 +6,7 @@ import pytest
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages import events as ev
-from aprilsched.types import RefusedPrompt
+from aprilsched.types import RefusedPrompt, Score
 from tests.support.driver import Driver, prompts
 
 
@@ -125,7 +125,7 @@ def test_a_slow_reward_does_not_delay_the_stop():
     assert not driver.batches
     assert {c.engine for c in driver.controls} == {"a", "b"}, "both engines are told to pause"
     for score in driver.scores:
-        driver.feed(ev.Rewarded(rollout_id=score.rollout.rollout_id, reward=1.0))
+        driver.feed(ev.Rewarded(rollout_id=score.rollout.rollout_id, score=Score(reward=1.0)))
     assert [r.reward for r in driver.batches[0].rollouts] == [1.0] * 8
 
 
@@ -135,7 +135,11 @@ def test_group_rewards():
     for group_id in driver.group_ids()[:4]:
         driver.finish_group(group_id)
     for score in driver.group_scores:
-        driver.feed(ev.GroupRewarded(group_id=score.group.group_id, rewards=(0.25, 0.75)))
+        driver.feed(
+            ev.GroupRewarded(
+                group_id=score.group.group_id, scores=(Score(reward=0.25), Score(reward=0.75))
+            )
+        )
     assert [r.reward for r in driver.batches[0].groups[0].rollouts] == [0.25, 0.75]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages import events as ev
-from aprilsched.types import NO_VERSION, Int32Array
+from aprilsched.types import NO_VERSION, Int32Array, Score
 from tests.support.driver import Driver
 
 
@@ -38,7 +38,7 @@ def test_two_turns_each_interrupted_make_one_rollout():
     assert driver.sends[driver.attempts()[0]].input_ids.tolist() == [1, 2, 3, 10, 11, 50, 51, 20]
     driver.progress(driver.attempts()[0], 1, first=21)
     driver.finish(driver.attempts()[0], 0)
-    driver.feed(ev.EpisodeFinished(rollout_id=rollout_id, reward=0.5))
+    driver.feed(ev.EpisodeFinished(rollout_id=rollout_id, score=Score(reward=0.5)))
     (rollout,) = driver.batches[0].rollouts
     assert rollout.token_ids.tolist() == [10, 11, 50, 51, 20, 21]
     assert rollout.versions.tolist() == [0, 0, NO_VERSION, NO_VERSION, 1, 2]
@@ -56,5 +56,9 @@ def test_an_episode_that_raises_is_in_the_ledger():
 
 def test_an_episode_that_generates_nothing_has_failed():
     driver = start()
-    driver.feed(ev.EpisodeFinished(rollout_id=driver.episodes_started[0].rollout_id, reward=1.0))
+    driver.feed(
+        ev.EpisodeFinished(
+            rollout_id=driver.episodes_started[0].rollout_id, score=Score(reward=1.0)
+        )
+    )
     assert driver.state.in_flight.ledger.rollouts == {"episode_failed": 1}

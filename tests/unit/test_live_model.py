@@ -15,7 +15,7 @@ from aprilsched.telemetry.live.model import LiveModel
 from aprilsched.telemetry.live.snapshot import EngineRow, Snapshot
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.usage.usage import EngineUsage
-from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment
+from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score, Segment
 from tests.support.told import Told as Protocol
 
 PROMPT = Prompt(input_ids=np.zeros(10, dtype=np.int32))
@@ -136,12 +136,12 @@ def test_scoring_is_seen_until_every_answer_is_there():
     for request in (0, 1):
         told.send(request)
         told.finish(request)
-    told.command(do.Score(rollout=group.rollouts[0], prompt=PROMPT))
+    told.command(do.ScoreRollout(rollout=group.rollouts[0], prompt=PROMPT))
     assert told.seen.in_flight == {"scoring": 1}
-    told.command(do.Score(rollout=group.rollouts[1], prompt=PROMPT))
-    told.event(ev.Rewarded(rollout_id=0, reward=1.0))
+    told.command(do.ScoreRollout(rollout=group.rollouts[1], prompt=PROMPT))
+    told.event(ev.Rewarded(rollout_id=0, score=Score(reward=1.0)))
     assert told.seen.in_flight == {"scoring": 1}
-    told.event(ev.Rewarded(rollout_id=1, reward=0.0))
+    told.event(ev.Rewarded(rollout_id=1, score=Score(reward=0.0)))
     told.command(do.Judge(group=group))
     assert (told.seen.in_flight, told.seen.ready) == ({"scoring": 2}, 0)
     told.event(ev.Judged(group_id=0, accepted=True))

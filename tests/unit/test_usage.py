@@ -14,7 +14,7 @@ from aprilsched.core.messages.events import Event
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.usage.parts import PARTS, Part, Stretch, seconds_by_part
 from aprilsched.telemetry.usage.usage import EngineUsage
-from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams
+from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score
 from tests.support.driver import Driver, config
 from tests.support.told import Told
 
@@ -147,10 +147,10 @@ def test_a_batch_waits_for_rewards_only_when_nothing_else_is_missing():
     story = Story()
     story.tell(*launch())
     story.tell(chunk(0), chunk(1))
-    story.tell(finished(0), do.Score(rollout=rollout(0), prompt=PROMPT))
-    story.after(2, finished(1), do.Score(rollout=rollout(1, index=1), prompt=PROMPT))
-    story.after(3, ev.Rewarded(rollout_id=0, reward=1.0))
-    story.after(4, ev.Rewarded(rollout_id=1, reward=1.0), delivered())
+    story.tell(finished(0), do.ScoreRollout(rollout=rollout(0), prompt=PROMPT))
+    story.after(2, finished(1), do.ScoreRollout(rollout=rollout(1, index=1), prompt=PROMPT))
+    story.after(3, ev.Rewarded(rollout_id=0, score=Score(reward=1.0)))
+    story.after(4, ev.Rewarded(rollout_id=1, score=Score(reward=1.0)), delivered())
     assert story.parts() == {"decode": 1, "tail": 1, "rewards": 7}
 
 
@@ -160,7 +160,7 @@ def test_groups_wait_too(kind: str):
     asked, answer = {
         "rewards of a group": (
             do.ScoreGroup(group=group),
-            ev.GroupRewarded(group_id=0, rewards=(1.0, 1.0)),
+            ev.GroupRewarded(group_id=0, scores=(Score(reward=1.0),) * 2),
         ),
         "a verdict": (do.Judge(group=group), ev.Judged(group_id=0, accepted=True)),
     }[kind]
@@ -174,7 +174,7 @@ def test_groups_wait_too(kind: str):
 def test_a_dropped_group_is_not_waited_for():
     story = Story()
     story.tell(*launch(), chunk(0), chunk(1), finished(0), finished(1))
-    story.tell(do.Score(rollout=rollout(0), prompt=PROMPT))
+    story.tell(do.ScoreRollout(rollout=rollout(0), prompt=PROMPT))
     story.after(1, do.CancelWork(group_id=0, rollout_ids=(0, 1), reason="stale", cause="y"))
     story.after(1)
     assert story.parts() == {"rewards": 1, "tail": 1}

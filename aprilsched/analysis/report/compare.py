@@ -32,12 +32,14 @@ class Difference:
 
 
 def differences(a: ReportData, b: ReportData) -> list[Difference]:
-    """Of all headline figures."""
+    """Of all headline figures that both runs have."""
     # Seconds of unlike amounts of work are no race.
     unlike = a.headline("delivered").value != b.headline("delivered").value
+    others = {figure.key: figure for figure in b.headlines}
     return [
-        _difference(mine, b.headline(mine.key), judged=not (unlike and mine.key == "seconds"))
+        _difference(mine, others[mine.key], judged=not (unlike and mine.key == "seconds"))
         for mine in a.headlines
+        if mine.key in others
     ]
 
 
@@ -81,6 +83,8 @@ def _text(figure: Headline, change: float | None) -> str:
             return f"{signed_percent(change).removesuffix(' %')} points"
         case "versions":
             return _signed(change, 2)
+        case "reward":
+            return _signed(change, 3)
         case "seconds":
             return f"{_signed(change, 1)} s"
         case "count" | "rate":

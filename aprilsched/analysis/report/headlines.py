@@ -11,7 +11,12 @@ __all__ = ["headlines"]
 
 def headlines(summary: RunSummary, utilization: float) -> list[Headline]:
     """Those of a run whose engines were busy for a share `utilization` of their time."""
-    return [*_speed(summary, utilization), *_price(summary), *_conservation(summary)]
+    return [
+        *_speed(summary, utilization),
+        *_price(summary),
+        *_rewards(summary),
+        *_conservation(summary),
+    ]
 
 
 def _speed(summary: RunSummary, utilization: float) -> list[Headline]:
@@ -105,6 +110,25 @@ def _price(summary: RunSummary) -> list[Headline]:
             better="zero",
             unit="share",
         ),
+    ]
+
+
+def _rewards(summary: RunSummary) -> list[Headline]:
+    rewards = summary.rewards
+    if rewards.mean is None and not rewards.parts:
+        return []
+    parts = ", ".join(f"{name}: {amount(mean, 3)}" for name, mean in rewards.parts.items())
+    return [
+        Headline(
+            key="reward",
+            label="Reward, mean",
+            value=rewards.mean,
+            text=amount(rewards.mean, 3),
+            explanation=f"Of the delivered responses. Means of its parts: {parts}."
+            if parts
+            else "Of the delivered responses.",
+            unit="reward",
+        )
     ]
 
 

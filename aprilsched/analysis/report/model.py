@@ -49,7 +49,7 @@ class Headline:
     """What it says, in one line."""
     better: Direction | None = None
     """None where neither is."""
-    unit: Literal["share", "seconds", "count", "rate", "versions"] = "count"
+    unit: Literal["share", "seconds", "count", "rate", "versions", "reward"] = "count"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

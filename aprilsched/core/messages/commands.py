@@ -38,8 +38,8 @@ __all__ = [
     "ReportSlow",
     "ResolveTurn",
     "Retire",
-    "Score",
     "ScoreGroup",
+    "ScoreRollout",
     "Send",
     "StartEpisode",
     "Verify",
@@ -323,7 +323,7 @@ class DiscardTokens:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Score:
+class ScoreRollout:
     """Ask the reward function about one rollout. The answer is Rewarded or RewardFailed."""
 
     rollout: Rollout
@@ -459,7 +459,7 @@ Command: TypeAlias = (
     | StartEpisode
     | ResolveTurn
     | DiscardTokens
-    | Score
+    | ScoreRollout
     | ScoreGroup
     | Judge
     | CancelWork

@@ -13,6 +13,7 @@ from aprilsched.types import (
     Prompt,
     RefusedPrompt,
     SamplingParams,
+    Score,
     VersionSpan,
 )
 
@@ -279,10 +280,10 @@ class TurnKept:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeFinished:
-    """An episode returned, with its reward if it computed one."""
+    """An episode returned, with its score if it gave one."""
 
     rollout_id: int
-    reward: float | None = None
+    score: Score | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,18 +296,18 @@ class EpisodeFailed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewarded:
-    """The reward of one rollout."""
+    """The score of one rollout, which has a reward."""
 
     rollout_id: int
-    reward: float
+    score: Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRewarded:
-    """The rewards of a whole group, in the order of its members."""
+    """The scores of a whole group, in the order of its members; each has a reward."""
 
     group_id: int
-    rewards: tuple[float, ...]
+    scores: tuple[Score, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

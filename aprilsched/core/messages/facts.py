@@ -149,6 +149,7 @@ class DeliveredRollout(Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     segments: tuple[tuple[int, int, int, str | None], ...]
     finish_reason: FinishReason = "length"
     reward: float | None = None
+    reward_parts: dict[str, float] = {}
     turns: int = 1
     masked: int = 0
     versions_exact: bool = True
@@ -304,11 +305,14 @@ class RewardRequested(Fact, frozen=True):
 
 
 class RolloutScored(Fact, frozen=True):
-    """The rollout has its reward, which is None where no reward function is given."""
+    """The rollout has its reward, which is None where no reward function is given. `reward_parts`
+    and `info` are those of the caller's :class:`~aprilsched.types.Score`."""
 
     rollout_id: int
     group_id: int
     reward: float | None = None
+    reward_parts: dict[str, float] = {}
+    info: dict[str, Any] = {}
 
 
 class VerdictRequested(Fact, frozen=True):
@@ -584,6 +588,7 @@ def _delivered(rollout: Rollout, key: str | int | None, *, tokens: bool) -> Deli
         segments=segments,
         finish_reason=rollout.finish_reason,
         reward=rollout.reward,
+        reward_parts=dict(rollout.reward_parts),
         turns=rollout.turns,
         masked=sampled - int(np.count_nonzero(rollout.loss_mask)),
         versions_exact=rollout.versions_exact,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 from aprilsched.core.messages.facts import GroupLaunched, RestoredLengths
 from aprilsched.core.state.lifecycle import GENERATING
@@ -33,6 +34,9 @@ def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> 
         stale_keys=record.log.stale_keys,
         finish_reason=record.finish_reason,
         reward=record.reward,
+        reward_parts=dict(record.reward_parts),
+        # A copy, so that nothing that the caller does to a rollout changes what is saved of it.
+        info=deepcopy(record.info),
         turns=record.turns,
     )
 

@@ -7,6 +7,7 @@ other. A request may take several attempts: each time that it is sent is one att
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import GENERATING, Move, State, after
 from aprilsched.core.state.token_log import TokenLog
-from aprilsched.types import Batch, FinishReason, Int32Array, Prompt, SamplingParams
+from aprilsched.types import Batch, FinishReason, Int32Array, Prompt, SamplingParams, Score
 
 __all__ = [
     "DeliveredBatch",
@@ -132,6 +133,8 @@ class RolloutRecord:
     eligible: bool = True
     """The rollout may generate now; otherwise it is deferred until its group is chosen."""
     reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict[str, float])
+    info: dict[str, Any] = field(default_factory=dict[str, Any])
     finish_reason: FinishReason = "length"
     answered: list[tuple[int, int, FinishReason]] = field(
         default_factory=list[tuple[int, int, FinishReason]]
@@ -149,6 +152,15 @@ class RolloutRecord:
     def move(self, move: Move) -> None:
         """Make a move of the life-cycle table."""
         self.state = after(self.state, move)
+
+    def attach(self, score: Score) -> None:
+        """Take a reward with its parts and info. Those of the episode stay where the score of the
+        reward function has no other value for a name."""
+        if score.reward is not None:
+            self.reward = score.reward
+        # New mappings, because facts and rollouts that were made before have the former ones.
+        self.reward_parts = {**self.reward_parts, **score.parts}
+        self.info = {**self.info, **score.info}
 
     def context(self) -> Int32Array:
         """Prompt and response so far, int32 [P + T], as the engine must see it."""

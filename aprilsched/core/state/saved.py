@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -139,6 +139,8 @@ class RolloutState:
     turns: tuple[SavedTurn, ...] = ()
     request: SavedRequest | None = None
     stale_keys: bool = False
+    reward_parts: dict[str, float] = field(default_factory=dict[str, float])
+    info: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from aprilsched.core.messages.commands import Launch, Score, ScoreGroup, StartEpisode
+from aprilsched.core.messages.commands import Launch, ScoreGroup, ScoreRollout, StartEpisode
 from aprilsched.core.messages.facts import EpisodeStarted, GroupAccepted, RewardRequested
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.assembly import batch_of, group_of, launched, rollout_of
@@ -150,7 +150,7 @@ def _call_again(state: SchedulerState, group: GroupRecord, member: RolloutRecord
         leave_one(state, member, request.output_start, request.sampling.max_new_tokens)
     elif member.state is State.SCORING and state.caller.reward_scope == "rollout":
         state.tell(RewardRequested(group_id=group.group_id, rollout_id=member.rollout_id))
-        state.commands.append(Score(rollout=rollout_of(member), prompt=group.prompt))
+        state.commands.append(ScoreRollout(rollout=rollout_of(member), prompt=group.prompt))
 
 
 def _restore_run(state: SchedulerState, saved: Saved) -> None:
@@ -224,6 +224,7 @@ def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> No
             # Rewards of one call must not be mixed with those of another.
             for member in generated:
                 member.state, member.reward = State.SCORING, None
+                member.reward_parts, member.info = {}, {}
     group.unscored = sum(member.state is not State.DONE for member in group.members)
     if group.unscored or (state.caller.accepts and run.accepts is False):
         group.accepted = None
@@ -260,6 +261,8 @@ def _rollout(
         ),
         eligible=known.due,
         reward=None if cut_short else known.reward,
+        reward_parts={} if cut_short else known.reward_parts,
+        info={} if cut_short else known.info,
         finish_reason=known.finish_reason,
         answered=list(known.turns),
         turns=len(known.turns) if state.caller.episodes else 1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aprilsched.core.messages.commands import Judge, Score, ScoreGroup
+from aprilsched.core.messages.commands import Judge, ScoreGroup, ScoreRollout
 from aprilsched.core.messages.events import GroupRewarded, Judged, Rewarded, RewardFailed
 from aprilsched.core.messages.facts import (
     GroupAccepted,
@@ -17,6 +17,7 @@ from aprilsched.core.state.lifecycle import Move, State
 from aprilsched.core.state.records import GroupRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import drop
+from aprilsched.types import Score
 
 __all__ = [
     "filter_or_accept",
@@ -28,19 +29,22 @@ __all__ = [
 ]
 
 
-def finish(state: SchedulerState, rollout: RolloutRecord, reward: float | None) -> None:
-    """Finish a rollout that is generated to its end; `reward` is its episode's, if it has one."""
+def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -> None:
+    """Finish a rollout that is generated to its end; `score` is its episode's, if it has one."""
     group = rollout.group
     state.in_flight.finish(rollout)
     state.tell(RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
     if group.complete and group.evaluation_id is None:
         state.note_lengths(group)
     scope = state.caller.reward_scope
-    if scope == "none" or reward is not None:
-        _score(state, rollout, reward)
+    if score is not None:
+        # Before the reward function is asked: it may need what the episode tells.
+        rollout.attach(score)
+    if scope == "none" or rollout.reward is not None:
+        _score(state, rollout)
     elif scope == "rollout":
         state.tell(RewardRequested(group_id=group.group_id, rollout_id=rollout.rollout_id))
-        state.commands.append(Score(rollout=rollout_of(rollout), prompt=group.prompt))
+        state.commands.append(ScoreRollout(rollout=rollout_of(rollout), prompt=group.prompt))
     if scope == "group" and group.complete and group.unscored:
         state.tell(RewardRequested(group_id=group.group_id))
         state.commands.append(ScoreGroup(group=group_of(group)))
@@ -49,16 +53,18 @@ def finish(state: SchedulerState, rollout: RolloutRecord, reward: float | None) 
 def on_rewarded(state: SchedulerState, event: Rewarded) -> None:
     rollout = state.in_flight.rollouts.get(event.rollout_id)
     if rollout is not None:
-        _score(state, rollout, event.reward)
+        rollout.attach(event.score)
+        _score(state, rollout)
 
 
 def on_group_rewarded(state: SchedulerState, event: GroupRewarded) -> None:
     group = state.in_flight.groups.get(event.group_id)
     if group is None:
         return
-    for rollout, reward in zip(group.members, event.rewards, strict=True):
+    for rollout, score in zip(group.members, event.scores, strict=True):
         if rollout.state is State.SCORING:
-            _score(state, rollout, reward)
+            rollout.attach(score)
+            _score(state, rollout)
 
 
 def on_reward_failed(state: SchedulerState, event: RewardFailed) -> None:
@@ -77,12 +83,17 @@ def on_judged(state: SchedulerState, event: Judged) -> None:
         drop(state, group, Reason.REJECTED, "refused by accept")
 
 
-def _score(state: SchedulerState, rollout: RolloutRecord, reward: float | None) -> None:
-    rollout.reward = reward
+def _score(state: SchedulerState, rollout: RolloutRecord) -> None:
     rollout.move(Move.SCORE)
     state.in_flight.journal.finish(rollout)
     state.tell(
-        RolloutScored(rollout_id=rollout.rollout_id, group_id=rollout.group.group_id, reward=reward)
+        RolloutScored(
+            rollout_id=rollout.rollout_id,
+            group_id=rollout.group.group_id,
+            reward=rollout.reward,
+            reward_parts=rollout.reward_parts,
+            info=rollout.info,
+        )
     )
     rollout.group.unscored -= 1
     if not rollout.group.unscored:

@@ -160,6 +160,8 @@ def _rollout(rollout: RolloutRecord) -> RolloutState:
         turns=tuple(rollout.answered),
         request=_request(rollout),
         stale_keys=rollout.log.stale_keys,
+        reward_parts=rollout.reward_parts,
+        info=rollout.info,
     )
 
 

@@ -152,7 +152,7 @@ def on_episode_finished(state: SchedulerState, event: EpisodeFinished) -> None:
     else:
         if rollout.replay is not None:
             forget_rest(state, rollout)
-        finish(state, rollout, event.reward)
+        finish(state, rollout, event.score)
 
 
 def on_episode_failed(state: SchedulerState, event: EpisodeFailed) -> None:

@@ -161,7 +161,7 @@ class Protocol1:
             do.StartEpisode: self._start_episode,
             do.ResolveTurn: self._resolve_turn,
             do.DiscardTokens: self._discard_tokens,
-            do.Score: lambda c: self._ask(c.rollout.group_id, c.rollout.rollout_id),
+            do.ScoreRollout: lambda c: self._ask(c.rollout.group_id, c.rollout.rollout_id),
             do.ScoreGroup: lambda c: self._ask(c.group.group_id, "rewards"),
             do.Judge: lambda c: self._ask(c.group.group_id, "verdict"),
             do.CancelWork: self._cancel_work,
@@ -384,14 +384,14 @@ class Protocol1:
     def _rewarded(self, event: ev.Rewarded) -> None:
         rollout = self._rollouts.get(event.rollout_id)
         if rollout is not None:
-            self._score(event.rollout_id, rollout.group_id, event.reward)
+            self._score(event.rollout_id, rollout.group_id, event.score.reward)
             self._answered(rollout.group_id, event.rollout_id)
 
     def _group_rewarded(self, event: ev.GroupRewarded) -> None:
         group = self._groups.get(event.group_id)
         if group is not None:
-            for rollout_id, reward in zip(group.rollout_ids, event.rewards, strict=False):
-                self._score(rollout_id, event.group_id, reward)
+            for rollout_id, score in zip(group.rollout_ids, event.scores, strict=False):
+                self._score(rollout_id, event.group_id, score.reward)
             self._answered(event.group_id, "rewards")
 
     def _score(self, rollout_id: int, group_id: int, reward: float | None) -> None:
@@ -482,8 +482,8 @@ class Protocol1:
         if rollout is None or rollout.turns <= 0:
             return
         self._finish(event.rollout_id, rollout)
-        if event.reward is not None:
-            self._score(event.rollout_id, rollout.group_id, event.reward)
+        if event.score is not None and event.score.reward is not None:
+            self._score(event.rollout_id, rollout.group_id, event.score.reward)
 
     def _finish(self, rollout_id: int, rollout: _Rollout) -> None:
         rollout.finished = True

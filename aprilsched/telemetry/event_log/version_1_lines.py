@@ -30,6 +30,7 @@ from aprilsched.types import (
     Prompt,
     Rollout,
     SamplingParams,
+    Score,
     Segment,
     VersionSpan,
 )
@@ -111,6 +112,19 @@ def _turn_requested(line: Fields) -> Event:
     )
 
 
+def _rewarded(line: Fields) -> Event:
+    return ev.Rewarded(rollout_id=line["rollout_id"], score=Score(reward=line["reward"]))
+
+
+def _group_rewarded(line: Fields) -> Event:
+    scores = tuple(Score(reward=reward) for reward in line["rewards"])
+    return ev.GroupRewarded(group_id=line["group_id"], scores=scores)
+
+
+def _episode_finished(line: Fields) -> Event:
+    return ev.EpisodeFinished(rollout_id=line["rollout_id"], score=Score(reward=line.get("reward")))
+
+
 def _engine_joined(line: Fields) -> Event:
     fields = {"version": None, **line, "name": line["engine"]}
     return ev.EngineJoined(info=msgspec.convert(fields, ev.EngineInfo))
@@ -184,7 +198,7 @@ def _resolve_turn(line: Fields) -> Command:
 
 def _score(line: Fields) -> Command:
     rollout = _unread(line["rollout_id"], line["group_id"])
-    return do.Score(rollout=rollout, prompt=_prompt(line))
+    return do.ScoreRollout(rollout=rollout, prompt=_prompt(line))
 
 
 def _score_group(line: Fields) -> Command:
@@ -308,6 +322,9 @@ _BUILD: dict[str, Callable[[Fields], Event | Command]] = {
     "Finished": _finished,
     "Interrupted": _interrupted,
     "TurnRequested": _turn_requested,
+    "EpisodeFinished": _episode_finished,
+    "Rewarded": _rewarded,
+    "GroupRewarded": _group_rewarded,
     "EngineJoined": _engine_joined,
     "Refitted": _refitted,
     "Launch": _launch,

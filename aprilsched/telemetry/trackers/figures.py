@@ -82,6 +82,10 @@ _TABLE: dict[str, _Figure] = {
     "batch/staleness_max": _Figure(
         help="Of the oldest token.",
         of=lambda m: m.batch.figures.staleness_max),
+    "batch/reward": _Figure(
+        help="Mean reward of the rollouts; absent without rewards. The mean of each named part of "
+             "the reward is beside it as `batch/reward/NAME`.",
+        of=lambda m: m.batch.figures.rewards.mean),
     "run/rollouts_in_flight": _Figure(
         help="Launched, and neither delivered nor dropped yet.",
         of=_in_flight),
@@ -117,4 +121,6 @@ FIGURES: dict[str, str] = {name: figure.help for name, figure in _TABLE.items()}
 def figures_of(moment: Moment) -> dict[str, float]:
     """By name; what cannot be known is left out."""
     found = {name: figure.of(moment) for name, figure in _TABLE.items()}
+    parts = moment.batch.figures.rewards.parts
+    found |= {f"batch/reward/{name}": value for name, value in parts.items()}
     return {name: float(value) for name, value in found.items() if value is not None}
