@@ -67,8 +67,9 @@ class EventLoop:
             self._listeners.release()
         else:
             self._listeners.event(event, now)
-        if self.core.facts:
-            self._listeners.facts(self.core.facts, now)
+        facts = self.core.facts
+        if facts:
+            self._listeners.facts(facts, now)
         if commands:
             # A listener may have to know the tokens before a command is carried out.
             self._listeners.release()

@@ -105,6 +105,12 @@ class Groups(Stop):
     def usual_group(self, group_size: int, group_tokens: Callable[[], float | None]) -> float:
         return 1.0
 
+    def batch_groups(self, usual: float) -> int:
+        return self.amount
+
+    def as_groups(self, held: Held, usual: float) -> int:
+        return len(held)
+
     def held(self, held: Held) -> int:
         return len(held)
 

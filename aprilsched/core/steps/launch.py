@@ -107,7 +107,8 @@ def launch(state: SchedulerState) -> None:
     if not state.fleet.control.engines or state.given_up or not _may_launch(state):
         return
     count = _count(state)
-    missing = count - _usable(state)
+    # Most events start nothing, and the prompts at hand are counted one by one.
+    missing = count - _usable(state) if count else 0
     if missing > 0 and not state.prompts.exhausted:
         if not state.prompts.fetching:
             state.prompts.fetching = True
@@ -153,16 +154,17 @@ def _count(state: SchedulerState) -> int:
         # What a group counts is known better now than when the batch began.
         resize(state)
         count = refill_now(state).launches(_pool_view(state))
-    admissible = state.staleness.admissible(
-        batch_groups=state.batch_groups,
-        outstanding=_open_groups(state) + state.ready_groups,
-        # An offered batch counts as taken.
-        batches_since_update=state.delivery.batches_since_update + (state.offered_groups > 0),
-        wanted=state.collecting,
-    )
-    if admissible is not None and count > admissible:
-        # A wave that the gate has cut short stays pending: the next update admits the rest.
-        return admissible
+    if count and state.staleness.bound is not None:
+        admissible = state.staleness.admissible(
+            batch_groups=state.batch_groups,
+            outstanding=_open_groups(state) + state.ready_groups,
+            # An offered batch counts as taken.
+            batches_since_update=state.delivery.batches_since_update + (state.offered_groups > 0),
+            wanted=state.collecting,
+        )
+        if admissible is not None and count > admissible:
+            # A wave that the gate has cut short stays pending: the next update admits the rest.
+            return admissible
     state.plan.wave_pending = (
         state.plan.wave_pending and count > _usable(state) and not state.prompts.exhausted
     )
