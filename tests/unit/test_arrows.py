@@ -92,6 +92,7 @@ RULES: dict[str, Rule] = {
         ours=("aprilsched.checks", "aprilsched.errors", "aprilsched.types"), others=NUMPY
     ),
     "aprilsched.tensors": Rule(ours=("aprilsched.extras", "aprilsched.types"), others=NUMPY),
+    "aprilsched.corrections": Rule(ours=("aprilsched.errors",), others=NUMPY),
     "aprilsched.timing.model": Rule(others=NUMPY, pure=True),
     "aprilsched.workload": Rule(ours=("aprilsched.errors", "aprilsched.types"), others=NUMPY),
     # Inside the core the nouns are below and the verbs above.

@@ -1,0 +1,515 @@
+"""What off-policy tokens need in a trainer's loss: weights, masks, ratios and the clipped loss.
+
+A batch holds tokens of several policy versions. Their log-probabilities and versions are in the
+batch (:class:`~aprilsched.types.Rollout`, :meth:`~aprilsched.types.Batch.to_torch`), and nothing
+else is needed here, so the functions work in any trainer::
+
+    tensors = batch.to_torch()
+    mask = age_mask(tensors.versions, tensors.loss_mask, version=batch.version, max_staleness=4)
+    weights = importance_weights(proximal, tensors.logprobs, mask, high=2.0)
+    loss = clipped_loss(logprobs, proximal, advantages, mask, weights=weights)
+    (loss.sum() / tensors.loss_mask.sum()).backward()
+
+Three policies have names in all signatures and formulas. The *behaviour* policy b sampled the
+token: its log-probabilities are those of the batch. The *proximal* policy p is the one that the
+training step begins with, and the trust region is around it. The *current* policy θ is being
+trained, and only its log-probabilities carry a gradient.
+
+Every function takes either numpy arrays or torch tensors, not a mixture, and returns the same
+kind on the same device. Arrays of tokens have one shape: padded [B, S] (a row is a sequence) or
+packed [N] (then levels other than "token" need ``cu_seqlens``). Log-probabilities are natural
+logarithms of any floating dtype; the result is at least float32. A mask is boolean, or a number
+that is 0 for tokens that do not count, such as prompts, padding and tokens of an environment. What
+stands in the other arrays at these tokens has no influence, not even if it is NaN or infinite.
+
+torch is never imported here: a caller who has a tensor has imported it. The few functions that
+are used (exp, clip, where, sum, cumsum, argsort) have the same names and positional arguments in
+numpy and torch, so an array API wrapper would be a dependency without a use.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "Level",
+    "age_mask",
+    "clipped_loss",
+    "importance_weights",
+    "interpolated_proximal",
+    "ratios",
+    "second_moment_mask",
+    "staleness",
+]
+
+T = TypeVar("T", NDArray[Any], "Tensor")
+Level: TypeAlias = Literal["token", "sequence", "geometric"]
+
+_LARGEST_LOG_RATIO = 20.0
+"""Log-ratios are limited to ±20 (slime's SAFETY_BOUND), so that a ratio is finite in float32. The
+product over a long sequence would overflow otherwise, and give a NaN gradient."""
+
+
+def staleness(versions: T, *, version: int) -> T:
+    """Number of versions between the policy that sampled a token and `version`.
+
+    It is ``max(0, version - versions)``, and 0 for tokens that no policy sampled (negative
+    versions).
+
+    Args:
+        versions: integers, any shape; the versions of the batch.
+        version: the version that consumes the tokens, usually ``batch.version``.
+
+    Returns:
+        Integers of the shape and dtype of `versions`.
+    """
+    xp = _namespace(versions=versions)
+    age = xp.clip(version - versions, 0, None)
+    return xp.where(versions < 0, 0, age)
+
+
+def age_mask(versions: T, mask: T, *, version: int, max_staleness: int) -> T:
+    """The tokens of `mask` that are at most `max_staleness` versions old.
+
+    The ``loss_mask`` of a batch follows the scheduler's own bound already. This function is for a
+    bound that the trainer chooses, for example one that it changes during the run.
+
+    Args:
+        versions: integers, any shape; the versions of the batch.
+        mask: the tokens that count, same shape.
+        version: the version that consumes the tokens, usually ``batch.version``.
+        max_staleness: the largest allowed age in versions; 0 leaves on-policy tokens only.
+
+    Returns:
+        Booleans of the same shape.
+
+    Raises:
+        ConfigError: if `max_staleness` is negative.
+    """
+    if max_staleness < 0:
+        raise ConfigError(f"max_staleness is {max_staleness}; give 0 or more.")
+    _namespace(versions=versions, mask=mask)
+    young: Any = staleness(versions, version=version) <= max_staleness
+    return (mask != 0) & young
+
+
+def ratios(
+    logprobs: T,
+    behaviour_logprobs: T,
+    mask: T,
+    *,
+    level: Level = "token",
+    cu_seqlens: T | None = None,
+) -> T:
+    """Importance ratios of one policy against another.
+
+    With d_t = log π(t) - log b(t), a token's ratio is
+
+    - ``"token"``: exp(d_t), each token's own;
+    - ``"sequence"``: exp(Σ d_t), the ratio of the whole response: unbiased, and of large variance;
+    - ``"geometric"``: exp(mean d_t), the geometric mean of GSPO (arXiv 2507.18071, eq. 7), whose
+      size does not depend on the response's length.
+
+    Sums and means are over the tokens of `mask` in one sequence, and each of these tokens has the
+    ratio of its sequence. The gradient flows through `logprobs`, and through no other argument.
+
+    Args:
+        logprobs: log-probabilities under the policy in the numerator, [B, S] or [N].
+        behaviour_logprobs: log-probabilities under the policy in the denominator, same shape.
+        mask: the tokens that count, same shape.
+        level: which ratio.
+        cu_seqlens: integers [B + 1], the bounds of packed sequences; only for [N], and only for
+            the levels that need it.
+
+    Returns:
+        The ratios, of the same shape; 0 outside of `mask`.
+
+    Raises:
+        ConfigError: if shapes or kinds of arrays differ, or `level` and `cu_seqlens` do not fit.
+    """
+    xp = _namespace(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, mask=mask)
+    counted: Any = mask != 0
+    difference = _difference(logprobs, _detached(behaviour_logprobs), counted)
+    if level == "token":
+        log_ratio = difference
+    elif level in ("sequence", "geometric"):
+        mean = level == "geometric"
+        log_ratio = _per_sequence(difference, counted, mean=mean, cu_seqlens=cu_seqlens)
+    else:
+        raise ConfigError(f"level is {level!r}; give 'token', 'sequence' or 'geometric'.")
+    ratio = xp.exp(xp.clip(log_ratio, -_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO))
+    return xp.where(counted, ratio, 0.0)
+
+
+def importance_weights(
+    logprobs: T,
+    behaviour_logprobs: T,
+    mask: T,
+    *,
+    high: float = 2.0,
+    low: float = 0.0,
+    outside: Literal["truncate", "mask"] = "truncate",
+    level: Level = "token",
+    cu_seqlens: T | None = None,
+) -> T:
+    """Factors for the loss of tokens that another policy sampled: truncated importance sampling.
+
+    With the ratio r of :func:`ratios` a token's weight is
+
+    - ``outside="truncate"``: min(max(r, low), high). This is slime's TIS (``--use-tis``,
+      ``--tis-clip``, ``--tis-clip-low``; its defaults are the defaults here), and TRL's modes
+      ``token_truncate`` and ``sequence_truncate``.
+    - ``outside="mask"``: r if low ≤ r ≤ high, otherwise 0, so that the token does not count at
+      all. This is the masked variant: slime's icepop function, TRL's ``token_mask`` and
+      ``sequence_mask``, AReaL's rejection sampling.
+
+    The bias of truncation is bounded and one-sided; masking also removes tokens that the engine
+    and the trainer disagree about. Weights carry no gradient: they correct who sampled the token,
+    and the loss that they multiply has the gradient.
+
+    Args:
+        logprobs: log-probabilities under the proximal policy, recomputed by the trainer or from
+            :func:`interpolated_proximal`; [B, S] or [N].
+        behaviour_logprobs: those of the batch, same shape.
+        mask: the tokens that count, same shape.
+        high: upper bound of the ratio, at least 1.
+        low: lower bound of the ratio, from 0 to 1.
+        outside: what is done with a ratio outside of the bounds.
+        level: see :func:`ratios`.
+        cu_seqlens: see :func:`ratios`.
+
+    Returns:
+        Weights of the same shape, without a gradient; 0 outside of `mask`.
+
+    Raises:
+        ConfigError: if a bound is out of its range, or for the causes of :func:`ratios`.
+    """
+    if not 0 <= low <= 1 <= high:
+        raise ConfigError(
+            f"low is {low} and high is {high}; give 0 <= low <= 1 <= high, so that an on-policy "
+            "token has the weight 1."
+        )
+    if outside not in ("truncate", "mask"):
+        raise ConfigError(f"outside is {outside!r}; give 'truncate' or 'mask'.")
+    ratio = ratios(
+        _detached(logprobs), behaviour_logprobs, mask, level=level, cu_seqlens=cu_seqlens
+    )
+    xp = _namespace(logprobs=logprobs)
+    if outside == "truncate":
+        return xp.where(mask != 0, xp.clip(ratio, low, high), 0.0)
+    # Written so that a NaN is kept and seen, as it is by truncation.
+    return xp.where((ratio < low) | (ratio > high), 0.0, ratio)
+
+
+def interpolated_proximal(
+    logprobs: T,
+    behaviour_logprobs: T,
+    versions: T,
+    *,
+    proximal_version: int,
+    current_version: int | None = None,
+) -> T:
+    """An estimate of the proximal policy's log-probabilities, without a forward pass for them.
+
+    Between the behaviour version v_b and the current version v_θ, log-probabilities are taken as
+    linear in the version (AReaL's ``prox_logp_method="loglinear"``):
+
+    log p ≈ log b + a (log π_θ - log b), with a = (v_p - v_b) / (v_θ - v_b), limited to [0, 1].
+
+    A token of the proximal version itself has ``a = 0``: its proximal log-probability is that of
+    the batch, which is exact. Tokens of a newer version and tokens that no policy sampled keep that
+    of the batch too. The older a token is, the nearer `a` is to 1.
+
+    For the steps on one batch the proximal version is ``batch.version``, and the weights that they
+    lead to have the next one. (AReaL counts one less: it takes the version that it trains from as
+    the current one, and the version before it as the proximal one.)
+
+    Args:
+        logprobs: log-probabilities under the current policy, any shape.
+        behaviour_logprobs: those of the batch, same shape.
+        versions: integers, same shape; the versions of the batch.
+        proximal_version: the version that the training step begins with.
+        current_version: the version that is being trained; None means ``proximal_version + 1``.
+
+    Returns:
+        Log-probabilities of the same shape, without a gradient.
+
+    Raises:
+        ConfigError: if `current_version` is below `proximal_version`, or for shapes and kinds of
+            arrays that differ.
+    """
+    current = proximal_version + 1 if current_version is None else current_version
+    if current < proximal_version:
+        raise ConfigError(
+            f"current_version is {current} and proximal_version is {proximal_version}; the current "
+            "policy is the proximal one or a later one."
+        )
+    xp = _namespace(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, versions=versions)
+    behaviour: Any = _wide(_detached(behaviour_logprobs))
+    older: Any = (versions >= 0) & (versions < proximal_version)
+    # The divisor is 1 where nothing is interpolated, so that nothing is divided by zero there.
+    distance = _like(xp.where(older, current - versions, 1), behaviour)
+    step = _difference(_detached(logprobs), behaviour, older)
+    return behaviour + _like(proximal_version - versions, behaviour) / distance * step
+
+
+def clipped_loss(
+    logprobs: T,
+    proximal_logprobs: T,
+    advantages: T,
+    mask: T,
+    *,
+    weights: T | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    level: Level = "token",
+    cu_seqlens: T | None = None,
+) -> T:
+    """The clipped policy-gradient loss of each token, to be summed and divided by the trainer.
+
+    With u = π_θ / p (:func:`ratios` of that level), weight w and advantage A:
+
+    loss = -w min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)
+
+    What it is depends on the arguments:
+
+    - *PPO, GRPO*: `proximal_logprobs` are those of the batch, without `weights`. The trust region
+      is then around the policy that sampled each token, however old it is.
+    - *Decoupled PPO* (AReaL, arXiv 2505.24298, eq. 5): `proximal_logprobs` recomputed or from
+      :func:`interpolated_proximal`, `weights` from :func:`importance_weights` of the proximal
+      against the behaviour policy. slime's ``--use-tis`` is the same with weights of at most 2.
+    - *GSPO* (arXiv 2507.18071): ``level="geometric"``, with bounds of a few 1e-4 and one advantage
+      for each sequence.
+    - *M2PO* (arXiv 2510.01161): the mask of :func:`second_moment_mask`, ``clip_low=1`` and
+      ``clip_high=math.inf``, which clip nothing.
+
+    The gradient flows through `logprobs` only. All other arguments are constants here.
+
+    Args:
+        logprobs: log-probabilities under the policy being trained, [B, S] or [N].
+        proximal_logprobs: log-probabilities that the trust region is around, same shape.
+        advantages: same shape, or [B, 1] for one value for each row.
+        mask: the tokens that count, same shape as `logprobs`.
+        weights: factors of the same shape; None means 1.
+        clip_low: how far the ratio may fall below 1, from 0 to 1.
+        clip_high: how far the ratio may rise above 1, at least 0.
+        level: see :func:`ratios`.
+        cu_seqlens: see :func:`ratios`.
+
+    Returns:
+        Losses of the shape of `logprobs`; 0 outside of `mask`. They are to be divided by the number
+        of tokens that count *before* any token was masked for its age or its ratio; divided by the
+        rest, the remaining tokens would weigh more the more were masked.
+
+    Raises:
+        ConfigError: if a bound is out of its range, or for the causes of :func:`ratios`.
+    """
+    if not (0 <= clip_low <= 1 and clip_high >= 0):
+        raise ConfigError(
+            f"clip_low is {clip_low} and clip_high is {clip_high}; give 0 <= clip_low <= 1 and "
+            "clip_high >= 0."
+        )
+    ratio = ratios(logprobs, proximal_logprobs, mask, level=level, cu_seqlens=cu_seqlens)
+    xp = _namespace(logprobs=logprobs)
+    counted: Any = mask != 0
+    advantage = xp.where(counted, _advantages(advantages, logprobs), 0.0)
+    clipped = xp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    loss = -xp.minimum(ratio * advantage, clipped * advantage)
+    if weights is not None:
+        _namespace(logprobs=logprobs, weights=weights)
+        loss = loss * xp.where(counted, _wide(_detached(weights)), 0.0)
+    return xp.where(counted, loss, 0.0)
+
+
+def second_moment_mask(
+    logprobs: T,
+    behaviour_logprobs: T,
+    mask: T,
+    *,
+    bound: float = 0.04,
+    advantages: T | None = None,
+) -> T:
+    """The tokens of `mask` without those of the largest importance ratios: M2PO's mask.
+
+    The second moment M2 is the mean of (log π - log b)² over the tokens. The tokens with the
+    largest squares are left out, one after the other, until M2 of the rest is at most `bound`
+    (M2PO, arXiv 2510.01161). So extreme tokens go, and a batch whose tokens are all a little off
+    keeps them; a bound on each single ratio clips them all. All tokens are one population: call
+    this for a whole batch, not for a micro-batch.
+
+    With `advantages` only tokens that a training step moves further away are counted and left
+    out: those with a positive advantage and a ratio above 1, or a negative one and a ratio below
+    1. The authors' code does this. Without, every token counts, as in AReaL
+    (``actor.m2_threshold``). AReaL keeps one token even if it is above the bound; here none is
+    kept then.
+
+    Args:
+        logprobs: log-probabilities under the current or the proximal policy, any shape.
+        behaviour_logprobs: those of the batch, same shape.
+        mask: the tokens that count, same shape.
+        bound: the largest allowed mean, in squared nats; 0.04 is the authors' value.
+        advantages: same shape, or [B, 1]; None means that every token counts.
+
+    Returns:
+        Booleans of the same shape, without a gradient.
+
+    Raises:
+        ConfigError: if `bound` is negative, or for shapes and kinds of arrays that differ.
+    """
+    if not bound >= 0:
+        raise ConfigError(f"bound is {bound}; give 0 or more.")
+    xp = _namespace(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, mask=mask)
+    counted: Any = mask != 0
+    difference = _difference(_detached(logprobs), _detached(behaviour_logprobs), counted)
+    constrained = counted
+    if advantages is not None:
+        advantage = xp.where(counted, _advantages(advantages, logprobs), 0.0)
+        constrained = counted & (advantage * difference > 0)
+    squares = difference[constrained] ** 2
+    # Sorted from small to large, the means of the beginnings rise, so those within the bound are
+    # the first ones. A NaN is sorted to the end, and left out.
+    order = xp.argsort(squares, stable=True)
+    means = xp.cumsum(squares[order], 0) / xp.cumsum(xp.ones_like(order), 0)
+    kept = order < 0
+    kept[order] = means <= bound
+    result: Any = counted & ~constrained
+    result[constrained] = kept
+    return result
+
+
+# --- both kinds of arrays ------------------------------------------------------------------------
+
+
+def _namespace(**arrays: object) -> Any:
+    """The module, numpy or torch, whose functions take these arrays; they have one shape."""
+    (first_name, first), *others = arrays.items()
+    xp = _module(first_name, first)
+    shape = getattr(first, "shape", None)
+    for name, array in others:
+        if _module(name, array) is not xp:
+            raise ConfigError(
+                f"{first_name} and {name} are arrays of different kinds; give numpy arrays or "
+                "torch tensors only."
+            )
+        if getattr(array, "shape", None) != shape:
+            raise ConfigError(
+                f"{first_name} has shape {tuple(shape or ())} and {name} has shape "
+                f"{tuple(getattr(array, 'shape', ()))}; give arrays of one shape."
+            )
+    return xp
+
+
+def _module(name: str, array: object) -> Any:
+    if isinstance(array, np.ndarray):
+        return np
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return torch
+    raise ConfigError(f"{name} is a {type(array).__name__}; give a numpy array or a torch tensor.")
+
+
+def _torch(array: Any) -> Any:
+    """torch if `array` is a tensor; None if it is numpy's."""
+    return None if isinstance(array, np.ndarray) else sys.modules["torch"]
+
+
+def _wide(array: Any) -> Any:
+    """`array` in its own dtype, or in float32 if that is narrower or not a floating dtype."""
+    torch = _torch(array)
+    if torch is None:
+        return array.astype(np.result_type(array.dtype, np.float32), copy=False)
+    return array.to(torch.promote_types(array.dtype, torch.float32))
+
+
+def _like(array: Any, other: Any) -> Any:
+    """`array` in the dtype of `other`."""
+    return array.astype(other.dtype) if _torch(array) is None else array.to(other.dtype)
+
+
+def _difference(minuend: Any, subtrahend: Any, counted: Any) -> Any:
+    """The difference at the tokens that count, and 0 at the others.
+
+    Both sides are 0 there before anything is computed: the gradient of exp at a padded -inf would
+    be NaN, and NaN times 0 is not 0.
+    """
+    xp = _namespace(minuend=minuend, subtrahend=subtrahend)
+    return xp.where(counted, _wide(minuend), 0.0) - xp.where(counted, _wide(subtrahend), 0.0)
+
+
+def _detached(array: Any) -> Any:
+    return array if _torch(array) is None else array.detach()
+
+
+def _advantages(advantages: Any, logprobs: Any) -> Any:
+    """Constant, and of the shape of `logprobs`."""
+    xp = _module("logprobs", logprobs)
+    if _module("advantages", advantages) is not xp:
+        raise ConfigError(
+            "logprobs and advantages are arrays of different kinds; give numpy arrays or torch "
+            "tensors only."
+        )
+    rows = (*logprobs.shape[:-1], 1)
+    # [B] is refused, because it would be spread over the wrong dimension where B equals S.
+    if advantages.shape != logprobs.shape and (
+        logprobs.ndim < 2 or tuple(advantages.shape) != rows
+    ):
+        raise ConfigError(
+            f"advantages have shape {tuple(advantages.shape)} and logprobs "
+            f"{tuple(logprobs.shape)}; give one advantage for each token, or [B, 1]."
+        )
+    return xp.broadcast_to(_wide(_detached(advantages)), tuple(logprobs.shape))
+
+
+def _per_sequence(values: Any, counted: Any, *, mean: bool, cu_seqlens: Any) -> Any:
+    """Sum or mean of each sequence at every token of it; `values` are 0 where no token counts."""
+    xp = _namespace(values=values, counted=counted)
+    ones = _like(counted, values)
+    if cu_seqlens is None:
+        if values.ndim != 2:
+            raise ConfigError(
+                f"logprobs have {values.ndim} dimensions; give padded rows [B, S], or packed "
+                "tokens [N] with cu_seqlens."
+            )
+        total = xp.sum(values, -1)[:, None]
+        number = xp.sum(ones, -1)[:, None]
+        per_token = total / xp.clip(number, 1, None) if mean else total
+        return xp.broadcast_to(per_token, tuple(values.shape))
+    if values.ndim != 1:
+        raise ConfigError("cu_seqlens is for packed tokens [N]; leave it out for padded rows.")
+    _module("cu_seqlens", cu_seqlens)
+    owner = _owners(cu_seqlens)
+    if owner.shape != values.shape:
+        raise ConfigError(
+            f"cu_seqlens ends at {owner.shape[0]} and there are {values.shape[0]} tokens; give the "
+            "bounds of these sequences."
+        )
+    sequences = cu_seqlens.shape[0] - 1
+    total = _sums(values, owner, sequences)
+    if mean:
+        total = total / xp.clip(_sums(ones, owner, sequences), 1, None)
+    return total[owner]
+
+
+def _owners(cu_seqlens: Any) -> Any:
+    """The index of the sequence that each packed token belongs to."""
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    torch = _torch(cu_seqlens)
+    if torch is None:
+        return np.arange(len(lengths)).repeat(lengths)
+    return torch.arange(len(lengths), device=cu_seqlens.device).repeat_interleave(lengths)
+
+
+def _sums(values: Any, owner: Any, sequences: int) -> Any:
+    """The sum of the values of each sequence."""
+    if _torch(values) is None:
+        return np.bincount(owner, weights=values, minlength=sequences).astype(values.dtype)
+    return values.new_zeros(sequences).index_add(0, owner, values)
