@@ -1,7 +1,7 @@
 """What off-policy tokens need in a trainer's loss: weights, masks, ratios and the clipped loss.
 
 A batch holds tokens of several policy versions. Their log-probabilities and versions are in the
-batch (:class:`~aprilsched.types.Rollout`, :meth:`~aprilsched.types.Batch.to_torch`), and nothing
+batch (:class:`~aprilsched.Rollout`, :meth:`~aprilsched.Batch.to_torch`), and nothing
 else is needed here, so the functions work in any trainer::
 
     tensors = batch.to_torch()

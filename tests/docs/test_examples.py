@@ -32,6 +32,7 @@ RUN = (
     "guides/colocated",
     "guides/tuning",
     "guides/seeing",
+    "off_policy",
 )
 PAGES = sorted(
     page.relative_to(DOCS).with_suffix("").as_posix()
