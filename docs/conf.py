@@ -50,8 +50,8 @@ nitpick_ignore_regex = [
     # Inner workings that a signature or a sentence names, and the decisions describe.
     (r"py:.*", r"aprilsched\.core\..*"),
     (r"py:mod", r"aprilsched\..*"),
-    (r"py:class", r"aprilsched\.(types\.Receipt|engines\.sim\.model\.ToyModel)"),
-    (r"py:class", r"aprilsched\.analysis\.(lines|plots\.plans|report\.model)\..*"),
+    (r"py:class", r"aprilsched\.(types\.Receipt|engines\.sim\.toy_model\.ToyModel)"),
+    (r"py:class", r"aprilsched\.analysis\.(lines|plots\.plans|report\.report_data)\..*"),
     (r"py:class", r"aprilsched\.telemetry\.(batch_meter|live_figures)\..*"),
     (r"py:class", r"aprilsched\.testing\.faults\.(choosing|kinds)\..*"),
     (r"py:class", r"aprilsched\.telemetry\.sampling\.engine_loads\..*"),

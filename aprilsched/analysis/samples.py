@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.run_folder import SAMPLES
-from aprilsched.telemetry.sampling.lines import (
+from aprilsched.telemetry.sampling.sample_lines import (
     DeviceLine,
     EngineLine,
     GpuLine,
@@ -34,7 +34,7 @@ _Line = TypeVar("_Line", EngineLine, GpuLine)
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EngineSamples:
     """One engine; each array is float64 [samples]. What the figures mean is in
-    :data:`~aprilsched.telemetry.sampling.lines.FIELDS`, under "engine"."""
+    :data:`~aprilsched.telemetry.sampling.sample_lines.FIELDS`, under "engine"."""
 
     t: Float64Array
     running: Float64Array
@@ -51,7 +51,7 @@ class EngineSamples:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeviceSamples:
     """One GPU; each array is float64 [samples]. The figures are NVML's, under "nvml" in
-    :data:`~aprilsched.telemetry.sampling.lines.FIELDS`; `utilization` needs the label
+    :data:`~aprilsched.telemetry.sampling.sample_lines.FIELDS`; `utilization` needs the label
     :data:`~aprilsched.telemetry.sampling.labels.NVML_UTILIZATION` wherever it is shown."""
 
     name: str

@@ -24,8 +24,8 @@ from aprilsched.telemetry.batch_meter import BatchMeter
 from aprilsched.telemetry.event_log.follow import Follower
 from aprilsched.telemetry.event_log.reading import LogReader
 from aprilsched.telemetry.live.display import LiveView, can_draw
-from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.live.plain import PlainLines
+from aprilsched.telemetry.live.view_data import RunFacts
 from aprilsched.telemetry.live.words import clock_time
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY

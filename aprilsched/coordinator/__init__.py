@@ -1,7 +1,7 @@
 """The asyncio shell around the core: it turns I/O into events and carries out commands."""
 
-from aprilsched.coordinator.bias import BiasNow
 from aprilsched.coordinator.episodes import Episode, Turn, TurnOutput
+from aprilsched.coordinator.live_bias import BiasNow
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.rollouts import RolloutScheduler
 from aprilsched.driver.callbacks import Accept, GroupReward, Reward

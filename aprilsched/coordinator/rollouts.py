@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, cast
 
-from aprilsched.coordinator.bias import BiasNow
 from aprilsched.coordinator.episodes import Episode
+from aprilsched.coordinator.live_bias import BiasNow
 from aprilsched.coordinator.prompts import PromptSource, checked
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from aprilsched.coordinator.attempts import Attempts
-from aprilsched.coordinator.bias import LiveBias
 from aprilsched.coordinator.controls import EngineControls
 from aprilsched.coordinator.durability import Durability
 from aprilsched.coordinator.handback import HandBack, release
+from aprilsched.coordinator.live_bias import LiveBias
 from aprilsched.coordinator.membership import Membership, Readmission
 from aprilsched.coordinator.opening import check_engines
 from aprilsched.coordinator.outages import Outages

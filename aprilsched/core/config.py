@@ -11,7 +11,7 @@ from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, OverPr
 from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.resume import ResumeOrder
+from aprilsched.core.policies.resume_order import ResumeOrder
 from aprilsched.core.policies.staleness import Staleness, StalenessRule
 from aprilsched.core.policies.start_up import StartUp, StartUpRule
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens

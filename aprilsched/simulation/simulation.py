@@ -21,7 +21,7 @@ from aprilsched.engines.sim.config import SimConfig
 from aprilsched.errors import AprilschedError, FleetLost, RunGivenUp
 from aprilsched.planning import Planner
 from aprilsched.simulation.agenda import Agenda
-from aprilsched.simulation.engine import ModelledEngine
+from aprilsched.simulation.modelled_engine import ModelledEngine
 from aprilsched.simulation.trainer import Costs, ModelledTrainer
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Group, Prompt, Score

@@ -25,8 +25,8 @@ from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
 from aprilsched.telemetry.ages import sampled_tokens
 from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.usage.engine_time import AttemptNow, EngineNow, EngineTime, Recording
+from aprilsched.telemetry.usage.engine_usage import EngineUsage, engine_usage, seconds_of
 from aprilsched.telemetry.usage.parts import Cause, Part
-from aprilsched.telemetry.usage.usage import EngineUsage, engine_usage, seconds_of
 
 __all__ = ["GroupNow", "RolloutNow", "RunState"]
 

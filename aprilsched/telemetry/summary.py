@@ -20,7 +20,7 @@ from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.batch_figures import Bound, Measured
 from aprilsched.telemetry.batch_meter import BatchMeter
-from aprilsched.telemetry.bias import BiasCollector
+from aprilsched.telemetry.bias_collector import BiasCollector
 from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.telemetry.figures import (
     RolloutFigures,

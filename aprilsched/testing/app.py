@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from aprilsched.testing import control, info
+from aprilsched.testing import control_handlers, info
 from aprilsched.testing.generate import generate
 from aprilsched.testing.refusals import as_json, refusing
 from aprilsched.testing.served import SERVED, ServedEngine
@@ -31,19 +31,19 @@ _OPEN: Sequence[tuple[str, str, Handler]] = (
     ("GET", "/health_generate", info.health),
 )
 _ADMIN: Sequence[tuple[str, str, Handler]] = (
-    ("POST", "/pause_generation", control.pause),
-    ("POST", "/continue_generation", control.resume),
-    ("POST", "/abort_request", control.abort),
-    ("GET", "/flush_cache", control.flush),
-    ("POST", "/flush_cache", control.flush),
-    ("POST", "/update_weights_from_disk", control.update_from_disk),
-    ("POST", "/update_weight_version", control.update_version),
-    ("POST", "/begin_weight_update", control.begin_update),
-    ("POST", "/end_weight_update", control.end_update),
-    ("POST", "/load_lora_adapter", control.load_adapter),
-    ("POST", "/unload_lora_adapter", control.unload_adapter),
-    ("POST", "/release_memory_occupation", control.release),
-    ("POST", "/resume_memory_occupation", control.wake),
+    ("POST", "/pause_generation", control_handlers.pause),
+    ("POST", "/continue_generation", control_handlers.resume),
+    ("POST", "/abort_request", control_handlers.abort),
+    ("GET", "/flush_cache", control_handlers.flush),
+    ("POST", "/flush_cache", control_handlers.flush),
+    ("POST", "/update_weights_from_disk", control_handlers.update_from_disk),
+    ("POST", "/update_weight_version", control_handlers.update_version),
+    ("POST", "/begin_weight_update", control_handlers.begin_update),
+    ("POST", "/end_weight_update", control_handlers.end_update),
+    ("POST", "/load_lora_adapter", control_handlers.load_adapter),
+    ("POST", "/unload_lora_adapter", control_handlers.unload_adapter),
+    ("POST", "/release_memory_occupation", control_handlers.release),
+    ("POST", "/resume_memory_occupation", control_handlers.wake),
 )
 
 

@@ -24,8 +24,8 @@ from aprilsched.testing.bodies import (
     generation_request,
     known_parameters,
 )
-from aprilsched.testing.events import DONE, Answer, Item, framed
 from aprilsched.testing.faults.middleware import spoil
+from aprilsched.testing.generate_answers import DONE, Answer, Item, framed
 from aprilsched.testing.refusals import Refused, as_json
 from aprilsched.testing.served import SERVED, Call, ServedEngine
 

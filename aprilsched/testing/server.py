@@ -14,7 +14,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.testing.app import make_app
 from aprilsched.testing.faults.broken import reset
 from aprilsched.testing.faults.choosing import Faults
-from aprilsched.testing.faults.engine import EngineFaults
+from aprilsched.testing.faults.engine_faults import EngineFaults
 from aprilsched.testing.faults.middleware import spoiling
 from aprilsched.testing.faults.script import FaultScript
 from aprilsched.testing.served import ServedEngine

@@ -29,7 +29,6 @@ from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromGroup, TensorMeta
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.extras import extra
-from aprilsched.weights.buckets import Bucket, iter_buckets, iter_buckets_async
 from aprilsched.weights.collective import (
     BrokenOff,
     GroupEngine,
@@ -39,6 +38,7 @@ from aprilsched.weights.collective import (
     unexplained,
 )
 from aprilsched.weights.process_group import DEVICES, TrainerGroup, address_towards
+from aprilsched.weights.tensor_buckets import Bucket, iter_buckets, iter_buckets_async
 from aprilsched.weights.threads import in_thread
 
 if TYPE_CHECKING:

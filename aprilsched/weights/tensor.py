@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromTensors
 from aprilsched.errors import ConfigError
-from aprilsched.weights.buckets import Bucket, Buckets, iter_buckets
+from aprilsched.weights.tensor_buckets import Bucket, Buckets, iter_buckets
 from aprilsched.weights.threads import in_thread, to_the_end
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from aprilsched.engines.base import FleetChange
 from aprilsched.engines.sim import SimConfig, SimEngine
-from aprilsched.engines.sim.model import weights_key_of_version
+from aprilsched.engines.sim.toy_model import weights_key_of_version
 from experiments.chaos.history import History
 
 __all__ = ["ChaosFleet"]

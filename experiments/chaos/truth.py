@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from aprilsched.engines.sim.model import (
+from aprilsched.engines.sim.toy_model import (
     ContextState,
     ToyModel,
     adapted_key,

@@ -21,7 +21,7 @@ from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.refit import RefitFromDisk
 from aprilsched.engines.sim import run_virtual
 from aprilsched.engines.sim.config import SimConfig
-from aprilsched.engines.sim.model import ToyModel
+from aprilsched.engines.sim.toy_model import ToyModel
 from aprilsched.errors import (
     ConfigError,
     EngineRejected,

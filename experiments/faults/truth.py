@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from aprilsched.engines.sim.model import (
+from aprilsched.engines.sim.toy_model import (
     ContextState,
     ToyModel,
     sampling_key,

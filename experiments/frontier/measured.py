@@ -22,7 +22,7 @@ from aprilsched.core.messages import events as ev
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.simulation import Simulation
-from aprilsched.simulation.engine import ModelledEngine
+from aprilsched.simulation.modelled_engine import ModelledEngine
 from aprilsched.simulation.simulation import NEVER
 from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.base import AnyListener

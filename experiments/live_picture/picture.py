@@ -21,10 +21,9 @@ from aprilsched.runs.settings import RunSettings, SchedulerFlags, SimSettings
 from aprilsched.runs.setup import prepare
 from aprilsched.runs.summary import summary_of
 from aprilsched.simulation import Costs, Simulation
-from aprilsched.telemetry.live.facts import RunFacts
-from aprilsched.telemetry.live.model import LiveModel
-from aprilsched.telemetry.live.snapshot import Snapshot
+from aprilsched.telemetry.live.live_model import LiveModel
 from aprilsched.telemetry.live.view import frame
+from aprilsched.telemetry.live.view_data import RunFacts, Snapshot
 from aprilsched.telemetry.live_figures import LiveFigures
 from tests.support.browser import launched, opened
 

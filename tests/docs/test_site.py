@@ -32,7 +32,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.lifecycle import MOVES, Move, State
 from aprilsched.telemetry.metrics.table import METRICS
-from aprilsched.telemetry.sampling.lines import FIELDS as SAMPLED
+from aprilsched.telemetry.sampling.sample_lines import FIELDS as SAMPLED
 from aprilsched.telemetry.usage.parts import PARTS
 
 ROOT = Path(__file__).parents[2]

@@ -27,7 +27,7 @@ from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.resume import ResumeOrder
+from aprilsched.core.policies.resume_order import ResumeOrder
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.straggler import BEHAVIOURS, StragglerRule

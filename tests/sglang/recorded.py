@@ -28,7 +28,7 @@ from aprilsched.core.state.ledger import Counters
 from aprilsched.errors import PromptsExhausted
 from aprilsched.types import Int32Array, VersionSpan
 from tests.sglang.helpers import until
-from tests.sglang.server import helped
+from tests.sglang.server import run_with_server_packages
 
 __all__ = [
     "BATCHES",
@@ -253,7 +253,7 @@ def sequence_scores(
     whole = {str(i): np.concatenate(r).astype(np.int64) for i, r in enumerate(responses)}
     np.savez(source, **whole)  # type: ignore[arg-type]
     pairs = [part for pair in zip(models, targets, strict=True) for part in pair]
-    helped("score", source, *pairs)
+    run_with_server_packages("score", source, *pairs)
     found: list[list[NDArray[np.float64]]] = []
     for target in targets:
         with np.load(target) as arrays:

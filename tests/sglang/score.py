@@ -1,4 +1,4 @@
-"""Scores token sequences with transformers; helper.py runs it.
+"""Scores token sequences with transformers; module_runner.py runs it.
 
 ``main(IN.npz, MODEL, OUT.npz, [MODEL, OUT.npz]…)``: IN holds int64 arrays; each OUT gets for every
 array, under the same name, the float64 log-probability that its MODEL gives each token given all

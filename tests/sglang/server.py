@@ -21,7 +21,7 @@ from pathlib import Path
 __all__ = [
     "CpuServer",
     "free_port",
-    "helped",
+    "run_with_server_packages",
     "server_environment",
     "server_python",
     "write_model",
@@ -52,10 +52,10 @@ def server_python() -> Path:
 
 
 @functools.cache
-def _helper() -> subprocess.Popen[str]:
-    """The helper process. The first call starts it; it runs until this process ends."""
+def _module_runner() -> subprocess.Popen[str]:
+    """The process of module_runner.py, which the first call starts. It runs as long as this one."""
     process = subprocess.Popen(
-        [str(server_python()), str(HERE / "helper.py")],
+        [str(server_python()), str(HERE / "module_runner.py")],
         env=server_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -67,25 +67,27 @@ def _helper() -> subprocess.Popen[str]:
     return process
 
 
-def helped(module: str, *arguments: object) -> None:
-    """Call `main` of a module beside helper.py, with the server's packages.
+def run_with_server_packages(module: str, *arguments: object) -> None:
+    """Call `main` of a module beside module_runner.py, with the server's packages.
 
     Raises:
         RuntimeError: if it raises.
     """
-    process = _helper()
+    process = _module_runner()
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps([module, *map(str, arguments)]) + "\n")
     process.stdin.flush()
-    trouble = json.loads(process.stdout.readline() or '"The helper process has ended."')
+    trouble = json.loads(
+        process.stdout.readline() or '"The process of module_runner.py has ended."'
+    )
     if trouble is not None:
         raise RuntimeError(f"{module} failed:\n{trouble}")
 
 
 def write_model(directory: Path, *, seed: int = 0) -> Path:
     """Write a tiny random model into `directory` and return it."""
-    helped("tiny_model", directory, seed)
+    run_with_server_packages("tiny_model", directory, seed)
     return directory
 
 

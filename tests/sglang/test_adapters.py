@@ -27,7 +27,7 @@ from tests.sglang.adapter_contract import (
 from tests.sglang.conftest import INTERVAL
 from tests.sglang.helpers import PROMPT, whole
 from tests.sglang.recorded import Recorder, check_greedy, long_tail, sequence_scores
-from tests.sglang.server import CpuServer, helped
+from tests.sglang.server import CpuServer, run_with_server_packages
 from tests.sglang.tiny_adapter import MODULES, RANK
 
 TOLERANCE = 1e-4
@@ -114,7 +114,7 @@ async def test_logprobs_are_those_of_the_merged_weights(
 
 
 def _write(model: Path, adapter: Path, merged: Path, seed: int) -> tuple[Path, Path]:
-    helped("tiny_adapter", model, adapter, merged, seed)
+    run_with_server_packages("tiny_adapter", model, adapter, merged, seed)
     return adapter, merged
 
 

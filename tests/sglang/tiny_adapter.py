@@ -1,6 +1,6 @@
 """Writes a random LoRA adapter in the PEFT layout, and the same model with it merged in.
 
-``main(MODEL, ADAPTER, MERGED, SEED)``; helper.py runs it.
+``main(MODEL, ADAPTER, MERGED, SEED)``; module_runner.py runs it.
 MERGED holds ``W + alpha / r * B @ A`` for every adapted matrix: scoring with it is scoring with
 the adapter.
 """

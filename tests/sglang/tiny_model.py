@@ -1,4 +1,4 @@
-"""Writes a tiny random Qwen3 in the Hugging Face layout; helper.py runs it.
+"""Writes a tiny random Qwen3 in the Hugging Face layout; module_runner.py runs it.
 
 ``main(DIRECTORY, SEED)``. Another seed gives very different weights of the same shape: their
 logprobs differ by several nats, so a test notices if a token is scored with the wrong weights.

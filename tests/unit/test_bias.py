@@ -24,7 +24,7 @@ from aprilsched.core.state.ledger import Entry, Ledger, Reason
 from aprilsched.telemetry.censoring import Drops, censoring
 from aprilsched.telemetry.figures import BiasFigures
 from aprilsched.telemetry.laws import deciles, law_figures, sample_law
-from aprilsched.telemetry.transients import running_bias, transient_by_batch
+from aprilsched.telemetry.running_bias import running_bias, transient_by_batch
 
 Ints = NDArray[np.int64]
 

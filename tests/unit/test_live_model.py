@@ -9,12 +9,11 @@ from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.telemetry.batch_meter import BatchMeter
-from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.live.history import COLUMN_SECONDS, History
-from aprilsched.telemetry.live.model import LiveModel
-from aprilsched.telemetry.live.snapshot import EngineRow, Snapshot
+from aprilsched.telemetry.live.live_model import LiveModel
+from aprilsched.telemetry.live.view_data import EngineRow, RunFacts, Snapshot
 from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.usage.usage import EngineUsage
+from aprilsched.telemetry.usage.engine_usage import EngineUsage
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score, Segment
 from tests.support.told import Told as Protocol
 

@@ -11,9 +11,8 @@ from rich.text import Text
 
 from aprilsched.telemetry.live.bars import ASCII
 from aprilsched.telemetry.live.engine_rows import chosen
-from aprilsched.telemetry.live.facts import RunFacts
-from aprilsched.telemetry.live.snapshot import EngineRow, Faults, LatestBatch, Snapshot
 from aprilsched.telemetry.live.view import frame, one_line
+from aprilsched.telemetry.live.view_data import EngineRow, Faults, LatestBatch, RunFacts, Snapshot
 
 
 def row(name: str, **changes: object) -> EngineRow:

@@ -16,8 +16,8 @@ import pytest
 
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.sampling.gpu_thread import GpuThread
-from aprilsched.telemetry.sampling.lines import DeviceLine, GpuLine
 from aprilsched.telemetry.sampling.nvml import Nvml
+from aprilsched.telemetry.sampling.sample_lines import DeviceLine, GpuLine
 from aprilsched.telemetry.sampling.sampler import Sampler
 
 SECONDS = 600.0

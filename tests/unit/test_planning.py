@@ -28,7 +28,7 @@ from aprilsched.planning.planner import TOLERANCE, Tried, candidates, choose, na
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import try_out
 from aprilsched.simulation import Simulation
-from aprilsched.simulation.engine import ModelledEngine
+from aprilsched.simulation.modelled_engine import ModelledEngine
 from aprilsched.simulation.simulation import NEVER
 from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload

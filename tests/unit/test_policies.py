@@ -19,7 +19,7 @@ from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, PoolLo
 from aprilsched.core.policies.placement import Places
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import PoolView
-from aprilsched.core.policies.resume import Place, ResumeOrder, place_of
+from aprilsched.core.policies.resume_order import Place, ResumeOrder, place_of
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
 from aprilsched.core.policies.straggler import (
     BEHAVIOURS,

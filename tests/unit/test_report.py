@@ -16,8 +16,8 @@ from aprilsched.analysis.report.compare import differences, verdict
 from aprilsched.analysis.report.faults import Faults
 from aprilsched.analysis.report.figure import numbers, text
 from aprilsched.analysis.report.gather import report_data
-from aprilsched.analysis.report.model import ReportData
 from aprilsched.analysis.report.page import page
+from aprilsched.analysis.report.report_data import ReportData
 from aprilsched.analysis.report.time_charts import losses, lost_most
 from aprilsched.analysis.report.words import percent, ran, seconds
 from aprilsched.analysis.run import read_run

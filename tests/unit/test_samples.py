@@ -15,14 +15,14 @@ from aprilsched.analysis.samples import DeviceSamples, EngineSamples, read_sampl
 from aprilsched.engines.load import EngineLoad
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.sampling.labels import NVML_UTILIZATION
-from aprilsched.telemetry.sampling.lines import (
+from aprilsched.telemetry.sampling.rates import Rates
+from aprilsched.telemetry.sampling.sample_lines import (
     FIELDS,
     DeviceLine,
     EngineLine,
     GpuLine,
     SampleLine,
 )
-from aprilsched.telemetry.sampling.rates import Rates
 from aprilsched.telemetry.sampling.sample_log import SampleLog
 
 

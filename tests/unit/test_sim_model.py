@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from aprilsched.engines.sim.model import ContextState, ToyModel, sampling_key
+from aprilsched.engines.sim.toy_model import ContextState, ToyModel, sampling_key
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 
 MODEL = ToyModel(32_000)

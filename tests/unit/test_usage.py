@@ -12,8 +12,8 @@ from aprilsched.core.messages import events as ev
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event
 from aprilsched.telemetry.run_state import RunState
+from aprilsched.telemetry.usage.engine_usage import EngineUsage
 from aprilsched.telemetry.usage.parts import PARTS, Part, Stretch, seconds_by_part
-from aprilsched.telemetry.usage.usage import EngineUsage
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score
 from tests.support.driver import Driver, config
 from tests.support.told import Told

@@ -16,7 +16,7 @@ from aprilsched.doctor.checks import CHECKS
 from aprilsched.engines.base import Chunk
 from aprilsched.errors import EngineProtocolError, EngineRejected, EngineUnreachable
 from aprilsched.testing import SimServer
-from aprilsched.testing.events import Answer
+from aprilsched.testing.generate_answers import Answer
 from aprilsched.testing.served import ServedEngine
 from tests.sglang.helpers import PROMPT, until
 from tests.support.sim_http import Raw, served

@@ -16,7 +16,7 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.coordinator import bias, replanning
+from aprilsched.coordinator import live_bias, replanning
 from aprilsched.core.messages.commands import Command, Deliver, Send
 from aprilsched.core.messages.events import Event, Finished
 from aprilsched.core.messages.facts import (
@@ -131,7 +131,7 @@ def test_one_that_raises_is_told_no_more_and_the_run_goes_on(
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [(bias.LiveBias, "on_facts"), (replanning.StepTimes, "on_tokens")],
+    [(live_bias.LiveBias, "on_facts"), (replanning.StepTimes, "on_tokens")],
 )
 def test_listeners_of_our_own_are_no_exception(
     kind: type, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

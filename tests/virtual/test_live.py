@@ -19,9 +19,8 @@ from aprilsched.core.state.in_flight import InFlight
 from aprilsched.engines.sim import SimFleet, SimPublisher, run_virtual
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.batch_meter import BatchMeter
-from aprilsched.telemetry.live.facts import RunFacts
-from aprilsched.telemetry.live.model import LiveModel
-from aprilsched.telemetry.live.snapshot import Faults, Snapshot
+from aprilsched.telemetry.live.live_model import LiveModel
+from aprilsched.telemetry.live.view_data import Faults, RunFacts, Snapshot
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.workload import LongTailWorkload
 from tests.support.terminal import on_a_terminal

@@ -14,7 +14,7 @@ import pytest
 
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.trackers import StepTracker, Writer
-from aprilsched.telemetry.trackers.figures import FIGURES
+from aprilsched.telemetry.trackers.step_figures import FIGURES
 from aprilsched.telemetry.usage.parts import PARTS
 from tests.virtual.test_metrics import driven
 

@@ -26,8 +26,8 @@ from aprilsched.cli.main import main
 from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.sim import run_virtual
 from aprilsched.telemetry.run_state import RunState
+from aprilsched.telemetry.usage.engine_usage import utilization_of
 from aprilsched.telemetry.usage.parts import PARTS
-from aprilsched.telemetry.usage.usage import utilization_of
 
 Program = Callable[[RolloutScheduler], Coroutine[Any, Any, None]]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from aprilsched.analysis.colours import AGE_COLOURS, PALETTE
 from aprilsched.analysis.report.figure import Chart, Key, Spec, axis, numbers, text
-from aprilsched.analysis.report.model import LengthCurve, ReportData
+from aprilsched.analysis.report.report_data import LengthCurve, ReportData
 from aprilsched.analysis.report.time_charts import label
 from aprilsched.analysis.report.words import amount, percent, signed_percent
 

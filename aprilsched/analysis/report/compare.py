@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from aprilsched.analysis.report.model import Headline, ReportData
+from aprilsched.analysis.report.report_data import Headline, ReportData
 from aprilsched.analysis.report.words import amount, percent, signed_percent
 
 __all__ = ["Difference", "differences", "verdict"]

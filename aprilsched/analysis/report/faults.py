@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from aprilsched.analysis.report.model import Drop, FaultEvent, FaultLedger, Retry
+from aprilsched.analysis.report.report_data import Drop, FaultEvent, FaultLedger, Retry
 from aprilsched.core.messages import facts as of
 from aprilsched.core.state.ledger import Reason
 from aprilsched.telemetry.dispatching import DispatchingListener

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from aprilsched.analysis.colours import AGE_COLOURS, PART_LABELS
 from aprilsched.analysis.report.headlines import headlines
-from aprilsched.analysis.report.model import (
+from aprilsched.analysis.report.material import Material, read_material
+from aprilsched.analysis.report.report_data import (
     MARKED,
     EngineTime,
     LengthCurve,
@@ -22,7 +23,6 @@ from aprilsched.analysis.report.model import (
     Timeline,
     TimelineEngine,
 )
-from aprilsched.analysis.report.reading import Material, read_material
 from aprilsched.analysis.report.sampled import gpu_lines
 from aprilsched.analysis.report.words import ran
 from aprilsched.analysis.run import Run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aprilsched.analysis.report.model import Headline
+from aprilsched.analysis.report.report_data import Headline
 from aprilsched.analysis.report.words import amount, percent, seconds, signed_percent
 from aprilsched.telemetry.figures import RunSummary
 

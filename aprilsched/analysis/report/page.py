@@ -19,7 +19,7 @@ from aprilsched.analysis.report import batch_charts, sections, time_charts
 from aprilsched.analysis.report.compare import differences, verdict
 from aprilsched.analysis.report.figure import Chart
 from aprilsched.analysis.report.gather import report_data
-from aprilsched.analysis.report.model import ReportData
+from aprilsched.analysis.report.report_data import ReportData
 from aprilsched.extras import extra
 from aprilsched.telemetry.run_folder import REPORT, write_whole
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.analysis.gpu_utilization import gpu_utilization
-from aprilsched.analysis.report.model import GpuLine
+from aprilsched.analysis.report.report_data import GpuLine
 from aprilsched.analysis.samples import read_samples
 from aprilsched.telemetry.sampling.labels import STEP_SHARE
 

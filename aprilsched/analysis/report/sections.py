@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aprilsched.analysis.colours import PART_COLOURS
-from aprilsched.analysis.report.model import FaultLedger, ReportData
+from aprilsched.analysis.report.report_data import FaultLedger, ReportData
 from aprilsched.analysis.report.words import amount, percent, seconds, signed_percent
 
 __all__ = [

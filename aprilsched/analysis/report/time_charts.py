@@ -19,7 +19,13 @@ from aprilsched.analysis.report.figure import (
     part_keys,
     text,
 )
-from aprilsched.analysis.report.model import MARKED, EngineTime, PartTime, ReportData, Timeline
+from aprilsched.analysis.report.report_data import (
+    MARKED,
+    EngineTime,
+    PartTime,
+    ReportData,
+    Timeline,
+)
 from aprilsched.analysis.report.words import percent
 from aprilsched.telemetry.usage.parts import BUSY, PARTS, Part
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from aprilsched.analysis.trace.engine import Attempt, EngineTracks, Key
+from aprilsched.analysis.trace.engine_tracks import Attempt, EngineTracks, Key
 from aprilsched.analysis.trace.trace_file import TraceFile
-from aprilsched.analysis.trace.trainer import TrainerTrack
+from aprilsched.analysis.trace.trainer_track import TrainerTrack
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 

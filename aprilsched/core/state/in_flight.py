@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from aprilsched.core.policies.resume import Place
+from aprilsched.core.policies.resume_order import Place
 from aprilsched.core.state.journal import Journal
 from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
 from aprilsched.core.state.lifecycle import Move, State

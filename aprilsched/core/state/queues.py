@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import overload
 
-from aprilsched.core.policies.resume import Place
+from aprilsched.core.policies.resume_order import Place
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.state.records import GroupRecord, RequestRecord
 

@@ -13,7 +13,7 @@ from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import EvaluationRequested
 from aprilsched.core.messages.facts import Fact
-from aprilsched.core.policies.resume import Place, place_of
+from aprilsched.core.policies.resume_order import Place, place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
 from aprilsched.core.state.engine_control import CUDA_GRAPH, WEIGHTS, FleetControl, Mode
 from aprilsched.core.state.engine_health import FleetHealth

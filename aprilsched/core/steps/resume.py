@@ -47,7 +47,7 @@ from aprilsched.core.state.saved import (
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.state.token_log import TokenLog
 from aprilsched.core.steps.buckets import release_all
-from aprilsched.core.steps.replay import leave_one
+from aprilsched.core.steps.episode_replay import leave_one
 from aprilsched.core.steps.scoring import filter_or_accept
 from aprilsched.core.steps.target import resize
 from aprilsched.errors import ConfigError

@@ -21,7 +21,7 @@ from aprilsched.core.state.lifecycle import GENERATING, Move, State
 from aprilsched.core.state.records import RequestRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import abort, drop
-from aprilsched.core.steps.replay import (
+from aprilsched.core.steps.episode_replay import (
     AnsweredTurn,
     ask_again,
     cut_back,

@@ -1,6 +1,6 @@
 """The embedded engine: SGLang's scheduling on a fitted time model, with a toy language model.
 
-``model`` and ``batcher`` are pure and synchronous; ``engine`` runs them on an asyncio loop.
+``toy_model`` and ``batcher`` are pure and synchronous; ``engine`` runs them on an asyncio loop.
 """
 
 from aprilsched.engines.sim.batcher import Batcher

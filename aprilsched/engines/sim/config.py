@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aprilsched.engines.sim.model import ToyModel
+from aprilsched.engines.sim.toy_model import ToyModel
 from aprilsched.errors import ConfigError
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.config import SimConfig
-from aprilsched.engines.sim.model import ContextState, adapted_key, sampling_key
 from aprilsched.engines.sim.sequence import Sequence, version_spans
+from aprilsched.engines.sim.toy_model import ContextState, adapted_key, sampling_key
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 
 __all__ = ["Ending", "Output"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim.engine import SimEngine
-from aprilsched.engines.sim.model import weights_key_of_version
+from aprilsched.engines.sim.toy_model import weights_key_of_version
 from aprilsched.errors import EngineError, EngineRejected
 
 __all__ = ["SimAdapterPublisher", "SimPublisher"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.sim.model import ContextState
+from aprilsched.engines.sim.toy_model import ContextState
 from aprilsched.types import Float32Array, Int32Array, VersionSpan
 
 __all__ = ["Sequence", "version_spans"]

@@ -20,9 +20,9 @@ from rich.text import Text
 from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.live.bars import ASCII, BLOCKS
-from aprilsched.telemetry.live.facts import RunFacts
-from aprilsched.telemetry.live.model import LiveModel
+from aprilsched.telemetry.live.live_model import LiveModel
 from aprilsched.telemetry.live.view import frame, one_line
+from aprilsched.telemetry.live.view_data import RunFacts
 from aprilsched.telemetry.live_figures import LiveFigures
 
 __all__ = ["LiveView", "can_draw"]

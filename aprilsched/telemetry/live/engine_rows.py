@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from aprilsched.telemetry.live.bars import Glyphs, bar
-from aprilsched.telemetry.live.snapshot import EngineRow
+from aprilsched.telemetry.live.view_data import EngineRow
 from aprilsched.telemetry.live.words import cut, host, percent, thousands
 
 __all__ = ["chosen", "engine_lines"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.telemetry.usage.usage import EngineUsage
+from aprilsched.telemetry.usage.engine_usage import EngineUsage
 
 __all__ = ["COLUMN_SECONDS", "History"]
 

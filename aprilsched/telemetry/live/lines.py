@@ -6,7 +6,7 @@ from rich.text import Text
 
 from aprilsched.telemetry.live.bars import Glyphs, bar, divided, sparkline
 from aprilsched.telemetry.live.history import COLUMN_SECONDS
-from aprilsched.telemetry.live.snapshot import Faults, Phase, Snapshot
+from aprilsched.telemetry.live.view_data import Faults, Phase, Snapshot
 from aprilsched.telemetry.live.words import CAUSES, clock_time, cut, percent, plural, thousands
 
 __all__ = ["all_lines", "any_fault"]

@@ -12,8 +12,7 @@ from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry.base import Listener, TokenChunks
 from aprilsched.telemetry.batch_figures import Measured, efficiency
-from aprilsched.telemetry.live.facts import RunFacts
-from aprilsched.telemetry.live.snapshot import RECENT_BATCHES
+from aprilsched.telemetry.live.view_data import RECENT_BATCHES, RunFacts
 from aprilsched.telemetry.live_figures import LiveFigures
 
 __all__ = ["PlainLines"]

@@ -11,7 +11,7 @@ from rich.text import Text
 from aprilsched.telemetry.live.bars import BLOCKS, Glyphs
 from aprilsched.telemetry.live.engine_rows import engine_lines
 from aprilsched.telemetry.live.lines import all_lines, any_fault
-from aprilsched.telemetry.live.snapshot import Snapshot
+from aprilsched.telemetry.live.view_data import Snapshot
 from aprilsched.telemetry.live.words import thousands
 
 __all__ = ["frame", "one_line"]

@@ -17,8 +17,8 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
 from aprilsched.telemetry.metrics.histogram import Buckets, Histogram
 from aprilsched.telemetry.metrics.table import METRICS
+from aprilsched.telemetry.usage.engine_usage import EngineUsage
 from aprilsched.telemetry.usage.parts import EngineState
-from aprilsched.telemetry.usage.usage import EngineUsage
 
 __all__ = ["Metrics", "Sample", "Scrape"]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from aprilsched.engines.load import ReportsLoad
-from aprilsched.telemetry.sampling.lines import EngineLine
 from aprilsched.telemetry.sampling.rates import Rates
+from aprilsched.telemetry.sampling.sample_lines import EngineLine
 
 __all__ = ["EngineLoads", "HasEngines"]
 

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from aprilsched.errors import ConfigError
-from aprilsched.telemetry.sampling.lines import DeviceLine, GpuLine
 from aprilsched.telemetry.sampling.nvml import Nvml
+from aprilsched.telemetry.sampling.sample_lines import DeviceLine, GpuLine
 
 __all__ = ["GpuThread"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aprilsched.engines.load import EngineLoad
-from aprilsched.telemetry.sampling.lines import EngineLine
+from aprilsched.telemetry.sampling.sample_lines import EngineLine
 
 __all__ = ["Rates"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from aprilsched.telemetry.file_writer import FileWriter
-from aprilsched.telemetry.sampling.lines import DescriptionLine, ResumedLine, SampleLine
+from aprilsched.telemetry.sampling.sample_lines import DescriptionLine, ResumedLine, SampleLine
 
 __all__ = ["SampleLog"]
 

@@ -10,8 +10,8 @@ from typing import Self
 
 from aprilsched.core.messages.facts import BatchDelivered
 from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
-from aprilsched.telemetry.trackers.base import Writer
-from aprilsched.telemetry.trackers.figures import Moment, figures_of
+from aprilsched.telemetry.trackers.step_figures import Moment, figures_of
+from aprilsched.telemetry.trackers.writers import Writer
 from aprilsched.telemetry.usage.parts import PARTS, Part
 from aprilsched.telemetry.worker import Worker
 

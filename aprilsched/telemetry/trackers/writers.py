@@ -5,15 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
-from aprilsched.telemetry.trackers.base import Writer
 
-__all__ = ["TRACKERS", "begin_writer", "tracker_names"]
+__all__ = ["TRACKERS", "Writer", "begin_writer", "tracker_names"]
 
 _PROJECT = "aprilsched"
+
+
+class Writer(Protocol):
+    """Writes the figures of each step to one tracker. It may be slow: its methods are called in a
+    thread of its own, one at a time."""
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write the figures of one step, by name; steps come in order."""
+        ...
+
+    def close(self) -> None:
+        """Write everything that is left. Called once, in the thread that began the writer."""
+        ...
 
 
 def _tensorboard(folder: Path, config: Mapping[str, Any]) -> Writer:

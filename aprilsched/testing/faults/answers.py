@@ -28,7 +28,7 @@ from aprilsched.testing.faults.kinds import (
     StuckVersion,
     Truncate,
 )
-from aprilsched.testing.faults.stream import dribbled, flood
+from aprilsched.testing.faults.stream_faults import dribbled, flood
 from aprilsched.testing.refusals import as_json
 
 __all__ = ["after", "instead"]

@@ -14,9 +14,9 @@ from aprilsched.errors import EngineError
 from aprilsched.testing.faults.answers import after, instead
 from aprilsched.testing.faults.broken import Broken, reset
 from aprilsched.testing.faults.choosing import Faults, Met
-from aprilsched.testing.faults.engine import EngineFaults
+from aprilsched.testing.faults.engine_faults import EngineFaults
 from aprilsched.testing.faults.kinds import Die, EngineWide, Fault
-from aprilsched.testing.faults.stream import Items, spoiled
+from aprilsched.testing.faults.stream_faults import Items, spoiled
 
 __all__ = ["spoil", "spoiling"]
 

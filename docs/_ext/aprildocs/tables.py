@@ -19,8 +19,8 @@ from aprilsched.core.messages.facts import DeliveredRollout, DroppedRollout, Res
 from aprilsched.telemetry import figures
 from aprilsched.telemetry.event_log.format import KINDS
 from aprilsched.telemetry.metrics.table import METRICS
-from aprilsched.telemetry.sampling.lines import FIELDS as SAMPLED
-from aprilsched.telemetry.trackers.figures import FIGURES
+from aprilsched.telemetry.sampling.sample_lines import FIELDS as SAMPLED
+from aprilsched.telemetry.trackers.step_figures import FIGURES
 from aprilsched.telemetry.usage.parts import BUSY, PARTS
 from aprilsched.types import SamplingParams
 

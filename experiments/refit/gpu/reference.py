@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 from aprilsched.engines.refit import RefitGroup, TensorMeta
-from aprilsched.weights.buckets import iter_buckets
+from aprilsched.weights.tensor_buckets import iter_buckets
 
 __all__ = ["ReferencePublisher"]
 

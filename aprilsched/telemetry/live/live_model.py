@@ -14,20 +14,20 @@ from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.batch_figures import Measured, efficiency
-from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.live.history import History
 from aprilsched.telemetry.live.mishaps import Mishaps
-from aprilsched.telemetry.live.snapshot import (
+from aprilsched.telemetry.live.view_data import (
     RECENT_BATCHES,
     EngineRow,
     Faults,
     LatestBatch,
     Phase,
+    RunFacts,
     Snapshot,
 )
 from aprilsched.telemetry.live_figures import LiveFigures
+from aprilsched.telemetry.usage.engine_usage import EngineUsage, utilization_of
 from aprilsched.telemetry.usage.parts import BUSY, Part
-from aprilsched.telemetry.usage.usage import EngineUsage, utilization_of
 
 __all__ = ["LiveModel"]
 

@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from aprilsched.testing.events import DONE, Event, Item, framed
 from aprilsched.testing.faults.broken import Broken, wait
 from aprilsched.testing.faults.choosing import Met
 from aprilsched.testing.faults.kinds import (
@@ -32,6 +31,7 @@ from aprilsched.testing.faults.kinds import (
     Stall,
     Truncate,
 )
+from aprilsched.testing.generate_answers import DONE, Event, Item, framed
 
 __all__ = [
     "CHANGES",

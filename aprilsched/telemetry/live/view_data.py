@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from aprilsched.telemetry.live.facts import RunFacts
 from aprilsched.telemetry.usage.parts import EngineState, Part
 
-__all__ = ["RECENT_BATCHES", "EngineRow", "Faults", "LatestBatch", "Phase", "Snapshot"]
+__all__ = ["RECENT_BATCHES", "EngineRow", "Faults", "LatestBatch", "Phase", "RunFacts", "Snapshot"]
 
 RECENT_BATCHES = 20
 """Whose mean is told: enough to even one out, few enough to follow a change."""
@@ -19,6 +18,25 @@ Phase: TypeAlias = Literal[
 ]
 """What a rollout is at: "straggler" decodes too, and was carried from an earlier batch; "paused" is
 with an engine that does not generate; "waiting" is launched, and with no engine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What is known of a run before it begins.
+
+    Attributes:
+        title: the first words of the view and of every plain line.
+        where: where the run is kept, such as its folder; the view shows it after the title.
+        batches: number of batches that the run will deliver.
+        batch_groups: ``batch_groups`` of the scheduler.
+        modelled: the seconds of the run are those of a virtual clock.
+    """
+
+    title: str
+    batches: int
+    batch_groups: int
+    where: str = ""
+    modelled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

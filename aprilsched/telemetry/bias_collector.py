@@ -26,7 +26,7 @@ from aprilsched.telemetry.bias_figures import TransientFigures
 from aprilsched.telemetry.censoring import Drops, censoring
 from aprilsched.telemetry.figures import BiasFigures
 from aprilsched.telemetry.laws import deciles, in_flight_figures, law_figures, sample_law
-from aprilsched.telemetry.transients import running_bias, transient_by_batch
+from aprilsched.telemetry.running_bias import running_bias, transient_by_batch
 
 __all__ = ["BiasCollector"]
 

@@ -2,8 +2,8 @@
 
 Each worker is an engine of its own, because versions, refits, pauses and losses belong to the
 workers and not to the router. Control calls go to the worker. A generation goes through the router
-to the worker that the scheduler chose (``roster`` finds its position, ``engine`` checks it). So
-the router's list of workers is used, and its own load balancing is not.
+to the worker that the scheduler chose (``roster`` finds its position, ``routed_engine`` checks it).
+So the router's list of workers is used, and its own load balancing is not.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from aprilsched.engines.http.address import ServerAddress
 from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sglang.engine import SGLangEngine
 from aprilsched.engines.sglang.fleet import Members
-from aprilsched.engines.sglang.router.engine import RoutedEngine
 from aprilsched.engines.sglang.router.roster import Roster, Worker
+from aprilsched.engines.sglang.router.routed_engine import RoutedEngine
 from aprilsched.errors import ConfigError, EngineError, EngineUnreachable
 
 __all__ = ["SGLangRouterFleet"]

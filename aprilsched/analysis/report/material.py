@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from aprilsched.analysis.launches import Launches
 from aprilsched.analysis.rebuild import Rebuilding, written_summary
 from aprilsched.analysis.report.faults import Faults
-from aprilsched.analysis.report.model import FaultLedger
+from aprilsched.analysis.report.report_data import FaultLedger
 from aprilsched.analysis.run import History, Run, readable
 from aprilsched.analysis.usage import RunUsage, UsageRecorder
 from aprilsched.telemetry.base import Listener
