@@ -22,6 +22,7 @@ from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Scor
 from aprilsched.weights.checkpoint_engine import CheckpointEnginePublisher
 from aprilsched.weights.disk import DiskPublisher
 from aprilsched.weights.distributed import DistributedPublisher
+from aprilsched.weights.external import ExternalWeights, Handshake
 from aprilsched.weights.lora import LoraPublisher
 from aprilsched.weights.tensor import TensorPublisher
 from aprilsched.workload import LongTailWorkload
@@ -34,7 +35,9 @@ __all__ = [
     "CheckpointEnginePublisher",
     "DiskPublisher",
     "DistributedPublisher",
+    "ExternalWeights",
     "Group",
+    "Handshake",
     "LongTailWorkload",
     "LoraPublisher",
     "MemoryStore",

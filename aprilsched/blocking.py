@@ -23,7 +23,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -205,25 +205,40 @@ class RolloutScheduler:
         self._rollouts.restore(path)
 
     @contextmanager
+    def paused_for_weights(
+        self, *, version: int | None = None, label: bool = False
+    ) -> Generator[tuple[str, ...]]:
+        """Pause the engines while the trainer loads new weights by calls of its own; see
+        :meth:`aprilsched.RolloutScheduler.paused_for_weights`."""
+        with self._entered(
+            self._rollouts.paused_for_weights(version=version, label=label)
+        ) as engines:
+            yield engines
+
+    @contextmanager
     def asleep(self, *, tags: Sequence[str] = ("kv_cache", "weights")) -> Generator[None]:
         """Release the engines' memory; see :meth:`aprilsched.RolloutScheduler.asleep`."""
-        sleep = self._rollouts.asleep(tags=tags)
-        entered: list[bool] = []
+        with self._entered(self._rollouts.asleep(tags=tags)):
+            yield
+
+    @contextmanager
+    def _entered(self, block: AbstractAsyncContextManager[T]) -> Generator[T]:
+        """Enter and leave `block` on the loop, for a block of the trainer's thread."""
+        entered: list[T] = []
 
         async def enter() -> None:
-            await sleep.__aenter__()
-            entered.append(True)
+            entered.append(await block.__aenter__())
 
         try:
             self._wait(enter())
-            yield
+            yield entered[0]
         except BaseException as error:
-            # Ctrl-C may also come when the engines are asleep and the block has not begun.
+            # Ctrl-C may also come when the block is entered and that of the trainer has not begun.
             if entered:
-                self._wait(_coroutine(sleep.__aexit__(type(error), error, error.__traceback__)))
+                self._wait(_coroutine(block.__aexit__(type(error), error, error.__traceback__)))
             raise
         else:
-            self._wait(_coroutine(sleep.__aexit__(None, None, None)))
+            self._wait(_coroutine(block.__aexit__(None, None, None)))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         if self._thread is None:

@@ -21,7 +21,7 @@ from aprilsched.core.messages.events import ControlFailed, Event, Refitted
 from aprilsched.driver.callbacks import Overdue, called, raised
 from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineError, TornWeights
-from aprilsched.weights.base import AdapterPublisher, WeightPublisher
+from aprilsched.weights.base import AdapterPublisher, ConcludingPublisher, WeightPublisher
 
 __all__ = ["RefitReport", "Refits"]
 
@@ -73,6 +73,10 @@ class Refits:
         self._calls = 0
         self._under_way: dict[TaskKey, Sequence[Engine]] = {}
         """The engines of each refit that has not ended."""
+        self._publishing: list[WeightPublisher | None] = []
+        """Publishers that are publishing now."""
+        self._concluding: list[ConcludingPublisher] = []
+        """Those of them whose call was cancelled."""
 
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks
@@ -100,6 +104,19 @@ class Refits:
         """Remember the publisher of the latest update, because its version is the fleet's now."""
         self._fleets = self.publisher
 
+    async def conclude(self, publisher: ConcludingPublisher) -> None:
+        """Tell a publisher that the call of its update is over, or let it be told at the end of the
+        publishing, which goes on after a cancelled call."""
+        if publisher in self._publishing:
+            self._concluding.append(publisher)
+            return
+        try:
+            await called(_PUBLISHER, publisher.conclude, within=self._refit_timeout_s)
+        except Overdue:
+            log.warning("the publisher did not conclude within %g s", self._refit_timeout_s)
+        except Exception as error:
+            log.warning("the publisher did not conclude: %r", error)
+
     def retire(self, command: Retire) -> None:
         publisher = self._fleets
         if isinstance(publisher, AdapterPublisher):
@@ -117,7 +134,14 @@ class Refits:
     async def _refit(
         self, command: Refit, publisher: WeightPublisher | None, engines: Sequence[Engine]
     ) -> None:
-        causes = await self._publish(command, publisher, engines)
+        self._publishing.append(publisher)
+        try:
+            causes = await self._publish(command, publisher, engines)
+        finally:
+            self._publishing.remove(publisher)
+        if isinstance(publisher, ConcludingPublisher) and publisher in self._concluding:
+            self._concluding.remove(publisher)
+            await self.conclude(publisher)
         async with asyncio.TaskGroup() as group:
             for engine in engines:
                 cause = causes.get(engine.name) or ""

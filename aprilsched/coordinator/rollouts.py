@@ -304,6 +304,34 @@ class RolloutScheduler:
         """
         return await self._updates.update(publisher, version)
 
+    def paused_for_weights(
+        self, *, version: int | None = None, label: bool = False
+    ) -> AbstractAsyncContextManager[tuple[str, ...]]:
+        """Pause the engines while the trainer loads new weights by calls of its own.
+
+        ``async with rollouts.paused_for_weights(version=7) as engines: ...`` pauses and flushes the
+        engines as :meth:`update_weights` does. In the block the trainer loads version 7 into every
+        engine of `engines` (their names) and labels it "7". At the end of the block every engine is
+        asked for its version, and generation continues. The block may be inside of
+        ``asleep()``; the engines then have the memory of their weights.
+
+        If the block raises, or takes longer than `refit_timeout_s`, all these engines may hold
+        parts of both versions. They stand by until the next update brings complete weights.
+        :class:`~aprilsched.Handshake` is the same for trainers whose pause and continue are two
+        functions.
+
+        Args:
+            version: number of the new version; by default one more than the last.
+            label: True if the trainer does not label the weights with the decimal version. The
+                engines are then told the label at the end of the block.
+
+        Raises:
+            RefitError: at the end of the block, if no engine has the version.
+            ConfigError: as :meth:`update_weights`, and if an engine does not let others load
+                weights.
+        """
+        return self._updates.paused_for_weights(version, label=label)
+
     def asleep(
         self, *, tags: Sequence[str] = ("kv_cache", "weights")
     ) -> AbstractAsyncContextManager[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from aprilsched.coordinator.outages import wants_update
 from aprilsched.coordinator.refits import RefitReport
@@ -20,7 +20,13 @@ from aprilsched.core.steps.outage import stranded
 from aprilsched.driver.callbacks import called, called_now
 from aprilsched.engines.refit import SleepingEngine
 from aprilsched.errors import ConfigError, RefitError
-from aprilsched.weights.base import AdapterPublisher, RepublishingPublisher, WeightPublisher
+from aprilsched.weights.base import (
+    AdapterPublisher,
+    ConcludingPublisher,
+    RepublishingPublisher,
+    WeightPublisher,
+)
+from aprilsched.weights.external import ExternalWeights, Handshake
 
 __all__ = ["Updates"]
 
@@ -47,6 +53,13 @@ class Updates:
 
     async def update(self, publisher: WeightPublisher, version: int | None) -> RefitReport:
         """See :meth:`RolloutScheduler.update_weights`."""
+        try:
+            return await self._update(publisher, version)
+        finally:
+            if isinstance(publisher, ConcludingPublisher):
+                await self._session.refits.conclude(publisher)
+
+    async def _update(self, publisher: WeightPublisher, version: int | None) -> RefitReport:
         session = self._session
         session.check_open()
         started = asyncio.get_running_loop().time()
@@ -80,6 +93,11 @@ class Updates:
                 "use; give a larger number."
             )
         beside = isinstance(publisher, AdapterPublisher)
+        if isinstance(publisher, ExternalWeights) and state.fleet.sleep is not None:
+            raise ConfigError(
+                "the engines are asleep, and only the scheduler may wake them; use "
+                "paused_for_weights() inside of asleep(), or ExternalWeights outside of it."
+            )
         if state.weights.adapter is not None and not beside:
             raise ConfigError(
                 "adapters are in use, and the rollouts in flight would end on another model; "
@@ -95,6 +113,15 @@ class Updates:
         holds = isinstance(publisher, RepublishingPublisher) and called_now(
             _PUBLISHER, publisher.holds, new
         )
+        external = isinstance(publisher, ExternalWeights)
+        labelled = not (isinstance(publisher, ExternalWeights) and publisher.label)
+        if not labelled and (open_requests := session.state.in_flight.open_attempts):
+            log.warning(
+                "version %d is labelled after it was loaded: %d requests in flight cannot tell "
+                "which version sampled their tokens",
+                new,
+                open_requests,
+            )
         if name is not None:
             session.attempts.adapter_names[new] = name
         session.refits.publisher = publisher
@@ -103,6 +130,8 @@ class Updates:
             ev.UpdateRequested(
                 version=new,
                 beside=beside,
+                external=external,
+                labelled=labelled,
                 republishable=bool(holds),
                 acknowledges=session.durability.trained_on(),
             )
@@ -127,6 +156,36 @@ class Updates:
         previous = self._session.waits.update
         if previous is not None and not previous.done():
             await asyncio.wait([previous])
+
+    @asynccontextmanager
+    async def paused_for_weights(
+        self, version: int | None, *, label: bool
+    ) -> AsyncGenerator[tuple[str, ...]]:
+        """See :meth:`RolloutScheduler.paused_for_weights`."""
+        handshake = Handshake(label=label)
+        update = asyncio.create_task(self.update(handshake, version))
+        try:
+            engines = await handshake.paused()
+        except RefitError:
+            await update
+            raise
+        except BaseException as error:
+            update.cancel()
+            with suppress(RefitError):  # The update ended at the same time.
+                handshake.fail(error)
+            await asyncio.wait([update])
+            raise
+        try:
+            yield engines
+        except BaseException as error:
+            with suppress(RefitError):
+                handshake.fail(error)
+            # The block's own error is raised; that of the update follows from it.
+            await asyncio.wait([update])
+            raise
+        with suppress(RefitError):  # It came too late, and the update says so itself.
+            handshake.done()
+        await update
 
     # --- sleep ---------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 __all__ = [
+    "RefitElsewhere",
     "RefitFromDisk",
     "RefitFromGroup",
     "RefitFromSockets",
@@ -116,6 +117,27 @@ class RefitFromSockets(Protocol):
 
     async def update_from_sockets(self, handles: Mapping[str, str], version: int) -> None:
         """Load from the ZeroMQ socket of each GPU (UUID to path) and report it as `version`."""
+        ...
+
+
+@runtime_checkable
+class RefitElsewhere(Protocol):
+    """An engine into which somebody else loads weights, by calls that this object does not see."""
+
+    def expect_weights(self) -> None:
+        """Take the weights for inconsistent, because somebody else may begin to load some."""
+        ...
+
+    async def accept_weights(self, version: int, *, label: bool = False) -> None:
+        """Take the weights for `version`, which somebody else has loaded completely.
+
+        With `label` the engine is told to report them as `version`. Otherwise it must do so
+        already.
+
+        Raises:
+            EngineRejected: (409) if the engine reports another version.
+            EngineRestarted: if another process answers than the one that was opened.
+        """
         ...
 
 

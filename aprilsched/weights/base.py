@@ -7,7 +7,12 @@ from typing import Protocol, runtime_checkable
 
 from aprilsched.engines.base import Engine
 
-__all__ = ["AdapterPublisher", "RepublishingPublisher", "WeightPublisher"]
+__all__ = [
+    "AdapterPublisher",
+    "ConcludingPublisher",
+    "RepublishingPublisher",
+    "WeightPublisher",
+]
 
 
 class WeightPublisher(Protocol):
@@ -38,6 +43,20 @@ class RepublishingPublisher(WeightPublisher, Protocol):
 
     def holds(self, version: int) -> bool:
         """Whether `version` can still be published."""
+        ...
+
+
+@runtime_checkable
+class ConcludingPublisher(WeightPublisher, Protocol):
+    """A publisher that is told when a call of ``update_weights()`` is over."""
+
+    async def conclude(self) -> None:
+        """End what waits for the update, whatever became of it.
+
+        It is called once for each ``update_weights()`` call, after :meth:`publish` has ended, and
+        also where nothing was published: the version was refused, :meth:`prepare` raised, no
+        engine was there.
+        """
         ...
 
 

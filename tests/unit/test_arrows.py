@@ -289,6 +289,7 @@ RULES: dict[str, Rule] = {
             "aprilsched.telemetry",
             "aprilsched.types",
             "aprilsched.weights.base",
+            "aprilsched.weights.external",
         )
     ),
     # Pure arithmetic for one command of the core; both shells carry it out.

@@ -145,8 +145,9 @@ class Refit:
     """Bring `version` into these engines. Each of them answers with Refitted.
 
     Attributes:
-        beside: the version is an adapter, which is loaded while the engines run. Otherwise all of
-            these engines are paused.
+        beside: the version is an adapter, which is loaded while the engines run.
+        external: somebody else has loaded the version; the engines are only asked for it. Without
+            `beside` and `external` all of these engines are paused.
         catch_up: the version is the fleet's already, and is published again for an engine on
             standby.
     """
@@ -154,6 +155,7 @@ class Refit:
     version: int
     engines: tuple[str, ...]
     beside: bool = False
+    external: bool = False
     catch_up: bool = False
 
 

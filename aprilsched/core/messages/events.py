@@ -148,6 +148,10 @@ class UpdateRequested:
 
     Attributes:
         beside: the version is an adapter, which is loaded while the engines run.
+        external: somebody else has brought the version into the engines already. They are only
+            asked for it, and are not paused.
+        labelled: with `external`, the engines named the version from its first token on. Otherwise
+            nobody can tell which version sampled the tokens in flight.
         republishable: as long as it is the fleet's version, it can be published again to an engine
             that comes back.
         acknowledges: batches that the trainer has learned from. After the update they need not be
@@ -156,6 +160,8 @@ class UpdateRequested:
 
     version: int
     beside: bool = False
+    external: bool = False
+    labelled: bool = True
     republishable: bool = False
     acknowledges: tuple[int, ...] = ()
 

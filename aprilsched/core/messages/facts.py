@@ -526,10 +526,12 @@ class UpdateWanted(Fact, frozen=True):
 
 
 class UpdateBegun(Fact, frozen=True):
-    """An update to a new version has begun. `adapter`: the version is an adapter."""
+    """An update to a new version has begun. `adapter`: the version is an adapter. `external`:
+    somebody else has brought the version into the engines already."""
 
     version: int
     adapter: bool = False
+    external: bool = False
 
 
 class UpdateWithdrawn(Fact, frozen=True):

@@ -67,6 +67,11 @@ class Update:
     version: int
     beside: bool = False
     """The version is an adapter. It is loaded while the engines run, and nothing is paused."""
+    external: bool = False
+    """Somebody else has brought the version into the engines; they are asked for it and not
+    paused."""
+    labelled: bool = True
+    """The engines named the version of `external` weights from their first token on."""
     republishable: bool = False
     """The version can be published again later, to an engine that comes back."""
     acknowledges: tuple[int, ...] = ()
@@ -75,8 +80,16 @@ class Update:
     """Everything that had to end before the update has ended, so the engines may be paused."""
     refitting: frozenset[str] = frozenset()
     """The engines that were told to load the version; empty until they are told."""
+    met: set[int] = field(default_factory=set[int])
+    """Ids of the requests in flight at its begin whose versions are uncertain only because of it,
+    until their engine has said which version it has. For `external` weights."""
     answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
     """The answer of each engine that has answered, or that was lost before it could."""
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the engines are paused while the version is loaded."""
+        return not (self.beside or self.external)
 
     @property
     def answered(self) -> bool:

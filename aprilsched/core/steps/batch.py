@@ -96,14 +96,18 @@ def full(state: SchedulerState) -> bool:
 
 def training_runs(state: SchedulerState) -> bool:
     """Whether training rollouts should be generated now."""
-    refits = state.weights.update is not None and not state.weights.update.beside
+    refits = state.weights.update is not None and state.weights.update.pauses
     if refits or state.fleet.sleep is not None:
         return False
     return state.asynchronous or (state.collecting and not full(state))
 
 
 def deliver_evaluations(state: SchedulerState) -> None:
-    """Deliver every evaluation that has ended."""
+    """Deliver every evaluation that has ended. While it is not known yet which engines somebody
+    else has given another version, the tokens may be of both."""
+    update = state.weights.update
+    if update is not None and update.external:
+        return
     for evaluation_id in list(state.evaluations.running):
         _deliver_evaluation(state, evaluation_id)
 

@@ -131,7 +131,7 @@ def _goal(state: SchedulerState) -> Goal:
     update, sleep = state.weights.update, state.fleet.sleep
     if state.stragglers.run_on or state.stragglers.calling_back:
         return RUN
-    if update is not None and not update.beside:
+    if update is not None and update.pauses:
         # Until an update may pause the engines, it waits for the requests in them to end.
         if not update.may_pause:
             return RUN

@@ -5,6 +5,9 @@
   under the old version, and the trainer is told why.
 - A full refit reaches paused engines only. An adapter is loaded into engines that run. Requests
   that were sent under the old adapter end under it, and then it is unloaded.
+- An external version was brought into the engines by somebody else, in a pause that the scheduler
+  did not see. Nothing is paused for it. The engines report which version sampled each token of the
+  requests that it met. An evaluation that it met is generated again, since it is of one version.
 - An engine on standby catches up alone, once for each version, where the fleet's version can be
   published again. Otherwise it waits for the trainer's next version.
 """
@@ -23,11 +26,13 @@ from aprilsched.core.messages.facts import (
 from aprilsched.core.messages.facts import UpdateWithdrawn as WithdrawnFact
 from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.state.weights import Update
 from aprilsched.core.steps.batch import acknowledge, withdraw_offer
 from aprilsched.core.steps.drop import drop
 from aprilsched.core.steps.engines import demote, promote
+from aprilsched.core.steps.launch import launch_again
 from aprilsched.errors import InvariantViolation
 
 __all__ = [
@@ -51,7 +56,7 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
             f"update to version {event.version} at version {state.weights.versions.trainer}, "
             f"with {state.weights.update} under way"
         )
-    state.tell(UpdateBegun(version=event.version, adapter=event.beside))
+    state.tell(UpdateBegun(version=event.version, adapter=event.beside, external=event.external))
     withdraw_offer(state)
     for control in state.fleet.control.standby.values():
         # The version that it was about to catch up with will soon be out of date.
@@ -65,9 +70,18 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
     state.weights.update = Update(
         version=event.version,
         beside=event.beside,
+        external=event.external,
+        labelled=event.labelled,
         republishable=event.republishable,
         acknowledges=event.acknowledges,
+        may_pause=event.external,
     )
+    if event.external:
+        # A response that ends before the engines have answered may have tokens of both versions.
+        for request in state.in_flight.open_requests():
+            if not request.crossed:
+                state.weights.update.met.add(request.request_id)
+            _cross(state, request, state.weights.update)
 
 
 def on_update_withdrawn(state: SchedulerState, event: UpdateWithdrawn) -> None:
@@ -143,6 +157,9 @@ def refit(state: SchedulerState) -> None:
     targets = [control for control in there if not control.catching_up]
     if update.beside:
         targets = [control for control in targets if _has_base(state, control)]
+    elif update.external:
+        if any(control.mode is Mode.VERIFYING for control in targets):
+            return  # the answer may be the version from before
     elif not all(state.fleet.control.refittable(control) for control in targets):
         return
     if not targets:
@@ -151,14 +168,21 @@ def refit(state: SchedulerState) -> None:
             _finish(state, update, cause="no engine is there that could take it")
         return
     for control in targets:
-        if not update.beside:
+        if update.pauses:
             state.fleet.control.enter(control, Mode.REFITTING)
         # An answer from before, noted when the engine went on standby, does not count.
         update.answers.pop(control.name, None)
     update.refitting = frozenset(control.name for control in targets)
     names = tuple(control.name for control in targets)
     state.tell(RefitBegun(version=update.version, engines=names, adapter=update.beside))
-    state.commands.append(Refit(version=update.version, engines=names, beside=update.beside))
+    state.commands.append(
+        Refit(
+            version=update.version,
+            engines=names,
+            beside=update.beside,
+            external=update.external,
+        )
+    )
 
 
 def catch_up(state: SchedulerState) -> None:
@@ -232,7 +256,10 @@ def _conclude(state: SchedulerState, update: Update) -> None:
     failed = update.failed()
     old = state.weights.versions.trainer
     for engine, why in failed:
-        stays = not took and update.answers[engine][0] == old
+        kept_old = update.answers[engine][0] == old
+        stays = not took and kept_old
+        if kept_old:
+            _uncross(state, engine, update)
         if engine in state.fleet.control.engines and not stays:
             demote(state, engine, f"refit to version {update.version} failed: {why}")
     if not took:
@@ -253,8 +280,9 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
         control.version_seen_at, control.doubt = state.now, ""
         if not update.beside:
             for request in state.in_flight.open_requests(engine):
-                request.crossed = True
-                request.kept_keys = request.kept_keys or control.keeps_keys
+                _cross(state, request, update)
+                kept = _keeps_keys(state, control, update)
+                request.kept_keys = request.kept_keys or kept
                 request.version = update.version
     state.weights.versions.publish(update.version)
     state.weights.republishable = update.republishable
@@ -273,7 +301,41 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
             state.fleet.sleep.tags = state.fleet.sleep.away_in_refit
     if update.version != old:
         state.delivery.batches_since_update = 0
+    if update.external:
+        _evaluate_again(state, update)
     state.in_flight.counters.updates += 1
+
+
+def _cross(state: SchedulerState, request: RequestRecord, update: Update) -> None:
+    """Note that `update` met the open attempt of `request`."""
+    request.crossed = True
+    if not update.labelled and request.rollout.log.exact:
+        request.rollout.log.exact = False
+        state.in_flight.journal.change(request.rollout)
+
+
+def _keeps_keys(state: SchedulerState, control: EngineControl, update: Update) -> bool:
+    """Whether the requests in the engine went on with keys of the older weights. Of a pause that
+    somebody else has made, only the setting says whether the cache was flushed in it."""
+    return state.config.cached_kv != "recompute" if update.external else control.keeps_keys
+
+
+def _uncross(state: SchedulerState, engine: str, update: Update) -> None:
+    """Note that external weights did not reach the engine, so its requests are of one version."""
+    for request in state.in_flight.open_requests(engine):
+        if request.request_id in update.met:
+            request.crossed = request.unsure = False
+            state.in_flight.journal.change(request.rollout)
+
+
+def _evaluate_again(state: SchedulerState, update: Update) -> None:
+    """Let running evaluations begin again, whose responses would be of two versions."""
+    cause = f"version {update.version} was loaded during the evaluation"
+    for groups in state.evaluations.running.values():
+        for group in list(groups):
+            if group.dropped is None:
+                drop(state, group, Reason.OTHER_VERSION, cause)
+                launch_again(state, group)
 
 
 def retire(state: SchedulerState) -> None:

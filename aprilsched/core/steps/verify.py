@@ -34,7 +34,9 @@ def on_verified(state: SchedulerState, event: Verified) -> None:
     control = state.fleet.control.confirm(event.engine, Mode.VERIFYING, Mode.RUNNING)
     if control is None:
         return
-    if event.version == state.weights.base:
+    update = state.weights.update
+    awaited = update is not None and update.external and event.version == update.version
+    if event.version == state.weights.base or awaited:
         control.doubt, control.version_seen_at = "", state.now
         return
     has = "inconsistent weights" if event.version is None else f"version {event.version}"

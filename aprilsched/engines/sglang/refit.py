@@ -22,13 +22,14 @@ from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.http.transport import Transport
 from aprilsched.engines.refit import RefitGroup, TensorMeta
 from aprilsched.engines.sglang.control import ServerControl
-from aprilsched.engines.sglang.probe import decode, server_process
-from aprilsched.engines.sglang.wire import UpdateAnswer
+from aprilsched.engines.sglang.probe import decode, server_process, weight_label
+from aprilsched.engines.sglang.wire import UpdateAnswer, version_number
 from aprilsched.errors import EngineError, EngineRejected, EngineRestarted, TornWeights
 
 __all__ = ["ServerRefit"]
 
 _REFUSED = 400
+_CONFLICT = 409
 _UNTOUCHED = ("Failed to get",)
 """Starts of the messages of a load from disk that failed before the first tensor."""
 
@@ -56,6 +57,10 @@ class ServerRefit(ServerControl):
 
     async def verify(self) -> int:
         """Ask for the policy version; raise if the process is not the one that was opened."""
+        await self._check_process()
+        return await self.version()
+
+    async def _check_process(self) -> None:
         timeout = self._limits.control_timeout
         process = await server_process(self.name, self._transport, timeout)
         if process != self.facts.process:
@@ -64,7 +69,6 @@ class ServerRefit(ServerControl):
                 "was restarted since it was opened, so it has the weights that it was started "
                 "with; it is opened again.",
             )
-        return await self.version()
 
     # --- from disk -----------------------------------------------------------------------------
 
@@ -106,9 +110,7 @@ class ServerRefit(ServerControl):
         """Finalize and label the weights; SGLang's default would abort all requests."""
         if self.facts.update_sessions:
             await self._control("end_weight_update", {})
-        await self._control(
-            "update_weight_version", {"new_version": str(version), "abort_all_requests": False}
-        )
+        await self._label(version)
         self._open_update = ""
 
     async def join_group(self, group: RefitGroup, *, rank_offset: int) -> None:
@@ -172,6 +174,28 @@ class ServerRefit(ServerControl):
                 {"zmq_handles": dict(handles), "weight_version": str(version)},
             )
 
+    # --- by somebody else ----------------------------------------------------------------------
+
+    def expect_weights(self) -> None:
+        """Take the weights for inconsistent, because somebody else may begin to load some."""
+        self._open_update = "an update by the trainer"
+
+    async def accept_weights(self, version: int, *, label: bool = False) -> None:
+        """Take the weights for `version`; raise if the server does not name them so."""
+        await self._check_process()
+        if label:
+            await self._label(version)
+        timeout = self._limits.control_timeout
+        said = await weight_label(self.name, self._transport, timeout)
+        if version_number(said) != version:
+            raise EngineRejected(
+                self.name,
+                f'names its weights "{quoted(said)}" and not "{version}"; let the trainer label '
+                "them with the decimal version, or use label=True.",
+                status=_CONFLICT,
+            )
+        self._open_update = ""
+
     # --- adapters ------------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, path: Path) -> None:
@@ -195,6 +219,11 @@ class ServerRefit(ServerControl):
         )
 
     # --- calls ---------------------------------------------------------------------------------
+
+    async def _label(self, version: int) -> None:
+        await self._control(
+            "update_weight_version", {"new_version": str(version), "abort_all_requests": False}
+        )
 
     @asynccontextmanager
     async def _update(self, what: str) -> AsyncGenerator[None, None]:

@@ -32,6 +32,7 @@ from aprilsched.errors import (
     EngineProtocolError,
     EngineRejected,
     EngineRestarted,
+    TornWeights,
 )
 
 __all__ = ["PAUSE_SECONDS", "SimEngine", "load_of", "weights_key_of_files"]
@@ -77,6 +78,7 @@ class SimEngine:
         self._streams: dict[str, asyncio.Queue[Chunk | EngineError]] = {}
         self._orphans: set[str] = set()
         self._control = asyncio.Lock()
+        self._expects_weights = False
         self._process = self._opened = 0
         """Number of restarts: until now, and until the engine was last opened."""
 
@@ -146,6 +148,7 @@ class SimEngine:
         self._batcher = Batcher(self._config)
         self._adapters = Adapters(self._name, self._batcher)
         self._memory = Memory()
+        self._expects_weights = False
         self._orphans.clear()
         self._process += 1
         self._start()
@@ -211,8 +214,15 @@ class SimEngine:
     # -- control ----------------------------------------------------------------------------
 
     async def version(self) -> int:
-        """The version of the last refit; 0 before the first."""
+        """The version of the last refit; 0 before the first.
+
+        Raises:
+            TornWeights: after :meth:`expect_weights`, until the weights are accepted.
+        """
         self._pacer.now()
+        if self._expects_weights:
+            why = "somebody else may have loaded a part of its weights; it needs a complete refit."
+            raise TornWeights(self._name, why)
         return self._batcher.version
 
     async def verify(self) -> int:
@@ -221,10 +231,13 @@ class SimEngine:
         Raises:
             EngineRestarted: if it was restarted.
         """
+        self._check_process()
+        return await self.version()
+
+    def _check_process(self) -> None:
         self._pacer.now()
         if self._process != self._opened:
             raise EngineRestarted(self._name, "was restarted since it was opened.")
-        return await self.version()
 
     async def load(self, *, metrics: bool = False) -> EngineLoad:
         """The load now, including the work in progress."""
@@ -285,6 +298,36 @@ class SimEngine:
             if not self._batcher.refit(version, weights_key):
                 why = "new weights want a paused engine; pause it first."
                 raise EngineRejected(self._name, why, status=409)
+
+    def expect_weights(self) -> None:
+        """Take the weights for inconsistent, because somebody else may begin to load some."""
+        self._expects_weights = True
+
+    async def accept_weights(self, version: int, *, label: bool = False) -> None:
+        """Take the weights for `version`, which somebody else has loaded by :meth:`refit`.
+
+        Raises:
+            EngineRejected: (409) if they have another version, and `label` is not set.
+            EngineRestarted: if the engine was restarted since it was opened.
+        """
+        self._check_process()
+        if label:
+            await self._relabel(version)
+        elif self._batcher.version != version:
+            why = f"has version {self._batcher.version} and not {version}; use label=True."
+            raise EngineRejected(self._name, why, status=409)
+        self._expects_weights = False
+
+    async def _relabel(self, version: int) -> None:
+        """Give the weights another version, between two steps."""
+        runs = self._batcher.paused is None
+        if runs:
+            await self.pause("in_place")
+        try:
+            self._batcher.refit(version, self._batcher.weights_key)
+        finally:
+            if runs:
+                await self.resume()
 
     async def update_from_disk(self, path: Path, version: int) -> None:
         """Take weights from ``path``; their key is the checksum of its safetensors files.

@@ -102,7 +102,7 @@ class Protocol1:
                 of.EvaluationWithdrawn(evaluation_id=e.evaluation_id)
             ),
             ev.UpdateRequested: lambda e: self._tell(
-                of.UpdateBegun(version=e.version, adapter=e.beside)
+                of.UpdateBegun(version=e.version, adapter=e.beside, external=e.external)
             ),
             ev.UpdateWithdrawn: self._update_withdrawn,
             ev.SleepRequested: lambda e: self._tell(of.SleepRequested(tags=tuple(e.tags))),
@@ -658,7 +658,7 @@ class Protocol1:
         )
         for engine in command.engines:
             self._refits[engine] = command.catch_up
-            if not command.beside:
+            if not (command.beside or command.external):
                 self._enter(engine, "refitting")
 
     def _update_withdrawn(self, event: ev.UpdateWithdrawn) -> None:

@@ -1,0 +1,143 @@
+"""Tests weights that the trainer moves itself between two real servers, while they generate.
+
+The trainer is a client of its own. It pauses both servers, flushes them, loads very different
+weights, labels them and lets the servers continue. Greedy tokens and their logprobs prove the
+version of every token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from aprilsched import Batch, ExternalWeights, RolloutScheduler, SchedulerConfig, SGLangFleet
+from tests.sglang.conftest import ADMIN_KEY
+from tests.sglang.recorded import Recorder, check_greedy, long_tail
+from tests.sglang.server import CpuServer
+
+
+class Trainer:
+    """Moves the weights of ``models[version % 2]`` into the servers by calls of its own."""
+
+    def __init__(self, servers: Sequence[CpuServer], models: Sequence[Path]) -> None:
+        self._models = models
+        self._urls = [server.url for server in servers]
+        self._sessions: list[aiohttp.ClientSession] = []
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Trainer:
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        for url in self._urls:
+            session = aiohttp.ClientSession(url, headers=headers)
+            self._sessions.append(await self._stack.enter_async_context(session))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def call(self, path: str, **body: Any) -> None:
+        async def one(session: aiohttp.ClientSession) -> None:
+            async with session.post(path, json=body) as answer:
+                assert answer.status == 200, await answer.text()
+
+        await asyncio.gather(*(one(session) for session in self._sessions))
+
+    async def load(self, version: int, *, label: str | None = None) -> None:
+        """Load `version` into both servers, which are paused."""
+        await self.call(
+            "/update_weights_from_disk",
+            model_path=str(self._models[version % 2]),
+            load_format="auto",
+            flush_cache=False,
+            abort_all_requests=False,
+            weight_version=str(version) if label is None else label,
+        )
+
+    async def update(self, version: int, *, mode: str, label: str | None = None) -> None:
+        await self.call("/pause_generation", mode=mode)
+        await self.flushed()
+        await self.load(version, label=label)
+        await self.call("/continue_generation")
+
+    async def flushed(self) -> None:
+        """Flush both caches; a pause takes a moment until it holds."""
+        for session in self._sessions:
+            while True:
+                async with session.post("/flush_cache") as answer:
+                    if answer.status == 200:
+                        break
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def scheduled(
+    servers: Sequence[CpuServer], recorder: Recorder, **changes: object
+) -> AsyncGenerator[RolloutScheduler]:
+    """A scheduler with sixteen rollouts in flight over both servers, some of 900 tokens."""
+    settings = {"batch_groups": 1, "group_size": 4, "over_provision": 4.0, **changes}
+    scheduler = RolloutScheduler(
+        SGLangFleet([s.url for s in servers], admin_key=ADMIN_KEY, stream_interval=16),
+        long_tail(200, longest=900, temperature=0.0, every=2),
+        config=SchedulerConfig(placement="spread", **settings),  # type: ignore[arg-type]
+        listeners=[recorder],
+    )
+    recorder.scheduler = scheduler
+    async with scheduler as rollouts:
+        yield rollouts
+
+
+def check(
+    rollouts: RolloutScheduler,
+    batches: Sequence[Batch],
+    models: Sequence[Path],
+    folder: Path,
+) -> None:
+    """Check that nothing is lost, and that each token is of the version that it is said to have,
+    across several versions in some rollouts."""
+    delivered = [rollout for batch in batches for rollout in batch.rollouts]
+    in_flight = rollouts.state.in_flight
+    assert in_flight.ledger.total == 0
+    assert in_flight.counters.launched == len(delivered) + len(in_flight.rollouts)
+    assert all(rollout.versions_exact for rollout in delivered)
+    assert check_greedy(delivered, models, folder) > 0
+
+
+async def test_the_trainer_says_afterwards_what_it_has_loaded(
+    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
+):
+    recorder = Recorder()
+    async with (
+        Trainer(clean_pair, models) as trainer,
+        scheduled(clean_pair, recorder, straggler="retract") as rollouts,
+    ):
+        batches: list[Batch] = []
+        for version, mode in ((1, "retract"), (2, "abort"), (3, "retract")):
+            batches.append(await rollouts.next_batch())
+            await trainer.update(version, mode=mode)
+            report = await rollouts.update_weights(ExternalWeights(), version=version)
+            assert not report.quarantined
+        batches.append(await rollouts.next_batch())
+        batches.append(await rollouts.next_batch())
+        assert rollouts.version == 3
+        check(rollouts, batches, models, tmp_path)
+
+
+async def test_a_trainer_whose_labels_are_no_numbers_has_its_weights_labelled(
+    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path]
+):
+    async with (
+        Trainer(clean_pair, models) as trainer,
+        scheduled(clean_pair, Recorder(), straggler="abort", over_provision=1.0) as rollouts,
+    ):
+        await rollouts.next_batch()
+        await trainer.update(1, mode="abort", label="step-1")
+        report = await rollouts.update_weights(ExternalWeights(label=True), version=1)
+        assert not report.quarantined
+        batch = await rollouts.next_batch()
+        assert batch.version == 1
+        assert {int(v) for rollout in batch.rollouts for v in rollout.versions} == {1}

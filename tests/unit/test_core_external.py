@@ -1,0 +1,184 @@
+"""Tests how the core takes a version that somebody else has brought into the engines."""
+
+from __future__ import annotations
+
+import pytest
+
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.state.ledger import Reason
+from aprilsched.types import VersionSpan
+from tests.support.driver import Driver, Key, config, prompts
+
+
+def span(version: int, end: int, start: int = 0) -> VersionSpan:
+    return VersionSpan(version=version, start=start, end=end)
+
+
+def loaded(driver: Driver, version: int = 1, *, labelled: bool = True) -> list[do.Command]:
+    """The trainer says that it has loaded `version`; no engine has answered yet."""
+    return driver.feed(ev.UpdateRequested(version=version, external=True, labelled=labelled))
+
+
+def met(**changes: object) -> tuple[Driver, Key]:
+    """A driver whose first request has three tokens of version 0 and two of version 1."""
+    driver = Driver(config(batch_groups=1, group_size=1, **changes), engines=("a",))
+    driver.request_batch()
+    key = driver.attempts()[0]
+    driver.progress(key, 3)
+    loaded(driver)
+    driver.answer_refit()
+    driver.progress(key, 2, label=1)
+    return driver, key
+
+
+def test_nothing_is_paused_and_every_engine_is_asked():
+    driver = Driver(config(), engines=("a", "b"))
+    driver.request_batch()
+    sent = len(driver.attempts())
+    commands = loaded(driver)
+    assert commands == [do.Refit(version=1, engines=("a", "b"), external=True)]
+    driver.answer_refit()
+    assert not driver.controls
+    assert driver.state.weights.versions.engines == {"a": 1, "b": 1}
+    assert driver.updates == [do.FinishUpdate(version=1, failed=(), cause="")]
+    assert len(driver.attempts()) == sent
+
+
+def test_requests_in_flight_are_known_by_the_spans_of_the_engine():
+    driver, key = met()
+    driver.finish(key, 0, spans=(span(0, 3), span(1, 5, 3)))
+    (rollout,) = driver.batches[0].rollouts
+    assert rollout.versions.tolist() == [0, 0, 0, 1, 1]
+    assert rollout.versions_exact
+
+
+def test_without_spans_they_are_not_exact():
+    driver, key = met(allow_inexact_versions=True)
+    driver.finish(key, 0)
+    assert not next(driver.batches[0].rollouts).versions_exact
+
+
+def test_one_that_ends_before_the_engines_have_answered_is_not_exact_either():
+    driver = Driver(config(batch_groups=1, group_size=1), engines=("a",))
+    driver.request_batch()
+    key = driver.attempts()[0]
+    driver.progress(key, 3)
+    loaded(driver)
+    driver.finish(key, 2)
+    driver.answer_refit()
+    assert not next(driver.batches[0].rollouts).versions_exact
+
+
+def test_labels_that_came_after_the_load_leave_the_requests_in_flight_inexact():
+    driver = Driver(config(batch_groups=1, group_size=1), engines=("a",))
+    driver.request_batch()
+    key = driver.attempts()[0]
+    driver.progress(key, 3)
+    loaded(driver, labelled=False)
+    driver.answer_refit()
+    driver.finish(key, 2, spans=(span(0, 4), span(1, 5, 4)))
+    (rollout,) = driver.batches[0].rollouts
+    assert rollout.versions.tolist() == [0, 0, 0, 0, 1]
+    assert not rollout.versions_exact
+
+
+@pytest.mark.parametrize(("kv", "stale"), [("recompute", False), ("keep", True), ("apart", True)])
+def test_the_setting_says_whether_the_cache_was_flushed(kv: str, stale: bool):
+    straggler = "retract" if kv == "recompute" else "in_place"
+    driver, key = met(straggler=straggler, kv_after_refit=kv)
+    driver.finish(key, 0, spans=(span(0, 3), span(1, 5, 3)))
+    assert next(driver.batches[0].rollouts).stale_keys is stale
+
+
+def test_an_engine_that_was_left_out_stands_by_until_the_next_update():
+    driver = Driver(config(), engines=("a", "b"))
+    driver.request_batch()
+    loaded(driver)
+    driver.answer_refit(b=(0, "names its weights 0 and not 1"))
+    assert driver.state.weights.versions.engines == {"a": 1}
+    assert list(driver.state.fleet.control.standby) == ["b"]
+    assert not driver.state.fleet.control.standby["b"].inconsistent
+    loaded(driver, version=2)
+    driver.answer_refit()
+    assert driver.state.weights.versions.engines == {"a": 2, "b": 2}
+
+
+def test_where_no_engine_has_it_the_old_version_stays_in_use():
+    driver = Driver(config(), engines=("a", "b"))
+    driver.request_batch()
+    loaded(driver)
+    driver.answer_refit(a=(0, "names it 0"), b=(0, "names it 0"))
+    assert driver.state.weights.versions.engines == {"a": 0, "b": 0}
+    assert "names it 0" in driver.updates[0].cause
+
+
+def test_engines_that_its_labels_had_put_on_standby_come_into_use():
+    driver = Driver(config(), engines=("a", "b"))
+    driver.request_batch()
+    for engine in ("a", "b"):
+        key = next(k for k, send in driver.sends.items() if send.engine == engine)
+        driver.progress(key, 1, label=1)
+    assert set(driver.state.fleet.control.standby) == {"a", "b"}
+    loaded(driver)
+    driver.settle()
+    assert driver.state.weights.versions.engines == {"a": 1, "b": 1}
+    assert driver.attempts()
+
+
+def test_an_engine_that_is_lost_before_it_answers_is_not_waited_for():
+    driver = Driver(config(), engines=("a", "b"))
+    driver.request_batch()
+    loaded(driver)
+    driver.feed(ev.EngineLost(engine="b", cause="its machine burnt"))
+    refit = driver.refits.pop()
+    driver.feed(ev.Refitted(engine="a", version=refit.version, cause=""))
+    assert driver.state.weights.versions.engines == {"a": 1}
+    assert driver.state.weights.update is None
+
+
+def test_an_engine_that_is_being_asked_for_its_version_answers_first():
+    driver = Driver(config(batch_groups=1, group_size=1, pace="synchronous"), engines=("a",))
+    driver.auto_verify = False
+    driver.now += 30.0
+    driver.feed(ev.BatchRequested())
+    assert driver.verifications
+    assert not any(isinstance(command, do.Refit) for command in loaded(driver))
+    driver.verify(1)  # it has the new version already, and does not stand by for it
+    assert not driver.lost
+    driver.answer_refit()
+    assert driver.state.weights.versions.engines == {"a": 1}
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_an_evaluation_that_it_met_is_generated_again(ended: bool):
+    driver = Driver(config(batch_groups=1, group_size=1, pace="synchronous"), engines=("a", "b"))
+    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(2), group_size=1))
+    first, second = driver.attempts()
+    driver.finish(first, 3, spans=(span(0, 3),))
+    loaded(driver)
+    if ended:
+        driver.finish(second, 3, spans=(span(0, 1), span(1, 3, 1)))
+    assert not driver.evaluations
+    driver.settle()
+    assert driver.state.in_flight.ledger.rollouts[Reason.OTHER_VERSION] == 2
+    for key in [key for key in driver.attempts() if key != second]:
+        driver.finish(key, 4, spans=(span(1, 4),))
+    batch = driver.evaluations[1]
+    assert batch.version == 1
+    assert {int(v) for rollout in batch.rollouts for v in rollout.versions} == {1}
+
+
+def test_an_engine_that_says_that_it_kept_the_old_version_leaves_no_doubt_about_its_tokens():
+    driver = Driver(config(batch_groups=1, group_size=1), engines=("a", "b"))
+    driver.request_batch()
+    loaded(driver)
+    key = next(key for key, send in driver.sends.items() if send.engine == "b")
+    driver.progress(key, 3, label=0)
+    driver.answer_refit(b=(0, "names its weights 0 and not 1"))
+    (again,) = [other for other in driver.attempts() if other[0] == key[0]]
+    assert driver.sends[again].engine == "a"
+    driver.finish(again, 2)
+    (rollout,) = driver.batches[0].rollouts
+    assert rollout.versions.tolist() == [0, 0, 0, 1, 1]
+    assert rollout.versions_exact

@@ -1,0 +1,294 @@
+"""Tests weights that the trainer moves itself, on the real coordinator with the embedded engine.
+
+The engine's tokens follow from its weights, so they prove each version that a rollout says it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+
+import numpy as np
+import pytest
+
+from aprilsched import (
+    Batch,
+    ExternalWeights,
+    Prompt,
+    Rollout,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SimFleet,
+)
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.engines.base import PauseMode
+from aprilsched.engines.sim import SimEngine, run_virtual
+from aprilsched.engines.sim.model import ContextState, ToyModel, weights_key_of_version
+from aprilsched.errors import ConfigError, RefitError
+from aprilsched.telemetry.base import ProtocolListener
+
+MODEL = ToyModel(32_000)
+
+
+def prompts() -> Iterator[Prompt]:
+    """Endless prompts, with greedy responses of 20 to 600 tokens."""
+    for index in count():
+        length = 20 + index * 157 % 580
+        yield Prompt(
+            input_ids=np.array([index, 7, 9], dtype=np.int32),
+            sampling=SamplingParams(max_new_tokens=length, temperature=0.0, ignore_eos=True),
+        )
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {"batch_groups": 8, "group_size": 1, "over_provision": 2.0}
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Calls(ProtocolListener):
+    """Notes the control calls that the scheduler makes, and the engines that it gives up."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.lost: list[do.LoseEngine] = []
+
+    def on_event(self, event: ev.Event, now: float) -> None:
+        pass
+
+    def on_command(self, command: do.Command, now: float) -> None:
+        if isinstance(command, do.Pause | do.Flush | do.Continue):
+            self.made.append(type(command).__name__)
+        if isinstance(command, do.LoseEngine):
+            self.lost.append(command)
+
+
+@asynccontextmanager
+async def running(
+    fleet: SimFleet, calls: Calls | None = None, **changes: object
+) -> AsyncGenerator[RolloutScheduler]:
+    async with RolloutScheduler(
+        fleet, prompts(), config=config(**changes), listeners=[] if calls is None else [calls]
+    ) as rollouts:
+        yield rollouts
+
+
+async def move(
+    engines: Sequence[SimEngine],
+    version: int,
+    *,
+    key: int | None = None,
+    mode: PauseMode = "retract",
+    seconds: float = 0.0,
+) -> None:
+    """The trainer's own update: pause, flush, load, label, continue."""
+    for engine in engines:
+        await engine.pause(mode)
+    if mode == "retract":
+        for engine in engines:
+            await engine.flush()
+    await asyncio.sleep(seconds)
+    for engine in engines:
+        await engine.refit(version, key)
+    for engine in engines:
+        await engine.resume()
+
+
+def true_to_its_versions(rollout: Rollout) -> bool:
+    """Whether the weights of the version of each token give this token for those before it, where
+    every refit was followed by a flush."""
+    changes: list[int] = (np.flatnonzero(np.diff(rollout.versions)) + 1).tolist()
+    for begin, end in zip([0, *changes], [*changes, len(rollout)], strict=True):
+        key = weights_key_of_version(int(rollout.versions[begin]))
+        context = np.concatenate((rollout.prompt_ids, rollout.token_ids[:begin]))
+        hashed = MODEL.absorb(0, context[:-1], key)
+        state = ContextState(hash=hashed, last=int(context[-1]), length=len(context), seed=0)
+        ((ids, logprobs),) = MODEL.sample([state], [end - begin], key)
+        same = np.array_equal(ids, rollout.token_ids[begin:end])
+        if not (same and np.array_equal(logprobs, rollout.logprobs[begin:end])):
+            return False
+    return True
+
+
+def check_whole(rollouts: RolloutScheduler, batches: Sequence[Batch]) -> None:
+    """Check that nothing is lost, nothing is doubled, and every version is true."""
+    in_flight = rollouts.state.in_flight
+    delivered = [rollout for batch in batches for rollout in batch.rollouts]
+    assert len({rollout.rollout_id for rollout in delivered}) == len(delivered)
+    assert in_flight.ledger.total == 0
+    assert in_flight.counters.launched == len(delivered) + len(in_flight.rollouts)
+    for rollout in delivered:
+        assert rollout.versions_exact
+        assert true_to_its_versions(rollout)
+
+
+def versions(batches: Sequence[Batch]) -> set[int]:
+    return {int(v) for batch in batches for rollout in batch.rollouts for v in rollout.versions}
+
+
+# --- after the fact ------------------------------------------------------------------------------
+
+
+def test_a_trainer_that_updates_between_two_batches_says_so_afterwards():
+    fleet, calls = SimFleet(2), Calls()
+
+    async def main() -> None:
+        async with running(fleet, calls, straggler="abort") as rollouts:
+            batches: list[Batch] = []
+            for version in (1, 2, 5):
+                batches.append(await rollouts.next_batch())
+                made = len(calls.made)
+                await move(fleet.engines, version)
+                report = await rollouts.update_weights(ExternalWeights(), version=version)
+                assert (report.version, report.quarantined) == (version, {})
+                assert calls.made[made:] == []
+            batches.append(await rollouts.next_batch())
+            assert [batch.version for batch in batches] == [0, 1, 2, 5]
+            assert versions(batches) == {0, 1, 2, 5}
+            assert not calls.lost
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("straggler", ["retract", "abort", "run", "choose"])
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+def test_requests_that_the_foreign_pause_met_are_carried_over_three_updates(
+    straggler: str, pace: str
+):
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet, straggler=straggler, pace=pace) as rollouts:
+            batches: list[Batch] = []
+            for version in (1, 2, 3):
+                batches.append(await rollouts.next_batch())
+                await move(fleet.engines, version, seconds=0.2)
+                await rollouts.update_weights(ExternalWeights(), version=version)
+                assert set(rollouts.state.weights.versions.engines.values()) == {version}
+            for _ in range(3):
+                batches.append(await rollouts.next_batch())
+            assert versions(batches) == {0, 1, 2, 3}
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_one_engine_that_the_trainer_missed_stands_by_and_its_requests_go_on():
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            batches = [await rollouts.next_batch()]
+            await move(fleet.engines[:1], 1)
+            report = await rollouts.update_weights(ExternalWeights(timeout_s=1.0), version=1)
+            assert "has version 0 and not 1" in report.quarantined["sim-1"]
+            batches.append(await rollouts.next_batch())
+            await move(fleet.engines, 2)
+            await rollouts.update_weights(ExternalWeights(), version=2)
+            batches.append(await rollouts.next_batch())
+            assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_a_label_that_comes_a_little_later_is_waited_for():
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            await rollouts.next_batch()
+            async with asyncio.TaskGroup() as group:
+                update = group.create_task(rollouts.update_weights(ExternalWeights(), version=1))
+                await asyncio.sleep(3)
+                await move(fleet.engines, 1)
+            assert not update.result().quarantined
+            batch = await rollouts.next_batch()
+            assert batch.version == 1
+
+    run_virtual(main())
+
+
+def test_a_version_that_no_engine_has_is_refused_and_the_run_goes_on():
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            batches = [await rollouts.next_batch()]
+            with pytest.raises(RefitError, match="has version 0 and not 7; use label=True"):
+                await rollouts.update_weights(ExternalWeights(timeout_s=0), version=7)
+            batches.append(await rollouts.next_batch())
+            assert rollouts.version == 0
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_an_engine_that_dies_while_it_is_asked_is_lost_and_the_others_take_the_version():
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            batches = [await rollouts.next_batch()]
+            await move(fleet.engines, 1)
+            fleet.engines[1].crash()
+            await rollouts.update_weights(ExternalWeights(), version=1)
+            assert rollouts.state.weights.versions.engines == {"sim-0": 1}
+            await fleet.engines[1].restart()
+            batches.append(await rollouts.next_batch())
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_a_trainer_that_sets_no_label_has_it_set_and_the_requests_in_flight_are_inexact(
+    caplog: pytest.LogCaptureFixture,
+):
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet, pace="asynchronous") as rollouts:
+            await rollouts.next_batch()
+            # The weights are those of version 1, and the label stays that of version 0.
+            await move(fleet.engines, 0, key=weights_key_of_version(1))
+            there = set(rollouts.state.in_flight.rollouts)
+            await rollouts.update_weights(ExternalWeights(label=True), version=1)
+            batches = [await rollouts.next_batch() for _ in range(6)]
+            assert versions(batches) == {0, 1}
+            for batch in batches:
+                for rollout in batch.rollouts:
+                    if set(rollout.versions.tolist()) == {0, 1}:
+                        assert not rollout.versions_exact
+                        assert rollout.rollout_id in there
+                    if rollout.rollout_id not in there:
+                        assert rollout.versions_exact
+                        assert set(rollout.versions.tolist()) == {1}
+                        assert true_to_its_versions(rollout)
+
+    with caplog.at_level(logging.WARNING, "aprilsched"):
+        run_virtual(main())
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("version 1 is labelled after it was loaded: ")
+
+
+def test_it_is_refused_in_a_sleep_in_which_only_the_scheduler_may_wake_the_engines():
+    fleet = SimFleet(1)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            await rollouts.next_batch()
+            async with rollouts.asleep():
+                with pytest.raises(ConfigError, match="the engines are asleep"):
+                    await rollouts.update_weights(ExternalWeights(), version=1)
+
+    run_virtual(main())
+
+
+def test_a_wrong_timeout_is_refused():
+    with pytest.raises(ConfigError, match=r"timeout_s is -1; give seconds, 0 or more\."):
+        ExternalWeights(timeout_s=-1)
