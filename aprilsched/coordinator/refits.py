@@ -89,6 +89,8 @@ class Refits:
         kind = ("control", command.engines[0]) if command.catch_up else ("control",)
         # Looked up now, because an engine that leaves the fleet is removed from the mapping.
         engines = [self._engines[name] for name in command.engines]
+        # Noted before the task runs: the call may be cancelled at this very moment.
+        self._publishing.append(publisher)
         key = self._start(kind, self._refit(command, publisher, engines))
         if self._tasks is not None:
             self._under_way = {k: e for k, e in self._under_way.items() if self._tasks.running(k)}
@@ -134,7 +136,6 @@ class Refits:
     async def _refit(
         self, command: Refit, publisher: WeightPublisher | None, engines: Sequence[Engine]
     ) -> None:
-        self._publishing.append(publisher)
         try:
             causes = await self._publish(command, publisher, engines)
         finally:
@@ -189,7 +190,9 @@ class Refits:
 
     async def _version(self, command: Refit, engine: Engine, cause: str) -> int:
         async with asyncio.timeout(self._call_timeout_s):
-            version = await engine.version()
+            # Where the refit failed, another process may answer by now. The engine is then opened
+            # again, because it is not what is known of it: not paused, for example.
+            version = await (engine.verify() if cause else engine.version())
         if command.beside:
             # The engine's version is that of the base model. The adapter is there if loading it
             # did not fail.

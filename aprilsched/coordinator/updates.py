@@ -173,7 +173,7 @@ class Updates:
             update.cancel()
             with suppress(RefitError):  # The update ended at the same time.
                 handshake.fail(error)
-            await asyncio.wait([update])
+            await _ended(update)
             raise
         try:
             yield engines
@@ -181,7 +181,7 @@ class Updates:
             with suppress(RefitError):
                 handshake.fail(error)
             # The block's own error is raised; that of the update follows from it.
-            await asyncio.wait([update])
+            await _ended(update)
             raise
         with suppress(RefitError):  # It came too late, and the update says so itself.
             handshake.done()
@@ -223,3 +223,10 @@ class Updates:
         for engine in self._session.engines.values():
             if not isinstance(engine, SleepingEngine):
                 raise ConfigError(f"{engine.name} cannot release memory; run it without asleep().")
+
+
+async def _ended(update: asyncio.Task[RefitReport]) -> None:
+    """Wait for the end of an update whose result nobody asks for."""
+    await asyncio.wait([update])
+    if not update.cancelled():
+        update.exception()  # This marks the exception as seen, so that asyncio does not warn.

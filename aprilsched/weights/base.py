@@ -53,8 +53,8 @@ class ConcludingPublisher(WeightPublisher, Protocol):
     async def conclude(self) -> None:
         """End what waits for the update, whatever became of it.
 
-        It is called once for each ``update_weights()`` call, after :meth:`publish` has ended, and
-        also where nothing was published: the version was refused, :meth:`prepare` raised, no
+        It is called once for each ``update_weights()`` call, after ``publish()`` has ended, and
+        also where nothing was published: the version was refused, ``prepare()`` raised, no
         engine was there.
         """
         ...

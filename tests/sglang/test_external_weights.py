@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from aprilsched import Batch, ExternalWeights, RolloutScheduler, SchedulerConfig, SGLangFleet
 from tests.sglang.conftest import ADMIN_KEY
@@ -141,3 +142,29 @@ async def test_a_trainer_whose_labels_are_no_numbers_has_its_weights_labelled(
         batch = await rollouts.next_batch()
         assert batch.version == 1
         assert {int(v) for rollout in batch.rollouts for v in rollout.versions} == {1}
+
+
+async def test_the_trainer_loads_while_the_scheduler_holds_the_servers(
+    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
+):
+    async with (
+        Trainer(clean_pair, models) as trainer,
+        scheduled(clean_pair, Recorder(), straggler="retract") as rollouts,
+    ):
+        batches: list[Batch] = []
+        for version in (1, 2, 3):
+            batches.append(await rollouts.next_batch())
+            async with rollouts.paused_for_weights(version=version) as engines:
+                assert len(engines) == 2
+                await trainer.load(version)
+        batches.append(await rollouts.next_batch())
+        # A trainer that gives up leaves weights that the next update repairs.
+        with pytest.raises(ZeroDivisionError):
+            async with rollouts.paused_for_weights(version=4):
+                raise ZeroDivisionError
+        assert not rollouts.state.weights.versions.engines
+        async with rollouts.paused_for_weights(version=4, label=True):
+            await trainer.load(4, label="step-4")
+        batches.append(await rollouts.next_batch())
+        assert rollouts.version == 4
+        check(rollouts, batches, models, tmp_path)

@@ -9,11 +9,13 @@ import random
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import aprilsched
 from aprilsched import (
+    Handshake,
     LongTailWorkload,
     MemoryStore,
     Prompt,
@@ -281,3 +283,37 @@ def test_a_forked_process_is_told_so_by_the_asyncio_scheduler_too():
             return said
 
     assert run_virtual(main()).startswith("SchedulerClosed: this process was forked")
+
+
+# --- weights that the trainer moves itself -------------------------------------------------------
+
+
+def test_the_trainers_thread_loads_weights_in_a_block():
+    with make() as rollouts:
+        rollouts.next_batch()
+        with rollouts.paused_for_weights(label=True) as engines:
+            assert engines == ("sim-0",)
+        assert rollouts.version == 1
+        with pytest.raises(ZeroDivisionError), rollouts.paused_for_weights():
+            raise ZeroDivisionError
+        assert rollouts.version == 1
+        with rollouts.paused_for_weights(label=True):
+            pass  # the engine that was left with inconsistent weights is repaired
+        assert rollouts.version == 2
+        assert rollouts.next_batch().version == 2
+
+
+def test_another_thread_shakes_hands():
+    with make() as rollouts, ThreadPoolExecutor() as threads:
+        rollouts.next_batch()
+        handshake = Handshake(label=True)
+        update = threads.submit(rollouts.update_weights, handshake, version=5)
+        assert handshake.wait_paused(60) == ("sim-0",)
+        assert not update.done()
+        handshake.done()
+        assert update.result(60).version == 5
+
+
+def test_a_thread_that_waits_for_a_pause_that_does_not_come_has_a_timeout():
+    with pytest.raises(TimeoutError):
+        Handshake().wait_paused(0.01)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 
 import numpy as np
@@ -17,6 +17,7 @@ import pytest
 from aprilsched import (
     Batch,
     ExternalWeights,
+    Handshake,
     Prompt,
     Rollout,
     RolloutScheduler,
@@ -29,7 +30,7 @@ from aprilsched.core.messages import events as ev
 from aprilsched.engines.base import PauseMode
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.engines.sim.model import ContextState, ToyModel, weights_key_of_version
-from aprilsched.errors import ConfigError, RefitError
+from aprilsched.errors import ConfigError, RefitError, SchedulerClosed
 from aprilsched.telemetry.base import ProtocolListener
 
 MODEL = ToyModel(32_000)
@@ -292,3 +293,268 @@ def test_it_is_refused_in_a_sleep_in_which_only_the_scheduler_may_wake_the_engin
 def test_a_wrong_timeout_is_refused():
     with pytest.raises(ConfigError, match=r"timeout_s is -1; give seconds, 0 or more\."):
         ExternalWeights(timeout_s=-1)
+
+
+# --- a handshake ---------------------------------------------------------------------------------
+
+
+async def load(engines: Sequence[SimEngine], version: int, *, seconds: float = 0.5) -> None:
+    """The trainer loads and labels weights in a pause that the scheduler has made."""
+    for engine in engines:
+        await asyncio.sleep(seconds)
+        assert engine.batcher.paused == "retract"
+        assert engine.batcher.kv_in_use == 0
+        await engine.refit(version)
+
+
+@pytest.mark.parametrize("straggler", ["retract", "abort", "run", "choose"])
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+def test_the_trainer_loads_in_a_block_in_which_the_engines_are_paused(straggler: str, pace: str):
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet, straggler=straggler, pace=pace) as rollouts:
+            batches: list[Batch] = []
+            for version in (1, 2, 4):
+                batches.append(await rollouts.next_batch())
+                async with rollouts.paused_for_weights(version=version) as engines:
+                    assert engines == ("sim-0", "sim-1")
+                    await load(fleet.engines, version)
+                assert rollouts.version == version
+            for _ in range(3):
+                batches.append(await rollouts.next_batch())
+            assert {0, 4} <= versions(batches) <= {0, 1, 2, 4}
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_pause_and_continue_may_be_two_functions():
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            await rollouts.next_batch()
+            handshake = Handshake(label=True)
+            update = asyncio.create_task(rollouts.update_weights(handshake))
+            with pytest.raises(ConfigError, match="the engines are not paused yet"):
+                handshake.done()
+            assert await handshake.paused() == ("sim-0", "sim-1")
+            for engine in fleet.engines:  # without a label, so under the old version
+                await engine.refit(0, weights_key_of_version(1))
+            handshake.done()
+            assert (await update).version == 1
+            batch = await rollouts.next_batch()
+            assert true_to_its_versions(next(batch.rollouts))
+            with pytest.raises(ConfigError, match="this handshake was used already"):
+                await rollouts.update_weights(handshake)
+
+    run_virtual(main())
+
+
+def test_inside_of_a_sleep_the_engines_have_the_memory_of_their_weights():
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            batches = [await rollouts.next_batch()]
+            async with rollouts.asleep(), rollouts.paused_for_weights():
+                for engine in fleet.engines:
+                    assert await engine.released() == {"kv_cache"}
+                    await engine.refit(1)
+            batches.append(await rollouts.next_batch())
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+class Failing(Exception):
+    pass
+
+
+async def take_all(rollouts: RolloutScheduler, batches: list[Batch]) -> None:
+    """Take batches until there are no more."""
+    while True:
+        batches.append(await rollouts.next_batch())
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_a_trainer_that_raises_leaves_engines_that_only_the_next_update_repairs(moved: int):
+    fleet = SimFleet(2)
+
+    async def fail(rollouts: RolloutScheduler) -> None:
+        async with rollouts.paused_for_weights():
+            await load(fleet.engines[:moved], 1)
+            raise Failing
+
+    async def main() -> None:
+        async with running(fleet, pace="asynchronous") as rollouts:
+            batches = [await rollouts.next_batch()]
+            with pytest.raises(Failing):
+                await fail(rollouts)
+            assert rollouts.version == 0
+            assert not rollouts.state.weights.versions.engines
+            with pytest.raises(RefitError, match="no engine has the fleet's weights"):
+                await take_all(rollouts, batches)  # what was complete before is delivered
+            async with rollouts.paused_for_weights():
+                await load(fleet.engines, 1)
+            batches.append(await rollouts.next_batch())
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_a_trainer_that_never_says_done_is_given_up():
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet, refit_timeout_s=30.0) as rollouts:
+            batches = [await rollouts.next_batch()]
+            with pytest.raises(RefitError, match="the publisher did not finish within 30 s"):
+                async with rollouts.paused_for_weights():
+                    await asyncio.sleep(60)
+            handshake = Handshake()
+            with pytest.raises(RefitError, match="the publisher did not finish within 30 s"):
+                await rollouts.update_weights(handshake)
+            with pytest.raises(RefitError, match="the update of this handshake is over"):
+                handshake.done()
+            with pytest.raises(RefitError, match="the update of this handshake is over"):
+                handshake.fail(Failing())
+            async with rollouts.paused_for_weights():
+                await load(fleet.engines, 1)
+            batches.append(await rollouts.next_batch())
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_one_engine_that_the_trainer_did_not_load_stands_by_with_inconsistent_weights():
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            batches = [await rollouts.next_batch()]
+            async with rollouts.paused_for_weights():
+                await load(fleet.engines[1:], 1)
+            assert rollouts.state.weights.versions.engines == {"sim-1": 1}
+            assert rollouts.state.fleet.control.standby["sim-0"].inconsistent
+            batches.append(await rollouts.next_batch())
+            async with rollouts.paused_for_weights():
+                await load(fleet.engines, 2)
+            batches.append(await rollouts.next_batch())
+            assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_a_label_of_another_version_is_not_taken():
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            await rollouts.next_batch()
+            with pytest.raises(RefitError, match="has version 3 and not 1"):
+                async with rollouts.paused_for_weights(version=1):
+                    await load(fleet.engines, 3)
+            async with rollouts.paused_for_weights(version=3):
+                pass  # the engines have it already
+            await rollouts.next_batch()
+            assert rollouts.version == 3
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("label", [False, True])
+def test_an_engine_that_dies_while_the_trainer_loads_costs_nothing(back: bool, label: bool):
+    """If it is back at once, its weights are those that it was first started with, whatever label
+    it is given."""
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            batches = [await rollouts.next_batch()]
+            async with rollouts.paused_for_weights(label=label):
+                fleet.engines[0].crash()
+                if back:
+                    await fleet.engines[0].restart()
+                await load(fleet.engines[1:], 1)
+            assert rollouts.state.weights.versions.engines == {"sim-1": 1}
+            batches.append(await rollouts.next_batch())
+            if not back:
+                await fleet.engines[0].restart()
+            await asyncio.sleep(200)
+            async with rollouts.paused_for_weights(label=label):
+                await load(fleet.engines, 2)
+            batches.append(await rollouts.next_batch())
+            assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_a_trainer_that_is_cancelled_before_the_pause_changes_nothing():
+    fleet = SimFleet(2)
+
+    async def block(rollouts: RolloutScheduler) -> None:
+        async with rollouts.paused_for_weights():
+            raise AssertionError("the engines were paused")
+
+    async def main() -> None:
+        async with running(fleet, straggler="run", pace="asynchronous") as rollouts:
+            batches = [await rollouts.next_batch()]
+            with pytest.raises(TimeoutError):  # the stragglers have not ended by then
+                await asyncio.wait_for(block(rollouts), 0.1)
+            batches.append(await rollouts.next_batch())
+            assert rollouts.state.weights.versions.engines == {"sim-0": 0, "sim-1": 0}
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("step", range(12))
+def test_a_trainer_that_is_cancelled_at_any_moment_can_go_on_with_the_next_update(step: int):
+    fleet = SimFleet(2)
+
+    async def block(rollouts: RolloutScheduler) -> None:
+        async with rollouts.paused_for_weights(version=1):
+            await load(fleet.engines, 1, seconds=0.004)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            batches = [await rollouts.next_batch()]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(step * 0.001):
+                    await block(rollouts)
+            version = 1 if rollouts.version == 0 else 2
+            async with rollouts.paused_for_weights(version=version):
+                await load(fleet.engines, version)
+            batches.append(await rollouts.next_batch())
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_who_waits_for_the_pause_hears_of_an_update_that_was_refused():
+    fleet = SimFleet(1)
+
+    async def main() -> None:
+        async with running(fleet) as rollouts:
+            await rollouts.next_batch()
+            handshake = Handshake()
+            waiting = asyncio.create_task(handshake.paused())
+            with pytest.raises(ConfigError, match="version 0 is not newer"):
+                await rollouts.update_weights(handshake, version=0)
+            with pytest.raises(RefitError, match="ended before the engines were paused"):
+                await waiting
+            with pytest.raises(RefitError, match="ended before the engines were paused"):
+                handshake.wait_paused(1)
+            with pytest.raises(ConfigError, match="version 0 is not newer"):
+                async with rollouts.paused_for_weights(version=0):
+                    raise AssertionError("the engines were paused")
+        with pytest.raises(SchedulerClosed):
+            async with rollouts.paused_for_weights():
+                raise AssertionError("the engines were paused")
+
+    run_virtual(main())
