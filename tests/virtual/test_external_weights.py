@@ -29,7 +29,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.engines.base import PauseMode
 from aprilsched.engines.sim import SimEngine, run_virtual
-from aprilsched.engines.sim.model import ContextState, ToyModel, weights_key_of_version
+from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key_of_version
 from aprilsched.errors import ConfigError, RefitError, SchedulerClosed
 from aprilsched.telemetry.base import ProtocolListener
 
