@@ -15,7 +15,6 @@ import concurrent.futures
 import os
 from collections.abc import (
     AsyncIterable,
-    Awaitable,
     Callable,
     Coroutine,
     Generator,
@@ -25,6 +24,7 @@ from collections.abc import (
 )
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
@@ -95,7 +95,7 @@ class RolloutScheduler:
         self._thread = LoopThread("aprilsched-loop")
         self._pid = os.getpid()
         try:
-            self._wait(self._rollouts.__aenter__())
+            self._wait(self._rollouts.__aenter__)
         except BaseException:
             self._stop_thread()
             raise
@@ -116,7 +116,7 @@ class RolloutScheduler:
         """
         if self._thread is not None and self._pid == os.getpid():
             try:
-                self._wait(self._rollouts.close())
+                self._wait(self._rollouts.close)
             finally:
                 self._stop_thread()
 
@@ -129,12 +129,12 @@ class RolloutScheduler:
     def state(self) -> SchedulerState:
         """The scheduler's state, to be read only, while no call is open."""
         if self._thread is not None and not self._thread.current:
-            return self._wait(_called(lambda: self._rollouts.state))
+            return self._wait(lambda: _called(lambda: self._rollouts.state))
         return self._rollouts.state
 
     def bias(self) -> BiasNow:
         """How the delivered lengths differ so far from the law that lengths are drawn from."""
-        return self._wait(_called(self._rollouts.bias))
+        return self._wait(lambda: _called(self._rollouts.bias))
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -166,7 +166,7 @@ class RolloutScheduler:
             raise ConfigError(f"timeout is {timeout}; give seconds, 0 or more, or None.")
         handing = _Handing()
         try:
-            batch = self._wait(self._hand_over(handing, timeout))
+            batch = self._wait(lambda: self._hand_over(handing, timeout))
             # From here to the return nothing can raise, because Python handles a signal only at a
             # call.
             handing.done = True
@@ -180,7 +180,7 @@ class RolloutScheduler:
 
         When the wait is interrupted (KeyboardInterrupt), the result is lost; call it again.
         """
-        return self._wait(self._rollouts.evaluate(prompts, group_size=group_size))
+        return self._wait(lambda: self._rollouts.evaluate(prompts, group_size=group_size))
 
     def update_weights(
         self, publisher: WeightPublisher, *, version: int | None = None
@@ -190,7 +190,7 @@ class RolloutScheduler:
         When the wait is interrupted (KeyboardInterrupt) before any weights were loaded, nothing
         changes. After that, the update runs to its end. :attr:`version` tells which case it was.
         """
-        return self._wait(self._rollouts.update_weights(publisher, version=version))
+        return self._wait(lambda: self._rollouts.update_weights(publisher, version=version))
 
     def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
         """Write the scheduler's state to a file, for the trainer's own checkpoint.
@@ -198,7 +198,7 @@ class RolloutScheduler:
         When the wait is interrupted (KeyboardInterrupt), nothing is acknowledged. The file is then
         either the complete old one or the complete new one.
         """
-        self._wait(self._rollouts.checkpoint(path, acknowledge=acknowledge))
+        self._wait(lambda: self._rollouts.checkpoint(path, acknowledge=acknowledge))
 
     def restore(self, path: Path | str) -> None:
         """Begin with the state of a checkpoint. Call it before the ``with`` block."""
@@ -229,24 +229,27 @@ class RolloutScheduler:
         async def enter() -> None:
             entered.append(await block.__aenter__())
 
+        async def leave(error: BaseException | None) -> None:
+            trace = None if error is None else error.__traceback__
+            await block.__aexit__(None if error is None else type(error), error, trace)
+
         try:
-            self._wait(enter())
+            self._wait(enter)
             yield entered[0]
         except BaseException as error:
             # Ctrl-C may also come when the block is entered and that of the trainer has not begun.
             if entered:
-                self._wait(_coroutine(block.__aexit__(type(error), error, error.__traceback__)))
+                self._wait(partial(leave, error))
             raise
         else:
-            self._wait(_coroutine(block.__aexit__(None, None, None)))
+            self._wait(partial(leave, None))
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+    def _wait(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run the coroutine that `work` makes on the loop, and wait for its end."""
         if self._thread is None:
-            work.close()
             raise SchedulerClosed("use the scheduler inside its `with` block.")
         if self._pid != os.getpid():
             # The thread is not in this process, so nothing would answer.
-            work.close()
             raise forked()
         call = _Call(work, self._thread.loop, self._hand_over_resolved)
         try:
@@ -325,12 +328,13 @@ class _Call(Generic[T]):
     """Runs a coroutine on the loop for another thread.
 
     The coroutine begins when `ready` returns True. `outcome` is done when the coroutine has ended
-    or was withdrawn.
+    or was withdrawn. `work` makes the coroutine and is called on the loop: Ctrl-C in the other
+    thread, right after it had made the coroutine itself, left one that was never awaited.
     """
 
     def __init__(
         self,
-        work: Coroutine[Any, Any, T],
+        work: Callable[[], Coroutine[Any, Any, T]],
         loop: asyncio.AbstractEventLoop,
         ready: Callable[[], bool],
     ) -> None:
@@ -350,7 +354,7 @@ class _Call(Generic[T]):
         if self.outcome.done():
             return
         if self._ready():
-            self._task = self._loop.create_task(self._work)
+            self._task = self._loop.create_task(self._work())
             self._task.add_done_callback(self._end)
         else:
             # Another thread is about to return with a batch, or to raise.
@@ -360,7 +364,6 @@ class _Call(Generic[T]):
         if self._task is not None:
             self._task.cancel()
         elif not self.outcome.done():
-            self._work.close()
             self.outcome.set_exception(concurrent.futures.CancelledError())
 
     def _end(self, task: asyncio.Task[T]) -> None:
@@ -375,7 +378,3 @@ class _Call(Generic[T]):
 async def _called(function: Callable[[], T]) -> T:
     """Call `function` on the loop's thread, so that nothing changes during the call."""
     return function()
-
-
-async def _coroutine(work: Awaitable[T]) -> T:
-    return await work

@@ -14,7 +14,7 @@ import nbformat
 from nbclient import NotebookClient
 
 HERE = Path(__file__).resolve().parent
-SECONDS = 300
+SECONDS = 900
 
 
 def scripts() -> list[Path]:

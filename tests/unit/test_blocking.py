@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import random
@@ -317,3 +318,23 @@ def test_another_thread_shakes_hands():
 def test_a_thread_that_waits_for_a_pause_that_does_not_come_has_a_timeout():
     with pytest.raises(TimeoutError):
         Handshake().wait_paused(0.01)
+
+
+def test_an_interrupt_before_the_loop_has_the_call_leaves_no_coroutine(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Ctrl-C between the call and its start on the loop. A coroutine that is never awaited would
+    be a RuntimeWarning in the user's terminal, and it fails this test."""
+    workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
+    config = SchedulerConfig(batch_groups=2, group_size=2)
+    with blocking.RolloutScheduler(SimFleet(1, time_scale=0.001), workload, config=config) as r:
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(blocking._Call, "__init__", interrupt)  # pyright: ignore
+            with pytest.raises(KeyboardInterrupt):
+                r.next_batch()
+            gc.collect()
+        assert r.next_batch().index == 0
