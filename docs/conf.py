@@ -52,7 +52,7 @@ nitpick_ignore_regex = [
     (r"py:mod", r"aprilsched\..*"),
     (r"py:class", r"aprilsched\.(types\.Receipt|engines\.sim\.toy_model\.ToyModel)"),
     (r"py:class", r"aprilsched\.analysis\.(lines|plots\.plans|report\.report_data)\..*"),
-    (r"py:class", r"aprilsched\.telemetry\.(batch_meter|live_figures)\..*"),
+    (r"py:class", r"aprilsched\.telemetry\.(batch_figures|live_figures)\..*"),
     (r"py:class", r"aprilsched\.testing\.faults\.(choosing|kinds)\..*"),
     (r"py:class", r"aprilsched\.telemetry\.sampling\.engine_loads\..*"),
     (r"py:class", r"aprilsched\.telemetry\.usage\.engine_time\..*"),

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from aprilsched.core.lengths.identity import bias_without, expected_lengths
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
-from aprilsched.telemetry.bias_figures import LawFigures
+from aprilsched.telemetry.figures import LawFigures
 from aprilsched.telemetry.laws import deciles, law_figures, sample_law
 
 __all__ = [

@@ -11,8 +11,7 @@ import numpy as np
 
 from aprilsched.analysis.run import Run
 from aprilsched.extras import extra
-from aprilsched.telemetry.bias_figures import DecileFigures, LawFigures, TransientFigures
-from aprilsched.telemetry.figures import BiasFigures
+from aprilsched.telemetry.figures import BiasFigures, DecileFigures, LawFigures, TransientFigures
 
 with extra("plots"):
     from matplotlib.axes import Axes

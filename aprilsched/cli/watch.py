@@ -20,7 +20,7 @@ from aprilsched.core.messages.facts import Fact
 from aprilsched.errors import RunFolderError
 from aprilsched.runs.tables import run_table
 from aprilsched.telemetry.base import Listener
-from aprilsched.telemetry.batch_meter import BatchMeter
+from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.event_log.follow import Follower
 from aprilsched.telemetry.event_log.reading import LogReader
 from aprilsched.telemetry.live.display import LiveView, can_draw

@@ -20,8 +20,8 @@ from aprilsched.core.messages.facts import BatchDelivered, Fact, GroupDropped, P
 from aprilsched.core.state.records import group_lengths
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.telemetry.base import TokenChunks
-from aprilsched.telemetry.bias_figures import InFlightFigures, LawFigures
 from aprilsched.telemetry.censoring import warning_now
+from aprilsched.telemetry.figures import InFlightFigures, LawFigures
 from aprilsched.telemetry.laws import in_flight_figures, law_figures, sample_law
 
 __all__ = ["BiasNow", "LiveBias"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
+from aprilsched.core.messages.facts import BatchDelivered, Fact, TokensReceived
 from aprilsched.engines.sim import H200_QWEN3_4B, SimConfig
 from aprilsched.errors import PromptsExhausted
 from aprilsched.planning import Planner
@@ -12,14 +14,40 @@ from aprilsched.runs.setup import Setup
 from aprilsched.runs.showing import Screen
 from aprilsched.runs.summary import remainder, summary_of
 from aprilsched.simulation import Costs, Simulation, rare_collections
-from aprilsched.telemetry.base import AnyListener
+from aprilsched.telemetry.base import AnyListener, TokenChunks
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.generation import Generation
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.timing.model import StepTimeModel
 
 __all__ = ["SimulatedRun"]
+
+
+class _Generation:
+    """Counts generated tokens when they arrive, as a listener, and says how fast they came."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._deliveries: list[tuple[float, int]] = []
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            if isinstance(fact, TokensReceived):
+                self._tokens += fact.tokens
+            elif isinstance(fact, BatchDelivered) and not fact.again:
+                self._deliveries.append((now, self._tokens))
+
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        self._tokens += sum([fact.tokens for fact, _ in chunks])
+
+    def tokens_per_s(self, burn_in: int) -> float | None:
+        """Generated tokens a second over the batches after the first `burn_in`; None without such
+        batches."""
+        if len(self._deliveries) <= max(1, burn_in):
+            return None
+        begin, before = self._deliveries[max(0, burn_in - 1)]
+        end, after = self._deliveries[-1]
+        return (after - before) / (end - begin) if end > begin else None
 
 
 class SimulatedRun:
@@ -48,7 +76,7 @@ class SimulatedRun:
         self._screen = screen
         self._timing = timing
         self._costs = costs or _costs(setup)
-        self._generation = Generation()
+        self._generation = _Generation()
         self.schedule = ""
         """The schedule that automatic over-provisioning chose last; empty without it."""
         self.generated_tokens_per_s: float | None = None

@@ -1,4 +1,8 @@
-"""Figures of batches: one at a time, and over many. Pure functions."""
+"""The figures of batches: of each as it is delivered, and over many.
+
+All functions here are pure. :class:`BatchMeter` is the listener that calls :func:`measure` at each
+delivery. It keeps only what the batch in work needs, however long a run is.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.messages.facts import BatchDelivered, DeliveredRollout
+from aprilsched.core.messages import facts as of
 from aprilsched.telemetry.ages import ages_of
+from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.telemetry.figures import (
     BatchFigures,
     BiasFigures,
@@ -21,6 +26,7 @@ from aprilsched.telemetry.figures import (
 )
 
 __all__ = [
+    "BatchMeter",
     "Bound",
     "Mean",
     "Measured",
@@ -70,7 +76,7 @@ class Measured:
 
 
 def measure(
-    batch: BatchDelivered,
+    batch: of.BatchDelivered,
     *,
     seconds: float,
     trainer_seconds: float,
@@ -128,7 +134,9 @@ def rewards(batches: Sequence[Measured]) -> RewardFigures:
     return _reward_figures({name: _mean(means) for name, means in found.items()})
 
 
-def _reward_means(rollouts: Sequence[DeliveredRollout], parts: set[str]) -> dict[str | None, Mean]:
+def _reward_means(
+    rollouts: Sequence[of.DeliveredRollout], parts: set[str]
+) -> dict[str | None, Mean]:
     found: dict[str | None, list[Mean]] = {}
     for rollout in rollouts:
         if rollout.reward is not None:
@@ -234,3 +242,79 @@ def _excess(value: float | None, reference: float | None) -> float | None:
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+class BatchMeter(DispatchingListener):
+    """Listens to a run and measures each batch, without the trainer's own time.
+
+    Args:
+        trainer_waits: whether the engines are paused while the trainer trains (synchronous pace);
+            then the trainer's time does not count as the schedule's.
+        bound: gives T_bound of a batch in seconds; None if no step-time model is known.
+
+    Attributes:
+        latest: the batch that was delivered last; None before the first.
+        trainer_seconds: the trainer's own time, over all batches.
+    """
+
+    def __init__(self, *, trainer_waits: bool, bound: Bound | None = None) -> None:
+        super().__init__()
+        self.latest: Measured | None = None
+        self.trainer_seconds = 0.0
+        self._trainer_waits = trainer_waits
+        self._bound = bound
+        self._parts: set[str] = set()
+        """Names of the parts of rewards that are counted."""
+        self._began = False
+        self._delivered_at = 0.0
+        self._trainer = 0.0
+        """Seconds of the trainer since the last delivery."""
+        self._idle_since: float | None = None
+        """Since when the trainer has the last batch, and nothing else happens."""
+        self._handlers = {
+            of.RunOpened: self._opened,
+            of.BatchRequested: self._busy,
+            of.UpdateBegun: self._busy,
+            of.UpdateFinished: self._idle,
+            of.BatchDelivered: self._delivered,
+        }
+
+    def deliver(self, batch: of.BatchDelivered, now: float) -> Measured:
+        """The figures of `batch`, which is delivered `now`."""
+        took = now - self._delivered_at - self._trainer
+        self.latest = measure(
+            batch,
+            seconds=took,
+            trainer_seconds=self._trainer,
+            bound=self._bound,
+            parts=self._parts,
+        )
+        self._trainer = 0.0
+        self._delivered_at = self._idle_since = now
+        return self.latest
+
+    def _delivered(self, fact: of.BatchDelivered) -> None:
+        if fact.again:
+            self._idle(fact)
+        else:
+            self.deliver(fact, self._now)
+
+    def _opened(self, _: of.RunOpened) -> None:
+        if self._began:
+            self._stop_idling()
+        else:
+            self._began = True
+            self._delivered_at = self._now
+        self._idle_since = self._now
+
+    def _busy(self, _: of.BatchRequested | of.UpdateBegun) -> None:
+        self._stop_idling()
+
+    def _idle(self, _: of.UpdateFinished | of.BatchDelivered) -> None:
+        self._idle_since = self._now
+
+    def _stop_idling(self) -> None:
+        if self._idle_since is not None and self._trainer_waits:
+            self._trainer += self._now - self._idle_since
+            self.trainer_seconds += self._now - self._idle_since
+        self._idle_since = None

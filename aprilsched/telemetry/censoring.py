@@ -17,7 +17,7 @@ import numpy as np
 from aprilsched.core.lengths.identity import bias_without, expected_lengths
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier
 from aprilsched.core.state.ledger import Entry, Ledger, Reason
-from aprilsched.telemetry.bias_figures import CensoringFigures, DropFigures
+from aprilsched.telemetry.figures import CensoringFigures, DropFigures
 
 __all__ = ["CENSORS", "Drop", "Drops", "censoring", "warning_now", "warning_of"]
 

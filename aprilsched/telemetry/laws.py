@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from aprilsched.core.lengths.identity import expected_lengths
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
-from aprilsched.telemetry.bias_figures import DecileFigures, InFlightFigures, LawFigures
+from aprilsched.telemetry.figures import DecileFigures, InFlightFigures, LawFigures
 
 __all__ = ["deciles", "in_flight_figures", "law_figures", "sample_law"]
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry.base import BulkListener, TokenChunks
-from aprilsched.telemetry.batch_figures import Measured
-from aprilsched.telemetry.batch_meter import BatchMeter
+from aprilsched.telemetry.batch_figures import BatchMeter, Measured
 from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.telemetry.run_state import RunState
 

@@ -18,8 +18,7 @@ from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.messages import facts
 from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry import batch_figures as of
-from aprilsched.telemetry.batch_figures import Bound, Measured
-from aprilsched.telemetry.batch_meter import BatchMeter
+from aprilsched.telemetry.batch_figures import BatchMeter, Bound, Measured
 from aprilsched.telemetry.bias_collector import BiasCollector
 from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.telemetry.figures import (
@@ -28,7 +27,6 @@ from aprilsched.telemetry.figures import (
     SecondsFigures,
     TokenFigures,
 )
-from aprilsched.telemetry.stopwatch import Stopwatch
 
 __all__ = ["Remainder", "Summary", "default_burn_in"]
 
@@ -82,8 +80,8 @@ class Summary(DispatchingListener):
         self.batches: list[Measured] = []
         self._engines = 0
         self._began: float | None = None
-        self._pauses = Stopwatch()
-        self._updates = Stopwatch()
+        self._pauses = _Stopwatch()
+        self._updates = _Stopwatch()
         self._sent: set[int] = set()
         self._delivered: set[int] = set()
         self._dropped: set[int] = set()
@@ -291,3 +289,28 @@ class Summary(DispatchingListener):
 
     def _engine_lost(self, fact: facts.EngineLost) -> None:
         self._pauses.stop(fact.engine, self._now)
+
+
+class _Stopwatch:
+    """Sums up how long each key was running. Starting twice and stopping what stands is harmless:
+    an engine may be lost in the middle of a pause, and confirm its continue afterwards."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+        self._total = 0.0
+
+    def start(self, key: str, now: float) -> None:
+        self._since.setdefault(key, now)
+
+    def stop(self, key: str, now: float) -> None:
+        since = self._since.pop(key, None)
+        if since is not None:
+            self._total += now - since
+
+    def stop_all(self, now: float) -> None:
+        for key in list(self._since):
+            self.stop(key, now)
+
+    def total(self, now: float) -> float:
+        """Seconds of all keys together, those still running included."""
+        return self._total + sum(now - since for since in self._since.values())

@@ -8,7 +8,7 @@ import pytest
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.telemetry.batch_meter import BatchMeter
+from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.live.history import COLUMN_SECONDS, History
 from aprilsched.telemetry.live.live_model import LiveModel
 from aprilsched.telemetry.live.view_data import EngineRow, RunFacts, Snapshot

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aprilsched.telemetry.event_log.microseconds import to_microseconds
+from aprilsched.telemetry.event_log.writing import to_microseconds
 
 SECONDS = st.floats(min_value=-1e9, max_value=1e9)
 TIES = st.integers(min_value=0, max_value=10**13).map(lambda n: n / 1e7)

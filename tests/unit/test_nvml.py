@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from aprilsched.errors import ConfigError
-from aprilsched.telemetry.sampling.gpu_thread import GpuThread
-from aprilsched.telemetry.sampling.nvml import Nvml
+from aprilsched.telemetry.sampling.nvml import GpuThread, Nvml
 from aprilsched.telemetry.sampling.sample_lines import DeviceLine, GpuLine
 from aprilsched.telemetry.sampling.sampler import Sampler
 
@@ -186,7 +185,7 @@ def test_a_driver_that_fails_later_is_said_to_whoever_asked(
 async def test_a_driver_that_hangs_holds_nobody_up(
     nvml: Faulty, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("aprilsched.telemetry.sampling.gpu_thread._STOP_SECONDS", 0.01)
+    monkeypatch.setattr("aprilsched.telemetry.sampling.nvml._STOP_SECONDS", 0.01)
     nvml.hang = threading.Event()
     async with Sampler(tmp_path / "samples.jsonl", gpu=True, interval=0.01) as sampler:
         assert nvml.sampled.wait(SECONDS)

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from aprilsched.analysis.trace.bands import Bands
-from aprilsched.analysis.trace.colors import color_of, version_label
-from aprilsched.analysis.trace.counters import Counter
 from aprilsched.analysis.trace.lanes import Lanes
-from aprilsched.analysis.trace.trace_file import TraceFile
+from aprilsched.analysis.trace.trace_file import Counter, TraceFile
 
 __all__ = ["Attempt", "EngineTracks", "Key"]
 
@@ -28,6 +26,25 @@ _TIDS = 100_000
 """Ids that an engine has for its tracks."""
 _SLOTS = 10
 """Ids before those of its slots, for its bands."""
+
+
+# A slice shows its policy version by its colour. Perfetto takes the colour from the name of a slice
+# and ignores the digits in it, so a name ends in letters that change with the version.
+# chrome://tracing is given the name of a colour.
+_ENDINGS = ("mn", "eg", "dr", "uk", "ri", "ir", "pa", "pf")
+"""Behind "rollout v" these are blue, orange, green, pink, violet, lime, teal and red in the UI of
+Perfetto 52. They have no other meaning."""
+_COLORS = (
+    "thread_state_running",
+    "rail_response",
+    "rail_animation",
+    "rail_load",
+    "cq_build_attempt_passed",
+    "rail_idle",
+    "thread_state_iowait",
+    "startup",
+)
+_UNKNOWN = "v?"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -160,7 +177,7 @@ class EngineTracks:
             tid=self._first_slot + attempt.slot,
             start=attempt.since,
             end=end,
-            name=f"rollout {attempt.rollout_id} {version_label(attempt.version)}",
+            name=f"rollout {attempt.rollout_id} {_version_label(attempt.version)}",
             args={
                 "rollout_id": attempt.rollout_id,
                 "group_id": attempt.group_id,
@@ -172,9 +189,21 @@ class EngineTracks:
                 "ending": ending,
             },
             category="rollout",
-            color=color_of(attempt.version),
+            color=_color_of(attempt.version),
         )
 
     def _count(self, at: int) -> None:
         self._in_flight.set(len(self._attempts), at)
         self._kv.set(self._known if self._kv_held else 0, at)
+
+
+def _version_label(version: int | None) -> str:
+    """For example ``v3 uk``; versions that follow each other end in different letters."""
+    if version is None:
+        return _UNKNOWN
+    return f"v{version} {_ENDINGS[version % len(_ENDINGS)]}"
+
+
+def _color_of(version: int | None) -> str:
+    """The name of a colour for chrome://tracing."""
+    return "" if version is None else _COLORS[version % len(_COLORS)]

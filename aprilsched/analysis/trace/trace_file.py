@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-__all__ = ["TraceFile"]
+__all__ = ["Counter", "TraceFile"]
 
 _BEGIN = b'{"displayTimeUnit":"ms","traceEvents":[\n'
 _END = b"\n]}\n"
@@ -93,3 +93,39 @@ class TraceFile:
     def _write(self, event: Mapping[str, Any]) -> None:
         self._file.write(self._between + self._encode(event))
         self._between = b",\n"
+
+
+class Counter:
+    """A counter of process `pid` in `file`, which is written sparsely: only its value at the end of
+    each moment, and only if it has changed by at least the share `step` of the value written last.
+    Changes from and to 0 are always written."""
+
+    def __init__(
+        self, file: TraceFile, *, pid: int, name: str, unit: str, step: float = 0.0
+    ) -> None:
+        self._file = file
+        self._pid = pid
+        self._name = name
+        self._unit = unit
+        self._step = step
+        self._at = 0
+        self._value = 0
+        self._written = 0
+
+    def set(self, value: int, at: int) -> None:
+        """The value is `value` from `at` on. The same time may come often, because many requests
+        are sent at once."""
+        if at != self._at:
+            self.finish()
+            self._at = at
+        self._value = value
+
+    def finish(self) -> None:
+        """Write the value of the latest time."""
+        change = abs(self._value - self._written)
+        if not change or (self._value and change < self._step * self._written):
+            return
+        self._written = self._value
+        self._file.counter(
+            pid=self._pid, at=self._at, name=self._name, unit=self._unit, value=self._value
+        )

@@ -1,12 +1,15 @@
 """NVML, by nvidia-ml-py: the GPUs of this machine, as their driver sees them.
 
-Every call may block, so all of this runs in a thread of its own (:mod:`.gpu_thread`). A figure
-that a GPU does not have (a MIG slice has no utilization, say) is None.
+A call may block, and a driver that hangs must hold nobody up. Therefore :class:`GpuThread` makes
+all calls in a daemon thread. A figure that a GPU does not have is None; for example, a MIG slice
+has no utilization.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import threading
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -14,13 +17,16 @@ from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.telemetry.sampling.sample_lines import DeviceLine, GpuLine
 
-__all__ = ["Nvml"]
+__all__ = ["GpuThread", "Nvml"]
+
+log = logging.getLogger("aprilsched")
 
 _T = TypeVar("_T")
 
 _PERCENT = 100
 _MILLI = 1000
 _PROCESSES = 16
+_STOP_SECONDS = 1.0
 
 
 class Nvml:
@@ -121,3 +127,59 @@ def _over(value: float | None, parts: int) -> float | None:
 def _text(value: Any) -> str:
     """Older versions of the package give bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
+
+
+class GpuThread:
+    """Samples the GPUs every `interval` seconds, from :meth:`start` to :meth:`stop`, in a thread of
+    its own. It is no :class:`~aprilsched.telemetry.worker.Worker`, because nothing is put to it:
+    its clock is the wall's, and it goes on while the event loop is held up.
+
+    What goes wrong is said once in the log of the program, and the run continues.
+
+    Args:
+        interval: seconds between two samples.
+        clock: gives the time of a sample; called in the thread.
+        take: takes the lines; called in the thread.
+        wanted: whether NVML was asked for, so that its absence is a warning.
+    """
+
+    def __init__(
+        self,
+        interval: float,
+        clock: Callable[[], float],
+        take: Callable[[Sequence[DeviceLine | GpuLine]], None],
+        *,
+        wanted: bool = False,
+    ) -> None:
+        self._interval = interval
+        self._clock = clock
+        self._take = take
+        self._wanted = wanted
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="NVML", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. This waits for a call in progress, but at most a second."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_SECONDS)
+
+    def _work(self) -> None:
+        try:
+            nvml = Nvml()
+        except ConfigError as error:
+            log.log(logging.WARNING if self._wanted else logging.DEBUG, "%s", error)
+            return
+        try:
+            self._take(nvml.devices(self._clock()))
+            while not self._stopped.is_set():
+                self._take(nvml.sample(self._clock()))
+                self._stopped.wait(self._interval)
+        except Exception as error:
+            log.warning("the GPUs are not sampled any more, the run goes on: %s", error)
+        finally:
+            nvml.close()

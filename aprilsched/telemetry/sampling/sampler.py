@@ -15,8 +15,7 @@ from typing import Self
 
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.sampling.engine_loads import EngineLoads, HasEngines
-from aprilsched.telemetry.sampling.gpu_thread import GpuThread
-from aprilsched.telemetry.sampling.nvml import Nvml
+from aprilsched.telemetry.sampling.nvml import GpuThread, Nvml
 from aprilsched.telemetry.sampling.sample_lines import DeviceLine, EngineLine, GpuLine
 from aprilsched.telemetry.sampling.sample_log import SampleLog
 
