@@ -290,7 +290,9 @@ class RolloutScheduler:
             raise receipt.elsewhere()
         thread = self._thread
         if thread is not None:
-            thread.loop.call_soon_threadsafe(lambda: self._hand_over_resolved() and receipt.give())
+            thread.loop.call_soon_threadsafe(
+                lambda: self._hand_over_resolved() and receipt.acknowledge()
+            )
 
     def _hand_over_resolved(self) -> bool:
         """Whether it is known if the trainer took the last batch. Call it on the loop's thread."""

@@ -11,7 +11,7 @@
     │   ├── EngineRejected     the engine answered with an error status
     │   ├── ControlTimeout     the engine did not answer a control call in time
     │   ├── EngineRestarted    another process answers than the one that was opened
-    │   └── TornWeights        an update failed halfway; the weights are neither old nor new
+    │   └── InconsistentWeights        an update failed halfway; the weights are neither old nor new
     ├── RefitError             no engine took the new weights; the old version stays in use
     ├── FleetLost              no engine is left to generate on, and none came back in time
     ├── RunGivenUp             too many groups in a row failed
@@ -39,6 +39,7 @@ __all__ = [
     "EngineUnreachable",
     "EpisodeError",
     "FleetLost",
+    "InconsistentWeights",
     "InvariantViolation",
     "MissingExtra",
     "PromptsExhausted",
@@ -47,7 +48,6 @@ __all__ = [
     "RunGivenUp",
     "SchedulerClosed",
     "StoreError",
-    "TornWeights",
 ]
 
 
@@ -95,7 +95,7 @@ class EngineRestarted(EngineError):
     """Another process answers at the engine's address than the one that was opened."""
 
 
-class TornWeights(EngineError):
+class InconsistentWeights(EngineError):
     """The engine's weights are neither the old nor the new ones; only a full refit repairs them."""
 
 

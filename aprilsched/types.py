@@ -343,7 +343,7 @@ class Receipt:
     def __reduce__(self) -> tuple[type[Receipt], tuple[()]]:
         return (Receipt, ())
 
-    def give(self) -> None:
+    def acknowledge(self) -> None:
         """Tell the scheduler. Raises ConfigError in any process but the scheduler's."""
         if self._tell is None:
             raise self.elsewhere()
@@ -387,7 +387,7 @@ class Batch:
             ConfigError: in any process but the scheduler's.
         """
         if self.receipt is not None:
-            self.receipt.give()
+            self.receipt.acknowledge()
 
     @property
     def rollouts(self) -> Iterator[Rollout]:

@@ -159,7 +159,7 @@ class History:
         for fact in facts:
             match fact:
                 case RunOpened():
-                    # What a former process had ended with it, at the last that it wrote.
+                    # What the prior run left open ended at the time of its last line.
                     self._end_all()
                 case AttemptSent():
                     self._open[fact.request_id] = (fact, now)

@@ -155,7 +155,7 @@ class Watched:
             RunFolderError: if the log is damaged.
         """
         news = self._follower.poll(_LINES)
-        if news.anew:
+        if news.from_start:
             self._listeners, self._reader = self._begin(), LogReader()
         for raw in news.lines:
             self._show(self._reader.read(raw))

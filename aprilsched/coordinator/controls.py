@@ -39,7 +39,7 @@ from aprilsched.core.messages.events import (
 )
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import SleepingEngine
-from aprilsched.errors import EngineError, TornWeights
+from aprilsched.errors import EngineError, InconsistentWeights
 
 __all__ = ["EngineControls"]
 
@@ -209,7 +209,7 @@ class EngineControls:
 async def _verified(engine: Engine) -> Event:
     try:
         version: int | None = await engine.verify()
-    except TornWeights:
+    except InconsistentWeights:
         version = None
     return Verified(engine=engine.name, version=version)
 

@@ -22,10 +22,10 @@ from aprilsched.coordinator.work import Work
 from aprilsched.core.messages.commands import FinishUpdate, Offer
 from aprilsched.core.messages.events import BatchesAcknowledged, Event
 from aprilsched.core.scheduler import Scheduler
-from aprilsched.core.state.saved import Cut, Saved
+from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import handed_over
-from aprilsched.core.steps.snapshot import take_anew, take_changes, take_checkpoint
+from aprilsched.core.steps.snapshot import take_changes, take_checkpoint, take_full
 from aprilsched.errors import AprilschedError, ConfigError, SchedulerClosed, StoreError
 from aprilsched.store.base import Store
 from aprilsched.store.sqlite import read_checkpoint, write_checkpoint
@@ -94,7 +94,7 @@ class Durability:
             if saved is None:
                 saved = stored
             else:
-                recorder.begin_anew()
+                recorder.start_over()
         if saved is not None:
             self._restore(saved)
             self._work.pass_over(saved.run.cursor)
@@ -188,11 +188,11 @@ class Durability:
     async def checkpoint(self, path: Path, *, acknowledge: bool) -> None:
         """See :meth:`RolloutScheduler.checkpoint`."""
         batches = self.trained_on() if acknowledge else ()
-        cut = take_checkpoint(self._core.state, without=batches)
+        snapshot = take_checkpoint(self._core.state, without=batches)
         if self._inline:
-            write_checkpoint(path, cut)
+            write_checkpoint(path, snapshot)
         else:
-            await asyncio.to_thread(write_checkpoint, path, cut)
+            await asyncio.to_thread(write_checkpoint, path, snapshot)
         # Only now, because batches that are not in the file must be delivered again.
         if batches:
             self._acknowledge(batches)
@@ -233,7 +233,7 @@ _CLOSE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    cut: Cut
+    snapshot: Snapshot
     durable: bool
     then: Callable[[], None] | None
 
@@ -258,7 +258,7 @@ class Recorder:
         self._waiting = asyncio.Event()
         self._writing: asyncio.Future[None] | None = None
         self._soon = False
-        self._whole = False
+        self._full_next = False
         self._saved_at = 0.0
         self._failed_at = 0.0
 
@@ -272,10 +272,10 @@ class Recorder:
         self._state.in_flight.journal.active = True
         return saved
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Replace the store's content with the next write, because the run continues from a
         checkpoint instead."""
-        self._whole = True
+        self._full_next = True
 
     def start(self, tasks: Tasks) -> None:
         self._saved_at = _now()
@@ -328,9 +328,9 @@ class Recorder:
                 then()
             return
         self._saved_at = _now()
-        cut = take_anew(self._state) if self._whole else take_changes(self._state)
-        self._whole = False
-        write = _Write(cut, durable, then)
+        snapshot = take_full(self._state) if self._full_next else take_changes(self._state)
+        self._full_next = False
+        write = _Write(snapshot, durable, then)
         if self._thread is None:
             self._finish(write, self._attempt(write))
         else:
@@ -363,7 +363,7 @@ class Recorder:
         await asyncio.shield(self._writing)
 
     async def _written(self, write: _Write) -> None:
-        if self.error is not None and not write.cut.whole:
+        if self.error is not None and not write.snapshot.full:
             self._finish(write, self.error)
             return
         self._finish(write, await self._call(lambda: self._attempt(write)))
@@ -371,7 +371,7 @@ class Recorder:
     def _attempt(self, write: _Write) -> str | None:
         """Write a snapshot; returns why it failed, or None."""
         try:
-            self._store.save(write.cut, durable=write.durable)
+            self._store.save(write.snapshot, durable=write.durable)
         except AprilschedError as error:
             return str(error)
         return None
@@ -384,7 +384,7 @@ class Recorder:
                     error,
                     _AGAIN_S,
                 )
-            self._whole = True
+            self._full_next = True
             self._failed_at = _now()
         elif self.error is not None:
             log.warning("the run is saved again")

@@ -67,7 +67,7 @@ class HandBack:
         self._timeout_s = timeout_s
         self._tasks: Tasks | None = None
         self._begun = 0
-        self._owed: dict[int, Engine] = {}
+        self._pending: dict[int, Engine] = {}
         """Engines that are not handed back yet, by identity. A server that joins again before its
         engine is handed back is another engine with the same name."""
 
@@ -79,18 +79,18 @@ class HandBack:
             self._tasks.cancel_kind(("hand back",))
 
     @property
-    def owed(self) -> dict[str, Engine]:
+    def pending(self) -> dict[str, Engine]:
         """The engines that are not handed back yet, by name. If two have the same name, it is the
         first, because the second was not used yet."""
-        return {engine.name: engine for engine in reversed(self._owed.values())}
+        return {engine.name: engine for engine in reversed(self._pending.values())}
 
     def begin(self, engine: Engine) -> None:
         """Hand back an engine that is out of use. It is closed afterwards, unless it is still among
         the engines of the scheduler then."""
-        if self._tasks is None or id(engine) in self._owed:
+        if self._tasks is None or id(engine) in self._pending:
             return
         name = engine.name
-        self._owed[id(engine)] = engine
+        self._pending[id(engine)] = engine
         self._begun += 1
         requests = self._attempts.open_ids(name)
         before = self._tasks.of_kind(("hand back", name), ("readmission", name))
@@ -101,7 +101,7 @@ class HandBack:
 
     def under_way(self, name: str) -> bool:
         """Whether an engine of this name is not handed back yet."""
-        return name in self.owed
+        return name in self.pending
 
     async def ended(self, name: str) -> None:
         """Wait until no engine of this name is being handed back, with or without success."""
@@ -156,7 +156,7 @@ class HandBack:
         if self._engines.get(engine.name) is not engine:
             with suppress(EngineError):
                 await engine.close()
-        del self._owed[id(engine)]
+        del self._pending[id(engine)]
 
 
 # --- at the end of the run ----------------------------------------------------------------------
@@ -190,7 +190,7 @@ async def release(
                 left=engines.get(engine.name) is not engine,
             )
         )
-        for engine in {**engines, **hand_back.owed}.values()
+        for engine in {**engines, **hand_back.pending}.values()
     }
     tasks = list(running)
     cancelled: asyncio.CancelledError | None = None

@@ -10,7 +10,7 @@ from aprilsched.core.messages.events import EngineInfo, Opened
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.base import Engine
 from aprilsched.engines.selfcheck import check
-from aprilsched.errors import ConfigError, TornWeights
+from aprilsched.errors import ConfigError, InconsistentWeights
 
 __all__ = ["check_engines", "examine"]
 
@@ -62,7 +62,7 @@ async def examine(engine: Engine, config: SchedulerConfig) -> EngineInfo:
 async def _version(engine: Engine, resumed: bool) -> int | None:
     try:
         return await engine.version()
-    except TornWeights:
+    except InconsistentWeights:
         if resumed:
             return None
         raise

@@ -20,7 +20,7 @@ from aprilsched.core.messages.commands import Refit, Retire
 from aprilsched.core.messages.events import ControlFailed, Event, Refitted
 from aprilsched.driver.callbacks import Overdue, called, raised
 from aprilsched.engines.base import Engine
-from aprilsched.errors import EngineError, TornWeights
+from aprilsched.errors import EngineError, InconsistentWeights
 from aprilsched.weights.base import AdapterPublisher, ConcludingPublisher, WeightPublisher
 
 __all__ = ["RefitReport", "Refits"]
@@ -180,7 +180,7 @@ class Refits:
         version: int | None
         try:
             version = await self._version(command, engine, cause)
-        except TornWeights as error:
+        except InconsistentWeights as error:
             version, cause = None, cause or str(error)
         except (EngineError, TimeoutError) as error:
             why = cause or str(error) or f"no answer within {self._call_timeout_s:g} s"
@@ -193,7 +193,7 @@ class Refits:
             # Where the refit failed, another process may answer by now. The engine is then opened
             # again, because it is not what is known of it: not paused, for example.
             version = await (engine.verify() if cause else engine.version())
-        if command.beside:
+        if command.adapter:
             # The engine's version is that of the base model. The adapter is there if loading it
             # did not fail.
             return self._fleet_version() if cause else command.version

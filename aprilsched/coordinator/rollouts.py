@@ -185,7 +185,7 @@ class RolloutScheduler:
     async def _offered(self) -> Batch:
         """Wait until a batch may be taken; returns it without taking it."""
         self._check_open()
-        if self._waits.batch_wanted:
+        if self._waits.batch_requested:
             raise ConfigError(
                 "another next_batch() call is waiting already; await it before the next call."
             )

@@ -291,7 +291,7 @@ class Session:
                 do.DiscardTokens: lambda _: None,
                 do.ScoreRollout: work.score,
                 do.ScoreGroup: work.score_group,
-                do.Judge: work.judge,
+                do.Filter: work.filter,
                 do.CancelWork: work.cancel,
                 do.GiveUp: self._give_up,
                 do.Plan: self._planning.plan,

@@ -92,24 +92,24 @@ class Updates:
                 f"version {new} is not newer than {state.weights.versions.trainer}, which is in "
                 "use; give a larger number."
             )
-        beside = isinstance(publisher, AdapterPublisher)
+        adapter = isinstance(publisher, AdapterPublisher)
         if isinstance(publisher, ExternalWeights) and state.fleet.sleep is not None:
             raise ConfigError(
                 "the engines are asleep, and only the scheduler may wake them; use "
                 "paused_for_weights() inside of asleep(), or ExternalWeights outside of it."
             )
-        if state.weights.adapter is not None and not beside:
+        if state.weights.adapter is not None and not adapter:
             raise ConfigError(
                 "adapters are in use, and the rollouts in flight would end on another model; "
                 "continue to publish adapters, or open a new scheduler."
             )
-        if beside and state.fleet.sleep is not None:
+        if adapter and state.fleet.sleep is not None:
             raise ConfigError("the engines are asleep; publish adapters outside of asleep().")
 
     async def _run(self, publisher: WeightPublisher, new: int) -> do.FinishUpdate:
         session = self._session
-        beside = isinstance(publisher, AdapterPublisher)
-        name = called_now(_PUBLISHER, publisher.adapter_name, new) if beside else None
+        adapter = isinstance(publisher, AdapterPublisher)
+        name = called_now(_PUBLISHER, publisher.adapter_name, new) if adapter else None
         holds = isinstance(publisher, RepublishingPublisher) and called_now(
             _PUBLISHER, publisher.holds, new
         )
@@ -129,7 +129,7 @@ class Updates:
         session.feed(
             ev.UpdateRequested(
                 version=new,
-                beside=beside,
+                adapter=adapter,
                 external=external,
                 labelled=labelled,
                 republishable=bool(holds),

@@ -32,7 +32,7 @@ class Waits:
     # --- waiting -------------------------------------------------------------------------------
 
     @property
-    def batch_wanted(self) -> bool:
+    def batch_requested(self) -> bool:
         return self._batch is not None and not self._batch.done()
 
     def for_batch(self) -> asyncio.Future[bool]:

@@ -18,7 +18,7 @@ from aprilsched.coordinator.tasks import Tasks
 from aprilsched.core.messages.commands import (
     CancelWork,
     FetchPrompts,
-    Judge,
+    Filter,
     ResolveTurn,
     ScoreGroup,
     ScoreRollout,
@@ -28,8 +28,8 @@ from aprilsched.core.messages.events import (
     EpisodeFailed,
     EpisodeFinished,
     Event,
+    Filtered,
     GroupRewarded,
-    Judged,
     PromptsArrived,
     Rewarded,
     RewardFailed,
@@ -121,8 +121,8 @@ class Work:
     def score_group(self, command: ScoreGroup) -> None:
         self._start(("group", command.group.group_id), self._score_group(command))
 
-    def judge(self, command: Judge) -> None:
-        self._start(("verdict", command.group.group_id), self._judge(command))
+    def filter(self, command: Filter) -> None:
+        self._start(("verdict", command.group.group_id), self._filter(command))
 
     def cancel(self, command: CancelWork) -> None:
         if command.reason not in _EXPECTED:
@@ -211,7 +211,7 @@ class Work:
         else:
             self._feed(GroupRewarded(group_id=group.group_id, scores=scores))
 
-    async def _judge(self, command: Judge) -> None:
+    async def _filter(self, command: Filter) -> None:
         group_id = command.group.group_id
         if self._accept is None:
             return
@@ -220,7 +220,7 @@ class Work:
         except Exception as error:
             self._feed(RewardFailed(group_id=group_id, cause=raised(_ACCEPT, error)))
         else:
-            self._feed(Judged(group_id=group_id, accepted=accepted))
+            self._feed(Filtered(group_id=group_id, accepted=accepted))
 
 
 def _score(reward: float | Score) -> Score:

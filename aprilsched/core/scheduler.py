@@ -72,7 +72,7 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.Rewarded: scoring.on_rewarded,
     events.GroupRewarded: scoring.on_group_rewarded,
     events.RewardFailed: scoring.on_reward_failed,
-    events.Judged: scoring.on_judged,
+    events.Filtered: scoring.on_filtered,
     # Answers of engines to control calls.
     events.Paused: engines.on_paused,
     events.Flushed: engines.on_flushed,

@@ -117,7 +117,7 @@ class Engine(Protocol):
         as version 0.
 
         Raises:
-            TornWeights: if an update was begun and did not end well.
+            InconsistentWeights: if an update was begun and did not end well.
         """
         ...
 
@@ -126,7 +126,7 @@ class Engine(Protocol):
 
         Raises:
             EngineRestarted: if another process answers now; open the engine again to use it.
-            TornWeights: as :meth:`version`.
+            InconsistentWeights: as :meth:`version`.
         """
         ...
 

@@ -6,7 +6,7 @@ the KV cache is left alone: flushing is a control call of its own (hazard 3).
 
 An engine whose update was begun and did not succeed has inconsistent weights: neither the old
 ones nor the new ones, whatever version it still reports. Its ``Engine.version()`` raises
-:class:`~aprilsched.errors.TornWeights` until a complete update has succeeded.
+:class:`~aprilsched.errors.InconsistentWeights` until a complete update has succeeded.
 """
 
 from __future__ import annotations

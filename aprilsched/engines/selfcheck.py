@@ -20,7 +20,7 @@ from contextlib import aclosing, suppress
 import numpy as np
 
 from aprilsched.engines.base import Chunk, Engine, GenerationRequest
-from aprilsched.errors import EngineError, EngineProtocolError, TornWeights
+from aprilsched.errors import EngineError, EngineProtocolError, InconsistentWeights
 from aprilsched.types import SamplingParams
 
 __all__ = ["check"]
@@ -47,7 +47,7 @@ async def check(engine: Engine) -> int | None:
     await engine.resume()
     try:
         version: int | None = await engine.version()
-    except TornWeights:
+    except InconsistentWeights:
         version = None
     await _check_tokens(engine, finite=version is not None)
     await _check_pause_and_abort(engine)

@@ -18,7 +18,7 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
 from aprilsched.runs.config_file import as_toml
-from aprilsched.runs.exporting import account_of, exporters
+from aprilsched.runs.exporting import exporters, live_figures_of
 from aprilsched.runs.setup import Setup, run_on_clock
 from aprilsched.runs.showing import Screen
 from aprilsched.runs.summary import remainder, summary_of
@@ -27,7 +27,7 @@ from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.onward import Onward
+from aprilsched.telemetry.resumed_timeline import ResumedTimeline
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, RunFolder
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.sampling import Sampler
@@ -68,7 +68,7 @@ class Run:
         )
         self._sampler = _sampler(setup, folder, self._log)
         self._summary = summary_of(setup)
-        self._figures = account_of(setup, self._summary)
+        self._figures = live_figures_of(setup, self._summary)
         self._exported: list[AnyListener] = []
         self._shown = None if screen is None else screen.shown(self._summary, self._figures)
         self._prior = PriorRun(folder.path, self._summary) if folder.resumed else None
@@ -251,7 +251,7 @@ class PriorRun:
     def __init__(self, folder: Path, summary: Summary) -> None:
         self._folder = folder
         self._summary = summary
-        self.listener = Onward([summary])
+        self.listener = ResumedTimeline([summary])
 
     async def show(self, state: SchedulerState, *, inline: bool) -> int:
         """Replay the prior part to the summary; returns how many batches the trainer had.

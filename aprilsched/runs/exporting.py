@@ -23,7 +23,7 @@ from aprilsched.telemetry.summary import Summary
 from aprilsched.telemetry.trackers import StepTracker
 from aprilsched.telemetry.trackers.writers import begin_writer, tracker_names
 
-__all__ = ["account_of", "exporters"]
+__all__ = ["exporters", "live_figures_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class _Exported:
     stack: ExitStack
 
 
-def account_of(setup: Setup, summary: Summary) -> LiveFigures:
+def live_figures_of(setup: Setup, summary: Summary) -> LiveFigures:
     """The figures of a run, shared by all that show it. They read `summary`, so the summary must
     be the earlier listener."""
     return LiveFigures(

@@ -132,7 +132,7 @@ class Simulation:
                 do.Verify: lambda c: engines[c.engine].verify(),
                 do.Refit: self._refit,
                 do.ScoreRollout: self._score,
-                do.Judge: self._judge,
+                do.Filter: self._filter,
                 do.Plan: self._plan,
                 do.CancelWork: lambda _: None,
                 do.AdmitEngine: lambda _: None,
@@ -167,9 +167,9 @@ class Simulation:
             lambda: self._loop.feed(ev.Rewarded(rollout_id=rollout_id, score=Score(reward=0.0))),
         )
 
-    def _judge(self, command: do.Judge) -> None:
+    def _filter(self, command: do.Filter) -> None:
         accepted = self._accept is None or self._accept(command.group)
-        self._loop.feed(ev.Judged(group_id=command.group.group_id, accepted=accepted))
+        self._loop.feed(ev.Filtered(group_id=command.group.group_id, accepted=accepted))
 
     def _plan(self, command: do.Plan) -> None:
         self._loop.feed(ev.Planned(schedule=self._planner.plan(command, self._config)))

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from aprilsched.core.state.saved import Cut, Saved, SavedRun, SavedTokens, TokenPage
+from aprilsched.core.state.saved import Saved, SavedRun, SavedTokens, Snapshot, TokenPage
 from aprilsched.types import Float32Array, Int32Array
 
 __all__ = ["Slice", "Store", "assemble", "slices_of"]
@@ -30,7 +30,7 @@ class Store(Protocol):
         """Open the store and return what was saved before; None in a new store."""
         ...
 
-    def save(self, cut: Cut, *, durable: bool) -> None:
+    def save(self, snapshot: Snapshot, *, durable: bool) -> None:
         """Save a snapshot, completely or not at all.
 
         With `durable` it survives a loss of power; otherwise it survives any end of the process.

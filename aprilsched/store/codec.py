@@ -65,7 +65,7 @@ class _Schedule(msgspec.Struct, array_like=True):
     why: str
 
 
-_FORMER_NAMES = {
+_NAMES_OF_0_1 = {
     "FixedRatio": "fixed",
     "KvTarget": "kv",
     "Wave": "wave",
@@ -225,8 +225,8 @@ def schedule_from(body: bytes) -> Schedule | None:
     """Decode the schedule in `body`; None if it has a rule that this version does not know."""
     record = decode(body, _Schedule)
     (ratio, ratio_settings), (refill, refill_settings) = record.over_provision, record.refill
-    over_provision = OVER_PROVISIONS.get(_FORMER_NAMES.get(ratio, ratio))
-    refills = REFILLS.get(_FORMER_NAMES.get(refill, refill))
+    over_provision = OVER_PROVISIONS.get(_NAMES_OF_0_1.get(ratio, ratio))
+    refills = REFILLS.get(_NAMES_OF_0_1.get(refill, refill))
     if over_provision is None or refills is None:
         return None
     return Schedule(

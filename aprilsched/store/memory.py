@@ -7,12 +7,12 @@ from collections import deque
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.state.ledger import Entry
 from aprilsched.core.state.saved import (
-    Cut,
     GroupState,
     RolloutState,
     Saved,
     SavedBatch,
     SavedGroup,
+    Snapshot,
 )
 from aprilsched.store.base import Slice, assemble, slices_of
 
@@ -33,7 +33,7 @@ class MemoryStore:
     inline = True
 
     def __init__(self) -> None:
-        self._cut: Cut | None = None
+        self._latest: Snapshot | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -47,11 +47,11 @@ class MemoryStore:
 
     def open(self) -> Saved | None:
         """Return what was saved before; None if nothing was."""
-        if self._cut is None:
+        if self._latest is None:
             return None
         return Saved(
-            run=self._cut.run,
-            schedule=self._cut.schedule,
+            run=self._latest.run,
+            schedule=self._latest.schedule,
             groups=tuple(group for _, group in sorted(self._groups.items())),
             group_states=dict(self._group_states),
             rollouts=dict(self._rollouts),
@@ -62,26 +62,26 @@ class MemoryStore:
             damaged={},
         )
 
-    def save(self, cut: Cut, *, durable: bool) -> None:
+    def save(self, snapshot: Snapshot, *, durable: bool) -> None:
         """Save a snapshot; `durable` makes no difference."""
-        if cut.whole:
+        if snapshot.full:
             self._clear()
-        self._cut = cut
-        self._groups.update((group.group_id, group) for group in cut.groups)
-        self._group_states.update((state.group_id, state) for state in cut.group_states)
-        for state in cut.rollouts:
+        self._latest = snapshot
+        self._groups.update((group.group_id, group) for group in snapshot.groups)
+        self._group_states.update((state.group_id, state) for state in snapshot.group_states)
+        for state in snapshot.rollouts:
             self._rollouts[state.rollout_id] = state
-            if state.anew:
+            if state.rewritten:
                 self._slices.pop(state.rollout_id, None)
-        if cut.page is not None:
-            for rollout_id, piece in slices_of(cut.page):
+        if snapshot.page is not None:
+            for rollout_id, piece in slices_of(snapshot.page):
                 self._slices.setdefault(rollout_id, []).append(piece)
-        self._dropped.extend(cut.dropped)
-        self._lengths.extend(cut.lengths)
-        for index in cut.acknowledged:
+        self._dropped.extend(snapshot.dropped)
+        self._lengths.extend(snapshot.lengths)
+        for index in snapshot.acknowledged:
             self._batches.pop(index, None)
-        self._batches.update((batch.index, batch) for batch in cut.batches)
-        for group_id, _ in cut.removed:
+        self._batches.update((batch.index, batch) for batch in snapshot.batches)
+        for group_id, _ in snapshot.removed:
             self._remove(group_id)
 
     def close(self) -> None:

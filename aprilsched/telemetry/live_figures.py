@@ -1,7 +1,7 @@
 """What can be said of a run while it goes on: one account for all listeners that export it.
 
 Invariants: nothing is counted here that the scheduler, its summary or the state of the run counts
-already; the account is read under :attr:`LiveFigures.lock`, so that another thread sees the figures
+already; the figures are read under :attr:`LiveFigures.lock`, so that another thread sees figures
 of one moment.
 """
 
@@ -50,8 +50,8 @@ class LiveFigures:
             self._told = (self._meter, self.state)
 
     def count_with(self, counters: Counters, ledger: Ledger) -> None:
-        """Show the scheduler's own counts (``rollouts.state.book``), which are those of the whole
-        run where it goes on from a former process."""
+        """Show the scheduler's own counts (``rollouts.state.in_flight``). In a resumed run they are
+        those of the whole run, the prior run included."""
         self.counters, self.ledger = counters, ledger
 
     @property
@@ -82,8 +82,8 @@ class LiveFigures:
 
 
 class FiguresListener(DispatchingListener):
-    """One that looks at the account of a run: at `figures`, which stand before it among the
-    listeners, or at one of its own, which it tells everything. Chunks are for the account alone."""
+    """One that reads the live figures of a run: those at `figures`, which stand before it among the
+    listeners, or at one of its own, which it tells everything. Chunks are for the figures alone."""
 
     def __init__(self, figures: LiveFigures | None = None) -> None:
         super().__init__()
@@ -104,5 +104,5 @@ class FiguresListener(DispatchingListener):
             self._figures.on_tokens(chunks, now)
 
     def react(self, facts: Sequence[Fact], now: float) -> None:
-        """The account has heard of these facts."""
+        """The figures have been told these facts."""
         super().on_facts(facts, now)

@@ -64,7 +64,7 @@ class RunFolder:
         self._made: list[Path] | None = None
         """Folders that :meth:`reserve` made; None before it was called."""
         self.resumed = resumed
-        """It holds the run of a former process, which goes on."""
+        """The folder has a prior run, which this process resumes."""
 
     @classmethod
     def resume(cls, path: Path) -> Self:

@@ -290,10 +290,10 @@ class RunState:
         for info in fact.engines:
             self._time.enlist(info).state = "generating"
         if self._began:
-            self._forget_former()
+            self._forget_prior_run()
         self._began = True
 
-    def _forget_former(self) -> None:
+    def _forget_prior_run(self) -> None:
         """The process that had everything in flight has ended."""
         for group_id, group in list(self.groups.items()):
             if group.evaluated:

@@ -124,7 +124,7 @@ class Checks:
         for group in batch.groups:
             sizes = {rollout.index for rollout in group.rollouts}
             if sizes != set(range(len(group.rollouts))) or not group.rollouts:
-                self._complain(f"group {group.group_id} of {name} is torn: {sorted(sizes)}")
+                self._complain(f"group {group.group_id} of {name} is not whole: {sorted(sizes)}")
             for rollout in group.rollouts:
                 self.rollout(rollout, f"rollout {rollout.rollout_id} of {name}")
                 self._content(rollout, group.prompt.key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 
-from aprilsched.core.state.saved import Cut, Saved
+from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.errors import StoreError
 from aprilsched.store.base import Store
 
@@ -62,25 +62,25 @@ class ChaosStore:
             self._held = {batch.index for batch in saved.batches}
         return saved
 
-    def save(self, cut: Cut, *, durable: bool) -> None:
+    def save(self, snapshot: Snapshot, *, durable: bool) -> None:
         if self.dead:
             return
         if self._draw.random() < self._failing:
             self.whole = False
             self._note("CHAOS the store fails to save")
             raise StoreError("the disk is full; this is a fault of the campaign.")
-        self._inner.save(cut, durable=durable)
+        self._inner.save(snapshot, durable=durable)
         self.whole = True
-        if self.replaced and cut.whole:
+        if self.replaced and snapshot.full:
             self.replaced, self._held = False, set()
-        now = {batch.index for batch in cut.batches}
-        if cut.whole:
+        now = {batch.index for batch in snapshot.batches}
+        if snapshot.full:
             gone = self._held - now
             self._held = now
         else:
-            gone = set(cut.acknowledged) & (self._held | now)
-            self._held = (self._held | now) - set(cut.acknowledged)
-        gone = (gone | set(cut.acknowledged)) - set(self._given())
+            gone = set(snapshot.acknowledged) & (self._held | now)
+            self._held = (self._held | now) - set(snapshot.acknowledged)
+        gone = (gone | set(snapshot.acknowledged)) - set(self._given())
         withdrawn = gone & self.withdrawn
         # Another batch may have the number next.
         self.withdrawn -= withdrawn

@@ -844,7 +844,7 @@ class _Life:
         state = self.scheduler.state
         in_flight = state.in_flight
         lines = [
-            f"wanted {state.delivery.batch_requested}, update {state.weights.update}, "
+            f"batch requested {state.delivery.batch_requested}, update {state.weights.update}, "
             f"sleep {state.fleet.sleep}, fetching {state.prompts.fetching}, "
             f"exhausted {state.prompts.exhausted}, stock {len(state.prompts.stock)}, "
             f"ready {len(list(in_flight.ready))} groups, "
@@ -862,7 +862,7 @@ class _Life:
             )
         lines += [
             f"rollout {r.rollout_id} of group {r.group.group_id}: {r.state}, {len(r.log)} tokens, "
-            f"due {r.eligible}, evaluation {r.group.evaluation_id}, request {r.request}"[:300]
+            f"eligible {r.eligible}, evaluation {r.group.evaluation_id}, request {r.request}"[:300]
             for r in itertools.islice(in_flight.rollouts.values(), 20)
         ]
         for task in asyncio.all_tasks():
@@ -902,7 +902,7 @@ class _Moments:
         match event:
             case ev.Paused() | ev.Flushed() | ev.Refitted() | ev.Continued() | ev.EngineJoined():
                 name = event.info.name if isinstance(event, ev.EngineJoined) else event.engine
-                self._strike(name, 0.06)
+                self._harm(name, 0.06)
             case ev.UpdateRequested() | ev.BatchRequested():
                 self._evaluate(0.1)
             case _:
@@ -911,12 +911,12 @@ class _Moments:
     def on_command(self, command: do.Command, now: float) -> None:
         match command:
             case do.Send():
-                self._strike(command.engine, 0.004)
+                self._harm(command.engine, 0.004)
             case do.Pause() | do.Continue() | do.Flush() | do.Release() | do.Wake():
-                self._strike(command.engine, 0.05)
+                self._harm(command.engine, 0.05)
             case do.Refit():
                 for engine in command.engines:
-                    self._strike(engine, 0.05)
+                    self._harm(engine, 0.05)
             case do.WithdrawOffer() if self._life.store is not None:
                 self._life.store.withdrawn.add(command.index)
             case do.FinishUpdate() | do.Deliver():
@@ -924,7 +924,7 @@ class _Moments:
             case _:
                 pass
 
-    def _strike(self, name: str, share: float) -> None:
+    def _harm(self, name: str, share: float) -> None:
         if not self._restarts or self._draw.random() > share:
             return
         for engine in self._life.trial.fleet.engines:

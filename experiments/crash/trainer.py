@@ -31,7 +31,7 @@ from aprilsched import (
 )
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.core.state.saved import Cut, Stage
+from aprilsched.core.state.saved import Snapshot, Stage
 
 GROUP_SIZE = 2
 VOCABULARY = 128
@@ -68,9 +68,9 @@ class Store(SqliteStore):
         super().__init__(path)
         self._log = log
 
-    def save(self, cut: Cut, *, durable: bool) -> None:
-        super().save(cut, durable=durable)
-        for rollout in cut.rollouts:
+    def save(self, snapshot: Snapshot, *, durable: bool) -> None:
+        super().save(snapshot, durable=durable)
+        for rollout in snapshot.rollouts:
             if rollout.stage is not Stage.GENERATING:
                 self._log.say("saved", rollout=rollout.rollout_id)
 

@@ -38,7 +38,7 @@ BURN_IN = 28
 
 
 class LimitedPlanner(Planner):
-    """The former rule: what needs more than the pool at its peak, in a trial without one, is
+    """The earlier rule: what needs more than the pool at its peak, in a trial without one, is
     chosen only if everything does, and then what needs least."""
 
     def setting(self, command: do.Plan, config: SchedulerConfig) -> Setting:

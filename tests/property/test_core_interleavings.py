@@ -183,8 +183,8 @@ class Interleavings(RuleBasedStateMachine):
             self.driver.feed(
                 ev.UpdateRequested(
                     version=version,
-                    # No adapter goes beside weights whose memory is lent.
-                    beside=self.adapters and sleep is None,
+                    # No adapter is loaded while the memory of the weights is released.
+                    adapter=self.adapters and sleep is None,
                     republishable=republishable,
                 )
             )
@@ -219,10 +219,10 @@ class Interleavings(RuleBasedStateMachine):
         schedule = None if refill is None else Schedule(over_provision=ratio, refill=refill)
         self.driver.feed(ev.Planned(schedule=schedule))
 
-    @precondition(lambda self: self.driver.owed)
+    @precondition(lambda self: self.driver.pending_prompts)
     @rule(count=st.integers(0, 9))
     def prompts_come(self, count: int) -> None:
-        self.driver.give_owed(count)
+        self.driver.give_pending_prompts(count)
 
     # --- episodes ------------------------------------------------------------------------------
 
@@ -314,12 +314,14 @@ class Interleavings(RuleBasedStateMachine):
         self.driver.answer_control()
 
     @precondition(lambda self: self.driver.refits)
-    @rule(outcome=st.sampled_from(["good", "old", "torn", "all old", "all torn"]))
+    @rule(outcome=st.sampled_from(["good", "old", "inconsistent", "all old", "all inconsistent"]))
     def refit_answered(self, outcome: str) -> None:
-        torn = "torn" in outcome and not self.driver.refits[0].beside
-        has = None if torn else self.driver.state.weights.versions.trainer
+        inconsistent = "inconsistent" in outcome and not self.driver.refits[0].adapter
+        has = None if inconsistent else self.driver.state.weights.versions.trainer
         engines = self.driver.refits[0].engines
-        failing = {"good": (), "old": engines[:1], "torn": engines[:1]}.get(outcome, engines)
+        failing = {"good": (), "old": engines[:1], "inconsistent": engines[:1]}.get(
+            outcome, engines
+        )
         self.driver.answer_refit(**dict.fromkeys(failing, (has, "broken")))
 
     @precondition(lambda self: self.driver.verifications)
@@ -373,7 +375,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(accepted=st.booleans())
     def judged(self, accepted: bool) -> None:
         group = self.driver.verdicts.pop(0).group
-        self.driver.feed(ev.Judged(group_id=group.group_id, accepted=accepted))
+        self.driver.feed(ev.Filtered(group_id=group.group_id, accepted=accepted))
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -466,7 +468,7 @@ class Interleavings(RuleBasedStateMachine):
             for control in list(state.fleet.control.all()):
                 driver.feed(ev.EngineLost(engine=control.name, cause="restarted"))
         else:
-            driver.update(beside=state.weights.adapter is not None)
+            driver.update(adapter=state.weights.adapter is not None)
 
     def _serve_one(self) -> None:
         driver = self.driver
@@ -491,7 +493,7 @@ class Interleavings(RuleBasedStateMachine):
             self.group_scored()
         elif driver.verdicts:
             group = driver.verdicts.pop(0).group
-            driver.feed(ev.Judged(group_id=group.group_id, accepted=True))
+            driver.feed(ev.Filtered(group_id=group.group_id, accepted=True))
         elif not driver.state.delivery.batch_requested:
             driver.feed(ev.BatchRequested())
         else:
@@ -515,7 +517,7 @@ class Interleavings(RuleBasedStateMachine):
             assert counters.tokens_generated == counters.tokens_delivered + dropped_tokens
         for batch in self.driver.batches:
             for group in batch.groups:
-                assert len(group.rollouts) == 2, "a torn group"
+                assert len(group.rollouts) == 2, "an incomplete group"
             for rollout in batch.rollouts:
                 lengths = {
                     len(rollout.token_ids),
@@ -563,7 +565,7 @@ class Interleavings(RuleBasedStateMachine):
     def the_protocol_says_the_same(self) -> None:
         """An old log, which has events and commands, is read as what it would be as facts."""
         if self.driver.state.resumed:
-            return  # what the former process has said is not at hand here
+            return  # the facts of the prior run are not known here
         run, retold = self.driver.run, self.driver.retold
         retold.advance(self.driver.now)
         assert retold.counters == run.counters

@@ -22,7 +22,7 @@ from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.core.state.records import RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import handed_over
-from aprilsched.core.steps.snapshot import take_everything
+from aprilsched.core.steps.snapshot import full_snapshot
 from aprilsched.store import MemoryStore
 from aprilsched.types import Batch
 from tests.property.conftest import RecordSteps
@@ -69,7 +69,7 @@ def picture(state: SchedulerState) -> dict[str, Any]:
         },
         "ready": [group.group_id for group in in_flight.ready],
         # What is offered counts as taken: nobody knows after a restart.
-        "counters": replace(take_everything(state).run.counters),
+        "counters": replace(full_snapshot(state).run.counters),
         "dropped": (+in_flight.ledger.rollouts, +in_flight.ledger.tokens),
         "entries": list(in_flight.ledger.entries),
         "cursor": state.prompts.cursor,
@@ -134,9 +134,9 @@ class Restarts(Interleavings):
             event("something unsaved was lost")
         before = picture(driver.state)
         stood = not driver.state.fleet.control.engines
-        evaluating = take_everything(driver.state).run.evaluating
+        evaluating = full_snapshot(driver.state).run.evaluating
         whole = MemoryStore()
-        whole.save(take_everything(driver.state), durable=True)
+        whole.save(full_snapshot(driver.state), durable=True)
         waiting = {
             b.index: b for b in driver.batches if b.index in driver.state.delivery.unacknowledged
         }

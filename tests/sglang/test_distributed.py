@@ -19,7 +19,7 @@ from torch import Tensor
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromGroup
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.errors import ControlTimeout, EngineRejected, TornWeights
+from aprilsched.errors import ControlTimeout, EngineRejected, InconsistentWeights
 from aprilsched.types import Rollout
 from aprilsched.weights.distributed import DistributedPublisher
 from aprilsched.weights.process_group import TrainerGroup
@@ -137,7 +137,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_next_ones_taken(
     outcome = await made.publish(1, [engine])
     assert isinstance(outcome[engine.name], EngineRejected)
     assert "Failed to update parameter" in str(outcome[engine.name])
-    with pytest.raises(TornWeights):
+    with pytest.raises(InconsistentWeights):
         await engine.version()
     given[0] = lambda: tensors(models[1])
     assert await made.publish(2, [engine]) == {engine.name: None}

@@ -79,7 +79,7 @@ class Driver:
     refits: list[do.Refit] = field(default_factory=list[do.Refit])
     scores: list[do.ScoreRollout] = field(default_factory=list[do.ScoreRollout])
     group_scores: list[do.ScoreGroup] = field(default_factory=list[do.ScoreGroup])
-    verdicts: list[do.Judge] = field(default_factory=list[do.Judge])
+    verdicts: list[do.Filter] = field(default_factory=list[do.Filter])
     episodes_started: list[do.StartEpisode] = field(default_factory=list[do.StartEpisode])
     dialogues: Dialogues = field(default_factory=Dialogues)
     resolved: list[do.ResolveTurn] = field(default_factory=list[do.ResolveTurn])
@@ -114,8 +114,9 @@ class Driver:
     bad: bool = False
     """Whether some prompts of the source cannot be used."""
     dries: bool = False
-    """Whether the source gives half of the requested prompts, and the rest by give_owed()."""
-    owed: list[int] = field(default_factory=list[int])
+    """Whether the source gives half of the requested prompts; give_pending_prompts() gives the
+    rest."""
+    pending_prompts: list[int] = field(default_factory=list[int])
     sent: list[do.Send] = field(default_factory=list[do.Send])
     run: RunState = field(default_factory=RunState)
     """State from the facts of the core."""
@@ -203,7 +204,7 @@ class Driver:
                 self.scores.append(command)
             case do.ScoreGroup():
                 self.group_scores.append(command)
-            case do.Judge():
+            case do.Filter():
                 self.verdicts.append(command)
             case do.StartEpisode():
                 self.episodes_started.append(command)
@@ -280,7 +281,7 @@ class Driver:
         for open_things in (self.sends, self.aborts, self.controls, self.plans, self.refits):
             open_things.clear()
         self.verifications.clear()
-        self.owed.clear()
+        self.pending_prompts.clear()
         for open_things in (self.scores, self.group_scores, self.verdicts, self.fetches):
             open_things.clear()
         self.episodes_started.clear()
@@ -307,17 +308,17 @@ class Driver:
     def give_prompts(self) -> None:
         count = self.fetches.pop(0).count
         if self.dries:
-            self.owed.append(count)
-            self.give_owed(count // 2)
+            self.pending_prompts.append(count)
+            self.give_pending_prompts(count // 2)
         else:
             self._give(count, partial=False)
 
-    def give_owed(self, count: int) -> None:
+    def give_pending_prompts(self, count: int) -> None:
         """A source that ran dry gives `count` more of the requested prompts."""
-        owed = self.owed.pop(0)
-        if count < owed:
-            self.owed.append(owed - count)
-        self._give(min(count, owed), partial=count < owed)
+        pending = self.pending_prompts.pop(0)
+        if count < pending:
+            self.pending_prompts.append(pending - count)
+        self._give(min(count, pending), partial=count < pending)
 
     def _give(self, count: int, *, partial: bool) -> None:
         count = min(count, self.supply - self.given)
@@ -329,7 +330,7 @@ class Driver:
         self.given += count
         last = self.given >= self.supply
         if last:
-            self.owed.clear()
+            self.pending_prompts.clear()
         self.feed(ev.PromptsArrived(prompts=tuple(given), last=last, partial=partial and not last))
 
     def verify(self, version: int | None = -1) -> None:
@@ -421,9 +422,9 @@ class Driver:
         self.feed(ev.BatchRequested())
         self.settle()
 
-    def update(self, *, beside: bool = False, republishable: bool = False) -> None:
+    def update(self, *, adapter: bool = False, republishable: bool = False) -> None:
         version = self.state.weights.versions.trainer + 1
-        self.feed(ev.UpdateRequested(version=version, beside=beside, republishable=republishable))
+        self.feed(ev.UpdateRequested(version=version, adapter=adapter, republishable=republishable))
         self.settle()
 
     # --- looking -------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def _calls_before(what: Event | Command) -> Sequence[Event | Command]:
             return (ev.Paused(engine=what.engine), do.Continue(engine=what.engine))
         case ev.Flushed():
             return (ev.Paused(engine=what.engine), do.Flush(engine=what.engine))
-        case do.Refit() if not what.beside:
+        case do.Refit() if not what.adapter:
             return [ev.Paused(engine=engine) for engine in what.engines]
         case ev.Woken():
             released = ev.Released(engine=what.engine, tags=what.tags)

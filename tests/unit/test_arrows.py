@@ -133,6 +133,17 @@ RULES: dict[str, Rule] = {
         others=NUMPY,
         pure=True,
     ),
+    # The records that a store writes.
+    "aprilsched.core.state.saved": Rule(
+        ours=(
+            "aprilsched.core.lengths",
+            "aprilsched.core.policies",
+            "aprilsched.core.state",
+            "aprilsched.types",
+        ),
+        others=NUMPY | {"msgspec"},
+        pure=True,
+    ),
     "aprilsched.core": Rule(
         ours=("aprilsched.core", "aprilsched.errors", "aprilsched.types"),
         others=NUMPY,

@@ -11,8 +11,8 @@ from tests.support.driver import Driver, config, prompts
 def test_an_adapter_is_loaded_without_a_pause_and_serves_what_is_sent_afterwards():
     driver = Driver(config())
     before = driver.attempts()
-    driver.feed(ev.UpdateRequested(version=1, beside=True))
-    assert driver.refits == [do.Refit(version=1, engines=("a", "b"), beside=True)]
+    driver.feed(ev.UpdateRequested(version=1, adapter=True))
+    assert driver.refits == [do.Refit(version=1, engines=("a", "b"), adapter=True)]
     assert not driver.controls
     driver.settle()
     assert {send.adapter for send in driver.sends.values()} == {None}
@@ -24,14 +24,14 @@ def test_an_adapter_is_loaded_without_a_pause_and_serves_what_is_sent_afterwards
 
 def test_tokens_are_of_the_adapter_they_were_sent_under_whatever_the_engines_label_says():
     driver = Driver(config(batch_groups=1, group_size=2, over_provision=1.0))
-    driver.update(beside=True)
+    driver.update(adapter=True)
     driver.request_batch()
     base = driver.attempts()
     for key in base:
         driver.finish(key)
     (first, second) = driver.attempts()
     driver.progress(first, 5)
-    driver.update(beside=True)
+    driver.update(adapter=True)
     label = (VersionSpan(version=0, start=0, end=8),)
     driver.finish(first, 3, spans=label)
     driver.finish(second, 8, spans=label)
@@ -43,12 +43,12 @@ def test_tokens_are_of_the_adapter_they_were_sent_under_whatever_the_engines_lab
 
 def test_a_continuation_goes_on_under_the_new_adapter():
     driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0))
-    driver.update(beside=True)
+    driver.update(adapter=True)
     driver.request_batch()
     driver.finish(driver.attempts()[0])
     (key,) = driver.attempts()
     driver.progress(key, 4)
-    driver.update(beside=True)
+    driver.update(adapter=True)
     driver.fail(key)
     (key,) = driver.attempts()
     assert driver.sends[key].adapter == 2
@@ -60,12 +60,12 @@ def test_a_continuation_goes_on_under_the_new_adapter():
 
 def test_an_adapter_is_unloaded_when_its_last_request_has_ended_and_not_before():
     driver = Driver(config(batch_groups=1, group_size=2, over_provision=1.0), engines=("a",))
-    driver.update(beside=True)
+    driver.update(adapter=True)
     driver.request_batch()
     for key in driver.attempts():
         driver.finish(key)
     (first, second) = driver.attempts()
-    driver.update(beside=True)
+    driver.update(adapter=True)
     driver.finish(first)
     assert not driver.retired
     driver.finish(second)
@@ -74,7 +74,7 @@ def test_an_adapter_is_unloaded_when_its_last_request_has_ended_and_not_before()
 
 def test_an_adapter_that_fails_everywhere_changes_nothing():
     driver = Driver(config())
-    driver.feed(ev.UpdateRequested(version=1, beside=True))
+    driver.feed(ev.UpdateRequested(version=1, adapter=True))
     driver.answer_refit(a=(0, "no such file"), b=(0, "no such file"))
     assert "no such file" in driver.updates[0].cause
     assert (driver.state.weights.adapter, driver.state.weights.versions.trainer) == (None, 0)
@@ -83,21 +83,21 @@ def test_an_adapter_that_fails_everywhere_changes_nothing():
 
 def test_a_restarted_engine_gets_the_adapter_in_use():
     driver = Driver(config())
-    driver.update(beside=True, republishable=True)
+    driver.update(adapter=True, republishable=True)
     driver.feed(ev.EngineLost(engine="b", cause="killed"))
     driver.come_back("b", version=0)
-    assert driver.refits == [do.Refit(version=1, engines=("b",), beside=True, catch_up=True)]
+    assert driver.refits == [do.Refit(version=1, engines=("b",), adapter=True, catch_up=True)]
     driver.settle()
     assert driver.state.weights.versions.engines == {"a": 1, "b": 1}
 
 
 def test_a_lost_engine_takes_its_adapters_with_it():
     driver = Driver(config(batch_groups=1, group_size=2, over_provision=1.0), engines=("a", "b"))
-    driver.update(beside=True)
-    driver.update(beside=True)
+    driver.update(adapter=True)
+    driver.update(adapter=True)
     driver.retired.clear()
     driver.feed(ev.EngineLost(engine="b", cause="killed"))
-    driver.update(beside=True)
+    driver.update(adapter=True)
     driver.settle()
     assert {retired.engine for retired in driver.retired} <= {"a"}
     assert set(driver.state.weights.adapters) == {"a"}
@@ -106,11 +106,11 @@ def test_a_lost_engine_takes_its_adapters_with_it():
 def test_one_with_another_base_model_does_not():
     driver = Driver(config())
     driver.update()
-    driver.update(beside=True, republishable=True)
+    driver.update(adapter=True, republishable=True)
     driver.feed(ev.EngineLost(engine="b", cause="killed"))
     driver.come_back("b", version=0)
     assert not driver.refits
-    driver.update(beside=True)
+    driver.update(adapter=True)
     assert driver.state.weights.versions.engines == {"a": 3}
 
 
@@ -118,7 +118,7 @@ def test_a_batch_that_waits_for_an_adapter_is_offered_with_the_last_answer():
     """No answer of an engine follows that would be another occasion to decide."""
     driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0), engines=("a",))
     driver.request_batch()
-    driver.feed(ev.UpdateRequested(version=1, beside=True))
+    driver.feed(ev.UpdateRequested(version=1, adapter=True))
     driver.finish(driver.attempts()[0])
     assert not driver.offers
     driver.answer_refit()
@@ -127,7 +127,7 @@ def test_a_batch_that_waits_for_an_adapter_is_offered_with_the_last_answer():
 
 def test_an_evaluation_that_waits_for_an_adapter_begins_with_the_last_answer():
     driver = Driver(config(), engines=("a",), supply=0)
-    driver.feed(ev.UpdateRequested(version=1, beside=True))
+    driver.feed(ev.UpdateRequested(version=1, adapter=True))
     driver.feed(
         ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1, start=900), group_size=1)
     )

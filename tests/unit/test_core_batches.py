@@ -86,15 +86,15 @@ def test_a_rejected_group_is_replaced_without_a_full_wave():
     for group_id in driver.group_ids():
         driver.finish_group(group_id)
     for verdict in list(driver.verdicts)[:3]:
-        driver.feed(ev.Judged(group_id=verdict.group.group_id, accepted=True))
-    driver.feed(ev.Judged(group_id=driver.verdicts[3].group.group_id, accepted=False))
+        driver.feed(ev.Filtered(group_id=verdict.group.group_id, accepted=True))
+    driver.feed(ev.Filtered(group_id=driver.verdicts[3].group.group_id, accepted=False))
     driver.settle()
     assert not driver.batches
     assert len(driver.group_ids()) == 1
     assert driver.state.in_flight.ledger.rollouts == {"rejected": 2}
     driver.verdicts.clear()
     driver.finish_group(driver.group_ids()[0])
-    driver.feed(ev.Judged(group_id=driver.verdicts[0].group.group_id, accepted=True))
+    driver.feed(ev.Filtered(group_id=driver.verdicts[0].group.group_id, accepted=True))
     assert len(driver.batches[0].groups) == 4
 
 
@@ -195,7 +195,7 @@ def test_an_evaluation_runs_to_its_end_and_is_neither_filtered_nor_carried():
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
 def test_a_source_that_is_dry_for_now_does_not_stop_what_can_run(refill: str, pace: str):
     if (refill, pace) == ("rounds", "asynchronous"):
-        pytest.skip("rounds are synchronous")
+        pytest.skip("length buckets are synchronous")
     settings = config(batch_groups=4, over_provision=1.5, refill=refill, refill_groups=2, pace=pace)
     driver = Driver(settings, auto_prompts=False)
     if pace == "synchronous":
@@ -211,7 +211,7 @@ def test_a_source_that_is_dry_for_now_does_not_stop_what_can_run(refill: str, pa
     driver.feed(ev.PromptsArrived(prompts=prompts(1, start=4), partial=True))
     assert len(driver.group_ids()) == 5, "what comes later completes the wave"
     driver.feed(ev.PromptsArrived(prompts=prompts(fetch.count - 5, start=5)))
-    # A pool is refilled by two groups together; rounds take probes of the others, too.
+    # A pool is refilled by two groups together; length buckets take probes of the others, too.
     assert len(driver.group_ids()) >= (5 if refill == "pool" else 6)
     if pace == "asynchronous":
         driver.request_batch()

@@ -95,7 +95,7 @@ def test_an_engine_that_refuses_what_others_take_is_lost():
         assert driver.sends[again].engine == "b"
         driver.progress(again, 1)
         driver.finish(again)
-        # What was sent before the strike counts with it.
+        # Requests that were sent before the failure count as part of it.
         for key in [key for key, send in driver.sends.items() if send.engine == "a"]:
             driver.interrupt(key)
     (lost,) = driver.lost

@@ -98,7 +98,7 @@ def test_an_update_in_an_outage_can_be_withdrawn():
 def test_an_adapter_in_an_outage_waits_too():
     driver = Driver(config())
     lose_all(driver)
-    driver.feed(ev.UpdateRequested(version=1, beside=True))
+    driver.feed(ev.UpdateRequested(version=1, adapter=True))
     tick(driver, 20)
     assert not driver.updates
     driver.come_back("a")

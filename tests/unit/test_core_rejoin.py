@@ -32,7 +32,7 @@ def test_an_engine_that_kept_the_old_weights_stands_by_and_the_next_refit_brings
     assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"running"}
 
 
-def test_torn_engines_stand_by_while_the_whole_ones_go_on_under_the_old_version():
+def test_engines_with_inconsistent_weights_stand_by_while_the_others_go_on():
     driver = Driver(config())
     refit(driver, a=(0, "broke off"), b=(None, "broke off in the middle"))
     assert "broke off" in driver.updates[0].cause
@@ -40,7 +40,7 @@ def test_torn_engines_stand_by_while_the_whole_ones_go_on_under_the_old_version(
     assert standby(driver) == {"b"}
 
 
-def test_a_fleet_that_is_torn_whole_is_not_lost_but_waits_for_the_next_refit():
+def test_a_fleet_with_inconsistent_weights_waits_for_the_next_refit():
     driver = Driver(config())
     refit(driver, a=(None, "hung"), b=(None, "hung"))
     assert not any(loss.last for loss in driver.lost)

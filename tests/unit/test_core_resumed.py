@@ -94,7 +94,7 @@ def test_they_are_once_the_engine_has_told():
 def test_tokens_under_a_newer_label_in_a_refit_are_not_of_a_known_version_after_a_restart():
     driver = Driver(CONFIG, store=MemoryStore())
     driver.feed(ev.BatchRequested())
-    driver.feed(ev.UpdateRequested(version=1, beside=True))
+    driver.feed(ev.UpdateRequested(version=1, adapter=True))
     # Who takes part in the refit is not put on standby for the label: its request stays open.
     driver.progress(driver.attempts()[0], 2, label=1)
     driver.save()

@@ -100,7 +100,7 @@ def test_weights_that_were_released_and_not_brought_back_never_generate():
     assert len(driver.sends) == 8
 
 
-def test_a_refit_that_fails_asleep_leaves_released_weights_torn_whatever_the_label_says():
+def test_a_refit_that_fails_asleep_leaves_released_weights_inconsistent_whatever_the_label_says():
     driver = Driver(config())
     fall_asleep(driver)
     driver.feed(ev.UpdateRequested(version=1))

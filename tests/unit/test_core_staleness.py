@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.messages.events import Judged
+from aprilsched.core.messages.events import Filtered
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.wave import Wave
@@ -198,7 +198,7 @@ def test_no_gate_waits_for_what_is_refused(stop: dict[str, object], pace: str, s
             driver.settle()
             while driver.verdicts:
                 group_id = driver.verdicts.pop(0).group.group_id
-                driver.feed(Judged(group_id=group_id, accepted=(group_id // 3) % 4 == 0))
+                driver.feed(Filtered(group_id=group_id, accepted=(group_id // 3) % 4 == 0))
             if driver.group_ids():
                 lengths_differ(driver, driver.group_ids()[0])
         assert len(driver.batches) > before

@@ -83,7 +83,7 @@ def test_an_abort_that_meets_the_last_token_ends_the_rollout():
     assert (len(rollout), rollout.finish_reason) == (1024, "length")
 
 
-def test_spans_of_the_engine_replace_what_was_booked_while_streaming():
+def test_spans_of_the_engine_replace_what_was_recorded_while_streaming():
     driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0))
     driver.feed(ev.BatchRequested())
     (key,) = driver.attempts()

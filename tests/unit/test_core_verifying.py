@@ -112,7 +112,7 @@ def test_a_pause_waits_for_the_answer():
 # --- shown by tokens -------------------------------------------------------------------------
 
 
-def test_a_label_of_an_older_version_books_the_tokens_under_it():
+def test_a_label_of_an_older_version_counts_the_tokens_under_it():
     driver = one_at_a_time()
     driver.request_batch()
     (key,) = driver.attempts()
@@ -180,7 +180,7 @@ def test_labels_that_the_request_may_have_seen_are_not_held_against_the_engine()
     assert not driver.lost
 
 
-def test_spans_that_contradict_are_booked_and_the_engine_stands_by():
+def test_spans_that_contradict_are_recorded_and_the_engine_stands_by():
     driver = one_at_a_time()
     driver.request_batch()
     driver.finish(driver.attempts()[0], 4, spans=(span(0, 4),))
@@ -213,7 +213,7 @@ def test_the_spans_of_an_interrupted_attempt_count_as_well():
 
 def test_the_label_of_the_base_model_is_right_under_an_adapter():
     driver = one_at_a_time()
-    driver.update(beside=True)
+    driver.update(adapter=True)
     driver.request_batch()
     (key,) = driver.attempts()
     driver.progress(key, 2, label=3)
@@ -224,12 +224,12 @@ def test_the_label_of_the_base_model_is_right_under_an_adapter():
 
 def test_an_adapter_is_not_loaded_into_an_engine_that_was_restarted_with_another_base():
     driver = one_at_a_time()
-    driver.update(beside=True)
+    driver.update(adapter=True)
     driver.request_batch()
     (key,) = driver.attempts()
     driver.progress(key, 2, label=0)
     driver.settle()
-    commands = driver.feed(ev.UpdateRequested(version=5, beside=True))
+    commands = driver.feed(ev.UpdateRequested(version=5, adapter=True))
     assert not any(isinstance(command, do.Refit) for command in commands)
 
 

@@ -114,6 +114,26 @@ def test_a_fact_of_a_later_version_is_passed_over(tmp_path: Path):
     assert (list(facts), at) == ([of.PromptsEnded()], 3.0)
 
 
+VERSION_1 = """
+{"t":0.0,"event":"Opened","engines":[{"name":"a","version":0}]}
+{"t":0.0,"command":"Launch","group_id":1,"rollout_ids":[2],"prompt_tokens":3}
+{"t":1.0,"command":"Judge","group_id":1}
+{"t":2.0,"event":"Judged","group_id":1,"accepted":true}
+{"t":3.0,"event":"UpdateRequested","version":1,"beside":true,"republishable":false}
+{"t":3.0,"command":"Refit","version":1,"engines":["a"],"beside":true,"catch_up":false}
+{"t":4.0,"event":"UpdateRequested","version":2}
+"""
+
+
+def test_names_that_version_1_wrote_otherwise_are_read(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    path.write_text(VERSION_1.lstrip())
+    read = [fact for facts, _ in read_facts(path) for fact in facts]
+    assert of.VerdictRequested(group_id=1) in read
+    assert [fact.adapter for fact in read if isinstance(fact, of.UpdateBegun)] == [True, False]
+    assert [fact.adapter for fact in read if isinstance(fact, of.RefitBegun)] == [True]
+
+
 def test_times_count_from_the_first_fact(tmp_path: Path):
     assert {line["t"] for line in written(tmp_path / "events.jsonl")} == {0.0, 1.5}
 

@@ -141,9 +141,9 @@ def test_scoring_is_seen_until_every_answer_is_there():
     told.event(ev.Rewarded(rollout_id=0, score=Score(reward=1.0)))
     assert told.seen.in_flight == {"scoring": 1}
     told.event(ev.Rewarded(rollout_id=1, score=Score(reward=0.0)))
-    told.command(do.Judge(group=group))
+    told.command(do.Filter(group=group))
     assert (told.seen.in_flight, told.seen.ready) == ({"scoring": 2}, 0)
-    told.event(ev.Judged(group_id=0, accepted=True))
+    told.event(ev.Filtered(group_id=0, accepted=True))
     assert (told.seen.in_flight, told.seen.ready) == ({}, 1)
     told.command(do.ScoreGroup(group=group))
     assert told.seen.in_flight == {"scoring": 2}

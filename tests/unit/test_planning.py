@@ -121,7 +121,7 @@ def test_a_plan_has_all_that_is_known() -> None:
     assert plan.current == driver.state.plan.schedule
 
 
-def test_a_group_that_waits_for_its_round_is_no_evidence_of_what_siblings_share() -> None:
+def test_a_deferred_group_is_no_evidence_of_what_siblings_share() -> None:
     driver = Driver(config(straggler="retract"))
     driver.request_batch()
     for key in driver.attempts():
@@ -171,7 +171,7 @@ def test_a_new_schedule_is_in_force_from_the_next_batch_on() -> None:
 
 @pytest.mark.parametrize("straggler", ["retract", "abort"])
 @pytest.mark.parametrize("refill", [Wave(), Pool(together=1)], ids=["wave", "pool"])
-def test_from_rounds_to_anything_else_everything_parked_is_released(
+def test_from_length_buckets_to_anything_else_everything_deferred_is_sent(
     straggler: str, refill: Refill
 ) -> None:
     driver = Driver(config(straggler=straggler))
@@ -190,11 +190,11 @@ def test_from_rounds_to_anything_else_everything_parked_is_released(
     assert all(rollout.eligible for rollout in driver.state.in_flight.rollouts.values())
 
 
-def test_from_rounds_to_waves_within_a_batch_and_within_the_calling_back() -> None:
+def test_from_length_buckets_to_waves_within_a_batch_and_within_the_calling_back() -> None:
     driver = Driver(config(straggler="retract"))
     driver.request_batch()
     driver.feed(ev.Planned(schedule=schedule(2.0)))
-    assert len(driver.sends) == 10 * 2, "those parked are sent at once"
+    assert len(driver.sends) == 10 * 2, "the deferred ones are sent at once"
     driver = Driver(config(straggler="retract"))
     driver.request_batch()
     driver.feed(ev.BatchWithdrawn())
@@ -207,7 +207,7 @@ def test_from_rounds_to_waves_within_a_batch_and_within_the_calling_back() -> No
 
 
 @pytest.mark.parametrize("straggler", ["retract", "abort"])
-def test_from_waves_to_rounds_what_runs_goes_on(straggler: str) -> None:
+def test_from_waves_to_length_buckets_what_runs_goes_on(straggler: str) -> None:
     driver = Driver(config(straggler=straggler))
     driver.feed(ev.Planned(schedule=schedule(3.0)))
     batches(driver, 1)
@@ -338,7 +338,8 @@ class Meter:
     ids=str,
 )
 def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str, Any]) -> None:
-    """On the same lengths, so there is no noise between them; rounds part sooner or later."""
+    """Both have the same lengths, so there is no noise between them. With length buckets they
+    differ sooner or later."""
     kv = changes.get("kv")
     changes = {name: value for name, value in changes.items() if name != "kv"}
     settings = SchedulerConfig(straggler=straggler, **changes)  # type: ignore[arg-type]
@@ -347,7 +348,7 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
     simulation = Simulation(settings, WORKLOAD, batches=BATCHES, engine=engine, listeners=[meter])
     meter.engines = list(simulation.engines.values())
     simulation.run()
-    rounds = settings.refill_policy.defers
+    defers = settings.refill_policy.defers
     outcome = try_out(
         Schedule(over_provision=settings.over_provision_policy, refill=settings.refill_policy),
         Setting(
@@ -357,7 +358,7 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
             prompt_tokens=8.0,
             keeps_kv=straggler == "in_place",
             batches=BATCHES - BURN_IN,
-            burn_in=BURN_IN // 3 if rounds else BURN_IN,
+            burn_in=BURN_IN // 3 if defers else BURN_IN,
             kv_tokens=kv,
             stop=settings.stop_policy,
         ),
@@ -367,12 +368,12 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
     stale, tokens = np.sum(meter.tokens[BURN_IN:], axis=0)
     # A trial knows only roughly in which order a full pool lets requests go on, and from the first
     # batch on how many groups hold so many tokens.
-    near = 0.03 if rounds or kv is not None or settings.stop == "tokens" else 0.005
+    near = 0.03 if defers or kv is not None or settings.stop == "tokens" else 0.005
     assert outcome.efficiency == pytest.approx(efficiency, rel=near)
     assert outcome.off_policy_share == pytest.approx(stale / tokens, abs=near)
 
 
-@pytest.mark.parametrize("refill", [Wave(), LengthBuckets()], ids=["wave", "rounds"])
+@pytest.mark.parametrize("refill", [Wave(), LengthBuckets()], ids=["wave", "length buckets"])
 def test_a_trial_is_repeatable(refill: Refill) -> None:
     assert try_out(schedule(1.5, refill), setting()) == try_out(schedule(1.5, refill), setting())
 
@@ -560,7 +561,7 @@ def test_the_bound_on_staleness_changes_no_other_figure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "parks"),
+    ("changes", "may_defer"),
     [
         ({}, True),
         ({"straggler": "abort"}, True),
@@ -575,25 +576,27 @@ def test_the_bound_on_staleness_changes_no_other_figure() -> None:
     ],
     ids=str,
 )
-def test_rounds_are_begun_with_only_where_parking_works(
-    changes: dict[str, object], parks: bool
+def test_length_buckets_are_the_first_schedule_only_where_rollouts_may_be_deferred(
+    changes: dict[str, object], may_defer: bool
 ) -> None:
     settings = rules(**changes)
-    assert settings.may_defer is parks
+    assert settings.may_defer is may_defer
     driver = Driver(config(**{"straggler": "retract", **changes}))
-    assert isinstance(driver.state.plan.schedule.refill, LengthBuckets) is parks
+    assert isinstance(driver.state.plan.schedule.refill, LengthBuckets) is may_defer
 
 
-@pytest.mark.parametrize("parks", [True, False])
-def test_rounds_are_candidates_only_where_parking_works(parks: bool) -> None:
-    several = candidates(batch_groups=32, engines=1, may_defer=parks)
-    assert any(isinstance(c.refill, LengthBuckets) for c in several) is parks
-    tried = trials(setting(batches=4, burn_in=1), may_defer=parks)
-    assert parks or not any(isinstance(t.schedule.refill, LengthBuckets) for t in tried)
+@pytest.mark.parametrize("may_defer", [True, False])
+def test_length_buckets_are_candidates_only_where_rollouts_may_be_deferred(may_defer: bool) -> None:
+    several = candidates(batch_groups=32, engines=1, may_defer=may_defer)
+    assert any(isinstance(c.refill, LengthBuckets) for c in several) is may_defer
+    tried = trials(setting(batches=4, burn_in=1), may_defer=may_defer)
+    assert may_defer or not any(isinstance(t.schedule.refill, LengthBuckets) for t in tried)
 
 
 @pytest.mark.parametrize("changes", [{"pace": "asynchronous"}, {"straggler": "in_place"}], ids=str)
-def test_rounds_are_not_chosen_where_nothing_can_be_parked(changes: dict[str, object]) -> None:
+def test_length_buckets_are_not_chosen_where_nothing_can_be_deferred(
+    changes: dict[str, object],
+) -> None:
     best = Planner().plan(plan(POOR), rules(**changes))
     assert not isinstance(best.refill, LengthBuckets)
 

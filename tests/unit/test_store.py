@@ -35,11 +35,20 @@ from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.wave import Wave
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.saved import Cut, RunState, Saved, SavedGroup, SavedMember
-from aprilsched.core.steps.snapshot import take_anew, take_changes, take_everything
+from aprilsched.core.state.saved import (
+    RolloutState,
+    RunState,
+    Saved,
+    SavedGroup,
+    SavedMember,
+    Snapshot,
+)
+from aprilsched.core.steps.snapshot import full_snapshot, take_changes, take_full
 from aprilsched.errors import ConfigError, StoreError
 from aprilsched.store.codec import (
     check_storable,
+    decode,
+    encode,
     group_from,
     group_record,
     schedule_from,
@@ -104,35 +113,35 @@ def same(one: Saved | None, other: Saved | None) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_file_holds_what_the_memory_holds_after_every_cut(path: Path, seed: int):
+def test_the_file_holds_what_the_memory_holds_after_every_snapshot(path: Path, seed: int):
     memory, driver = MemoryStore(), Driver(config(), journal=True)
     file = SqliteStore(path)
     assert file.open() is None
     rng = random.Random(seed)
     for _ in range(12):
         run(driver, rng.randint(5, 60), rng.randint(0, 10**6))
-        cut = take_changes(driver.state) if rng.random() < 0.8 else take_anew(driver.state)
-        memory.save(cut, durable=False)
-        file.save(cut, durable=rng.random() < 0.3)
+        snapshot = take_changes(driver.state) if rng.random() < 0.8 else take_full(driver.state)
+        memory.save(snapshot, durable=False)
+        file.save(snapshot, durable=rng.random() < 0.3)
         if rng.random() < 0.5:
             same(file.open(), memory.open())
     same(file.open(), memory.open())
     file.close()
 
 
-def filled(path: Path, *, cuts: int = 10, seed: int = 1, steps: int = 40) -> Driver:
+def filled(path: Path, *, snapshots: int = 10, seed: int = 1, steps: int = 40) -> Driver:
     """A store with a run in it, closed."""
     store = SqliteStore(path)
     store.open()
     driver = Driver(config(), engines=("a",), store=store)
-    for number in range(cuts):
+    for number in range(snapshots):
         run(driver, steps, seed + number)
         driver.save()
     store.close()
     return driver
 
 
-# --- torn and damaged files --------------------------------------------------------------------
+# --- damaged and damaged files --------------------------------------------------------------------
 
 
 class Noting(SqliteStore):
@@ -142,12 +151,12 @@ class Noting(SqliteStore):
         super().__init__(path)
         self.runs: list[RunState] = []
 
-    def save(self, cut: Cut, *, durable: bool) -> None:
-        super().save(cut, durable=durable)
-        self.runs.append(cut.run)
+    def save(self, snapshot: Snapshot, *, durable: bool) -> None:
+        super().save(snapshot, durable=durable)
+        self.runs.append(snapshot.run)
 
 
-def test_a_torn_tail_is_cut_off(path: Path, tmp_path: Path):
+def test_an_incomplete_tail_is_dropped(path: Path, tmp_path: Path):
     store = Noting(path)
     store.open()
     driver = Driver(config(), store=store)
@@ -158,14 +167,14 @@ def test_a_torn_tail_is_cut_off(path: Path, tmp_path: Path):
     size, seen = wal.stat().st_size, set[int]()
     rng = random.Random(5)
     for number in range(40):
-        copy = tmp_path / f"torn-{number}"
+        copy = tmp_path / f"damaged-{number}"
         shutil.copyfile(path, copy)
-        torn = copy.with_name(copy.name + "-wal")
-        shutil.copyfile(wal, torn)
-        os.truncate(torn, rng.randrange(size))
+        damaged = copy.with_name(copy.name + "-wal")
+        shutil.copyfile(wal, damaged)
+        os.truncate(damaged, rng.randrange(size))
         if number % 2:
             # Sectors that hold what was there before.
-            with torn.open("ab") as file:
+            with damaged.open("ab") as file:
                 file.write(rng.randbytes(rng.randrange(1, 5000)))
         again = SqliteStore(copy)
         found = again.open()
@@ -181,7 +190,7 @@ def test_a_torn_tail_is_cut_off(path: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_damaged_file_is_an_error_of_ours_or_costs_what_it_names(path: Path, seed: int):
-    filled(path, cuts=6)
+    filled(path, snapshots=6)
     rng = random.Random(seed)
     size = path.stat().st_size
     with path.open("r+b") as file:
@@ -286,7 +295,7 @@ def test_a_killed_owner_leaves_no_lock_behind(path: Path):
 
 def test_what_leads_out_of_the_folder_is_refused(path: Path, tmp_path: Path):
     outside = tmp_path / "outside"
-    filled(outside, cuts=1)
+    filled(outside, snapshots=1)
     path.symlink_to(outside)
     with pytest.raises(StoreError, match="is a link out of its folder"):
         SqliteStore(path).open()
@@ -313,7 +322,7 @@ def test_other_files_and_newer_ones_are_refused(path: Path):
     with pytest.raises(StoreError, match="an SQLite file of something else"):
         SqliteStore(path).open()
     path.unlink()
-    filled(path, cuts=1)
+    filled(path, snapshots=1)
     damage_version(path, 99)
     with pytest.raises(StoreError, match="written by a newer aprilsched"):
         SqliteStore(path).open()
@@ -336,7 +345,7 @@ def test_a_folder_that_cannot_be_written_is_refused(path: Path):
 
 
 def test_a_read_only_file_is_refused_with_what_to_do(path: Path):
-    filled(path, cuts=1)
+    filled(path, snapshots=1)
     # Root may write any file; a file system mounted read-only answers it as SQLite does here.
     connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
     with pytest.raises(sqlite3.OperationalError) as raised:
@@ -348,14 +357,14 @@ def test_a_read_only_file_is_refused_with_what_to_do(path: Path):
 
 def test_an_unopened_store_says_so(path: Path):
     with pytest.raises(StoreError, match="is not open"):
-        SqliteStore(path).save(take_everything(Driver(config()).state), durable=False)
+        SqliteStore(path).save(full_snapshot(Driver(config()).state), durable=False)
 
 
 # --- schemas -----------------------------------------------------------------------------------
 
 
 def test_a_file_of_the_first_schema_goes_on(path: Path):
-    before = filled(path, cuts=4)
+    before = filled(path, snapshots=4)
     connection = sqlite3.connect(path)
     connection.executescript("DROP TABLE schedule; DROP TABLE lengths; PRAGMA user_version = 1;")
     connection.close()
@@ -365,7 +374,7 @@ def test_a_file_of_the_first_schema_goes_on(path: Path):
     assert saved.lengths == []
     driver = restored(saved)
     assert driver.state.in_flight.rollouts.keys() == before.state.in_flight.rollouts.keys()
-    store.save(take_anew(driver.state), durable=True)
+    store.save(take_full(driver.state), durable=True)
     connection = store._connection  # pyright: ignore[reportPrivateUsage]
     assert connection is not None
     assert connection.execute("PRAGMA user_version").fetchone() == (len(SCRIPTS),)
@@ -374,7 +383,7 @@ def test_a_file_of_the_first_schema_goes_on(path: Path):
 
 
 def test_a_failed_migration_leaves_the_file_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch):
-    filled(path, cuts=2)
+    filled(path, snapshots=2)
     broken = (*SCRIPTS, "CREATE TABLE new (a INTEGER); INSERT INTO nowhere VALUES (1)")
     monkeypatch.setattr("aprilsched.store.sqlite.file.SCRIPTS", broken)
     with pytest.raises(StoreError, match="nowhere"):
@@ -391,13 +400,13 @@ def test_a_failed_migration_leaves_the_file_as_it_was(path: Path, monkeypatch: p
 def test_a_checkpoint_is_one_file_and_reading_leaves_it_alone(path: Path, tmp_path: Path):
     driver = Driver(config(), store=MemoryStore())
     run(driver, 200, 4)
-    cut = take_everything(driver.state)
-    write_checkpoint(path, cut)
-    write_checkpoint(path, cut)
+    snapshot = full_snapshot(driver.state)
+    write_checkpoint(path, snapshot)
+    write_checkpoint(path, snapshot)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     content = path.read_bytes()
     memory = MemoryStore()
-    memory.save(cut, durable=True)
+    memory.save(snapshot, durable=True)
     same(read_checkpoint(path), memory.open())
     assert path.read_bytes() == content
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
@@ -406,7 +415,7 @@ def test_a_checkpoint_is_one_file_and_reading_leaves_it_alone(path: Path, tmp_pa
 def test_a_checkpoint_of_an_older_schema_is_read_and_left_as_it_is(path: Path):
     driver = Driver(config(), store=MemoryStore())
     run(driver, 200, 4)
-    write_checkpoint(path, take_everything(driver.state))
+    write_checkpoint(path, full_snapshot(driver.state))
     connection = sqlite3.connect(path)
     connection.executescript("DROP TABLE schedule; DROP TABLE lengths; PRAGMA user_version = 1;")
     connection.close()
@@ -439,9 +448,9 @@ def test_the_file_does_not_grow_with_the_run(path: Path, seed: int):
         while len(driver.state.delivery.unacknowledged) > 2:
             oldest = min(driver.state.delivery.unacknowledged)
             driver.feed(ev.BatchesAcknowledged(batches=(oldest,)))
-        cut = take_changes(driver.state)
-        memory.save(cut, durable=False)
-        store.save(cut, durable=False)
+        snapshot = take_changes(driver.state)
+        memory.save(snapshot, durable=False)
+        store.save(snapshot, durable=False)
         connection = store._connection  # pyright: ignore[reportPrivateUsage]
         assert connection is not None
         (stored,) = connection.execute("SELECT sum(length(token_ids)) / 4 FROM pages").fetchone()
@@ -472,9 +481,9 @@ def test_many_small_pages_are_put_together(path: Path, monkeypatch: pytest.Monke
     driver.request_batch()
     for number in range(120):
         driver.progress(driver.attempts()[number % 3], 2, first=number)
-        cut = take_changes(driver.state)
-        store.save(cut, durable=False)
-        memory.save(cut, durable=False)
+        snapshot = take_changes(driver.state)
+        store.save(snapshot, durable=False)
+        memory.save(snapshot, durable=False)
     connection = store._connection  # pyright: ignore[reportPrivateUsage]
     assert connection is not None
     (pages,) = connection.execute("SELECT count(*) FROM pages").fetchone()
@@ -486,7 +495,7 @@ def test_many_small_pages_are_put_together(path: Path, monkeypatch: pytest.Monke
 def test_the_ledger_and_the_lengths_are_kept_up_to_a_bound(path: Path, monkeypatch: Any):
     monkeypatch.setattr("aprilsched.store.sqlite.store.KEPT_ENTRIES", 20)
     monkeypatch.setattr("aprilsched.store.sqlite.store.KEPT_LENGTHS", 10)
-    driver = filled(path, cuts=40)
+    driver = filled(path, snapshots=40)
     assert driver.state.in_flight.ledger.total > 20
     store = SqliteStore(path)
     saved = store.open()
@@ -656,6 +665,42 @@ def test_a_record_of_before_types_were_kept_is_read():
     assert group.prompt.metadata == {"a": [1, b"y"]}
 
 
+ROLLOUT_OF_0_1 = """
+8daa726f6c6c6f75745f696407a867726f75705f696403a57374616765aa67656e65726174696e67a4616e6577c3a4
+72756e7391930501a161a56578616374c3ad66696e6973685f726561736f6ea66c656e677468a6726577617264c0a3
+647565c2aa70726f6d70745f696473c0a57475726e7390a77265717565737485ac6f75747075745f737461727400a8
+73616d706c696e678aae6d61785f6e65775f746f6b656e7309ae6d696e5f6e65775f746f6b656e7300ab74656d7065
+726174757265cb3ff0000000000000a5746f705f70cb3ff0000000000000a5746f705f6bffa56d696e5f70cb000000
+0000000000ae73746f705f746f6b656e5f69647390aa69676e6f72655f656f73c2ad73616d706c696e675f73656564
+c0a5657874726180a8617474656d70747302a86661696c7572657301a6627265616b7304aa7374616c655f6b657973
+c2
+"""
+RUN_OF_0_1 = """
+de0015a76c6173745f696409a6637572736f7204a8657069736f646573c2a5726561647990a776657273696f6e02a4
+6261736500a761646170746572c0a8636f756e746572738aa86c61756e6368656400a964656c69766572656400a762
+61746368657300a77570646174657300b0746f6b656e735f67656e65726174656400b0746f6b656e735f64656c6976
+6572656400b0746f6b656e735f64697363617264656400b2746f6b656e735f726570726566696c6c656400ad746f6b
+656e735f6d61736b656400a77265747269657300b064726f707065645f726f6c6c6f75747380ae64726f707065645f
+746f6b656e7380aa6576616c756174696e6790af6661696c65645f696e5f615f726f7700a8776176655f647565c3ad
+7461726765745f67726f75707303a76c6f6e676573740caa706c616e6e65645f617400ab706c616e6e65645f666f72
+c0a96c6f6f6b65645f617400b4626174636865735f73696e63655f757064617465c0b664656c6976657265645f7369
+6e63655f75706461746500a761636365707473c0
+"""
+
+
+def test_renamed_fields_keep_their_names_in_the_store():
+    """Stores of version 0.1 have the fields `anew`, `due`, `breaks` and `wave_due`."""
+    body = bytes.fromhex(ROLLOUT_OF_0_1)
+    rollout = decode(body, RolloutState)
+    assert rollout.request is not None
+    assert (rollout.rewritten, rollout.eligible, rollout.request.interruptions) == (True, False, 4)
+    assert decode(body, dict[str, Any]).items() <= decode(encode(rollout), dict[str, Any]).items()
+    body = bytes.fromhex(RUN_OF_0_1)
+    run = decode(body, RunState)
+    assert run.wave_pending
+    assert decode(body, dict[str, Any]).items() <= decode(encode(run), dict[str, Any]).items()
+
+
 @pytest.mark.parametrize("refill", [Wave(), Pool(together=3), LengthBuckets(store=2.5, probes=2)])
 @pytest.mark.parametrize("ratio", [FixedRatio(ratio=1.7), KvTarget(target=0.6)])
 def test_a_schedule_is_the_same_after_the_way_through_bytes(
@@ -688,13 +733,13 @@ def test_a_schedule_that_an_earlier_version_wrote_is_read(
     assert (schedule.over_provision, schedule.refill) == (FixedRatio(ratio=1.7), refill)
 
 
-def test_a_cut_of_nothing_is_small():
+def test_a_snapshot_of_nothing_is_small():
     driver = Driver(config(), store=MemoryStore())
     driver.save()
-    cut: Cut = take_changes(driver.state)
-    assert cut.page is None
-    assert not cut.groups
-    assert not cut.rollouts
+    snapshot: Snapshot = take_changes(driver.state)
+    assert snapshot.page is None
+    assert not snapshot.groups
+    assert not snapshot.rollouts
 
 
 # --- damage ------------------------------------------------------------------------------------
@@ -704,12 +749,12 @@ def test_damaged_bytes_end_in_an_error_of_ours_when_the_file_is_opened(tmp_path:
     """Bytes are flipped, zeroed and cut off. The file is refused, or its run continues and is
     saved again."""
     whole = tmp_path / "whole"
-    filled(whole, cuts=6)
+    filled(whole, snapshots=6)
     checkpoint = tmp_path / "checkpoint"
     store = SqliteStore(whole)
     before = restored(store.open())
     store.close()
-    write_checkpoint(checkpoint, take_everything(before.state))
+    write_checkpoint(checkpoint, full_snapshot(before.state))
     outcomes = {"refused": 0, "went on": 0}
 
     @settings(max_examples=60, deadline=None)
@@ -742,7 +787,7 @@ def test_damaged_bytes_end_in_an_error_of_ours_when_the_file_is_opened(tmp_path:
             if driver is not None:
                 driver.core.check_invariants()
                 if source is whole:
-                    again.save(take_everything(driver.state), durable=False)
+                    again.save(full_snapshot(driver.state), durable=False)
             outcomes["went on"] += 1
         except StoreError:
             outcomes["refused"] += 1
@@ -775,7 +820,7 @@ def test_groups_of_a_batch_that_cannot_be_read_are_delivered_in_another(path: Pa
     driver.feed(ev.BatchRequested())
     while not driver.batches:
         driver.finish(next(iter(driver.sends)))
-    store.save(take_everything(driver.state), durable=True)
+    store.save(full_snapshot(driver.state), durable=True)
     groups = {group.group_id for group in driver.batches[0].groups}
     store.close()
     damage(path, "UPDATE batches SET body = zeroblob(length(body))")
@@ -814,4 +859,4 @@ def test_a_forked_process_leaves_the_file_alone(path: Path):
     left.close()
     store.close()
     assert saved is not None
-    assert saved.run == take_everything(driver.state).run
+    assert saved.run == full_snapshot(driver.state).run

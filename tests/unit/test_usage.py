@@ -22,7 +22,7 @@ PROMPT = Prompt(input_ids=np.array([1, 2], dtype=np.int32))
 SAMPLING = SamplingParams(max_new_tokens=100)
 
 
-class Story:
+class WrittenRun:
     """A run of one engine with batches of one group of two, written step by step."""
 
     def __init__(self, *engines: str) -> None:
@@ -111,47 +111,47 @@ def delivered(group_id: int = 0, size: int = 2) -> do.Deliver:
 
 
 def test_a_batch_from_prefill_to_its_tail():
-    story = Story()
-    story.tell(*launch())
-    story.after(1, chunk(0), chunk(1))
-    story.after(2, finished(0))
-    story.after(4, finished(1), delivered())
-    assert story.parts() == {"prefill": 1, "decode": 2 + 2, "tail": 2}
+    written = WrittenRun()
+    written.tell(*launch())
+    written.after(1, chunk(0), chunk(1))
+    written.after(2, finished(0))
+    written.after(4, finished(1), delivered())
+    assert written.parts() == {"prefill": 1, "decode": 2 + 2, "tail": 2}
 
 
 def test_a_ready_batch_waits_for_the_trainer():
-    story = Story()
-    story.tell(*launch())
-    story.after(1, chunk(0), chunk(1), finished(0), finished(1), delivered())
-    story.after(5, ev.BatchRequested())
-    assert story.parts() == {"prefill": 1, "trainer": 5}
+    written = WrittenRun()
+    written.tell(*launch())
+    written.after(1, chunk(0), chunk(1), finished(0), finished(1), delivered())
+    written.after(5, ev.BatchRequested())
+    assert written.parts() == {"prefill": 1, "trainer": 5}
 
 
 def test_a_batch_waits_for_prompts():
-    story = Story()
-    story.tell(do.FetchPrompts(count=1))
-    story.after(3, ev.PromptsArrived(prompts=(PROMPT,)), *launch(size=1))
-    story.after(1, chunk(0))
-    assert story.parts() == {"prompts": 3, "prefill": 1}
+    written = WrittenRun()
+    written.tell(do.FetchPrompts(count=1))
+    written.after(3, ev.PromptsArrived(prompts=(PROMPT,)), *launch(size=1))
+    written.after(1, chunk(0))
+    assert written.parts() == {"prompts": 3, "prefill": 1}
 
 
 def test_a_source_that_has_ended_leaves_slots_empty():
-    story = Story()
-    story.tell(do.FetchPrompts(count=1), ev.PromptsArrived(prompts=(PROMPT,), last=True))
-    story.tell(*launch(), chunk(0), chunk(1), finished(0))
-    story.after(2, finished(1))
-    assert story.parts() == {"decode": 1, "prompts": 1}
+    written = WrittenRun()
+    written.tell(do.FetchPrompts(count=1), ev.PromptsArrived(prompts=(PROMPT,), last=True))
+    written.tell(*launch(), chunk(0), chunk(1), finished(0))
+    written.after(2, finished(1))
+    assert written.parts() == {"decode": 1, "prompts": 1}
 
 
 def test_a_batch_waits_for_rewards_only_when_nothing_else_is_missing():
-    story = Story()
-    story.tell(*launch())
-    story.tell(chunk(0), chunk(1))
-    story.tell(finished(0), do.ScoreRollout(rollout=rollout(0), prompt=PROMPT))
-    story.after(2, finished(1), do.ScoreRollout(rollout=rollout(1, index=1), prompt=PROMPT))
-    story.after(3, ev.Rewarded(rollout_id=0, score=Score(reward=1.0)))
-    story.after(4, ev.Rewarded(rollout_id=1, score=Score(reward=1.0)), delivered())
-    assert story.parts() == {"decode": 1, "tail": 1, "rewards": 7}
+    written = WrittenRun()
+    written.tell(*launch())
+    written.tell(chunk(0), chunk(1))
+    written.tell(finished(0), do.ScoreRollout(rollout=rollout(0), prompt=PROMPT))
+    written.after(2, finished(1), do.ScoreRollout(rollout=rollout(1, index=1), prompt=PROMPT))
+    written.after(3, ev.Rewarded(rollout_id=0, score=Score(reward=1.0)))
+    written.after(4, ev.Rewarded(rollout_id=1, score=Score(reward=1.0)), delivered())
+    assert written.parts() == {"decode": 1, "tail": 1, "rewards": 7}
 
 
 @pytest.mark.parametrize("kind", ["rewards of a group", "a verdict"])
@@ -162,48 +162,48 @@ def test_groups_wait_too(kind: str):
             do.ScoreGroup(group=group),
             ev.GroupRewarded(group_id=0, scores=(Score(reward=1.0),) * 2),
         ),
-        "a verdict": (do.Judge(group=group), ev.Judged(group_id=0, accepted=True)),
+        "a verdict": (do.Filter(group=group), ev.Filtered(group_id=0, accepted=True)),
     }[kind]
-    story = Story()
-    story.tell(*launch(), chunk(0), chunk(1), finished(0), finished(1), asked)
-    story.after(3, answer)
-    story.after(1)
-    assert story.parts() == {"rewards": 3, "tail": 1}
+    written = WrittenRun()
+    written.tell(*launch(), chunk(0), chunk(1), finished(0), finished(1), asked)
+    written.after(3, answer)
+    written.after(1)
+    assert written.parts() == {"rewards": 3, "tail": 1}
 
 
 def test_a_dropped_group_is_not_waited_for():
-    story = Story()
-    story.tell(*launch(), chunk(0), chunk(1), finished(0), finished(1))
-    story.tell(do.ScoreRollout(rollout=rollout(0), prompt=PROMPT))
-    story.after(1, do.CancelWork(group_id=0, rollout_ids=(0, 1), reason="stale", cause="y"))
-    story.after(1)
-    assert story.parts() == {"rewards": 1, "tail": 1}
+    written = WrittenRun()
+    written.tell(*launch(), chunk(0), chunk(1), finished(0), finished(1))
+    written.tell(do.ScoreRollout(rollout=rollout(0), prompt=PROMPT))
+    written.after(1, do.CancelWork(group_id=0, rollout_ids=(0, 1), reason="stale", cause="y"))
+    written.after(1)
+    assert written.parts() == {"rewards": 1, "tail": 1}
 
 
 def test_a_pause_a_refit_and_what_follows():
-    story = Story()
-    story.tell(*launch(), chunk(0), chunk(1))
-    story.tell(ev.UpdateRequested(version=1), do.Pause(engine="a", mode="retract"))
-    story.after(1, ev.Paused(engine="a"), do.Refit(version=1, engines=("a",)))
-    story.after(2, ev.Refitted(engine="a", version=1), do.Continue(engine="a"))
-    story.after(0.5, ev.Continued(engine="a"), do.FinishUpdate(version=1))
-    assert story.engines["a"].version == 1
-    story.after(4, chunk(0))
-    story.after(2, chunk(1))
-    assert story.parts() == {"pause": 1.5, "refit": 2, "re_prefill": 4 + 1, "decode": 1}
+    written = WrittenRun()
+    written.tell(*launch(), chunk(0), chunk(1))
+    written.tell(ev.UpdateRequested(version=1), do.Pause(engine="a", mode="retract"))
+    written.after(1, ev.Paused(engine="a"), do.Refit(version=1, engines=("a",)))
+    written.after(2, ev.Refitted(engine="a", version=1), do.Continue(engine="a"))
+    written.after(0.5, ev.Continued(engine="a"), do.FinishUpdate(version=1))
+    assert written.engines["a"].version == 1
+    written.after(4, chunk(0))
+    written.after(2, chunk(1))
+    assert written.parts() == {"pause": 1.5, "refit": 2, "re_prefill": 4 + 1, "decode": 1}
 
 
 def test_kv_that_was_kept_is_not_prefilled_again():
-    story = Story()
-    story.tell(*launch(), chunk(0), chunk(1))
-    story.tell(do.Pause(engine="a", mode="in_place"))
-    story.after(1, ev.Continued(engine="a"))
-    story.after(2)
-    assert story.parts() == {"pause": 1, "decode": 2}
-    story.tell(do.Pause(engine="a", mode="in_place"), do.Flush(engine="a"))
-    story.tell(ev.Continued(engine="a"))
-    story.after(3)
-    assert story.parts() == {"pause": 1, "decode": 2, "re_prefill": 3}
+    written = WrittenRun()
+    written.tell(*launch(), chunk(0), chunk(1))
+    written.tell(do.Pause(engine="a", mode="in_place"))
+    written.after(1, ev.Continued(engine="a"))
+    written.after(2)
+    assert written.parts() == {"pause": 1, "decode": 2}
+    written.tell(do.Pause(engine="a", mode="in_place"), do.Flush(engine="a"))
+    written.tell(ev.Continued(engine="a"))
+    written.after(3)
+    assert written.parts() == {"pause": 1, "decode": 2, "re_prefill": 3}
 
 
 def test_a_refit_whose_caller_was_cancelled_is_a_pause_until_its_last_engine_has_answered():
@@ -221,79 +221,81 @@ def test_a_refit_whose_caller_was_cancelled_is_a_pause_until_its_last_engine_has
 
 
 def test_an_engine_paused_between_batches_waits_for_the_trainer():
-    story = Story()
-    story.tell(*launch(), chunk(0), chunk(1), finished(0), finished(1), delivered())
-    story.tell(do.Pause(engine="a", mode="retract"), ev.Paused(engine="a"))
-    story.after(7, ev.BatchRequested(), do.Continue(engine="a"))
-    story.after(1, ev.Continued(engine="a"))
-    assert story.parts() == {"trainer": 7, "pause": 1}
+    written = WrittenRun()
+    written.tell(*launch(), chunk(0), chunk(1), finished(0), finished(1), delivered())
+    written.tell(do.Pause(engine="a", mode="retract"), ev.Paused(engine="a"))
+    written.after(7, ev.BatchRequested(), do.Continue(engine="a"))
+    written.after(1, ev.Continued(engine="a"))
+    assert written.parts() == {"trainer": 7, "pause": 1}
 
 
 def test_an_engine_that_has_nothing_waits_for_the_trainer_unpaused():
-    story = Story("a", "b")
-    story.tell(*launch(), *launch(group_id=1), *(chunk(i) for i in (0, 1, 10, 11)))
-    story.tell(finished(0), finished(1), delivered(), do.Pause(engine="a", mode="retract"))
-    story.after(7, ev.BatchRequested(), ev.Continued(engine="a"))
-    story.after(1)
-    assert story.parts("b") == {"trainer": 7, "tail": 1}
+    written = WrittenRun("a", "b")
+    written.tell(*launch(), *launch(group_id=1), *(chunk(i) for i in (0, 1, 10, 11)))
+    written.tell(finished(0), finished(1), delivered(), do.Pause(engine="a", mode="retract"))
+    written.after(7, ev.BatchRequested(), ev.Continued(engine="a"))
+    written.after(1)
+    assert written.parts("b") == {"trainer": 7, "tail": 1}
 
 
 def test_an_asynchronous_pace_has_tails_while_the_trainer_trains():
-    story = Story()
-    story.tell(*launch(), chunk(0), chunk(1), finished(0), finished(1), delivered())
+    written = WrittenRun()
+    written.tell(*launch(), chunk(0), chunk(1), finished(0), finished(1), delivered())
     # What is begun before anybody asks shows which pace it is.
-    story.tell(*launch(group_id=1), chunk(10), chunk(11), finished(10))
-    story.after(2, finished(11))
-    story.after(3)
-    assert story.parts() == {"decode": 1, "tail": 1, "trainer": 3}
+    written.tell(*launch(group_id=1), chunk(10), chunk(11), finished(10))
+    written.after(2, finished(11))
+    written.after(3)
+    assert written.parts() == {"decode": 1, "tail": 1, "trainer": 3}
 
 
-def test_an_adapter_comes_in_beside_what_runs():
-    story = Story()
-    story.tell(*launch(), chunk(0), chunk(1), ev.UpdateRequested(version=1, beside=True))
-    story.tell(do.Refit(version=1, engines=("a",), beside=True))
-    story.after(2, ev.Refitted(engine="a", version=1))
-    assert story.parts() == {"decode": 2}
+def test_an_adapter_is_loaded_while_requests_run():
+    written = WrittenRun()
+    written.tell(*launch(), chunk(0), chunk(1), ev.UpdateRequested(version=1, adapter=True))
+    written.tell(do.Refit(version=1, engines=("a",), adapter=True))
+    written.after(2, ev.Refitted(engine="a", version=1))
+    assert written.parts() == {"decode": 2}
 
 
-def test_memory_that_was_lent():
-    story = Story()
-    story.tell(do.Pause(engine="a", mode="retract"), ev.Paused(engine="a"))
-    story.tell(do.Release(engine="a", tags=("kv_cache", "weights")))
-    story.after(5, do.Wake(engine="a", tags=("weights",)), ev.Woken(engine="a", tags=("weights",)))
-    story.after(1, ev.Woken(engine="a", tags=("kv_cache",)))
-    story.after(0.5, ev.Continued(engine="a"))
-    story.after(1)
-    assert story.parts() == {"asleep": 6, "pause": 0.5, "tail": 1}
+def test_an_engine_asleep():
+    written = WrittenRun()
+    written.tell(do.Pause(engine="a", mode="retract"), ev.Paused(engine="a"))
+    written.tell(do.Release(engine="a", tags=("kv_cache", "weights")))
+    written.after(
+        5, do.Wake(engine="a", tags=("weights",)), ev.Woken(engine="a", tags=("weights",))
+    )
+    written.after(1, ev.Woken(engine="a", tags=("kv_cache",)))
+    written.after(0.5, ev.Continued(engine="a"))
+    written.after(1)
+    assert written.parts() == {"asleep": 6, "pause": 0.5, "tail": 1}
 
 
 def test_an_engine_that_is_lost_and_comes_back():
-    story = Story("a", "b")
-    story.tell(*launch(), chunk(0), chunk(1))
-    story.after(2, do.LoseEngine(engine="a", cause="burnt", last=False))
-    assert story.engines["a"].in_flight == 0
-    story.after(3, ev.EngineJoined(info=ev.EngineInfo(name="a", version=0)))
-    story.after(1, do.AdmitEngine(engine="a", version=0))
-    story.after(1, send(0, attempt=2), send(1, attempt=2))
-    story.after(1)
-    assert story.parts() == {"decode": 2, "lost": 4, "tail": 1, "re_prefill": 1}
+    written = WrittenRun("a", "b")
+    written.tell(*launch(), chunk(0), chunk(1))
+    written.after(2, do.LoseEngine(engine="a", cause="burnt", last=False))
+    assert written.engines["a"].in_flight == 0
+    written.after(3, ev.EngineJoined(info=ev.EngineInfo(name="a", version=0)))
+    written.after(1, do.AdmitEngine(engine="a", version=0))
+    written.after(1, send(0, attempt=2), send(1, attempt=2))
+    written.after(1)
+    assert written.parts() == {"decode": 2, "lost": 4, "tail": 1, "re_prefill": 1}
 
 
 def test_an_engine_that_joins_late_is_counted_from_then_on():
-    story = Story()
-    story.after(5, ev.EngineJoined(info=ev.EngineInfo(name="b", version=0)))
-    story.after(1, do.AdmitEngine(engine="b", version=0))
-    story.after(2)
-    story.parts("a")
-    assert story.engines["b"].wall == pytest.approx(3)
-    assert story.engines["b"].seconds["lost"] == pytest.approx(1)
+    written = WrittenRun()
+    written.after(5, ev.EngineJoined(info=ev.EngineInfo(name="b", version=0)))
+    written.after(1, do.AdmitEngine(engine="b", version=0))
+    written.after(2)
+    written.parts("a")
+    assert written.engines["b"].wall == pytest.approx(3)
+    assert written.engines["b"].seconds["lost"] == pytest.approx(1)
 
 
 def test_episodes_that_are_with_their_tools():
-    story = Story()
-    story.tell(do.Launch(group_id=0, rollout_ids=(0, 1), prompt=PROMPT))
+    written = WrittenRun()
+    written.tell(do.Launch(group_id=0, rollout_ids=(0, 1), prompt=PROMPT))
     for i in (0, 1):
-        story.tell(
+        written.tell(
             do.StartEpisode(rollout_id=i, index=i, prompt=PROMPT, sampling=SAMPLING),
             ev.TurnRequested(rollout_id=i, input_ids=PROMPT.input_ids),
             send(i),
@@ -306,10 +308,10 @@ def test_episodes_that_are_with_their_tools():
         versions=np.zeros(1, dtype=np.int32),
         finish_reason="stop",
     )
-    story.after(2, finished(0), resolved)
-    story.after(4, ev.TurnRequested(rollout_id=0, input_ids=PROMPT.input_ids), send(7))
-    story.after(1, chunk(7))
-    assert story.parts() == {
+    written.after(2, finished(0), resolved)
+    written.after(4, ev.TurnRequested(rollout_id=0, input_ids=PROMPT.input_ids), send(7))
+    written.after(1, chunk(7))
+    assert written.parts() == {
         "decode": 2 + 2 + 0.5,
         "environment": 2,
         "prefill": 0.5,
@@ -318,30 +320,30 @@ def test_episodes_that_are_with_their_tools():
 
 def test_a_late_chunk_shows_that_most_of_the_wait_was_decoding():
     """The engine takes 0.1 s a token, and streams ten at a time."""
-    story = Story()
-    story.tell(*launch(size=1), chunk(0))
-    story.after(1, chunk(0, tokens=10))
-    story.tell(do.Pause(engine="a", mode="retract"), ev.Continued(engine="a"))
-    story.after(1.5, chunk(0, tokens=10))
-    assert story.parts() == {"decode": 2, "re_prefill": pytest.approx(0.5)}
+    written = WrittenRun()
+    written.tell(*launch(size=1), chunk(0))
+    written.after(1, chunk(0, tokens=10))
+    written.tell(do.Pause(engine="a", mode="retract"), ev.Continued(engine="a"))
+    written.after(1.5, chunk(0, tokens=10))
+    assert written.parts() == {"decode": 2, "re_prefill": pytest.approx(0.5)}
 
 
 def test_slots_are_those_of_the_fullest_time_so_far():
-    story = Story()
-    story.tell(*launch(size=1), chunk(0))
-    story.after(2, *launch(group_id=1), chunk(10), chunk(11))
-    story.after(3, finished(0))
-    story.after(3)
-    assert story.engines["a"].capacity == 3
-    assert story.parts() == {"decode": 2 + 3 + 2, "tail": 1}
+    written = WrittenRun()
+    written.tell(*launch(size=1), chunk(0))
+    written.after(2, *launch(group_id=1), chunk(10), chunk(11))
+    written.after(3, finished(0))
+    written.after(3)
+    assert written.engines["a"].capacity == 3
+    assert written.parts() == {"decode": 2 + 3 + 2, "tail": 1}
 
 
 def test_a_new_process_begins_with_empty_engines():
-    story = Story()
-    story.tell(*launch(), chunk(0), chunk(1))
-    story.after(2, ev.Opened(engines=(ev.EngineInfo(name="a", version=3),)), ev.BatchRequested())
-    story.after(2)
-    assert story.parts() == {"decode": 2, "tail": 2}
+    written = WrittenRun()
+    written.tell(*launch(), chunk(0), chunk(1))
+    written.after(2, ev.Opened(engines=(ev.EngineInfo(name="a", version=3),)), ev.BatchRequested())
+    written.after(2)
+    assert written.parts() == {"decode": 2, "tail": 2}
 
 
 @pytest.mark.parametrize("state", ["generating", "paused", "refitting", "asleep", "lost"])

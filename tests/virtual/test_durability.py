@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 import aprilsched.blocking
 from aprilsched import (
@@ -35,7 +36,7 @@ from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.messages.commands import Command, Send
 from aprilsched.core.messages.events import Event, Finished
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.saved import Cut
+from aprilsched.core.state.saved import Snapshot
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
     ConfigError,
@@ -437,11 +438,11 @@ def test_engines_that_took_an_update_which_nobody_noted_keep_it():
         old = store.open()
         assert old is not None
         assert old.run.version == 1
-        # The process was killed between the engines' answer and its cut.
-        cut = store._cut  # pyright: ignore[reportPrivateUsage]
-        assert cut is not None
+        # The process was killed between the engines' answer and its snapshot.
+        snapshot = store._latest  # pyright: ignore[reportPrivateUsage]
+        assert snapshot is not None
         older.__dict__.update(store.__dict__)
-        older._cut = replace(cut, run=replace(cut.run, version=0, base=0))  # pyright: ignore[reportPrivateUsage]
+        older._latest = replace(snapshot, run=structs.replace(snapshot.run, version=0, base=0))  # pyright: ignore[reportPrivateUsage]
         async with scheduler(older, fleet=fleet) as rollouts:
             assert rollouts.version == 1
             await rollouts.next_batch()
@@ -685,11 +686,11 @@ class Failing(MemoryStore):
     full = False
     refused = 0
 
-    def save(self, cut: Any, *, durable: bool) -> None:
+    def save(self, snapshot: Any, *, durable: bool) -> None:
         if self.full:
             self.refused += 1
             raise StoreError("the store could not be written (database or disk is full)")
-        super().save(cut, durable=durable)
+        super().save(snapshot, durable=durable)
 
 
 def test_a_store_that_fails_does_not_end_the_run_and_is_whole_when_it_works_again(
@@ -850,10 +851,10 @@ class Gated(MemoryStore):
         self.gate = threading.Event()
         self.saves = 0
 
-    def save(self, cut: Cut, *, durable: bool) -> None:
+    def save(self, snapshot: Snapshot, *, durable: bool) -> None:
         self.gate.wait()
         self.saves += 1
-        super().save(cut, durable=durable)
+        super().save(snapshot, durable=durable)
 
 
 async def test_cuts_do_not_pile_up_before_a_store_that_is_slower_than_the_interval():

@@ -35,7 +35,7 @@ from aprilsched.errors import (
     EngineProtocolError,
     EngineRejected,
     EngineUnreachable,
-    TornWeights,
+    InconsistentWeights,
 )
 from aprilsched.testing import SimServer
 from aprilsched.testing.faults import FaultScript, faults_of
@@ -477,7 +477,7 @@ def test_an_ignored_abort_aborts_nothing():
 # -- weights ------------------------------------------------------------------------------------
 
 
-def test_a_refit_that_fails_leaves_torn_weights_unless_they_are_whole(tmp_path: Path):
+def test_a_refit_that_fails_leaves_inconsistent_weights_unless_none_was_loaded(tmp_path: Path):
     weights = two_weights(tmp_path)[0]
 
     async def main(**how: Any) -> tuple[AprilschedError, int | AprilschedError]:
@@ -486,8 +486,8 @@ def test_a_refit_that_fails_leaves_torn_weights_unless_they_are_whole(tmp_path: 
             assert setting.server.engine.batcher.version == 0
             try:
                 after: int | AprilschedError = await setting.engine.version()
-            except AprilschedError as torn:
-                after = torn
+            except AprilschedError as raised:
+                after = raised
             await setting.engine.update_from_disk(weights, 2)
             assert await setting.engine.version() == 2
             return error, after
@@ -496,9 +496,9 @@ def test_a_refit_that_fails_leaves_torn_weights_unless_they_are_whole(tmp_path: 
         error, after = run_virtual(main(status=status))
         assert type(error) is EngineRejected
         assert "a fault of the script" in str(error)
-        assert type(after) is TornWeights
+        assert type(after) is InconsistentWeights
     error, after = run_virtual(main(status=500))
-    assert (type(error), type(after)) == (EngineRejected, TornWeights)
+    assert (type(error), type(after)) == (EngineRejected, InconsistentWeights)
     _, after = run_virtual(main(message="Failed to get weights iterator: no such file"))
     assert after == 0
 

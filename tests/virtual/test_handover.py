@@ -25,7 +25,7 @@ from aprilsched import (
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.messages.commands import Command, Offer, WithdrawOffer
 from aprilsched.core.messages.events import Event, UpdateRequested
-from aprilsched.core.state.saved import Cut
+from aprilsched.core.state.saved import Snapshot
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import StoreError
 from aprilsched.store import Store
@@ -59,13 +59,13 @@ class GatedStore(MemoryStore):
         self.begun = 0
         self.second = threading.Event()
 
-    def save(self, cut: Cut, *, durable: bool) -> None:
+    def save(self, snapshot: Snapshot, *, durable: bool) -> None:
         if durable:
             self.begun += 1
             if self.begun == 2:
                 self.second.set()
             self.gate.acquire()
-        super().save(cut, durable=durable)
+        super().save(snapshot, durable=durable)
 
 
 class Cancelling:
@@ -306,8 +306,8 @@ def test_an_update_does_not_wait_for_ever_for_a_store_that_hangs(caplog: pytest.
             super().__init__()
             self.go_on = threading.Event()
 
-        def save(self, cut: Cut, *, durable: bool) -> None:
-            if durable and cut.run.version:
+        def save(self, snapshot: Snapshot, *, durable: bool) -> None:
+            if durable and snapshot.run.version:
                 self.go_on.wait()
 
     store = Hanging()
@@ -325,10 +325,10 @@ def test_an_update_does_not_wait_for_ever_for_a_store_that_hangs(caplog: pytest.
 
 def test_a_store_that_fails_does_not_hold_an_update_up(caplog: pytest.LogCaptureFixture):
     class Failing(MemoryStore):
-        def save(self, cut: Cut, *, durable: bool) -> None:
-            if cut.run.version:
+        def save(self, snapshot: Snapshot, *, durable: bool) -> None:
+            if snapshot.run.version:
                 raise StoreError("no room")
-            super().save(cut, durable=durable)
+            super().save(snapshot, durable=durable)
 
     async def main() -> None:
         async with scheduler(Failing()) as rollouts:

@@ -184,8 +184,8 @@ def test_no_chunk_is_held_for_long() -> None:
 
 def test_a_violated_invariant_ends_the_run() -> None:
     """The listener found the error and did not make it."""
-    with pytest.raises(InvariantViolation, match="torn"):
-        run([Counting(AttemptEnded, InvariantViolation("a group is torn"))])
+    with pytest.raises(InvariantViolation, match="incomplete"):
+        run([Counting(AttemptEnded, InvariantViolation("a group is incomplete"))])
 
 
 class Clock:

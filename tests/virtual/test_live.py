@@ -40,7 +40,7 @@ class Watching:
     follows, so whatever the scheduler has done has been told."""
 
     def __init__(self, model: LiveModel, told: Sequence[Listener]) -> None:
-        self.book: InFlight | None = None
+        self.in_flight: InFlight | None = None
         self.seen: list[Snapshot] = []
         self._model = model
         self._told = told
@@ -53,16 +53,16 @@ class Watching:
             self._compare()
 
     def _compare(self) -> None:
-        assert self.book is not None
+        assert self.in_flight is not None
         seen = self._model.snapshot()
         self.seen.append(seen)
         for row in seen.engines:
-            assert row.running + row.queued == self.book.open[row.name]
-        assert sum(row.kv_tokens for row in seen.engines) == self.book.held_tokens
-        assert sum(seen.in_flight.values()) == self.book.generating
+            assert row.running + row.queued == self.in_flight.open[row.name]
+        assert sum(row.kv_tokens for row in seen.engines) == self.in_flight.held_tokens
+        assert sum(seen.in_flight.values()) == self.in_flight.generating
         # What is offered waits for the trainer as well.
-        offered = sum(group.offered for group in self.book.groups.values())
-        assert seen.ready == len(self.book.ready) + offered
+        offered = sum(group.offered for group in self.in_flight.groups.values())
+        assert seen.ready == len(self.in_flight.ready) + offered
 
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
@@ -81,7 +81,7 @@ def test_the_model_says_what_the_scheduler_holds(pace: Pace, straggler: Straggle
         fleet = SimFleet(3, stream_interval=8)
         scheduler = RolloutScheduler(fleet, workload, config=config, listeners=[watching])
         async with scheduler as rollouts:
-            watching.book = rollouts.state.in_flight
+            watching.in_flight = rollouts.state.in_flight
             for _ in range(8):
                 (await rollouts.next_batch()).acknowledge()
                 await rollouts.update_weights(SimPublisher())

@@ -14,7 +14,7 @@ from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.base import Engine, FleetChange
 from aprilsched.engines.selfcheck import check
 from aprilsched.engines.sim import SimEngine, run_virtual
-from aprilsched.errors import EngineError, RefitError, TornWeights
+from aprilsched.errors import EngineError, InconsistentWeights, RefitError
 
 
 def workload() -> LongTailWorkload:
@@ -125,7 +125,7 @@ def test_one_that_keeps_failing_is_asked_ever_more_rarely(monkeypatch: pytest.Mo
     assert set(waits[6:]) == {60.0}
 
 
-class Torn:
+class FailsHalfway:
     """A publisher that fails after the first bytes, on `engines`, until the test repairs it."""
 
     def __init__(self, engines: Sequence[Engine], patch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ class Torn:
             self._patch.undo()
             return await self._sim.publish(version, engines)
         for engine in self._engines:
-            error = TornWeights(engine.name, "holds half a model.")
+            error = InconsistentWeights(engine.name, "holds half a model.")
             self._patch.setattr(engine, "version", _raising(error))
         return {engine.name: OSError("the link is gone") for engine in engines}
 
@@ -156,11 +156,11 @@ def _raising(error: Exception) -> object:
     return version
 
 
-def test_a_fleet_that_is_torn_whole_says_so_and_the_next_update_mends_it(
+def test_a_fleet_with_inconsistent_weights_says_so_and_the_next_update_mends_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
     fleet = SimFleet(2)
-    publisher = Torn(fleet.engines, monkeypatch)
+    publisher = FailsHalfway(fleet.engines, monkeypatch)
 
     async def main() -> None:
         async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:

@@ -166,7 +166,7 @@ def test_what_fails_says_so():
         told.tell(ev.ControlFailed(engine="b", call="pause", cause="no answer"), 2.0)
         told.tell(do.LoseEngine(engine="b", cause="no answer", last=False), 2.0)
         told.tell(do.Refit(version=1, engines=("a",)), 2.0)
-        told.tell(ev.Refitted(engine="a", version=None, cause="torn"), 3.0)
+        told.tell(ev.Refitted(engine="a", version=None, cause="half loaded"), 3.0)
         told.tell(do.FinishUpdate(version=1, cause="no engine took it"), 3.0)
         told.flush()
     by_name = {
@@ -175,7 +175,7 @@ def test_what_fails_says_so():
     }
     assert by_name["pause", "a"].status.status_code is StatusCode.UNSET
     assert by_name["pause", "b"].status.description == "no answer"
-    assert by_name["refit", "a"].status.description == "torn"
+    assert by_name["refit", "a"].status.description == "half loaded"
     assert by_name["update", None].status.description == "no engine took it"
     (lost,) = kept.named("run")[0].events
     assert lost.name == "aprilsched.engine.lost"

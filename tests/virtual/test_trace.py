@@ -249,7 +249,7 @@ LINES = """
 """A fleet of two: one is lost and comes back, the other is put to sleep, and the process dies."""
 
 
-def test_engines_that_are_lost_asleep_or_torn(tmp_path: Path):
+def test_engines_that_are_lost_asleep_or_inconsistent(tmp_path: Path):
     log = tmp_path / EVENTS
     log.write_text(LINES.lstrip(), encoding="utf-8")
     with loaded(write_trace(tmp_path, tmp_path / "other.json")) as processor:

@@ -70,11 +70,11 @@ def test_a_step_has_every_figure():
     assert kept.steps[3]["run/rollouts_dropped"] > 0
 
 
-def test_without_an_account_it_keeps_its_own():
+def test_without_figures_it_keeps_its_own():
     kept = Kept()
     with StepTracker(kept, LiveFigures(clock=None)) as given:
         driven([given])
-    assert kept.steps == {}  # nobody feeds the account that was given
+    assert kept.steps == {}  # nobody feeds the figures that were given
     with StepTracker(kept) as tracker:
         driven([tracker])
     assert set(kept.steps[3]) == KNOWN

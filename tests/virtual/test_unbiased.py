@@ -189,7 +189,7 @@ def test_after_a_drain_the_multisets_are_equal(name: str):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_id_is_delivered_once_or_in_flight(name: str):
     run = outcome(batches=10, **SCHEDULES[name])
-    # What rounds have opened and not begun yet was never sent.
+    # What length buckets have opened and not begun yet was never sent.
     held = sorted(run.sent & set(run.in_flight))
     assert len(held) >= BATCH_GROUPS * GROUP // 2
     assert conservation(run.sent, delivered=run.delivered, in_flight=held).holds
@@ -201,7 +201,7 @@ def test_every_id_is_delivered_once_or_in_flight(name: str):
 
 @pytest.mark.parametrize("name", AT_LENGTH)
 def test_after_the_burn_in_delivered_equals_drawn(name: str):
-    # Neighbouring batches of rounds are unlike each other in length, by intention.
+    # Neighbouring batches of length buckets are unlike each other in length, by intention.
     found = compared(outcome(**SCHEDULES[name]).lengths, block=8 if name == "rounds" else 1)
     assert found.equivalent, found
 

@@ -155,7 +155,7 @@ def test_a_slow_trainer(pace: str):
     assert least * 4 * 200 < seconds["trainer"] / 2 <= 4 * 200 * 1.001
 
 
-def test_a_trainer_that_borrows_the_memory():
+def test_a_trainer_that_uses_the_memory_of_sleeping_engines():
     async def colocated(rollouts: RolloutScheduler) -> None:
         for _ in range(3):
             await rollouts.next_batch()

@@ -74,7 +74,7 @@ def test_every_line_is_given_once_however_the_log_grows(ended: Path, tmp_path: P
         path.write_bytes(whole[:size])
         while True:
             news = follower.poll(100)
-            assert news.anew == (not given and size == 0)
+            assert news.from_start == (not given and size == 0)
             given += news.lines
             if not news.lines:
                 break
@@ -100,7 +100,7 @@ def test_a_log_that_was_cut_back_is_given_anew(ended: Path, tmp_path: Path):
         pass
     path.write_bytes(whole[: len(whole) // 2])
     news = follower.poll(10_000)
-    assert news.anew
+    assert news.from_start
     assert whole.startswith(b"".join(news.lines))
 
 
@@ -132,7 +132,7 @@ def test_a_run_that_goes_on_is_told_as_it_counts(tmp_path: Path):
         path.write_bytes(log[:size])
         while True:
             news = follower.poll(1_000)
-            if news.anew:
+            if news.from_start:
                 given.clear()
             given += news.lines
             if not news.lines:

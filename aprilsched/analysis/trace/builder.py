@@ -33,10 +33,10 @@ class TraceBuilder:
         """The engine of each open attempt, by request."""
         self._first_versions: dict[int, int | None] = {}
         """Of the rollouts that are not over: see :attr:`Attempt.first_version`."""
-        self._lent: dict[str, set[str]] = {}
-        """The memory of each engine that the trainer has."""
+        self._released: dict[str, set[str]] = {}
+        """The memory (tags) that each sleeping engine has released."""
         self._waking: dict[str, tuple[str, ...]] = {}
-        """The memory of each engine that is being taken back."""
+        """The memory (tags) that each engine is taking back."""
         self._trainer = TrainerTrack(file)
         self._at = 0
         self._began = False
@@ -60,7 +60,7 @@ class TraceBuilder:
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         for fact in facts:
             if isinstance(fact, of.RunOpened) and self._began:
-                self._end_former()
+                self._end_prior_run()
             self._at = _microseconds(now)
             handler = self._handlers.get(fact.__class__)
             if handler is not None:
@@ -77,7 +77,7 @@ class TraceBuilder:
         for engine in self._engines.values():
             engine.stop(ending, self._at)
         self._where.clear()
-        self._lent.clear()
+        self._released.clear()
 
     # --- processes and engines -----------------------------------------------------------------
 
@@ -86,8 +86,8 @@ class TraceBuilder:
         for info in fact.engines:
             self._engine(info.name).version = info.version
 
-    def _end_former(self) -> None:
-        """The former process ended somewhere after its last fact, and what it had with it."""
+    def _end_prior_run(self) -> None:
+        """End everything that the prior run left open, at the time of its last fact."""
         self._stop_all("killed")
         self._trainer.end(self._at)
 
@@ -114,7 +114,7 @@ class TraceBuilder:
         for request_id, _ in engine.open:
             del self._where[request_id]
         engine.stop("lost", self._at)
-        self._lent.pop(fact.engine, None)
+        self._released.pop(fact.engine, None)
         engine.bands.begin("lost", self._at, cause=fact.cause, standby=fact.standby)
 
     # --- requests ------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class TraceBuilder:
                 # From here on tokens may come, before the answer does.
                 engine.go_on(self._at)
             case "releasing":
-                self._lent.setdefault(fact.engine, set()).update(fact.tags)
+                self._released.setdefault(fact.engine, set()).update(fact.tags)
                 engine.bands.begin("asleep", self._at)
             case "waking":
                 self._waking[fact.engine] = fact.tags
@@ -184,9 +184,9 @@ class TraceBuilder:
             case "continuing":
                 engine.bands.end("pause", self._at)
             case "waking":
-                lent = self._lent.get(fact.engine, set())
-                lent.difference_update(self._waking.pop(fact.engine, ()))
-                if not lent:
+                released = self._released.get(fact.engine, set())
+                released.difference_update(self._waking.pop(fact.engine, ()))
+                if not released:
                     engine.bands.end("asleep", self._at)
             case _:
                 pass

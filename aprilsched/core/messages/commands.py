@@ -21,12 +21,12 @@ __all__ = [
     "DiscardTokens",
     "EndOfPrompts",
     "FetchPrompts",
+    "Filter",
     "FinishSleep",
     "FinishUpdate",
     "Flush",
     "GiveUp",
     "GiveUpFleet",
-    "Judge",
     "Launch",
     "LoseEngine",
     "Offer",
@@ -145,16 +145,16 @@ class Refit:
     """Bring `version` into these engines. Each of them answers with Refitted.
 
     Attributes:
-        beside: the version is an adapter, which is loaded while the engines run.
+        adapter: the version is an adapter, which is loaded while the engines run.
         external: somebody else has loaded the version; the engines are only asked for it. Without
-            `beside` and `external` all of these engines are paused.
+            `adapter` and `external` all of these engines are paused.
         catch_up: the version is the fleet's already, and is published again for an engine on
             standby.
     """
 
     version: int
     engines: tuple[str, ...]
-    beside: bool = False
+    adapter: bool = False
     external: bool = False
     catch_up: bool = False
 
@@ -340,8 +340,11 @@ class ScoreGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Judge:
-    """Ask the user's accept function about a scored group. The answer is Judged or RewardFailed."""
+class Filter:
+    """Ask the user's accept function about a scored group.
+
+    The answer is Filtered or RewardFailed.
+    """
 
     group: Group
 
@@ -463,7 +466,7 @@ Command: TypeAlias = (
     | DiscardTokens
     | ScoreRollout
     | ScoreGroup
-    | Judge
+    | Filter
     | CancelWork
     | GiveUp
     | Plan

@@ -34,11 +34,11 @@ __all__ = [
     "EvaluationWithdrawn",
     "Event",
     "Failed",
+    "Filtered",
     "Finished",
     "Flushed",
     "GroupRewarded",
     "Interrupted",
-    "Judged",
     "Opened",
     "Paused",
     "Planned",
@@ -147,7 +147,7 @@ class UpdateRequested:
     """The trainer has a new policy version for the engines.
 
     Attributes:
-        beside: the version is an adapter, which is loaded while the engines run.
+        adapter: the version is an adapter, which is loaded while the engines run.
         external: somebody else has brought the version into the engines already. They are only
             asked for it, and are not paused.
         labelled: with `external`, the engines named the version from its first token on. Otherwise
@@ -159,7 +159,7 @@ class UpdateRequested:
     """
 
     version: int
-    beside: bool = False
+    adapter: bool = False
     external: bool = False
     labelled: bool = True
     republishable: bool = False
@@ -325,8 +325,8 @@ class RewardFailed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
-    """The answer to Judge: whether the user's accept function accepts the group."""
+class Filtered:
+    """The answer to Filter: whether the user's accept function accepts the group."""
 
     group_id: int
     accepted: bool
@@ -453,7 +453,7 @@ Event: TypeAlias = (
     | Rewarded
     | GroupRewarded
     | RewardFailed
-    | Judged
+    | Filtered
     | Paused
     | Flushed
     | Refitted

@@ -177,7 +177,7 @@ class InFlight:
         rollout.move(Move.SEND)
         rollout.group.engine = engine
         known = len(rollout.log)
-        request.prefill_due = len(rollout.prompt_ids) + known if request.attempt else 0
+        request.pending_prefill = len(rollout.prompt_ids) + known if request.attempt else 0
         request.attempt += 1
         request.attempt_start = known
         request.engine = engine

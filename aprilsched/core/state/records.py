@@ -82,7 +82,7 @@ class RequestRecord:
     """The first engine's refusal, while another engine may take the request."""
     aborting: bool = False
     """The open attempt was told to abort and has not come back."""
-    prefill_due: int = 0
+    pending_prefill: int = 0
     """Context tokens that the engine recomputes before the attempt's next chunk."""
 
     @property

@@ -1,6 +1,9 @@
 """The data of a saved scheduler, for stores; without what only a process can hold (streams, calls).
 
-Invariant: a :class:`Cut` is a snapshot of everything that changed since the one before it, taken
+Records that a store writes field by field are msgspec structs. A field that was renamed keeps its
+old name in the store (``rename``), so that files of earlier versions can be read.
+
+Invariant: a :class:`Snapshot` has everything that changed since the one before it, and is taken
 between two events. So all snapshots up to one of them give the scheduler as it was at that moment.
 """
 
@@ -11,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 
 from aprilsched.core.lengths.groups import GroupLengths
@@ -19,7 +23,6 @@ from aprilsched.core.state.ledger import Counters, Entry
 from aprilsched.types import FinishReason, Float32Array, Int32Array, Prompt, SamplingParams
 
 __all__ = [
-    "Cut",
     "GroupState",
     "RolloutState",
     "RunState",
@@ -31,6 +34,7 @@ __all__ = [
     "SavedRun",
     "SavedTokens",
     "SavedTurn",
+    "Snapshot",
     "Stage",
     "TokenPage",
 ]
@@ -102,26 +106,26 @@ class GroupState:
     first_run: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavedRequest:
+class SavedRequest(msgspec.Struct, frozen=True, kw_only=True, rename={"interruptions": "breaks"}):
     """The current request of a rollout."""
 
     output_start: int
     sampling: SamplingParams
     attempts: int
     failures: int
-    breaks: int
+    interruptions: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutState:
+class RolloutState(
+    msgspec.Struct, frozen=True, kw_only=True, rename={"rewritten": "anew", "eligible": "due"}
+):
     """The data of a rollout that changes, without its tokens.
 
     Attributes:
-        anew: all its tokens are saved again; those saved before are void.
+        rewritten: all its tokens are saved again; those saved before are void.
         runs: versions and engines of the tokens that it had at the time. For later tokens their
             slices have them.
-        due: the rollout may generate; otherwise it is deferred.
+        eligible: the rollout may generate; otherwise it is deferred.
         prompt_ids: the context of its first token, where that is not the group's prompt.
         turns: the finished turns of an episode.
     """
@@ -129,18 +133,18 @@ class RolloutState:
     rollout_id: int
     group_id: int
     stage: Stage = Stage.GENERATING
-    anew: bool = False
+    rewritten: bool = False
     runs: tuple[SavedRun, ...] = ()
     exact: bool = True
     finish_reason: FinishReason = "length"
     reward: float | None = None
-    due: bool = True
+    eligible: bool = True
     prompt_ids: tuple[int, ...] | None = None
     turns: tuple[SavedTurn, ...] = ()
     request: SavedRequest | None = None
     stale_keys: bool = False
-    reward_parts: dict[str, float] = field(default_factory=dict[str, float])
-    info: dict[str, Any] = field(default_factory=dict[str, Any])
+    reward_parts: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    info: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,8 +157,7 @@ class SavedBatch:
     group_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunState:
+class RunState(msgspec.Struct, frozen=True, kw_only=True, rename={"wave_pending": "wave_due"}):
     """The data of the run itself.
 
     Attributes:
@@ -179,7 +182,7 @@ class RunState:
     dropped_tokens: dict[str, int]
     evaluating: tuple[tuple[int, int, int], ...]
     failed_in_a_row: int
-    wave_due: bool
+    wave_pending: bool
     target_groups: int
     longest: int
     planned_at: int
@@ -193,11 +196,11 @@ class RunState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Cut:
-    """A snapshot: everything that changed since the one before it.
+class Snapshot:
+    """Everything that changed since the snapshot before it, or everything that there is.
 
     Attributes:
-        whole: this is a full snapshot, and everything saved before it is void.
+        full: this is a full snapshot, and everything saved before it is void.
         schedule: the schedule that automatic over-provisioning has chosen; None without it.
         batches: batches that the trainer has or may have.
         acknowledged: indexes of batches to forget, before `batches` are taken in: a withdrawn
@@ -206,7 +209,7 @@ class Cut:
             tokens.
     """
 
-    whole: bool
+    full: bool
     run: RunState
     schedule: Schedule | None
     page: TokenPage | None

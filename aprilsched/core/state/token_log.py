@@ -84,7 +84,7 @@ class TokenLog:
         """Ids and logprobs from `start` on: views, valid until the next token is added."""
         return self._ids[start : self._size], self._logprobs[start : self._size]
 
-    def cut(self, size: int) -> None:
+    def truncate(self, size: int) -> None:
         """Forget all tokens after the first `size`."""
         self._size = min(self._size, size)
         # Copied, because the next tokens would overwrite the array, which may belong to others.

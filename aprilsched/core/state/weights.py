@@ -65,7 +65,7 @@ class Update:
     """One update of the policy version, from the trainer's request to the last engine's answer."""
 
     version: int
-    beside: bool = False
+    adapter: bool = False
     """The version is an adapter. It is loaded while the engines run, and nothing is paused."""
     external: bool = False
     """Somebody else has brought the version into the engines; they are asked for it and not
@@ -89,7 +89,7 @@ class Update:
     @property
     def pauses(self) -> bool:
         """Whether the engines are paused while the version is loaded."""
-        return not (self.beside or self.external)
+        return not (self.adapter or self.external)
 
     @property
     def answered(self) -> bool:

@@ -134,8 +134,8 @@ def on_continued(state: SchedulerState, event: Continued) -> None:
     if control.flushed:
         for request in state.in_flight.open_requests(event.engine):
             rollout = request.rollout
-            request.prefill_due = len(rollout.prompt_ids) + len(rollout.log)
-            state.fleet.health.of(event.engine).pending_prefill += request.prefill_due
+            request.pending_prefill = len(rollout.prompt_ids) + len(rollout.log)
+            state.fleet.health.of(event.engine).pending_prefill += request.pending_prefill
 
 
 def on_control_failed(state: SchedulerState, event: ControlFailed) -> None:

@@ -19,7 +19,14 @@ from aprilsched.core.state.records import Replay, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.types import NO_VERSION, Int32Array
 
-__all__ = ["AnsweredTurn", "BegunTurn", "ask_again", "cut_back", "forget_rest", "leave_one"]
+__all__ = [
+    "AnsweredTurn",
+    "BegunTurn",
+    "ask_again",
+    "forget_rest",
+    "leave_one",
+    "truncate_to_answered",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
     if replay is None:
         return
     del rollout.answered[replay.answered :]
-    cut_back(state, rollout, Reason.RESTARTED)
+    truncate_to_answered(state, rollout, Reason.RESTARTED)
 
 
 def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: int) -> None:
@@ -72,23 +79,23 @@ def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: 
     fewer tokens this time.
     """
     if len(rollout.log) - begin >= limit:
-        _cut(state, rollout, begin + limit - 1, Reason.RESTARTED)
+        _truncate(state, rollout, begin + limit - 1, Reason.RESTARTED)
 
 
-def cut_back(state: SchedulerState, rollout: RolloutRecord, reason: Reason) -> None:
+def truncate_to_answered(state: SchedulerState, rollout: RolloutRecord, reason: Reason) -> None:
     """Discard everything after the last turn that the episode was given, including tokens of the
     environment, because the episode may say something else now."""
-    _cut(state, rollout, rollout.answered[-1][1] if rollout.answered else 0, reason)
+    _truncate(state, rollout, rollout.answered[-1][1] if rollout.answered else 0, reason)
 
 
-def _cut(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reason) -> None:
+def _truncate(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reason) -> None:
     """Discard all tokens after the first `size`, and count them."""
     log = rollout.log
     if len(log) == size:
         return
     sampled = int((log.versions()[size:] != NO_VERSION).sum())
     environment = len(log) - size - sampled
-    log.cut(size)
+    log.truncate(size)
     # The tokens that were saved are void.
     rollout.rewritten = True
     state.in_flight.journal.change(rollout)

@@ -46,7 +46,7 @@ def _stalled(state: SchedulerState, engine: str, health: EngineHealth) -> bool:
     context = sum(
         len(request.rollout.prompt_ids) + len(request.rollout.log)
         for request in state.in_flight.open_requests(engine)
-        if request.prefill_due or not request.gained
+        if request.pending_prefill or not request.gained
     )
     return health.silence >= state.config.stall_timeout_s + context / PREFILL_TOKENS_PER_S
 

@@ -56,7 +56,7 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
             f"update to version {event.version} at version {state.weights.versions.trainer}, "
             f"with {state.weights.update} under way"
         )
-    state.tell(UpdateBegun(version=event.version, adapter=event.beside, external=event.external))
+    state.tell(UpdateBegun(version=event.version, adapter=event.adapter, external=event.external))
     withdraw_offer(state)
     for control in state.fleet.control.standby.values():
         # The version that it was about to catch up with will soon be out of date.
@@ -69,7 +69,7 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
             state.fleet.control.touch(control.name)
     state.weights.update = Update(
         version=event.version,
-        beside=event.beside,
+        adapter=event.adapter,
         external=event.external,
         labelled=event.labelled,
         republishable=event.republishable,
@@ -142,7 +142,7 @@ def advance(state: SchedulerState) -> None:
     elif not update.may_pause:
         # An evaluation is of one version, so it ends first. So do requests that cannot wait inside
         # a paused engine.
-        inside = update.beside or state.config.behaviour.waits_inside
+        inside = update.adapter or state.config.behaviour.waits_inside
         update.may_pause = not state.evaluations.running and (
             inside or not state.in_flight.open_attempts
         )
@@ -155,7 +155,7 @@ def refit(state: SchedulerState) -> None:
         return
     there = list(state.fleet.control.all())
     targets = [control for control in there if not control.catching_up]
-    if update.beside:
+    if update.adapter:
         targets = [control for control in targets if _has_base(state, control)]
     elif update.external:
         if any(control.mode is Mode.VERIFYING for control in targets):
@@ -174,12 +174,12 @@ def refit(state: SchedulerState) -> None:
         update.answers.pop(control.name, None)
     update.refitting = frozenset(control.name for control in targets)
     names = tuple(control.name for control in targets)
-    state.tell(RefitBegun(version=update.version, engines=names, adapter=update.beside))
+    state.tell(RefitBegun(version=update.version, engines=names, adapter=update.adapter))
     state.commands.append(
         Refit(
             version=update.version,
             engines=names,
-            beside=update.beside,
+            adapter=update.adapter,
             external=update.external,
         )
     )
@@ -229,7 +229,7 @@ def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
         Refit(
             version=state.weights.versions.trainer,
             engines=(control.name,),
-            beside=state.weights.adapter is not None,
+            adapter=state.weights.adapter is not None,
             catch_up=True,
         )
     )
@@ -278,7 +278,7 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
         state.weights.versions.refitted(engine, update.version)
         control = state.fleet.control.engines[engine]
         control.version_seen_at, control.doubt = state.now, ""
-        if not update.beside:
+        if not update.adapter:
             for request in state.in_flight.open_requests(engine):
                 _cross(state, request, update)
                 kept = _keeps_keys(state, control, update)
@@ -288,7 +288,7 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
     state.weights.republishable = update.republishable
     for engine in took & state.fleet.control.standby.keys():
         promote(state, engine)
-    if update.beside:
+    if update.adapter:
         state.weights.adapter = update.version
         for engine in took:
             state.weights.adapters.setdefault(engine, set()).add(update.version)

@@ -52,7 +52,7 @@ def plan(state: SchedulerState) -> None:
         return
     if drifted:
         groups = recent
-    # After a resume with larger groups, groups of the former size say too little.
+    # After a resume with larger groups, groups of the earlier size say too little.
     groups = [group for group in groups if len(group.tokens) >= state.config.group_size]
     ended = [group for group in groups if group.complete]
     # A group of which some members have not run does not show what siblings have in common.

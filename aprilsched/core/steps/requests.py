@@ -32,7 +32,7 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
     tokens = len(event.token_ids)
     state.fleet.health.tokens_arrived(request.engine, tokens)
     counters.tokens_generated += tokens
-    counters.tokens_reprefilled += request.prefill_due
+    counters.tokens_reprefilled += request.pending_prefill
     dropped = request.rollout.group.dropped
     # Appended without a call, because it is the most frequent of all facts.
     if state.tells_tokens:
@@ -42,11 +42,11 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
             TokensReceived(
                 request_id=event.request_id,
                 tokens=tokens,
-                recomputed=request.prefill_due,
+                recomputed=request.pending_prefill,
                 dropped=dropped,
             )
         )
-    request.prefill_due = 0
+    request.pending_prefill = 0
     if dropped is not None:
         counters.tokens_discarded += tokens
         state.in_flight.ledger.late_tokens(dropped, tokens)
@@ -70,7 +70,7 @@ def _with_tokens(request: RequestRecord, event: Progress) -> TokensReceived:
     return TokensReceived(
         request_id=event.request_id,
         tokens=len(event.token_ids),
-        recomputed=request.prefill_due,
+        recomputed=request.pending_prefill,
         dropped=request.rollout.group.dropped,
         token_ids=event.token_ids.tolist(),
         logprobs=event.logprobs.tolist(),

@@ -7,8 +7,8 @@ their rollouts are in the ledger.
 
 The settings may differ from those of the saved run. So everything that follows from settings is
 made from the present ones: which rollouts are deferred, the schedule and how many groups it keeps
-open, and which groups have to be scored and accepted. A state that only the former settings lead on
-from would stand still.
+open, and which groups have to be scored and accepted. A state that only the
+settings of the prior run continue from would stand still.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def restore(state: SchedulerState, saved: Saved) -> None:
 
 
 def call_again(state: SchedulerState) -> None:
-    """Ask again for the rewards, answers and episodes that the former process had asked for."""
+    """Ask again for the rewards, answers and episodes that the prior run had asked for."""
     for group in state.in_flight.training_groups():
         state.tell(launched(group, restored=True, tokens=state.tells_tokens))
         state.commands.append(_launched_again(group))
@@ -171,11 +171,12 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     if since is None:
         since = math.ceil(run.delivered_since_update / state.config.batch_groups)
     state.delivery.batches_since_update = since
-    state.plan.wave_pending = run.wave_due
+    state.plan.wave_pending = run.wave_pending
     state.plan.target_groups = run.target_groups
     if saved.schedule is not None and _possible(state, saved.schedule):
         state.plan.schedule = saved.schedule
-    # The schedule was the best under the former settings and engines, so it is checked at once.
+    # The schedule was the best under the settings and engines of the prior run, so it is checked at
+    # once.
     state.plan.checked_at = -1
     state.expectations.note_limit(run.longest)
     for group in saved.lengths:
@@ -183,7 +184,7 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
 
 
 def _possible(state: SchedulerState, schedule: Schedule) -> bool:
-    """Whether the schedule of the former process may be in force in this one."""
+    """Whether the schedule of the prior run may be in force in this process."""
     config = state.config
     return config.automatic and (config.may_defer or not schedule.refill.defers)
 
@@ -259,7 +260,7 @@ def _rollout(
             exact=known.exact,
             stale_keys=known.stale_keys,
         ),
-        eligible=known.due,
+        eligible=known.eligible,
         reward=None if cut_short else known.reward,
         reward_parts={} if cut_short else known.reward_parts,
         info={} if cut_short else known.info,
@@ -299,7 +300,7 @@ def _request(
         output_start=0 if known is None else known.output_start,
         attempt=1 if known is None and len(rollout.log) else 0 if known is None else known.attempts,
         failures=0 if known is None else known.failures,
-        interruptions=0 if known is None else known.breaks,
+        interruptions=0 if known is None else known.interruptions,
     )
 
 

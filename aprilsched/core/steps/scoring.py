@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aprilsched.core.messages.commands import Judge, ScoreGroup, ScoreRollout
-from aprilsched.core.messages.events import GroupRewarded, Judged, Rewarded, RewardFailed
+from aprilsched.core.messages.commands import Filter, ScoreGroup, ScoreRollout
+from aprilsched.core.messages.events import Filtered, GroupRewarded, Rewarded, RewardFailed
 from aprilsched.core.messages.facts import (
     GroupAccepted,
     RewardRequested,
@@ -22,8 +22,8 @@ from aprilsched.types import Score
 __all__ = [
     "filter_or_accept",
     "finish",
+    "on_filtered",
     "on_group_rewarded",
-    "on_judged",
     "on_reward_failed",
     "on_rewarded",
 ]
@@ -73,7 +73,7 @@ def on_reward_failed(state: SchedulerState, event: RewardFailed) -> None:
         drop(state, group, Reason.REWARD_FAILED, event.cause)
 
 
-def on_judged(state: SchedulerState, event: Judged) -> None:
+def on_filtered(state: SchedulerState, event: Filtered) -> None:
     group = state.in_flight.groups.get(event.group_id)
     if group is None:
         return
@@ -106,7 +106,7 @@ def filter_or_accept(state: SchedulerState, group: GroupRecord) -> None:
     # An evaluation returns every response, so the accept function is not asked.
     if state.caller.accepts and group.evaluation_id is None:
         state.tell(VerdictRequested(group_id=group.group_id))
-        state.commands.append(Judge(group=group_of(group)))
+        state.commands.append(Filter(group=group_of(group)))
     else:
         _accept(state, group)
 

@@ -11,7 +11,6 @@ from aprilsched.core.state.ledger import Counters
 from aprilsched.core.state.lifecycle import GENERATING, State
 from aprilsched.core.state.records import DeliveredBatch, GroupRecord, RolloutRecord
 from aprilsched.core.state.saved import (
-    Cut,
     GroupState,
     RolloutState,
     RunState,
@@ -19,20 +18,21 @@ from aprilsched.core.state.saved import (
     SavedGroup,
     SavedMember,
     SavedRequest,
+    Snapshot,
     Stage,
     TokenPage,
 )
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import masked_tokens
 
-__all__ = ["take_anew", "take_changes", "take_checkpoint", "take_everything"]
+__all__ = ["full_snapshot", "take_changes", "take_checkpoint", "take_full"]
 
 
-def take_changes(state: SchedulerState) -> Cut:
+def take_changes(state: SchedulerState) -> Snapshot:
     """A snapshot of the changes in the journal, which begins again."""
     journal = state.in_flight.journal
-    cut = Cut(
-        whole=False,
+    snapshot = Snapshot(
+        full=False,
         run=_run(state),
         schedule=_schedule(state),
         page=_arrived(journal),
@@ -48,10 +48,10 @@ def take_changes(state: SchedulerState) -> Cut:
     for rollout in journal.changed.values():
         rollout.rewritten = False
     journal.clear()
-    return cut
+    return snapshot
 
 
-def take_everything(state: SchedulerState) -> Cut:
+def full_snapshot(state: SchedulerState) -> Snapshot:
     """A full snapshot, as a store must have it. The journal, and what counts as saved, stay as they
     are."""
     offered = (
@@ -62,21 +62,23 @@ def take_everything(state: SchedulerState) -> Cut:
     return _everything(state, _run(state), (*state.delivery.unacknowledged.values(), *offered))
 
 
-def take_checkpoint(state: SchedulerState, *, without: Collection[int]) -> Cut:
+def take_checkpoint(state: SchedulerState, *, without: Collection[int]) -> Snapshot:
     """A full snapshot for the trainer's own checkpoint: `without` the batches that it has learned
     from, and with the offered batch as not taken."""
     kept = [batch for index, batch in state.delivery.unacknowledged.items() if index not in without]
     return _everything(state, _run(state, taken=False), kept)
 
 
-def _everything(state: SchedulerState, run: RunState, batches: Sequence[DeliveredBatch]) -> Cut:
+def _everything(
+    state: SchedulerState, run: RunState, batches: Sequence[DeliveredBatch]
+) -> Snapshot:
     delivered = {group.group_id for batch in batches for group in batch.groups}
     groups = [g for g in state.in_flight.training_groups() if g.group_id not in delivered]
     for batch in batches:
         groups.extend(batch.groups)
     rollouts = [member for group in groups for member in group.members]
-    return Cut(
-        whole=True,
+    return Snapshot(
+        full=True,
         run=run,
         schedule=_schedule(state),
         page=_held(rollouts),
@@ -89,14 +91,14 @@ def _everything(state: SchedulerState, run: RunState, batches: Sequence[Delivere
     )
 
 
-def take_anew(state: SchedulerState) -> Cut:
+def take_full(state: SchedulerState) -> Snapshot:
     """A full snapshot, as the first one of a store. The journal begins again."""
-    cut = take_everything(state)
+    snapshot = full_snapshot(state)
     for group in state.in_flight.training_groups():
         for member in group.members:
             member.rewritten = False
     state.in_flight.journal.clear()
-    return cut
+    return snapshot
 
 
 def _arrived(journal: Journal) -> TokenPage | None:
@@ -150,12 +152,12 @@ def _rollout(rollout: RolloutRecord) -> RolloutState:
         rollout_id=rollout.rollout_id,
         group_id=group.group_id,
         stage=_stage(rollout),
-        anew=rollout.rewritten,
+        rewritten=rollout.rewritten,
         runs=rollout.log.runs,
         exact=rollout.log.exact and not unsure,
         finish_reason=rollout.finish_reason,
         reward=rollout.reward,
-        due=rollout.eligible,
+        eligible=rollout.eligible,
         prompt_ids=tuple(rollout.prompt_ids.tolist()) if own_prompt else None,
         turns=tuple(rollout.answered),
         request=_request(rollout),
@@ -180,7 +182,7 @@ def _request(rollout: RolloutRecord) -> SavedRequest | None:
         sampling=request.sampling,
         attempts=request.attempt,
         failures=request.failures,
-        breaks=request.interruptions,
+        interruptions=request.interruptions,
     )
 
 
@@ -215,7 +217,7 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
         dropped_tokens={str(reason): n for reason, n in in_flight.ledger.tokens.items()},
         evaluating=_evaluating(state),
         failed_in_a_row=state.prompts.consecutive_failures,
-        wave_due=state.plan.wave_pending,
+        wave_pending=state.plan.wave_pending,
         target_groups=state.plan.target_groups,
         longest=state.expectations.limit,
         planned_at=state.plan.planned_at,

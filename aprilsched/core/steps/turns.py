@@ -24,9 +24,9 @@ from aprilsched.core.steps.drop import abort, drop
 from aprilsched.core.steps.episode_replay import (
     AnsweredTurn,
     ask_again,
-    cut_back,
     forget_rest,
     leave_one,
+    truncate_to_answered,
 )
 from aprilsched.core.steps.scoring import finish
 from aprilsched.types import FinishReason
@@ -191,7 +191,7 @@ def _drop_undecided(state: SchedulerState, rollout: RolloutRecord) -> None:
     if replay is not None:
         del rollout.answered[replay.answered :]
     rollout.finish_reason = rollout.answered[-1][2] if rollout.answered else "length"
-    cut_back(state, rollout, Reason.WITHDRAWN)
+    truncate_to_answered(state, rollout, Reason.WITHDRAWN)
 
 
 def _answer(state: SchedulerState, rollout: RolloutRecord, turn: int) -> None:

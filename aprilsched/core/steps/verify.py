@@ -84,7 +84,7 @@ def _possible(state: SchedulerState, request: RequestRecord) -> tuple[int, int]:
         # A label is the version of the full model, which stays the same under its adapters.
         return state.weights.base, state.weights.base
     update, newest = state.weights.update, state.weights.versions.trainer
-    if update is not None and not update.beside:
+    if update is not None and not update.adapter:
         newest = max(newest, update.version)
     return request.sent_version, newest
 

@@ -128,7 +128,7 @@ class ServerControl:
 
     async def released(self) -> frozenset[str]:
         """Ask what is released now; nothing is if the server was restarted since."""
-        await self._forget_releases_of_former_process()
+        await self._forget_releases_of_prior_run()
         return self._released
 
     async def _change_memory(self, path: str, tags: Sequence[str], after: frozenset[str]) -> None:
@@ -146,7 +146,7 @@ class ServerControl:
             self._released = before
             raise
 
-    async def _forget_releases_of_former_process(self) -> None:
+    async def _forget_releases_of_prior_run(self) -> None:
         """A server that is not paused was restarted, so it has all of its memory."""
         if self._released and await self.is_paused() is False:
             self._released = frozenset()

@@ -106,7 +106,7 @@ class SGLangEngine(ServerRefit):
         self._groups.clear()
         try:
             self._facts = await probe(self.name, self._transport, self._limits.control_timeout)
-            await self._forget_releases_of_former_process()
+            await self._forget_releases_of_prior_run()
         except BaseException:
             await self._transport.close()
             raise

@@ -24,7 +24,7 @@ from aprilsched.engines.refit import RefitGroup, TensorMeta
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import decode, server_process, weight_label
 from aprilsched.engines.sglang.wire import UpdateAnswer, version_number
-from aprilsched.errors import EngineError, EngineRejected, EngineRestarted, TornWeights
+from aprilsched.errors import EngineError, EngineRejected, EngineRestarted, InconsistentWeights
 
 __all__ = ["ServerRefit"]
 
@@ -48,7 +48,7 @@ class ServerRefit(ServerControl):
         # The server is asked in any case: that it is lost matters more than its weights.
         version = await super().version()
         if self._open_update:
-            raise TornWeights(
+            raise InconsistentWeights(
                 self.name,
                 f"{self._open_update} failed, so its weights are a mixture of old and new; it "
                 "needs a complete refit.",

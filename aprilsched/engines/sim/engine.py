@@ -32,7 +32,7 @@ from aprilsched.errors import (
     EngineProtocolError,
     EngineRejected,
     EngineRestarted,
-    TornWeights,
+    InconsistentWeights,
 )
 
 __all__ = ["PAUSE_SECONDS", "SimEngine", "load_of", "weights_key_of_files"]
@@ -217,12 +217,12 @@ class SimEngine:
         """The version of the last refit; 0 before the first.
 
         Raises:
-            TornWeights: after :meth:`expect_weights`, until the weights are accepted.
+            InconsistentWeights: after :meth:`expect_weights`, until the weights are accepted.
         """
         self._pacer.now()
         if self._expects_weights:
             why = "somebody else may have loaded a part of its weights; it needs a complete refit."
-            raise TornWeights(self._name, why)
+            raise InconsistentWeights(self._name, why)
         return self._batcher.version
 
     async def verify(self) -> int:

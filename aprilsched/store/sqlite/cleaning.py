@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.state.saved import Cut, Saved, TokenPage
+from aprilsched.core.state.saved import Saved, Snapshot, TokenPage
 from aprilsched.store.sqlite.file import COLUMNS, insert_page, page_from
 from aprilsched.types import Float32Array, Int32Array
 
@@ -65,21 +65,21 @@ class Cleaner:
             census.stored += int(_table(slices)[:, 2].sum())
             census.pages += 1
 
-    def note(self, cut: Cut, page: int) -> None:
+    def note(self, snapshot: Snapshot, page: int) -> None:
         """Count a snapshot that was written; `page` is the number of its page."""
-        if cut.whole:
+        if snapshot.full:
             self._census = _Census()
         census = self._census
-        for group in cut.groups:
+        for group in snapshot.groups:
             census.members[group.group_id] = tuple(m.rollout_id for m in group.members)
-        for state in cut.rollouts:
-            if state.anew:
+        for state in snapshot.rollouts:
+            if state.rewritten:
                 census.since[state.rollout_id] = page
-        if cut.page is not None:
-            census.stored += cut.page.tokens
-            census.live += cut.page.tokens
+        if snapshot.page is not None:
+            census.stored += snapshot.page.tokens
+            census.live += snapshot.page.tokens
             census.pages += 1
-        for group_id, tokens in cut.removed:
+        for group_id, tokens in snapshot.removed:
             # A group that came and went between two snapshots was never written.
             members = census.members.pop(group_id, None)
             if members is None:
@@ -197,7 +197,7 @@ def _table(blob: object) -> Int32Array:
 def _joined(slices: Int32Array) -> tuple[Int32Array, NDArray[np.int64]]:
     """Sort slices by rollout and position and join those that continue each other.
 
-    Also returns the former index of each token, in the new order.
+    Also returns the previous index of each token, in the new order.
     """
     by_place = np.lexsort((slices[:, 1], slices[:, 0]))
     begins: NDArray[np.int64] = np.concatenate(([0], np.cumsum(slices[:, 2], dtype=np.int64)[:-1]))[

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
-from aprilsched.core.state.saved import Cut, Saved
+from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.errors import StoreError
 from aprilsched.store.codec import (
     checksum,
@@ -89,7 +89,7 @@ class SqliteStore:
         connection.execute("PRAGMA synchronous = NORMAL")
         return saved
 
-    def save(self, cut: Cut, *, durable: bool) -> None:
+    def save(self, snapshot: Snapshot, *, durable: bool) -> None:
         """Save a snapshot, completely or not at all.
 
         Raises:
@@ -102,13 +102,13 @@ class SqliteStore:
             connection.execute("BEGIN IMMEDIATE")
             try:
                 page = _next_page(connection)
-                self._write(connection, cut, page)
+                self._write(connection, snapshot, page)
                 connection.execute("COMMIT")
             except BaseException:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
                 raise
-            self._cleaner.note(cut, page)
+            self._cleaner.note(snapshot, page)
             self._cleaner.clean(connection)
 
     def into_one_file(self) -> None:
@@ -139,19 +139,19 @@ class SqliteStore:
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._durable = durable
 
-    def _write(self, connection: sqlite3.Connection, cut: Cut, page: int) -> None:
-        if cut.whole:
+    def _write(self, connection: sqlite3.Connection, snapshot: Snapshot, page: int) -> None:
+        if snapshot.full:
             for table in _TABLES:
                 connection.execute(f"DELETE FROM {table}")
-        if cut.page is not None:
-            insert_page(connection, cut.page)
-        _put(connection, "run", encode(cut.run))
-        if cut.schedule is not None:
-            _put(connection, "schedule", schedule_record(cut.schedule))
-        _write_groups(connection, cut)
-        _write_rollouts(connection, cut, page)
-        _write_lists(connection, cut)
-        _remove(connection, (group_id for group_id, _ in cut.removed))
+        if snapshot.page is not None:
+            insert_page(connection, snapshot.page)
+        _put(connection, "run", encode(snapshot.run))
+        if snapshot.schedule is not None:
+            _put(connection, "schedule", schedule_record(snapshot.schedule))
+        _write_groups(connection, snapshot)
+        _write_rollouts(connection, snapshot, page)
+        _write_lists(connection, snapshot)
+        _remove(connection, (group_id for group_id, _ in snapshot.removed))
 
 
 _OPEN: weakref.WeakSet[SqliteStore] = weakref.WeakSet()
@@ -183,37 +183,39 @@ def _next_page(connection: sqlite3.Connection) -> int:
     return 1 if row is None else row[0] + 1
 
 
-def _write_groups(connection: sqlite3.Connection, cut: Cut) -> None:
-    bodies = ((group.group_id, group_record(group)) for group in cut.groups)
+def _write_groups(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
+    bodies = ((group.group_id, group_record(group)) for group in snapshot.groups)
     connection.executemany(
         "REPLACE INTO groups VALUES (?, ?, ?)",
         ((group_id, body, checksum(body)) for group_id, body in bodies),
     )
     connection.executemany(
         "REPLACE INTO group_states VALUES (?, ?, ?)",
-        ((state.group_id, state.accepted, state.first_run) for state in cut.group_states),
+        ((state.group_id, state.accepted, state.first_run) for state in snapshot.group_states),
     )
 
 
-def _write_rollouts(connection: sqlite3.Connection, cut: Cut, page: int) -> None:
-    bodies = ((state, encode(state)) for state in cut.rollouts)
+def _write_rollouts(connection: sqlite3.Connection, snapshot: Snapshot, page: int) -> None:
+    bodies = ((state, encode(state)) for state in snapshot.rollouts)
     connection.executemany(
         "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?) ON CONFLICT (rollout_id) DO UPDATE SET"
         " body = excluded.body, crc = excluded.crc, since = max(since, excluded.since)",
         (
-            (state.rollout_id, state.group_id, page if state.anew else 0, body, checksum(body))
+            (state.rollout_id, state.group_id, page if state.rewritten else 0, body, checksum(body))
             for state, body in bodies
         ),
     )
 
 
-def _write_lists(connection: sqlite3.Connection, cut: Cut) -> None:
-    _append(connection, "dropped", (encode(entry) for entry in cut.dropped), KEPT_ENTRIES)
-    _append(connection, "lengths", (lengths_record(group) for group in cut.lengths), KEPT_LENGTHS)
-    connection.executemany(
-        "DELETE FROM batches WHERE batch = ?", ((index,) for index in cut.acknowledged)
+def _write_lists(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
+    _append(connection, "dropped", (encode(entry) for entry in snapshot.dropped), KEPT_ENTRIES)
+    _append(
+        connection, "lengths", (lengths_record(group) for group in snapshot.lengths), KEPT_LENGTHS
     )
-    bodies = ((batch.index, encode(batch)) for batch in cut.batches)
+    connection.executemany(
+        "DELETE FROM batches WHERE batch = ?", ((index,) for index in snapshot.acknowledged)
+    )
+    bodies = ((batch.index, encode(batch)) for batch in snapshot.batches)
     connection.executemany(
         "REPLACE INTO batches VALUES (?, ?, ?)",
         ((index, body, checksum(body)) for index, body in bodies),
@@ -233,7 +235,7 @@ def _remove(connection: sqlite3.Connection, group_ids: Iterable[int]) -> None:
         connection.executemany(f"DELETE FROM {table} WHERE group_id = ?", rows)
 
 
-def write_checkpoint(path: Path, cut: Cut) -> None:
+def write_checkpoint(path: Path, snapshot: Snapshot) -> None:
     """Write a full snapshot to `path`, completely or not at all; an existing file is replaced.
 
     Raises:
@@ -246,7 +248,7 @@ def write_checkpoint(path: Path, cut: Cut) -> None:
         store = SqliteStore(writing)
         try:
             store.open()
-            store.save(cut, durable=True)
+            store.save(snapshot, durable=True)
             store.into_one_file()
         finally:
             store.close()

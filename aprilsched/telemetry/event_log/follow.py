@@ -20,7 +20,7 @@ from aprilsched.telemetry.event_log.tail import read_tail
 __all__ = ["Follower", "News"]
 
 _READ_BYTES = 1 << 22
-_ANEW = (
+_FROM_START = (
     b'"fact":"LogResumed"',
     b'"again":true',
     b'"event":"Resumed"',
@@ -34,7 +34,7 @@ class News:
     """Lines that were not given before; with `anew` they are the log's first, again."""
 
     lines: tuple[bytes, ...] = ()
-    anew: bool = False
+    from_start: bool = False
 
 
 class Follower:
@@ -42,7 +42,7 @@ class Follower:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._former: Iterator[bytes] | None = None
+        self._existing: Iterator[bytes] | None = None
         """What was there when it was looked at as a whole; None: look."""
         self._at = 0
         """Bytes that are given, or were there then."""
@@ -61,21 +61,21 @@ class Follower:
             OSError: if the log cannot be read.
             RunFolderError: if it is damaged before its end.
         """
-        anew = self._former is None
-        if self._former is None:
+        from_start = self._existing is None
+        if self._existing is None:
             if not self._path.exists():
                 return News()
             tail = read_tail(self._path)
             self._at, self._given = tail.size, 0
-            self._former = whole_lines(self._path, tail=tail)
-        lines = tuple(islice(self._former, most))
-        if lines or anew:
+            self._existing = whole_lines(self._path, tail=tail)
+        lines = tuple(islice(self._existing, most))
+        if lines or from_start:
             self._given += sum(map(len, lines))
-            return News(lines=lines, anew=anew)
+            return News(lines=lines, from_start=from_start)
         self._given = self._at
         fresh = self._fresh()
         if fresh is None:
-            self._former = None
+            self._existing = None
             return self.poll(most)
         return News(lines=fresh)
 
@@ -93,7 +93,7 @@ class Follower:
             broken = not _whole(raw)
             if broken and not lines and read.endswith(raw):
                 return ()  # it may be cut away by a process that goes on
-            if broken or any(mark in raw for mark in _ANEW):
+            if broken or any(mark in raw for mark in _FROM_START):
                 if lines:
                     break
                 return None

@@ -36,7 +36,7 @@ class _Attempt:
     context: int
     left: int
     """Tokens that it may still have."""
-    prefill_due: int
+    pending_prefill: int
     """Context tokens that are computed again before the next chunk."""
 
 
@@ -75,7 +75,7 @@ class Protocol1:
         self._now = 0.0
         self._began = False
         self._rollouts: dict[int, _Rollout] = {}
-        self._former: dict[int, _Rollout] = {}
+        self._prior: dict[int, _Rollout] = {}
         """What was in flight when a former process of the run ended."""
         self._groups: dict[int, _Group] = {}
         self._changed: set[int] = set()
@@ -102,7 +102,7 @@ class Protocol1:
                 of.EvaluationWithdrawn(evaluation_id=e.evaluation_id)
             ),
             ev.UpdateRequested: lambda e: self._tell(
-                of.UpdateBegun(version=e.version, adapter=e.beside, external=e.external)
+                of.UpdateBegun(version=e.version, adapter=e.adapter, external=e.external)
             ),
             ev.UpdateWithdrawn: self._update_withdrawn,
             ev.SleepRequested: lambda e: self._tell(of.SleepRequested(tags=tuple(e.tags))),
@@ -118,7 +118,7 @@ class Protocol1:
             ev.EpisodeFinished: self._episode_finished,
             ev.Rewarded: self._rewarded,
             ev.GroupRewarded: self._group_rewarded,
-            ev.Judged: self._judged,
+            ev.Filtered: self._filtered,
             ev.Paused: lambda e: self._confirm(e.engine, "pausing", "paused"),
             ev.Flushed: self._engine_flushed,
             ev.Refitted: self._refitted,
@@ -163,7 +163,7 @@ class Protocol1:
             do.DiscardTokens: self._discard_tokens,
             do.ScoreRollout: lambda c: self._ask(c.rollout.group_id, c.rollout.rollout_id),
             do.ScoreGroup: lambda c: self._ask(c.group.group_id, "rewards"),
-            do.Judge: lambda c: self._ask(c.group.group_id, "verdict"),
+            do.Filter: lambda c: self._ask(c.group.group_id, "verdict"),
             do.CancelWork: self._cancel_work,
             do.GiveUp: lambda c: self._tell(of.GroupsFailed(groups=c.groups, cause=c.cause)),
             do.Offer: lambda c: self._tell(
@@ -213,7 +213,7 @@ class Protocol1:
         if self._began:
             self._attempts.clear()
             self._episodes.clear()
-            self._former, self._rollouts = self._rollouts, {}
+            self._prior, self._rollouts = self._rollouts, {}
             self._groups.clear()
         self._began = True
         self._modes = dict.fromkeys((engine.name for engine in event.engines), "running")
@@ -293,7 +293,7 @@ class Protocol1:
         sampled: list[int] = []
         for rollout_id, length, is_finished in zip(ids, tokens, finished, strict=True):
             # The prompt of an episode's first turn, and what its tools said, is its own.
-            rollout = self._former.pop(rollout_id, self._rollouts[rollout_id])
+            rollout = self._prior.pop(rollout_id, self._rollouts[rollout_id])
             self._rollouts[rollout_id] = rollout
             rollout.turns, rollout.asked = 0, None
             rollout.sampled = length - rollout.environment
@@ -397,7 +397,7 @@ class Protocol1:
     def _score(self, rollout_id: int, group_id: int, reward: float | None) -> None:
         self._tell(of.RolloutScored(rollout_id=rollout_id, group_id=group_id, reward=reward))
 
-    def _judged(self, event: ev.Judged) -> None:
+    def _filtered(self, event: ev.Filtered) -> None:
         if event.accepted:
             self._answered(event.group_id, "verdict")
 
@@ -505,7 +505,7 @@ class Protocol1:
             engine=command.engine,
             context=context,
             left=command.sampling.max_new_tokens,
-            prefill_due=context if command.attempt > 1 else 0,
+            pending_prefill=context if command.attempt > 1 else 0,
         )
         self._tell(
             of.AttemptSent(
@@ -545,7 +545,7 @@ class Protocol1:
         if attempt is None:
             return
         tokens = len(event.token_ids)
-        again, attempt.prefill_due = attempt.prefill_due, 0
+        again, attempt.pending_prefill = attempt.pending_prefill, 0
         attempt.context += tokens
         attempt.left -= tokens
         rollout = self._rollouts.get(attempt.rollout_id)
@@ -645,20 +645,20 @@ class Protocol1:
         if event.engine in self._flushed:
             for attempt in self._attempts.values():
                 if attempt.engine == event.engine:
-                    attempt.prefill_due = attempt.context
+                    attempt.pending_prefill = attempt.context
 
     def _refit(self, command: do.Refit) -> None:
         self._tell(
             of.RefitBegun(
                 version=command.version,
                 engines=tuple(command.engines),
-                adapter=command.beside,
+                adapter=command.adapter,
                 catch_up=command.catch_up,
             )
         )
         for engine in command.engines:
             self._refits[engine] = command.catch_up
-            if not (command.beside or command.external):
+            if not (command.adapter or command.external):
                 self._enter(engine, "refitting")
 
     def _update_withdrawn(self, event: ev.UpdateWithdrawn) -> None:

@@ -125,6 +125,14 @@ def _episode_finished(line: Fields) -> Event:
     return ev.EpisodeFinished(rollout_id=line["rollout_id"], score=Score(reward=line.get("reward")))
 
 
+def _filtered(line: Fields) -> Event:
+    return ev.Filtered(group_id=line["group_id"], accepted=line["accepted"])
+
+
+def _update_requested(line: Fields) -> Event:
+    return msgspec.convert({**line, "adapter": line.get("beside", False)}, ev.UpdateRequested)
+
+
 def _engine_joined(line: Fields) -> Event:
     fields = {"version": None, **line, "name": line["engine"]}
     return ev.EngineJoined(info=msgspec.convert(fields, ev.EngineInfo))
@@ -205,8 +213,12 @@ def _score_group(line: Fields) -> Command:
     return do.ScoreGroup(group=_unread_group(line["group_id"]))
 
 
-def _judge(line: Fields) -> Command:
-    return do.Judge(group=_unread_group(line["group_id"]))
+def _filter(line: Fields) -> Command:
+    return do.Filter(group=_unread_group(line["group_id"]))
+
+
+def _refit(line: Fields) -> Command:
+    return msgspec.convert({**line, "adapter": line.get("beside", False)}, do.Refit)
 
 
 def _deliver(line: Fields) -> Command:
@@ -332,14 +344,17 @@ _BUILD: dict[str, Callable[[Fields], Event | Command]] = {
     "StartEpisode": _start_episode,
     "Score": _score,
     "ScoreGroup": _score_group,
-    "Judge": _judge,
+    "Judge": _filter,
+    "Judged": _filtered,
+    "Refit": _refit,
+    "UpdateRequested": _update_requested,
     "ResolveTurn": _resolve_turn,
     "Offer": _offer,
     "Deliver": _deliver,
     "Redeliver": _redeliver,
     "DeliverEvaluation": _deliver_evaluation,
 }
-_NOT_WRITTEN = frozenset({"Planned", "Plan"})
+_NOT_WRITTEN = frozenset({"Planned", "Plan", "Filter", "Filtered"})
 _PLAIN: dict[str, type[Event | Command]] = {
     kind.__name__: kind
     for kind in (*get_args(Event), *get_args(Command))

@@ -137,7 +137,7 @@ class EventLog:
 
     def _go_on(self, batches: int) -> None:
         try:
-            tail = self._former()
+            tail = self._prior_tail()
             os.truncate(self._path, tail.size)
         except (OSError, RunFolderError) as error:
             self._writer.fail(error)
@@ -163,7 +163,7 @@ class EventLog:
             return
         try:
             if self._began is None:
-                self._began = times[0] - (self._former().t if self._append else 0.0)
+                self._began = times[0] - (self._prior_tail().t if self._append else 0.0)
             began = self._began
             seconds = to_microseconds(np.array(times) - began)
             self._buffer += self._as_lines(held, seconds)
@@ -179,7 +179,7 @@ class EventLog:
         lines = [b'{"t":%b,%b\n' % (t, line[1:]) for t, line in zip(times, encoded, strict=False)]
         return b"".join(lines)
 
-    def _former(self) -> Tail:
+    def _prior_tail(self) -> Tail:
         if self._tail is None:
             self._tail = read_tail(self._path)
         return self._tail

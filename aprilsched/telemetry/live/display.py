@@ -57,7 +57,7 @@ class LiveView:
     """Shows a run on `console`; use it as ``with view:`` around the run.
 
     Args:
-        figures: the account of the run, which is told first.
+        figures: those of the run, a listener before this one.
         compact: one line.
     """
 

@@ -87,7 +87,7 @@ def _head(columns: _Columns) -> Text:
 def _line(row: EngineRow, columns: _Columns, glyphs: Glyphs) -> Text:
     most = "" if row.max_running is None else f"/{row.max_running}"
     queued = f"+{row.queued}" if row.queued else ""
-    version = "torn" if row.version is None else f"v{row.version}"
+    version = "mixed" if row.version is None else f"v{row.version}"
     line = Text(no_wrap=True)
     line.append(f"{cut(host(row.name), columns.name):<{columns.name}} ")
     line.append(f"{row.state:<{_STATE}}", style=_STYLES[row.state])

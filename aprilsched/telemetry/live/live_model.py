@@ -1,7 +1,7 @@
-"""What the live view keeps of a run; a listener, built on the account that all of them share.
+"""What the live view keeps of a run; a listener, built on the LiveFigures that all of them share.
 
-Invariants: a chunk of tokens costs it nothing, since the account counts them; what is shown is
-computed when it is asked for, under the account's lock, so that a snapshot is of one moment
+Invariants: a chunk of tokens costs it nothing, since the figures count them; what is shown is
+computed when it is asked for, under the figures' lock, so that a snapshot is of one moment
 whichever thread takes it.
 """
 

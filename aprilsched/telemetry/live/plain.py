@@ -19,7 +19,7 @@ __all__ = ["PlainLines"]
 
 
 class PlainLines:
-    """Prints to `console`; `figures` are the account of the run, which is told first.
+    """Prints to `console`; `figures` are those of the run, a listener before this one.
 
     Attributes:
         said: so many batches have their lines already.

@@ -46,7 +46,7 @@ class Metrics(FiguresListener):
     """Keeps the metrics of a run.
 
     Args:
-        figures: an account that is a listener of its own and stands before this one; None keeps
+        figures: LiveFigures that are a listener of their own, before this one; None keeps
             one inside.
     """
 

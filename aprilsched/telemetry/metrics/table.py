@@ -101,7 +101,7 @@ METRICS: dict[str, Metric] = {
         Metric(name="aprilsched_engine_state", kind="gauge", labels=("engine", "state"),
                help="1 for the state that the engine is in, 0 for the others."),
         Metric(name="aprilsched_engine_version", kind="gauge", labels=("engine",),
-               help="The policy version of the engine; absent while its weights are torn."),
+               help="The policy version of the engine; absent while its weights are inconsistent."),
         Metric(name="aprilsched_engine_losses_total", kind="counter", labels=("engine",),
                help="How often the engine was taken out of use."),
         Metric(name="aprilsched_engine_tokens_generated_total", kind="counter",

@@ -26,7 +26,7 @@ class StepTracker(FiguresListener):
     ``with StepTracker(writer) as tracker:`` around the scheduler that has it among its listeners.
 
     Args:
-        figures: an account that is a listener of its own and stands before this one; None keeps
+        figures: LiveFigures that are a listener of their own, before this one; None keeps
             one inside.
         close_seconds: how long the end of the block waits until everything is written and the
             writer is closed.
@@ -70,19 +70,19 @@ class StepTracker(FiguresListener):
     def _step(self, fact: BatchDelivered) -> None:
         if fact.again:
             return
-        account = self._figures
-        with account.lock:
+        figures = self._figures
+        with figures.lock:
             # To the delivery, and not to now: a scrape may have looked further.
-            account.state.advance(account.now)
-            seconds, batch = account.state.seconds(), account.batch
+            figures.state.advance(figures.now)
+            seconds, batch = figures.state.seconds(), figures.batch
             if batch is None:
                 return
             moment = Moment(
                 batch=batch,
-                counters=account.counters,
-                ledger=account.ledger,
+                counters=figures.counters,
+                ledger=figures.ledger,
                 spent={part: max(0.0, seconds[part] - self._seconds[part]) for part in PARTS},
-                groups_ready=account.state.groups_ready,
+                groups_ready=figures.state.groups_ready,
             )
             self._seconds = seconds
             figures = figures_of(moment)

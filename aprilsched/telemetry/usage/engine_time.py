@@ -160,7 +160,7 @@ class EngineTime:
         """End the stretches that go on, and begin new ones."""
         self.now = now
         for engine in self.engines.values():
-            self._cut(engine)
+            self._end_stretch(engine)
 
     def wait_for(self, free: Cause, paused: Literal["pause", "trainer"], outside: int) -> None:
         """From now on, slots are free and engines are paused for these reasons, and so many
@@ -189,7 +189,7 @@ class EngineTime:
     def enter(self, engine: EngineNow, state: EngineState) -> None:
         """The engine is in this state from now on."""
         if engine.state != state:
-            self._cut(engine)
+            self._end_stretch(engine)
             engine.state = state
 
     def forget_requests(self) -> None:
@@ -215,7 +215,7 @@ class EngineTime:
     def open(self, attempt: AttemptNow) -> None:
         """It was sent."""
         engine = attempt.engine
-        self._cut(engine)
+        self._end_stretch(engine)
         attempt.timed = engine.timed < _TIMED
         self.attempts[attempt.request_id] = attempt
         engine.count(attempt.phase, 1)
@@ -228,7 +228,7 @@ class EngineTime:
         attempt = self.attempts.pop(request_id, None)
         if attempt is not None:
             engine = attempt.engine
-            self._cut(engine)
+            self._end_stretch(engine)
             engine.count(attempt.phase, -1)
             engine.beyond -= attempt.context
             engine.timed -= attempt.timed
@@ -272,7 +272,7 @@ class EngineTime:
             )
 
     def _change(self, attempt: AttemptNow, phase: Phase) -> None:
-        self._cut(attempt.engine)
+        self._end_stretch(attempt.engine)
         attempt.engine.count(attempt.phase, -1)
         attempt.engine.count(phase, 1)
         attempt.phase = phase
@@ -280,7 +280,7 @@ class EngineTime:
 
     # --- time ----------------------------------------------------------------------------------
 
-    def _cut(self, engine: EngineNow) -> None:
+    def _end_stretch(self, engine: EngineNow) -> None:
         """What follows is another stretch."""
         begin, end = engine.since, self.now
         if end <= begin:

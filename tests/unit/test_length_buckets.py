@@ -68,7 +68,7 @@ def test_beyond_the_middle_the_longer_it_has_been_the_longer_it_still_takes(sibl
 
 
 def test_a_place_without_a_length_is_no_evidence() -> None:
-    """A smaller group beside larger ones: the places beyond its end."""
+    """A smaller group among larger ones: the places beyond its end."""
     padded, larger = rest(
         [[700, 0, 0, 0], [700, 0, 700, 700]], [[True, False, True, True], [True, False, True, True]]
     )
@@ -285,7 +285,7 @@ def test_what_was_called_back_goes_on_with_its_tokens() -> None:
         assert send.input_ids.tolist() == expected
 
 
-def test_a_probe_waits_for_its_groups_round() -> None:
+def test_a_probe_waits_until_its_group_is_chosen() -> None:
     driver = Driver(config())
     driver.request_batch()
     probed = {g for g in driver.group_ids() if len(driver.attempts(g)) == 1}
@@ -333,7 +333,7 @@ def test_a_group_runs_when_its_first_token_is_so_many_batches_old(oldest: int, r
     assert (longest in whole(driver)) is runs
 
 
-def test_what_is_due_stays_due_when_its_engine_is_lost() -> None:
+def test_what_is_eligible_stays_eligible_when_its_engine_is_lost() -> None:
     driver = Driver(config())
     driver.request_batch()
     running = set(driver.group_ids())
@@ -361,12 +361,12 @@ def test_an_engine_lost_while_it_is_called_back_keeps_nobody_waiting() -> None:
 
 def judge(driver: Driver, *, accepted: bool) -> None:
     for verdict in driver.verdicts:
-        driver.feed(ev.Judged(group_id=verdict.group.group_id, accepted=accepted))
+        driver.feed(ev.Filtered(group_id=verdict.group.group_id, accepted=accepted))
     driver.verdicts.clear()
     driver.settle()
 
 
-def test_a_round_that_is_rejected_is_followed_by_another_one_in_the_same_batch() -> None:
+def test_a_rejected_bucket_is_followed_by_another_one_in_the_same_batch() -> None:
     driver = Driver(config(), accepts=True)
     driver.request_batch()
     opened = set(driver.state.in_flight.groups)
@@ -433,7 +433,7 @@ def test_the_end_of_the_prompts_drains_the_store() -> None:
     assert sum(len(delivered.groups) for delivered in driver.batches) == 17
 
 
-def test_an_evaluation_runs_beside_a_round_and_after_it() -> None:
+def test_an_evaluation_runs_together_with_a_bucket_and_after_it() -> None:
     driver = Driver(config())
     driver.request_batch()
     driver.feed(
@@ -459,7 +459,7 @@ def test_an_evaluation_runs_beside_a_round_and_after_it() -> None:
     assert not driver.sends
 
 
-def test_an_update_within_a_batch_is_followed_by_another_round() -> None:
+def test_an_update_within_a_batch_is_followed_by_another_bucket() -> None:
     driver = Driver(config())
     driver.request_batch()
     for key in driver.attempts():
@@ -498,7 +498,7 @@ def test_what_is_still_on_its_way_back_when_the_next_batch_begins_has_no_better_
     fill(driver)
 
 
-def test_what_ended_while_it_was_called_back_counts_for_the_next_round() -> None:
+def test_what_ended_while_it_was_called_back_counts_for_the_next_bucket() -> None:
     driver = Driver(config())
     driver.request_batch()
     *first, last = whole(driver)
@@ -513,7 +513,7 @@ def test_what_ended_while_it_was_called_back_counts_for_the_next_round() -> None
     assert len(whole(driver)) == 2
 
 
-def test_what_runs_when_rounds_begin_goes_on_and_is_counted() -> None:
+def test_what_runs_when_length_buckets_begin_goes_on_and_is_counted() -> None:
     """Three groups stayed in the engines under waves; five open ones are to run."""
     driver = Driver(SchedulerConfig(batch_groups=2, group_size=2, over_provision="auto"))
     waves = Schedule(over_provision=FixedRatio(ratio=2.5), refill=Wave())
@@ -522,10 +522,10 @@ def test_what_runs_when_rounds_begin_goes_on_and_is_counted() -> None:
     carried = driver.group_ids()[2:]
     fill(driver)
     assert driver.group_ids() == carried
-    rounds = Schedule(
+    buckets = Schedule(
         over_provision=FixedRatio(ratio=2.5), refill=LengthBuckets(store=5.0, probes=0)
     )
-    driver.feed(ev.Planned(schedule=rounds))
+    driver.feed(ev.Planned(schedule=buckets))
     driver.update()
     driver.request_batch()
     assert len(driver.state.in_flight.groups) == 10
@@ -533,7 +533,7 @@ def test_what_runs_when_rounds_begin_goes_on_and_is_counted() -> None:
     assert len(driver.group_ids()) == 5
 
 
-def test_the_memory_may_be_lent_between_two_rounds() -> None:
+def test_engines_may_sleep_between_two_buckets() -> None:
     driver = Driver(config())
     driver.request_batch()
     fill(driver)
@@ -546,7 +546,7 @@ def test_the_memory_may_be_lent_between_two_rounds() -> None:
     batch(driver)
 
 
-def test_episodes_are_parked_between_their_turns() -> None:
+def test_episodes_are_deferred_between_their_turns() -> None:
     driver = Driver(config(), episodes=True)
     driver.request_batch()
     assert len(driver.episodes_started) == 10 * 2
@@ -607,7 +607,7 @@ def test_a_group_longer_than_the_others_goes_last() -> None:
     ],
     ids=str,
 )
-def test_settings_that_rounds_cannot_work_with_are_refused(
+def test_settings_that_length_buckets_cannot_work_with_are_refused(
     changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
