@@ -27,12 +27,12 @@ PART_COLOURS: dict[Part, str] = {
 """Blues are busy, greys are nobody's fault; the others are Okabe and Ito's, and two of Tol's."""
 
 AGE_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00")
-"""Of tokens by staleness, 0 versions first; the last is for all that are older."""
+"""Colours of tokens by their staleness, 0 versions first. The last one is for all older tokens."""
 
 PART_LABELS: dict[Part, str] = {
     "decode": "generating",
     "prefill": "reading prompts",
-    "re_prefill": "reading again",
+    "re_prefill": "recomputing contexts",
     "tail": "waiting for the last responses",
     "pause": "paused",
     "refit": "new weights",
@@ -40,7 +40,7 @@ PART_LABELS: dict[Part, str] = {
     "prompts": "waiting for prompts",
     "rewards": "waiting for rewards",
     "environment": "tools of episodes",
-    "asleep": "lent to the trainer",
+    "asleep": "asleep",
     "lost": "out of use",
 }
-"""For people who meet them for the first time."""
+"""A name for each part that can be understood without the definitions of the parts."""

@@ -1,13 +1,13 @@
-"""What a run is now, from its facts: the one projection behind everything that shows or exports it.
+"""The state of a run, computed from its facts, for everything that shows or exports the run.
 
-It hears the facts of a run that goes on, or those of an event log, and says the same of both: which
-rollouts are in flight and how far they have come, what is counted, what is in the ledger, what each
-engine does and where its time has gone. Whoever shows, sums up or exports a run reads it here, and
-keeps for itself only what concerns nobody else.
+:class:`RunState` takes the facts of a run in progress or those of an event log, with the same
+result: which rollouts are in flight and how long they are, the counters, the ledger, what each
+engine does and where its time has gone. The summary, the live view, the metrics, the trackers and
+the report read it here, and compute for themselves only what no other reader needs.
 
-A second :class:`~aprilsched.core.messages.facts.RunOpened` is that of a process that goes on with
-the run: whatever was in flight is gone, but for the groups that are launched as restored then. What
-was generated and lost stays counted.
+A second :class:`~aprilsched.core.messages.facts.RunOpened` comes from a process that resumes the
+run. Everything that was in flight is then gone, except for the groups that are launched as
+restored afterwards. Tokens that were generated and lost stay counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ __all__ = ["GroupNow", "RolloutNow", "RunState"]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RolloutNow:
-    """A rollout in flight; `sampled` and `environment` are tokens of its response so far."""
+    """A rollout in flight.
+
+    Attributes:
+        sampled: number of tokens of its response that a policy has sampled so far.
+        environment: number of tokens of its response that came from the environment so far.
+        finished: whether its response has ended.
+    """
 
     group_id: int
     sampled: int = 0
@@ -48,43 +54,55 @@ class RolloutNow:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GroupNow:
-    """A group in flight."""
+    """A group in flight.
+
+    Attributes:
+        evaluated: whether it belongs to an evaluation, and not to training.
+        growing: number of members whose response has not ended.
+        accepted: whether it is scored and accepted, and waits for its batch.
+    """
 
     rollout_ids: tuple[int, ...]
     evaluated: bool
     growing: int
-    """Members that are not generated to their end."""
     accepted: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class _Trainer:
-    """What the trainer waits for, and what it has."""
+    """The open calls of the trainer.
+
+    Attributes:
+        waits: whether it waits for a batch.
+        offered: whether the batch that it waits for is complete and offered.
+        updating: whether an update of the weights is in progress.
+        evaluations: ids of the evaluations in progress.
+    """
 
     waits: bool = False
-    """It waits for a batch."""
     offered: bool = False
-    """The batch that it waits for is there."""
     updating: bool = False
     evaluations: set[int] = field(default_factory=set[int])
 
 
 class RunState:
-    """Listens to the facts of a run.
+    """A listener that keeps the state of a run up to date.
 
     Args:
-        batch_groups: that of the scheduler; None is learnt from the first batch.
-        recording: is given each stretch of each engine's time.
+        batch_groups: number of groups of a batch, as in the scheduler's configuration. If it is
+            None, the first batch that is delivered tells it.
+        recording: receives each stretch of each engine's time.
 
     Attributes:
-        now: the time of the last fact.
-        growing: the rollouts that are not generated to their end.
-        carried: those of them that an earlier batch was delivered without.
-        scoring: the rollouts whose reward, or the verdict about whose group, is waited for.
-        outside: the episodes that are with their tools, and have nothing for an engine.
-        fetching: prompts are waited for.
-        version: the policy version of the fleet.
-        batches: how many the trainer has had.
+        now: time of the last fact, in seconds.
+        growing: ids of the rollouts whose response has not ended.
+        carried: ids of the rollouts in `growing` that were in flight when an earlier batch was
+            delivered.
+        scoring: ids of the rollouts that wait for a reward, or whose group waits for its verdict.
+        outside: ids of the episodes that use their tools and have no request for an engine.
+        fetching: whether prompts were requested and have not arrived.
+        version: policy version of the fleet.
+        batches: number of batches that the trainer has received.
     """
 
     def __init__(
@@ -107,21 +125,21 @@ class RunState:
         self._attempts = self._time.attempts
         self._trainer = _Trainer()
         self._generated = 0
-        """Training groups of which no member grows."""
+        """Number of training groups in flight whose responses have all ended."""
         self._ready = 0
-        """Those of them that are accepted."""
+        """Number of training groups in flight that are accepted."""
         self._training = 0
-        """Training groups in flight."""
+        """Number of training groups in flight."""
         self._batch_groups = batch_groups
         self._prompts_ended = False
         self._launches_unasked = False
-        """Groups are launched although the trainer waits for nothing: so it is on the asynchronous
-        pace. On the synchronous one, an engine that has nothing is not even paused while the
-        trainer trains."""
+        """Whether groups were launched while the trainer did not wait for a batch. This happens
+        only on the asynchronous pace, so it tells the pace. On the synchronous pace an idle engine
+        is not even paused while the trainer trains, so its mode does not tell why it is idle."""
         self._began = False
         self._cause_may_differ = True
-        """What slots are free for may be another reason now; asked after each event that may
-        change it, and not after the many that do not."""
+        """Whether a fact may have changed the reason for free slots. The reason is computed only
+        after such facts, because most facts cannot change it."""
         self._handlers: dict[type, Callable[[Any], None]] = {
             of.RunOpened: self._opened,
             of.BatchRequested: self._batch_requested,
@@ -202,39 +220,40 @@ class RunState:
     # --- what is asked -------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Count the engines' time up to `now`, by the clock of the facts."""
+        """Count the engines' time up to `now`, a time on the clock of the facts."""
         self._time.advance(now)
 
     @property
     def groups_ready(self) -> int:
-        """Groups that are accepted, and wait for their batch."""
+        """Number of accepted groups that wait for their batch."""
         return self._ready
 
     @property
     def attempts(self) -> Mapping[int, AttemptNow]:
-        """The open attempts, by request."""
+        """The open attempts, by the id of their request."""
         return self._attempts
 
     @property
     def open_attempts(self) -> int:
-        """Attempts that are with engines."""
+        """Number of open attempts on all engines."""
         return len(self._attempts)
 
     @property
     def engine_usage(self) -> dict[str, EngineUsage]:
-        """Each engine and where its time has gone, by name, in the order in which they came."""
+        """Usage of each engine's time by the engine's name, in the order in which the engines
+        came."""
         return {name: engine_usage(engine) for name, engine in self.engines.items()}
 
     def seconds(self) -> dict[Part, float]:
-        """The parts of all engines' time together."""
+        """Seconds of all engines together, by part."""
         return seconds_of(self.engines.values())
 
     def decoding(self) -> Iterable[int]:
-        """The rollouts that grow now, on engines that generate."""
+        """Ids of the rollouts whose response is being decoded now."""
         return self._time.decoding()
 
     def open_groups(self) -> list[GroupLengths]:
-        """The training groups in flight, with the lengths of their responses so far."""
+        """Lengths so far of the responses of each training group in flight."""
         return [
             self._lengths(group_id, group.rollout_ids)
             for group_id, group in self.groups.items()
@@ -253,8 +272,8 @@ class RunState:
 
     @property
     def _wanted(self) -> bool:
-        """The trainer waits for a batch that is still to be generated. A batch that is offered
-        waits for the trainer, or for the store."""
+        """Whether the trainer waits for a batch that is not complete. A batch that is offered waits
+        for the trainer or for the store, and the engines have nothing to do for it."""
         return self._trainer.waits and not self._trainer.offered
 
     def _free_for(self) -> Cause:
@@ -268,7 +287,8 @@ class RunState:
         if wanted:
             short = full is not None and self._ready < full <= self._generated
             return "rewards" if short else "tail"
-        # Without a bound known, a batch is full when nothing grows.
+        # As long as the size of a batch is not known, it counts as full when every response has
+        # ended.
         if full is None:
             return "tail" if self._generated < self._training else "trainer"
         if self._ready >= full or not self._training:
@@ -294,7 +314,7 @@ class RunState:
         self._began = True
 
     def _forget_prior_run(self) -> None:
-        """The process that had everything in flight has ended."""
+        """Forget everything in flight: the process of the prior run has ended."""
         for group_id, group in list(self.groups.items()):
             if group.evaluated:
                 cause = "its evaluation ended with the process that asked for it"
@@ -364,7 +384,7 @@ class RunState:
         self._cause_may_differ = True
 
     def _prompt_refused(self, fact: of.PromptRefused) -> None:
-        # For a prompt that cannot be used nothing is launched but its entry.
+        # A prompt that cannot be used counts as one launched rollout, which is in the ledger.
         self.counters.launched += 1
         self._drop(fact.group_id, [(fact.rollout_id, Reason.BAD_PROMPT, 0)], fact.cause)
 
@@ -482,7 +502,7 @@ class RunState:
             )
 
     def _forget(self, group_ids: Iterable[int]) -> None:
-        """These groups are in flight no more."""
+        """Remove these groups and their rollouts: they are no longer in flight."""
         self._cause_may_differ = True
         for group_id in group_ids:
             group = self.groups.pop(group_id, None)
@@ -524,7 +544,7 @@ class RunState:
     # --- engines -------------------------------------------------------------------------------
 
     def _engine_joined(self, fact: of.EngineJoined) -> None:
-        """The engine takes part once it is admitted."""
+        """An engine that joins counts as lost until it is admitted."""
         self._time.enter(self._time.enlist(fact.info), "lost")
 
     def _engine_admitted(self, fact: of.EngineAdmitted) -> None:
@@ -561,7 +581,8 @@ class RunState:
 
 
 def _enter_mode(time: EngineTime, engine: EngineNow, fact: of.EngineModeChanged) -> None:
-    """An engine that is out of use stays so, whatever is done to it there."""
+    """Enter the state that follows from a change of mode; a lost engine stays lost until it is
+    admitted."""
     lost = engine.state == "lost"
     match fact.finish:
         case "pausing":

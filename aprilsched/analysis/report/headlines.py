@@ -158,16 +158,16 @@ def _conservation(summary: RunSummary) -> list[Headline]:
             label="Lost, duplicated",
             value=rollouts.lost + rollouts.duplicated,
             text=f"{rollouts.lost:,}, {rollouts.duplicated:,}",
-            explanation="Responses that are nowhere, or were delivered twice: anything but 0 is a "
+            explanation="Responses that disappeared, or were delivered twice: anything but 0 is a "
             "bug.",
             better="lower",
         ),
         Headline(
             key="reprefilled_tokens",
-            label="Tokens read again",
+            label="Tokens recomputed",
             value=tokens.reprefilled,
             text=f"{tokens.reprefilled:,}",
-            explanation="Contexts that engines computed again after a pause or a move; "
+            explanation="Tokens of contexts that engines computed again after a pause or a move; "
             f"{tokens.generated:,} tokens were generated.",
             better="lower",
         ),

@@ -36,15 +36,15 @@ _TENTHS = 10
 _SMALL = 0.02
 
 _LOST_TO: dict[Part, str] = {
-    "re_prefill": "was lost to reading contexts again",
+    "re_prefill": "was lost to recomputing contexts",
     "tail": "was lost to the tail of batches",
     "pause": "was lost to pauses",
-    "refit": "was lost while new weights came in",
+    "refit": "was lost while new weights were loaded",
     "trainer": "was lost waiting for the trainer",
     "prompts": "was lost waiting for prompts",
     "rewards": "was lost waiting for rewards",
     "environment": "was lost waiting for the tools of episodes",
-    "asleep": "was lent to the trainer with the memory",
+    "asleep": "was spent asleep, with the memory released for the trainer",
     "lost": "was lost because engines were out of use",
 }
 

@@ -116,7 +116,7 @@ class BatchRequested(Fact, frozen=True):
 
 
 class BatchRequestWithdrawn(Fact, frozen=True):
-    """The trainer waits no longer for a batch, because its call was cancelled."""
+    """The trainer no longer waits for a batch, because its call was cancelled."""
 
 
 class BatchOffered(Fact, frozen=True):
@@ -177,7 +177,7 @@ class BatchesAcknowledged(Fact, frozen=True):
 
 
 class PromptsEnded(Fact, frozen=True):
-    """The prompts have ended and everything was delivered, so the trainer waits no longer."""
+    """The prompts have ended and everything was delivered, so the trainer no longer waits."""
 
 
 class PromptsRequested(Fact, frozen=True):
@@ -513,8 +513,8 @@ class FleetGivenUp(Fact, frozen=True):
 
 
 class UpdateWanted(Fact, frozen=True):
-    """Only these engines are there, and none of them has the fleet's weights. Whoever waits for the
-    `batch` or for the `evaluations` is told to publish a version."""
+    """Only `engines` are left, and none of them has the fleet's weights. The calls that wait for a
+    batch (if `batch`) or for `evaluations` end with an error that says to publish a version."""
 
     engines: tuple[str, ...]
     version: int
@@ -552,21 +552,21 @@ class UpdateFinished(Fact, frozen=True):
 
 
 class SleepRequested(Fact, frozen=True):
-    """The trainer asked for the engines' memory of these tags."""
+    """The trainer asked the engines to sleep, and to release the memory of these tags."""
 
     tags: tuple[str, ...]
 
 
 class SleepBegun(Fact, frozen=True):
-    """The trainer has every engine's memory."""
+    """Every engine sleeps: its memory is released for the trainer."""
 
 
 class WakeRequested(Fact, frozen=True):
-    """The trainer gave the memory back."""
+    """The trainer asked the engines to wake."""
 
 
 class SleepEnded(Fact, frozen=True):
-    """Every engine has its memory again."""
+    """Every engine is awake and has its memory again."""
 
 
 def delivered_rollouts(batch: Batch, *, tokens: bool = False) -> tuple[DeliveredRollout, ...]:

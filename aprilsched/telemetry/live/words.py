@@ -14,8 +14,8 @@ CAUSES: dict[Part, str] = {
     "trainer": "waiting for trainer",
     "prompts": "waiting for prompts",
     "rewards": "waiting for rewards",
-    "environment": "episodes at their tools",
-    "asleep": "lent to the trainer",
+    "environment": "tools of episodes",
+    "asleep": "asleep",
     "lost": "out of use",
 }
 """Why time was not busy."""

@@ -1,12 +1,13 @@
-"""Where the time of each engine goes: the sums behind the usage of engine time.
+"""Sums up where the time of each engine goes, for the usage of engine time.
 
-Invariants: an engine's stretches (times in which nothing changes) follow each other without a gap,
-from the opening (or from when it joined) to the last call of :meth:`EngineTime.advance`; each
-moment is divided by the slots that the engine had shown until then.
+The time of an engine is divided into stretches: times in which nothing changes. Invariants: the
+stretches of an engine follow each other without a gap, from the moment at which the engine opened
+or joined to the last call of :meth:`EngineTime.advance`. Each stretch is divided by the number of
+slots that the engine had shown until then.
 
-A request whose KV was dropped in a pause shows nothing until its next chunk, which may be many
-steps of decoding later. So of that time, what the chunk's tokens take at the engine's own rate is
-decoding: it is moved there once the chunk has come.
+A request whose KV was dropped in a pause gives no sign of progress until its next chunk, which may
+come many decoding steps later. That time is first counted as re-prefill. When the chunk arrives,
+the time that its tokens take at the engine's own rate is moved to decoding.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ __all__ = ["AttemptNow", "EngineNow", "EngineTime", "Moved", "Phase", "Recording
 Phase: TypeAlias = Literal["decode", "prefill", "re_prefill"]
 
 _RATE_WEIGHT = 0.1
-"""Of a new chunk in an engine's mean rate: some dozens of chunks are remembered."""
+"""Weight of a new chunk in the running mean of an engine's rate. The mean covers some dozens of
+chunks."""
 _TIMED = 8
-"""Requests of an engine whose chunks tell its rate: they are all alike, and a look at each chunk of
-hundreds would be most of what all of this costs."""
+"""Number of requests of an engine whose chunks are timed to measure its rate. The requests of an
+engine all decode at one rate, and timing the chunks of hundreds of them would be most of the cost
+of this module."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """Slot-seconds of `engine` up to `time` that were counted under `part`, and were decoding."""
+    """Slot-seconds of `engine` before `time` that were counted as `part` and are decoding in
+    fact."""
 
     engine: str
     time: float
@@ -47,51 +51,54 @@ class Moved:
 
 
 class Recording(Protocol):
-    """Is given each stretch, where the sums alone are not enough."""
+    """Receives each stretch, for readers that need more than the sums."""
 
     def stretch(self, stretch: Stretch) -> None:
-        """This stretch has ended."""
+        """Take a stretch that has ended."""
         ...
 
     def moved(self, moved: Moved) -> None:
-        """Some of an earlier stretch was decoding."""
+        """Take a correction: a part of earlier stretches was decoding."""
         ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineNow:
-    """An engine as it is now.
+    """The present state of an engine.
 
     Attributes:
-        info: what it said of itself when it came.
-        seconds: its time so far in the order of PARTS.
-        peak: the most requests that it had at once.
-        tokens: the tokens that it has generated so far.
+        info: what the engine said about itself when it opened or joined.
+        version: policy version of its weights; None if they are inconsistent.
+        since: time at which its present stretch began.
+        decode, prefill, re_prefill: number of its requests in each phase.
+        peak: largest number of requests that it had at once.
+        tokens: number of tokens that it has generated so far.
+        beyond: number of tokens in the contexts of its requests, minus `tokens`. A chunk changes
+            both numbers by the same amount, so this difference need not be updated for a chunk.
+        seconds_per_token: running mean of the time that one request takes for one token; 0 until
+            a timed request has sent two chunks.
+        timed: number of its requests whose chunks are timed for that mean.
+        drops_kv: whether its present or last pause drops the KV of its requests.
+        released: tags of the memory that it has released to the trainer.
+        waking: tags of the memory that it is taking back.
+        seconds: its time so far, in the order of PARTS.
     """
 
     info: EngineInfo
     version: int | None
     since: float
-    """When its stretch that goes on began."""
     state: EngineState = "generating"
     decode: int = 0
     prefill: int = 0
     re_prefill: int = 0
-    """Its requests in each phase."""
     peak: int = 0
     tokens: int = 0
     beyond: int = 0
-    """Tokens of its requests' contexts, less `tokens`: a chunk changes both, and this not."""
     seconds_per_token: float = 0.0
-    """Of one request, a running mean; 0 until two chunks of one have come."""
     timed: int = 0
-    """Its requests whose chunks tell that."""
     drops_kv: bool = True
-    """The pause that goes on leaves its requests without their KV."""
     released: frozenset[str] = frozenset()
-    """Tags of the memory that the trainer has."""
     waking: frozenset[str] = frozenset()
-    """Tags of the memory that is being taken back."""
     seconds: list[float] = field(default_factory=lambda: [0.0] * len(PARTS))
 
     @property
@@ -104,11 +111,11 @@ class EngineNow:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of its requests' contexts."""
+        """Number of tokens in the contexts of its requests."""
         return self.tokens + self.beyond
 
     def count(self, phase: Phase, requests: int) -> None:
-        """So many more, or fewer, are in the phase."""
+        """Add `requests`, which may be negative, to the number of requests in the phase."""
         if phase == "decode":
             self.decode += requests
         elif phase == "prefill":
@@ -122,10 +129,11 @@ class AttemptNow:
     """An open attempt of a request.
 
     Attributes:
-        context: tokens of its prompt, and those that are known of its response.
-        since: when it was sent, was let go on, or had its last chunk, as far as it is watched.
-        timed: its chunks tell the rate of its engine.
-        watched: its next chunk tells more than the number of its tokens.
+        context: number of tokens of its prompt and of its response so far.
+        since: time at which it was sent, was continued after a pause, or sent its last watched
+            chunk.
+        timed: whether its chunks are timed to measure the rate of its engine.
+        watched: whether the time of its next chunk is needed, and not only its number of tokens.
     """
 
     request_id: int
@@ -140,11 +148,14 @@ class AttemptNow:
 
 
 class EngineTime:
-    """Adds up each engine's time, and shows what it consists of to `recording`.
+    """Adds up the time of each engine.
+
+    Args:
+        recording: receives each stretch of each engine.
 
     Attributes:
-        engines: by name, in the order in which they came; those that are out of use stay.
-        attempts: those that are open, by request.
+        engines: the engines by name, in the order in which they came. Lost engines stay in it.
+        attempts: the open attempts, by the id of their request.
     """
 
     def __init__(self, recording: Recording | None = None) -> None:
@@ -157,20 +168,25 @@ class EngineTime:
         self._outside = 0
 
     def advance(self, now: float) -> None:
-        """End the stretches that go on, and begin new ones."""
+        """End the present stretch of each engine at `now`, and begin a new one."""
         self.now = now
         for engine in self.engines.values():
             self._end_stretch(engine)
 
     def wait_for(self, free: Cause, paused: Literal["pause", "trainer"], outside: int) -> None:
-        """From now on, slots are free and engines are paused for these reasons, and so many
-        episodes are with their tools."""
+        """Set the reasons for free slots and for pauses, from now on.
+
+        Args:
+            free: why slots of generating engines are free.
+            paused: why engines are paused.
+            outside: number of episodes that use their tools.
+        """
         if (free, paused, outside) != (self._free, self._paused, self._outside):
             self.advance(self.now)
             self._free, self._paused, self._outside = free, paused, outside
 
     def decoding(self) -> Iterator[int]:
-        """The rollouts that grow now, on engines that generate."""
+        """Ids of the rollouts whose response is being decoded now."""
         for attempt in self.attempts.values():
             if attempt.phase == "decode" and attempt.engine.state == "generating":
                 yield attempt.rollout_id
@@ -178,7 +194,7 @@ class EngineTime:
     # --- engines -------------------------------------------------------------------------------
 
     def enlist(self, info: EngineInfo) -> EngineNow:
-        """The engine is there, for the first time or again."""
+        """Add an engine that opens or joins, for the first time or again."""
         engine = self.engines.get(info.name)
         if engine is None:
             engine = EngineNow(info=info, version=info.version, since=self.now)
@@ -187,13 +203,13 @@ class EngineTime:
         return engine
 
     def enter(self, engine: EngineNow, state: EngineState) -> None:
-        """The engine is in this state from now on."""
+        """Set the state of an engine from now on."""
         if engine.state != state:
             self._end_stretch(engine)
             engine.state = state
 
     def forget_requests(self) -> None:
-        """The process that had sent them has ended."""
+        """Forget all requests, because the process that had sent them has ended."""
         self.advance(self.now)
         self.attempts.clear()
         for engine in self.engines.values():
@@ -202,7 +218,7 @@ class EngineTime:
             engine.beyond = -engine.tokens
 
     def go_on(self, engine: EngineNow) -> None:
-        """A pause is over."""
+        """Continue an engine after a pause."""
         self.enter(engine, "generating")
         for attempt in self.attempts.values():
             if attempt.engine is engine:
@@ -213,7 +229,7 @@ class EngineTime:
     # --- attempts ------------------------------------------------------------------------------
 
     def open(self, attempt: AttemptNow) -> None:
-        """It was sent."""
+        """Add an attempt that was sent."""
         engine = attempt.engine
         self._end_stretch(engine)
         attempt.timed = engine.timed < _TIMED
@@ -224,7 +240,7 @@ class EngineTime:
         engine.peak = max(engine.peak, engine.in_flight)
 
     def close(self, request_id: int) -> AttemptNow | None:
-        """It is open no more."""
+        """Remove the attempt of a request that has ended; None if there was none."""
         attempt = self.attempts.pop(request_id, None)
         if attempt is not None:
             engine = attempt.engine
@@ -235,7 +251,7 @@ class EngineTime:
         return attempt
 
     def watch(self, attempt: AttemptNow, tokens: int, now: float) -> None:
-        """A chunk has come that ends a wait, or tells the engine's rate."""
+        """Take the time of a chunk that ends a wait or tells the engine's rate."""
         engine = attempt.engine
         took, attempt.since = now - attempt.since, now
         if attempt.phase != "decode":
@@ -253,10 +269,11 @@ class EngineTime:
         tokens: int,
         took: float,
     ) -> None:
-        """Some of the time since it was sent or let go on was decoding."""
+        """Move the part of the wait in which the chunk's tokens were decoded to decoding."""
         engine = attempt.engine
         self._change(attempt, "decode")
-        # Where responses come in one piece the rate is never known: one token's time is prefill.
+        # If responses come in one chunk, the rate is never known. Then the wait is divided evenly
+        # among the tokens, and the time of one of them counts as prefill.
         rate = engine.seconds_per_token
         known = tokens * rate if rate else took * (1 - 1 / max(1, tokens))
         decoding = min(took, known)
@@ -281,7 +298,7 @@ class EngineTime:
     # --- time ----------------------------------------------------------------------------------
 
     def _end_stretch(self, engine: EngineNow) -> None:
-        """What follows is another stretch."""
+        """End the present stretch of an engine, count it, and begin the next one."""
         begin, end = engine.since, self.now
         if end <= begin:
             return

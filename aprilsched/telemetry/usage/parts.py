@@ -1,12 +1,13 @@
-"""The parts of an engine's wall time, and how a stretch of it is divided among them.
+"""The parts of an engine's wall time, and how a stretch of time is divided among them.
 
-Invariant: the parts of a stretch add up to its length, whatever happened in it.
+Invariant: the parts of a stretch add up to its length.
 
-An engine has as many slots as it had requests at once when it was fullest (its `capacity`). While
-it generates, each slot counts for itself: two of eight slots decoding for a second are a quarter of
-a second of "decode", and the other three quarters have a cause. While it does not generate, all of
-them have the same one. A slot is no share of the GPU's arithmetic: decoding costs less than
-proportionally to the batch, so a half-empty engine is slower than a full one by less than half.
+An engine has as many slots as the largest number of requests that it had at once (its `capacity`).
+While the engine generates, each slot is counted by itself: if two of eight slots decode for a
+second, this is a quarter of a second of "decode", and the other three quarters have another part,
+which says why the slots were free. While the engine does not generate, all its slots have the same
+part. A slot is not a share of the GPU's arithmetic: a step of decoding costs less than in
+proportion to the batch, so an engine that is half empty loses less than half of its speed.
 """
 
 from __future__ import annotations
@@ -41,31 +42,31 @@ Part: TypeAlias = Literal[
 ]
 EngineState: TypeAlias = Literal["generating", "paused", "refitting", "asleep", "lost"]
 Cause: TypeAlias = Literal["tail", "trainer", "prompts", "rewards"]
-"""Why the fleet starts nothing new, and so why slots are empty."""
+"""Why the fleet starts nothing new, and why slots are therefore free."""
 
 PARTS: dict[Part, str] = {
-    "decode": "Responses grow.",
+    "decode": "The slots decode tokens of responses.",
     "prefill": "A response waits for its first token: it is in the engine's queue, or its prompt "
-    "is read.",
+    "is prefilled.",
     "re_prefill": "A response waits for its next token after a pause or a move to another engine: "
-    "what is known of it is read again.",
-    "tail": "Slots are empty because the batch has all the responses it may start, and the last "
-    "ones still grow.",
-    "pause": "The engine is paused around an update, and no weights come in.",
-    "refit": "New weights come in.",
-    "trainer": "A batch is ready and the trainer has not asked for it, or is not done with the "
-    "one it has.",
-    "prompts": "No prompts are there: the source is slow, or has ended.",
-    "rewards": "The batch would be full if the rewards of its responses were there.",
-    "environment": "Episodes are with their tools, and have nothing for the engine.",
-    "asleep": "The engine's memory was lent to the trainer.",
-    "lost": "The engine is out of use.",
+    "the KV of its tokens is recomputed.",
+    "tail": "Slots are free because all responses that the batch may start are started, and the "
+    "last ones have not ended.",
+    "pause": "The engine is paused around an update, and is not loading weights.",
+    "refit": "The engine loads new weights.",
+    "trainer": "A batch is ready and the trainer has not asked for it, or the trainer still trains "
+    "on the one before.",
+    "prompts": "There are no prompts: the source is slow, or has ended.",
+    "rewards": "The responses of the batch are complete, and their rewards are not.",
+    "environment": "Episodes use their tools, and have no request for the engine.",
+    "asleep": "The engine sleeps: its memory is released for the trainer.",
+    "lost": "The engine is lost or on standby.",
 }
-"""Each part with its meaning, in the order in which they are shown: what is useful comes first."""
+"""Each part with its meaning, in the order in which they are shown: the useful parts come first."""
 
 PART_INDEX: dict[Part, int] = {part: index for index, part in enumerate(PARTS)}
 BUSY: tuple[Part, ...] = ("decode", "prefill")
-"""The parts in which an engine does what nobody could save."""
+"""The parts in which an engine does work that no schedule could avoid."""
 
 _ENVIRONMENT = PART_INDEX["environment"]
 _STATE_INDEX: dict[EngineState, int] = {
@@ -76,13 +77,15 @@ _STATE_INDEX: dict[EngineState, int] = {
 
 
 class Stretch(NamedTuple):
-    """A time in which nothing changed for `engine`; times in seconds. A tuple, because a log has
-    hundreds of thousands, and a frozen dataclass takes several times as long.
+    """A time in which nothing changed for `engine`. Times are in seconds.
+
+    It is a named tuple because a log has hundreds of thousands of stretches, and a frozen dataclass
+    takes several times as long to make.
 
     Attributes:
-        idle: why its free slots are free, or why it is paused.
-        decode, prefill, re_prefill: requests that it has, by what they are at.
-        environment: of the free slots, those that episodes will come back to.
+        idle: why the free slots are free, or why the engine is paused.
+        decode, prefill, re_prefill: number of requests in each phase.
+        environment: number of the free slots that belong to episodes that use their tools.
     """
 
     engine: str
@@ -97,8 +100,12 @@ class Stretch(NamedTuple):
 
 
 def seconds_by_part(stretch: Stretch, capacity: int) -> list[float]:
-    """Seconds in the order of :data:`PARTS`, for an engine with `capacity` slots (at least as many
-    as it has requests, else those)."""
+    """The seconds of a stretch, in the order of :data:`PARTS`.
+
+    Args:
+        capacity: number of slots of the engine. If the stretch has more requests than that, each
+            request counts as a slot.
+    """
     seconds = [0.0] * len(PARTS)
     counts = (stretch.decode, stretch.prefill, stretch.re_prefill)
     add_seconds(
@@ -122,8 +129,11 @@ def add_seconds(
     environment: float,
     capacity: int,
 ) -> None:
-    """Add a stretch's to those of an engine so far, in place: done at each request's beginning and
-    end."""
+    """Add the seconds of a stretch to `seconds`, in place.
+
+    It takes plain numbers and not a :class:`Stretch`, because it is called whenever a request
+    begins or ends.
+    """
     if state != "generating":
         seconds[_STATE_INDEX.get(state, PART_INDEX[idle])] += length
         return
