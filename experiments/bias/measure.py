@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,7 @@ from numpy.typing import NDArray
 from aprilsched.analysis.equivalence import Equivalence, StatisticName, equivalence
 from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure, save
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.messages.commands import Command, Deliver
-from aprilsched.core.messages.events import Event
+from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.presets import april, auto, pool
 from aprilsched.simulation import Simulation
 from aprilsched.workload import LongTailWorkload
@@ -42,13 +42,13 @@ class Lengths:
     def __init__(self) -> None:
         self.batches: list[Ints] = []
 
-    def on_event(self, event: Event, now: float) -> None:
-        pass
-
-    def on_command(self, command: Command, now: float) -> None:
-        if isinstance(command, Deliver):
-            rows = [[len(r) for r in group.rollouts] for group in command.batch.groups]
-            self.batches.append(np.array(rows, dtype=np.int64))
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            if isinstance(fact, BatchDelivered):
+                groups: dict[int, list[int]] = {}
+                for rollout in fact.rollouts:
+                    groups.setdefault(rollout.group_id, []).append(rollout.tokens)
+                self.batches.append(np.array(list(groups.values()), dtype=np.int64))
 
 
 def delivered(config: SchedulerConfig, batches: int, seed: int = 0) -> list[Ints]:

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -29,8 +29,7 @@ from aprilsched import (
     SGLangFleet,
     SqliteStore,
 )
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.facts import AttemptEnded, AttemptSent, Fact
 from aprilsched.core.state.saved import Snapshot, Stage
 
 GROUP_SIZE = 2
@@ -46,14 +45,13 @@ class Log:
         self._lock = threading.Lock()  # the store has a thread of its own
         self._rollouts: dict[int, int] = {}
 
-    def on_event(self, event: ev.Event, now: float) -> None:
-        if isinstance(event, ev.Finished):
-            self.say("finished", rollout=self._rollouts[event.request_id])
-
-    def on_command(self, command: do.Command, now: float) -> None:
-        if isinstance(command, do.Send):
-            self._rollouts[command.request_id] = command.rollout_id
-            self.say("sent", rollout=command.rollout_id, known=len(command.input_ids))
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            if isinstance(fact, AttemptSent):
+                self._rollouts[fact.request_id] = fact.rollout_id
+                self.say("sent", rollout=fact.rollout_id, known=fact.tokens)
+            elif isinstance(fact, AttemptEnded) and fact.outcome == "finished":
+                self.say("finished", rollout=self._rollouts[fact.request_id])
 
     def say(self, what: str, **fields: object) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet  # noqa: E402
-from aprilsched.core.messages import commands as do  # noqa: E402
-from aprilsched.core.messages import events as ev  # noqa: E402
+from aprilsched.core.messages.facts import (  # noqa: E402
+    AttemptSent,
+    EngineAdmitted,
+    EngineLost,
+    Fact,
+    TokensReceived,
+)
 from aprilsched.engines.http.address import ServerAddress  # noqa: E402
 from tests.sglang.proxy import CuttingProxy  # noqa: E402
 from tests.sglang.recorded import long_tail  # noqa: E402
@@ -46,17 +52,19 @@ class Watch:
         self.first_token: float | None = None
         self.sent: set[int] = set()
 
-    def on_event(self, event: ev.Event, now: float) -> None:
-        if isinstance(event, ev.Progress) and self.fault_at is not None:
-            self.first_token = self.first_token or now - self.fault_at
-
-    def on_command(self, command: do.Command, now: float) -> None:
-        if isinstance(command, do.LoseEngine):
-            self.lost.setdefault(command.engine, now)
-        elif isinstance(command, do.AdmitEngine) and command.engine in self.lost:
-            self.away.append(now - self.lost.pop(command.engine))
-        elif isinstance(command, do.Send):
-            self.sent.add(command.rollout_id)
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            match fact:
+                case TokensReceived() if self.fault_at is not None:
+                    self.first_token = self.first_token or now - self.fault_at
+                case EngineLost():
+                    self.lost.setdefault(fact.engine, now)
+                case EngineAdmitted() if fact.engine in self.lost:
+                    self.away.append(now - self.lost.pop(fact.engine))
+                case AttemptSent():
+                    self.sent.add(fact.rollout_id)
+                case _:
+                    pass
 
 
 async def meet(kind: str, server: CpuServer, proxy: CuttingProxy, draw: random.Random) -> None:

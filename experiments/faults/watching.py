@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Sequence
 
 from aprilsched.core.invariants import check
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts as of
 from aprilsched.core.state.state import SchedulerState
 
 __all__ = ["Watch"]
@@ -29,36 +29,37 @@ class Watch:
         self._heard: dict[int, float] = {}
         """When a request was sent, or gave a token, the last time."""
         self._lost_at: dict[str, float] = {}
-        self._engine_of: dict[tuple[int, int], str] = {}
+        self._engine_of: dict[int, str] = {}
         self._tokens_at: dict[str, list[float]] = {}
 
-    def on_event(self, event: ev.Event, now: float) -> None:
-        if isinstance(event, ev.Progress):
-            engine = self._engine_of[event.request_id, event.attempt]
-            self._heard[event.request_id] = now
-            self._tokens_at.setdefault(engine, []).append(now)
-            return
-        if isinstance(event, ev.Failed):
-            self.failed_attempts += 1
-        if self.state is not None:
+    def on_facts(self, facts: Sequence[of.Fact], now: float) -> None:
+        for fact in facts:
+            self._note(fact, now)
+        # Most facts are chunks of tokens, which come alone and change nothing that is checked.
+        if self.state is not None and not isinstance(facts[-1], of.TokensReceived):
             check(self.state)
 
-    def on_command(self, command: do.Command, now: float) -> None:
-        match command:
-            case do.Send():
-                self._engine_of[command.request_id, command.attempt] = command.engine
-                self._heard[command.request_id] = now
-            case do.LoseEngine():
-                self.standby += command.standby
-                if not command.standby:
-                    self.losses[cause_of(command.cause)] += 1
-                self._lost_at.setdefault(command.engine, now)
-            case do.AdmitEngine():
+    def _note(self, fact: of.Fact, now: float) -> None:
+        match fact:
+            case of.TokensReceived():
+                self._heard[fact.request_id] = now
+                self._tokens_at.setdefault(self._engine_of[fact.request_id], []).append(now)
+            case of.AttemptSent():
+                self._engine_of[fact.request_id] = fact.engine
+                self._heard[fact.request_id] = now
+            case of.AttemptEnded(outcome="failed"):
+                self.failed_attempts += 1
+            case of.EngineLost():
+                self.standby += fact.standby
+                if not fact.standby:
+                    self.losses[cause_of(fact.cause)] += 1
+                self._lost_at.setdefault(fact.engine, now)
+            case of.EngineAdmitted():
                 self.readmitted += 1
-                lost_at = self._lost_at.pop(command.engine, None)
+                lost_at = self._lost_at.pop(fact.engine, None)
                 if lost_at is not None:
                     self.recoveries.append(now - lost_at)
-            case do.AwaitFleet():
+            case of.FleetAwaited():
                 self.waits_for_fleet += 1
             case _:
                 pass

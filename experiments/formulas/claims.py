@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.facts import BatchDelivered, DeliveredRollout, Fact, PromptsReceived
 from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.pool import Pool
@@ -18,7 +17,6 @@ from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.planning.planner import choose, trials
 from aprilsched.planning.setting import Setting
 from aprilsched.timing.model import H200_QWEN3_4B
-from aprilsched.types import Prompt
 from aprilsched.workload import LongTailWorkload
 from experiments.formulas.row import Row
 from experiments.frontier.measured import Figures, mean, run
@@ -46,23 +44,24 @@ def bound() -> Iterator[Row]:
 class _Keys:
     """Which prompts were delivered and how many were fetched, after each batch."""
 
+    wants_tokens = True  # with them come the keys of the prompts
+
     delivered: list[list[int]] = field(default_factory=list[list[int]])
     fetched: list[int] = field(default_factory=list[int])
     _count: int = 0
 
-    def on_event(self, event: ev.Event, now: float) -> None:
-        if isinstance(event, ev.PromptsArrived):
-            self._count += len(event.prompts)
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            if isinstance(fact, PromptsReceived):
+                self._count += fact.prompts
+            elif isinstance(fact, BatchDelivered):
+                self.delivered.append(list(dict.fromkeys(map(_index, fact.rollouts))))
+                self.fetched.append(self._count)
 
-    def on_command(self, command: do.Command, now: float) -> None:
-        if isinstance(command, do.Deliver):
-            self.delivered.append([_index(group.prompt) for group in command.batch.groups])
-            self.fetched.append(self._count)
 
-
-def _index(prompt: Prompt) -> int:
-    assert isinstance(prompt.key, int)
-    return prompt.key
+def _index(rollout: DeliveredRollout) -> int:
+    assert isinstance(rollout.key, int)
+    return rollout.key
 
 
 def transients() -> Iterator[Row]:

@@ -17,8 +17,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.simulation import Simulation
@@ -86,13 +85,12 @@ class _Meter:
         self._peak = 0
         self._model = model
 
-    def on_event(self, event: ev.Event, now: float) -> None:
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         self._peak = max(self._peak, self._kv())
-
-    def on_command(self, command: do.Command, now: float) -> None:
-        if isinstance(command, do.Deliver):
-            self.marks.append(self._mark(now))
-            self._peak = 0
+        for fact in facts:
+            if isinstance(fact, BatchDelivered):
+                self.marks.append(self._mark(now))
+                self._peak = 0
 
     def _mark(self, now: float) -> Mark:
         counters = [engine.batcher.counters for engine in self.engines]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from unittest.mock import patch
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.facts import BatchDelivered, BatchRequested, Fact
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.planning import Planner, planner
@@ -26,6 +27,7 @@ from aprilsched.planning.trial import try_out
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import Simulation, rare_collections
 from aprilsched.simulation.simulation import NEVER
+from aprilsched.telemetry.ages import ages_of
 from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload
 
@@ -70,19 +72,16 @@ class Meter:
         self.stale: list[tuple[int, int]] = []
         """Off-policy and all tokens of each batch."""
 
-    def on_event(self, event: ev.Event, now: float) -> None:
-        """The trainer asks for a batch."""
-        if isinstance(event, ev.BatchRequested) and self.simulation is not None:
-            counters = [e.batcher.counters for e in self.simulation.engines.values()]
-            generated = sum(c.generated for c in counters)
-            self.marks.append((now, generated, sum(c.preemptions for c in counters)))
-
-    def on_command(self, command: do.Command, now: float) -> None:
-        """A batch is handed over."""
-        if isinstance(command, do.Deliver):
-            rollouts, version = list(command.batch.rollouts), command.batch.version
-            old = sum(int((rollout.versions < version).sum()) for rollout in rollouts)
-            self.stale.append((old, sum(len(rollout.versions) for rollout in rollouts)))
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        """The trainer asks for a batch, or a batch is handed over."""
+        for fact in facts:
+            if isinstance(fact, BatchRequested) and self.simulation is not None:
+                counters = [e.batcher.counters for e in self.simulation.engines.values()]
+                generated = sum(c.generated for c in counters)
+                self.marks.append((now, generated, sum(c.preemptions for c in counters)))
+            elif isinstance(fact, BatchDelivered):
+                ages = [ages_of(rollout, fact.version) for rollout in fact.rollouts]
+                self.stale.append((sum(a.off_policy for a in ages), sum(a.sampled for a in ages)))
 
 
 def measure(policy: str, pool: int, seed: int) -> dict[str, Any]:

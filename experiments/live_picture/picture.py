@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import io
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
+from aprilsched.core.messages.facts import Fact
 from aprilsched.engines.sim import SimConfig
 from aprilsched.runs.settings import RunSettings, SchedulerFlags, SimSettings
 from aprilsched.runs.setup import prepare
 from aprilsched.runs.summary import summary_of
 from aprilsched.simulation import Costs, Simulation
+from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.live.live_model import LiveModel
 from aprilsched.telemetry.live.view import frame
 from aprilsched.telemetry.live.view_data import RunFacts, Snapshot
@@ -73,12 +74,12 @@ class Shutter:
         self._model = model
         self._moment = moment
 
-    def on_event(self, event: Event, now: float) -> None:
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         if now >= self._moment and self.taken is None:
             self.taken = self._model.snapshot()
 
-    def on_command(self, command: Command, now: float) -> None:
-        pass
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        self.on_facts((), now)
 
 
 def snapshot(moment: float) -> Snapshot:

@@ -1,7 +1,7 @@
 """Measures how long an update takes on one engine, step by step.
 
-Times are on the event loop's clock. From UpdateRequested to Continued, the steps of one engine
-follow each other, so that their sum can be compared with the whole.
+Times are on the event loop's clock. From the begin of the update until the engine runs again, the
+steps of one engine follow each other, so that their sum can be compared with the whole.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.facts import EngineModeChanged, Fact, UpdateBegun
+from aprilsched.core.state.engine_control import Mode
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.weights.base import WeightPublisher
 
 STEPS = {
-    "pause": (do.Pause, ev.Paused),
-    "flush": (do.Flush, ev.Flushed),
-    "refit": (do.Refit, ev.Refitted),
-    "continue": (do.Continue, ev.Continued),
+    "pause": Mode.PAUSING,
+    "flush": Mode.FLUSHING,
+    "refit": Mode.REFITTING,
+    "continue": Mode.CONTINUING,
 }
-"""From which command to which event."""
+"""The engine's mode in each step."""
 _CALLS = ("pause", "flush", "version", "resume")
 """What an update asks of an engine besides the weights."""
 _WEIGHTS = "update_weights_from_disk"
@@ -43,22 +43,24 @@ class Timeline:
         """Calls that the engine was asked for and how long each took to be answered."""
         self.publish = 0.0
 
-    def on_event(self, event: ev.Event, now: float) -> None:
-        if isinstance(event, ev.UpdateRequested):
-            self.began, self.ended, self.calls = {}, {}, []
-            self.requested, self.cpu = now, time.process_time()
-            self.continued.clear()
-        for step, (_, end) in STEPS.items():
-            if isinstance(event, end):
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            if isinstance(fact, UpdateBegun):
+                self.began, self.ended, self.calls = {}, {}, []
+                self.requested, self.cpu = now, time.process_time()
+                self.continued.clear()
+            elif isinstance(fact, EngineModeChanged):
+                self._change(fact, now)
+
+    def _change(self, fact: EngineModeChanged, now: float) -> None:
+        for step, mode in STEPS.items():
+            if fact.finish == mode:
+                self.began[step] = now
+            elif fact.start == mode:
                 self.ended[step] = now
-        if isinstance(event, ev.Continued):
+        if fact.start == Mode.CONTINUING:
             self.cpu = time.process_time() - self.cpu
             self.continued.set()
-
-    def on_command(self, command: do.Command, now: float) -> None:
-        for step, (begin, _) in STEPS.items():
-            if isinstance(command, begin):
-                self.began[step] = now
 
     def figures(self) -> dict[str, float]:
         """Seconds of the update that has just ended."""

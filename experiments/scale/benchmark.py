@@ -13,14 +13,14 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import BatchRequested, Event, Progress
+from aprilsched.core.messages.facts import BatchRequested, Fact, TokensReceived
 from aprilsched.presets import april, pool
 from aprilsched.simulation import Simulation, rare_collections
 from aprilsched.telemetry.batch_figures import off_policy_token_share
@@ -81,20 +81,18 @@ class Work:
         self._bound = 0.0
         self._have: dict[int, int] = {}
 
-    def on_event(self, event: Event, now: float) -> None:
-        if isinstance(event, Progress):
-            tokens = len(event.token_ids)
-            before = self._have.get(event.request_id, 0)
-            after = self._have[event.request_id] = before + tokens
-            # Prompts of 8 tokens are read with every token.
-            reads = 8 * tokens + (after * after - before * before) / 2
-            per_token = H200_QWEN3_4B.t1 + H200_QWEN3_4B.t0 / 512
-            self._bound += (per_token * tokens + H200_QWEN3_4B.t2 * reads) / self._engines
-        elif isinstance(event, BatchRequested):
-            self.marks.append((now, self._bound))
-
-    def on_command(self, command: Command, now: float) -> None:
-        pass
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            if isinstance(fact, TokensReceived):
+                before = self._have.get(fact.request_id, 0)
+                after = self._have[fact.request_id] = before + fact.tokens
+                # Prompts of 8 tokens are read with every token.
+                reads = 8 * fact.tokens + (after * after - before * before) / 2
+                per_token = H200_QWEN3_4B.t1 + H200_QWEN3_4B.t0 / 512
+                seconds = per_token * fact.tokens + H200_QWEN3_4B.t2 * reads
+                self._bound += seconds / self._engines
+            elif isinstance(fact, BatchRequested):
+                self.marks.append((now, self._bound))
 
 
 def measure(run: Run) -> dict[str, Any]:

@@ -37,25 +37,27 @@ _PARTS = {
     "engines/sim": "modelled engines",
     "simulation": "agenda and wiring",
     "coordinator": "agenda and wiring",
-    "core/assembly": "delivering",
-    "core/tokens": "token logs",
+    "driver": "agenda and wiring",
+    "core/state/assembly": "delivering",
+    "core/state/token_log": "token logs",
     "types": "delivering",
     "timing": "modelled engines",
     "core/scheduler": "decisions",
-    "core/launching": "decisions",
-    "core/dispatching": "decisions",
-    "core/batches": "decisions",
-    "core/updates": "decisions",
-    "core/control": "decisions",
-    "core/stragglers": "decisions",
-    "core/rounds": "decisions",
+    "core/steps/launch": "decisions",
+    "core/steps/target": "decisions",
+    "core/steps/dispatch": "decisions",
+    "core/steps/batch": "decisions",
+    "core/steps/refit": "decisions",
+    "core/state/engine_control": "decisions",
+    "core/steps/stragglers": "decisions",
+    "core/steps/buckets": "decisions",
     "core/policies": "decisions",
     "core": "bookkeeping",
 }
 
 
 class Events:
-    """Counts them."""
+    """Counts the events that the core is given, which only a listener of the protocol sees."""
 
     def __init__(self) -> None:
         self.seen = 0
