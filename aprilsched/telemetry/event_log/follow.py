@@ -1,8 +1,9 @@
-"""An events.jsonl that still grows, line by line.
+"""Follows an events.jsonl that still grows, for the live view of a run in another process.
 
-Invariants: each whole line is given once and in order, a line that is not whole yet is waited for;
-when a process goes on with the run of a former one, what counts of that one changes
-(:mod:`~aprilsched.telemetry.event_log.incarnations`), and so everything is given anew.
+Each complete line is returned once and in order. An incomplete line at the end is returned when it
+is complete. When another process resumes the run, earlier lines may become void
+(:mod:`~aprilsched.telemetry.event_log.incarnations`), so all lines are then returned again from the
+first one.
 """
 
 from __future__ import annotations
@@ -26,36 +27,43 @@ _FROM_START = (
     b'"event":"Resumed"',
     b'"command":"Redeliver"',
 )
-"""Lines after which others count than before."""
+"""Marks of lines that may make earlier lines void."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class News:
-    """Lines that were not given before; with `anew` they are the log's first, again."""
+    """New lines of a log.
+
+    Attributes:
+        lines: the lines.
+        from_start: whether these are the first lines of the log, and everything returned before is
+            void.
+    """
 
     lines: tuple[bytes, ...] = ()
     from_start: bool = False
 
 
 class Follower:
-    """Of the log at `path`, which need not be there yet."""
+    """Follows the log at `path`, which need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._existing: Iterator[bytes] | None = None
-        """What was there when it was looked at as a whole; None: look."""
+        """Iterator over the lines that the log had when it was read from its first line. None means
+        that it must be read from its first line."""
         self._at = 0
-        """Bytes that are given, or were there then."""
+        """Number of bytes that are returned, or that `_existing` will return."""
         self._given = 0
-        """Of those that were there then, about."""
+        """Number of those bytes that are returned; approximate while `_existing` is read."""
 
     @property
     def caught_up(self) -> float:
-        """The share that is given of what was there at the beginning, 0 to 1."""
+        """Share of the existing lines that is returned, from 0 to 1."""
         return min(1.0, self._given / self._at) if self._at else 1.0
 
     def poll(self, most: int) -> News:
-        """What is new; after the first `most` lines the rest is for the next call.
+        """Return new lines; of the existing lines at most `most`, and the rest in the next calls.
 
         Raises:
             OSError: if the log cannot be read.
@@ -80,8 +88,10 @@ class Follower:
         return News(lines=fresh)
 
     def _fresh(self) -> tuple[bytes, ...] | None:
-        """Whole lines behind the last one, up to one after which everything has to be given anew;
-        None if that is the next."""
+        """Return the complete lines that were added, up to a line that may make earlier lines void.
+
+        Returns None if that line is the next one.
+        """
         with self._path.open("rb") as file:
             file.seek(0, 2)
             if file.tell() < self._at:
@@ -92,7 +102,7 @@ class Follower:
         for raw in read[: read.rfind(b"\n") + 1].splitlines(keepends=True):
             broken = not _whole(raw)
             if broken and not lines and read.endswith(raw):
-                return ()  # it may be cut away by a process that goes on
+                return ()  # a process that resumes the run may remove it
             if broken or any(mark in raw for mark in _FROM_START):
                 if lines:
                     break

@@ -19,18 +19,24 @@ __all__ = ["ANY_FACT", "FACT", "FORMAT_VERSION", "KINDS", "LogBegun", "LogResume
 FORMAT_VERSION = 2
 
 FACT = re.compile(rb'\{"t": ?[-+.0-9eE]+, ?"fact": ?"')
-"""The begin of each line of this version."""
+"""Matches the beginning of each line of this version."""
 
 
 class LogBegun(Fact, frozen=True):
-    """The first line of a log; `version` is that of its format."""
+    """The first line of a log; `version` is the version of its format."""
 
     version: int
 
 
 class LogResumed(Fact, frozen=True):
-    """The first line of a process that goes on with the run: the `incarnation`-th one. It knows of
-    so many `batches`; those that the log has beyond them were not saved, and are void."""
+    """The first line of a process that resumes the run.
+
+    Attributes:
+        version: version of the format.
+        incarnation: number of processes that have written the log, this one included.
+        batches: number of batches that the process knows. Later deliveries in the log were not
+            saved, and are void.
+    """
 
     version: int
     incarnation: int
@@ -42,7 +48,7 @@ KINDS: dict[str, type[Fact]] = {
     for kind in (*vars(facts).values(), LogBegun, LogResumed)
     if isinstance(kind, type) and issubclass(kind, Fact) and kind is not Fact
 }
-"""Whatever may be in a line, by name."""
+"""Every kind of line by its name."""
 
 ANY_FACT: Any = Union[tuple(KINDS.values())]  # noqa: UP007 - of kinds that are listed above
-"""The type that a line is read as."""
+"""The type that a decoder of lines takes: any kind of line."""

@@ -1,9 +1,12 @@
-"""A log that several processes of one run wrote, one after the other, as one account.
+"""Reads an event log that several processes of one run wrote one after the other.
 
-What a process wrote last may not have been saved when it was killed. Then the next one, which says
-in its Resumed line how many batches it knows of, delivers it anew: the earlier delivery is void. A
-batch that is handed over again, because the trainer had not acknowledged it, counts once; where
-the log was cut off before its delivery, handing it over again is the delivery.
+A process may have delivered a batch that the store did not save before the process was killed. The
+next process writes in its LogResumed line how many batches the store has, and delivers the others
+again. The earlier deliveries of those batches are void, and their lines are left out.
+
+A batch that the trainer has not acknowledged is delivered again, and this line is marked as a
+repetition. The batch counts once. If the log ended before the first delivery, the repetition is the
+delivery that counts, and its line is given without the mark.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ _MARK = re.compile(
     rb'"fact":"(LogResumed|BatchDelivered)"|"event":"Resumed"|"command":"(Red|D)eliver"'
 )
 _AGAIN = ((b'"command":"Redeliver"', b'"command":"Deliver"'), (b',"again":true', b""))
-"""How a line says that a batch is handed over again, and what it is without that: of version 1, and
-of version 2."""
+"""The mark of a repeated delivery in a line, and what replaces it to make it the first delivery:
+for version 1 and for version 2."""
 
 
 class _Mark(msgspec.Struct, frozen=True):
@@ -38,10 +41,12 @@ class _Mark(msgspec.Struct, frozen=True):
 def whole_lines(
     path: Path, *, batches: int | None = None, tail: Tail | None = None
 ) -> Iterator[bytes]:
-    """The lines at `path` that count, without what was cut off at the end.
+    """Yield the lines at `path` that count, without an incomplete line at the end.
 
-    `batches`: as many as a process knows of that goes on with the run and has not written yet.
-    `tail`: where the log ended when it was looked at; what came since is left out.
+    Args:
+        batches: number of batches that the store has, if a process resumes the run and has not
+            written its first line.
+        tail: the end of the log, if it is known already; later lines are left out.
 
     Raises:
         OSError: if the file cannot be read.
@@ -62,8 +67,12 @@ def _as_first(raw: bytes) -> bytes:
 
 
 class _Corrections:
-    """Numbers of lines: `void` are those of deliveries that do not count, `first` those of
-    batches that were handed over again and count."""
+    """Finds the lines that need a correction.
+
+    Attributes:
+        void: numbers of the lines of deliveries that do not count.
+        first: numbers of the lines of repeated deliveries that count as the first ones.
+    """
 
     def __init__(self, path: Path, size: int, batches: int | None) -> None:
         self.void: set[int] = set()
@@ -90,14 +99,14 @@ class _Corrections:
                 pass
 
     def _resume(self, batches: int | None) -> None:
-        """The next process knows of `batches`."""
+        """Make the deliveries void that the next process does not know, which knows `batches`."""
         if batches is not None:
             for index in [index for index in self._delivered if index >= batches]:
                 self.void.add(self._delivered.pop(index))
 
 
 def _numbered(path: Path, size: int) -> Iterator[tuple[int, bytes]]:
-    """The lines of the first `size` bytes."""
+    """Yield the lines within the first `size` bytes, with their numbers from 0."""
     with path.open("rb") as file:
         for number, raw in enumerate(file):
             size -= len(raw)

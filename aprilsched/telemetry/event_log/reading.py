@@ -1,8 +1,8 @@
-"""An event log as the facts that it holds: the one reader of events.jsonl.
+"""Reads an event log as facts; everything that reads events.jsonl uses this module.
 
-A line is read by what it is. Those of version 2 are facts; those of version 1 are events and
-commands, which are translated (:mod:`~aprilsched.telemetry.event_log.version_1`). A run that was
-begun by an older process and resumed by a newer one has both.
+Lines of version 2 are facts. Lines of version 1 are events and commands, and are translated to
+facts (:mod:`~aprilsched.telemetry.event_log.version_1`). A log can have both, if a newer version of
+aprilsched resumed the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aprilsched.telemetry.event_log.version_1_lines import chunk, typed
 __all__ = ["LogReader", "read_facts", "replay"]
 
 _TOKENS = (b'"fact":"TokensReceived"', b'"event":"Progress"')
-"""In every line of the most frequent kind; in others only where somebody's text says so."""
+"""Marks of the most frequent kinds of lines. Other lines have them only inside of quoted text."""
 _PROGRESS = _TOKENS[1]
 
 
@@ -42,7 +42,7 @@ class _Kind(msgspec.Struct):
 
 
 class LogReader:
-    """Takes lines in their order, and gives the facts of each moment together."""
+    """Takes the lines of a log in order, and returns the facts of each event together."""
 
     def __init__(self) -> None:
         self._as_fact: msgspec.json.Decoder[Fact] = msgspec.json.Decoder(ANY_FACT)
@@ -52,15 +52,18 @@ class LogReader:
         self._protocol = Protocol1(self._take)
         self._ready: list[tuple[Sequence[Fact], float]] = []
         self._facts: list[Fact] = []
-        """Those of the lines at `at`."""
+        """Facts of the lines whose time is `at`."""
         self.at = 0.0
-        """The time of the last line."""
+        """Time of the last line, in seconds."""
 
     def read(self, raw: bytes) -> list[tuple[Sequence[Fact], float]]:
-        """One more line; the facts that are complete with it, each part with its time.
+        """Take the next line, and return the facts of the events that are complete with it.
+
+        Returns:
+            the facts of each event with their time.
 
         Raises:
-            ValueError, MsgspecError: if it cannot be understood.
+            ValueError, MsgspecError: if the line cannot be understood.
         """
         if FACT.match(raw):
             self._read_fact(raw)
@@ -70,14 +73,14 @@ class LogReader:
         return ready
 
     def rest(self) -> list[tuple[Sequence[Fact], float]]:
-        """There are no more lines for now: the facts of the last ones."""
+        """Return the facts of the last lines, after which there are no more lines for now."""
         self._end_moment()
         self._protocol.flush()
         ready, self._ready = self._ready, []
         return ready
 
     def _read_fact(self, raw: bytes) -> None:
-        # Every line begins with its time, which is none of the fact's own fields.
+        # Every line begins with its time, which is not a field of the fact.
         at = float(raw[5 : raw.index(b",")])
         if at != self.at:
             self._end_moment()
@@ -87,7 +90,7 @@ class LogReader:
         except msgspec.ValidationError:
             if self._as_kind.decode(raw).fact in KINDS:
                 raise
-            return  # of a later version
+            return  # a fact of a later version
         if isinstance(fact, LogBegun | LogResumed):
             self._end_moment()
             self._protocol.flush()
@@ -103,7 +106,7 @@ class LogReader:
         self._ready.append((facts, at))
 
     def _read_version_1(self, raw: bytes) -> None:
-        # Two thirds of all lines, or more; they need no dictionary.
+        # These are two thirds of all lines or more, so they are decoded without a dictionary.
         if _PROGRESS in raw:
             line = self._as_progress.decode(raw)
             if line.event == "Progress":
@@ -128,11 +131,13 @@ class LogReader:
 def read_facts(
     path: Path, *, batches: int | None = None, tokens: bool = True
 ) -> Iterator[tuple[Sequence[Fact], float]]:
-    """The facts in the log at `path`: those of one moment together, with its time.
+    """Yield the facts in the log at `path`: those of one event together, with their time.
 
     Args:
-        batches: as many as a process knows of that goes on with the run and has not written yet.
-        tokens: without them the reading of a long log takes a third of the time.
+        batches: number of batches that the store has, if a process resumes the run and has not
+            written its first line.
+        tokens: whether to include TokensReceived. Without these facts, reading a long log takes a
+            third of the time.
 
     Raises:
         OSError: if the file cannot be read.
@@ -144,7 +149,7 @@ def read_facts(
         if tokens or not any(mark in raw for mark in _TOKENS):
             yield from reader.read(raw)
     yield from reader.rest()
-    # The last lines may be no facts, and have a time all the same.
+    # The last lines may have no facts, and their time is the end of the log all the same.
     yield (), reader.at
 
 
@@ -155,7 +160,7 @@ def replay(
     batches: int | None = None,
     tokens: bool = True,
 ) -> float:
-    """Show `listeners` what the log at `path` says; the time of its last line.
+    """Show the facts in the log at `path` to `listeners`, and return the time of its last line.
 
     Raises: as ``read_facts``.
     """

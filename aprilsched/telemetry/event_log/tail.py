@@ -1,7 +1,7 @@
-"""Where an event log that was cut off ends: its last whole line.
+"""Finds the end of an event log: the end of its last complete line.
 
-A process that is killed in the middle of a write leaves a piece of a line; a machine that goes down
-may leave a tail of NUL bytes. Both come after everything whole.
+A process that is killed while it writes leaves an incomplete line, and a machine that crashes may
+leave NUL bytes. Both come after all complete lines.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from aprilsched.errors import RunFolderError
 __all__ = ["RESUMED", "Tail", "read_tail"]
 
 RESUMED = frozenset({"LogResumed", "Resumed"})
-"""The first line that a process writes into the log of a former one; in version 1, the event."""
+"""The first line that a process writes when it resumes a run. In version 1 it is an event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tail:
-    """The end of what is whole.
+    """The end of the complete lines.
 
     Attributes:
-        size: bytes up to there.
-        t: the time of the last line; 0.0 where there is none.
-        incarnation: how many processes have written the log.
+        size: number of bytes of the complete lines.
+        t: time of the last complete line in seconds; 0.0 if there is none.
+        incarnation: number of processes that have written the log.
     """
 
     size: int
@@ -41,11 +41,11 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def read_tail(path: Path) -> Tail:
-    """The end of the log at `path`.
+    """Find the end of the log at `path`.
 
     Raises:
-        OSError: if it cannot be read.
-        RunFolderError: if it is damaged before its end.
+        OSError: if the log cannot be read.
+        RunFolderError: if a line before the end is damaged.
     """
     decoder = msgspec.json.Decoder(_Line)
     size, t, incarnation = 0, 0.0, 1
@@ -66,7 +66,7 @@ def read_tail(path: Path) -> Tail:
 
 
 def _decoded(decoder: msgspec.json.Decoder[_Line], raw: bytes) -> _Line | None:
-    """None for what is no whole line."""
+    """Decode a line; None if it is not complete."""
     if not raw.endswith(b"\n"):
         return None
     try:

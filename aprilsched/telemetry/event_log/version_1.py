@@ -1,11 +1,12 @@
-"""Event logs of version 1, which had the protocol between the core and its shell, as facts.
+"""Translates event logs of version 1 to facts.
 
-The only place that still knows how those lines were written. Events and commands do not say what
-the core knew (whether a context was computed again, whether a chunk came too late, when a group was
-complete), so it is worked out here once more, and nowhere else.
+Those logs have the events and commands between the core and its shell. Events and commands do not
+say everything that the core knew: whether a context was recomputed, whether a chunk came too late,
+when a group was complete. :class:`Protocol1` works this out from their order, and is the only code
+that does.
 
-Invariant: the facts of one event and of the commands that answered it are given together, as the
-core gives them. An attempt counts while it is open; what is heard of it afterwards is void.
+Invariant: the facts of an event and of the commands that answered it are passed on together, as the
+core does. What arrives for an attempt that is not open is ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from aprilsched.core.state.ledger import Reason
 __all__ = ["Protocol1"]
 
 _Answer: TypeAlias = int | Literal["rewards", "verdict"]
-"""What is waited for: the reward of a rollout, those of the group, or the word of `accept`."""
+"""An open question about a group: the reward of one rollout (its id), the rewards of the group, or
+the verdict of the accept function."""
 
 _DELIVERIES = (of.BatchOffered, of.BatchDelivered, of.EvaluationDelivered)
 
@@ -35,9 +37,9 @@ class _Attempt:
     engine: str
     context: int
     left: int
-    """Tokens that it may still have."""
+    """Number of tokens that it may still generate."""
     pending_prefill: int
-    """Context tokens that are computed again before the next chunk."""
+    """Number of context tokens that are recomputed before the next chunk."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class _Rollout:
     environment: int = 0
     turns: int = 0
     asked: int | None = None
-    """The context of the turn that its episode waits for."""
+    """Length of the context of the turn that its episode waits for; None if it waits for none."""
     finished: bool = False
 
     @property
@@ -61,37 +63,37 @@ class _Group:
     evaluated: bool
     rollout_ids: list[int]
     answers: set[_Answer] = field(default_factory=set[_Answer])
-    """That are waited for."""
+    """The answers that are open."""
     accepted: bool = False
 
 
 class Protocol1:
-    """Takes the events and commands of a run in their order, and gives its facts to `sink`."""
+    """Takes the events and commands of a run in order, and passes the facts to `sink`."""
 
     def __init__(self, sink: Callable[[Sequence[Fact], float], None]) -> None:
         self._sink = sink
         self._facts: list[Fact] = []
-        """Of the event in work, and of the commands that answered it."""
+        """The facts of the present event, and of the commands that answer it."""
         self._now = 0.0
         self._began = False
         self._rollouts: dict[int, _Rollout] = {}
         self._prior: dict[int, _Rollout] = {}
-        """What was in flight when a former process of the run ended."""
+        """The rollouts that were in flight at the end of the prior run, by id."""
         self._groups: dict[int, _Group] = {}
         self._changed: set[int] = set()
-        """Groups that may be accepted by what the event in work has changed."""
+        """Ids of the groups that may be accepted because of the present event."""
         self._dropped: dict[int, str] = {}
-        """Why each dropped rollout was: tokens of it may come late."""
+        """The reason of each dropped rollout. Its tokens may arrive after it was dropped."""
         self._episodes: set[int] = set()
         self._attempts: dict[int, _Attempt] = {}
         self._failed: dict[int, int] = {}
-        """Where in the facts of the event in work the failed attempt of a rollout is."""
+        """Index in `_facts` of the failed attempt of each rollout."""
         self._modes: dict[str, str] = {}
-        """Of the engines that are connected."""
+        """Mode of each connected engine."""
         self._flushed: set[str] = set()
-        """Engines whose KV was flushed in their last pause."""
+        """Names of the engines whose KV was flushed in their last pause."""
         self._refits: dict[str, bool] = {}
-        """Engines that are being refitted, and whether they catch up."""
+        """The engines that are being refitted, with whether they catch up."""
         self._handlers: dict[type, Callable[[Any], object]] = {
             ev.Opened: self._opened,
             ev.BatchRequested: lambda _: self._tell(of.BatchRequested()),
@@ -177,20 +179,20 @@ class Protocol1:
         }
 
     def event(self, event: ev.Event, now: float) -> None:
-        """One more event of the run."""
+        """Take the next event of the run."""
         self.flush()
         self._now = now
         self._take(event)
 
     def command(self, command: do.Command, now: float) -> None:
-        """One more command, which answers the last event."""
+        """Take the next command, which answers the last event."""
         if now != self._now:
             self.flush()
             self._now = now
         self._take(command)
 
     def flush(self) -> None:
-        """Give the facts of the last event: nothing more is known to belong to it."""
+        """Pass on the facts of the last event, to which no more commands belong."""
         self._accept()
         facts, self._facts = self._facts, []
         self._failed.clear()
@@ -256,8 +258,8 @@ class Protocol1:
         self._forget(rollouts)
 
     def _forget(self, rollouts: Iterable[of.DeliveredRollout]) -> None:
-        # Before they are gone: in a log of this version a batch may be delivered by the same event
-        # that has completed it.
+        # The groups are accepted before they are removed, because in a log of this version the
+        # event that completes a batch may also deliver it.
         self._accept()
         for rollout in rollouts:
             self._rollouts.pop(rollout.rollout_id, None)
@@ -288,11 +290,12 @@ class Protocol1:
     def _restore(
         self, ids: tuple[int, ...], tokens: list[int], command: do.Launch
     ) -> of.RestoredLengths:
-        assert command.restored is not None  # noqa: S101 - whoever calls has looked
+        assert command.restored is not None  # noqa: S101 - the caller has checked
         finished: list[bool] = command.restored.finished.tolist()
         sampled: list[int] = []
         for rollout_id, length, is_finished in zip(ids, tokens, finished, strict=True):
-            # The prompt of an episode's first turn, and what its tools said, is its own.
+            # An episode's own prompt and the tokens of its tools are not in the command, so they
+            # are taken from the prior run.
             rollout = self._prior.pop(rollout_id, self._rollouts[rollout_id])
             self._rollouts[rollout_id] = rollout
             rollout.turns, rollout.asked = 0, None
@@ -313,9 +316,9 @@ class Protocol1:
             return
         place = self._failed.get(-1 if command.culprit is None else command.culprit)
         if place is not None:
-            # The attempt that failed was the last one.
+            # The request is not sent again after this failure, so the fact must not say so.
             ended = self._facts[place]
-            assert isinstance(ended, of.AttemptEnded)  # noqa: S101 - it was put there as one
+            assert isinstance(ended, of.AttemptEnded)  # noqa: S101 - only such facts are noted there
             self._facts[place] = of.AttemptEnded(
                 request_id=ended.request_id, outcome=ended.outcome, cause=ended.cause
             )
@@ -343,7 +346,7 @@ class Protocol1:
         )
 
     def _accept(self) -> None:
-        """Groups of which nothing is waited for any more are accepted."""
+        """Accept the changed groups that are complete and have no open question."""
         changed, self._changed = self._changed, set()
         for group_id in sorted(changed):
             group = self._groups.get(group_id)
@@ -355,7 +358,8 @@ class Protocol1:
                 self._insert(of.GroupAccepted(group_id=group_id))
 
     def _insert(self, fact: Fact) -> None:
-        """Before the batch of the same event that it may be in."""
+        """Add a fact before the delivery of the same event, because the batch may have the
+        group."""
         for place, other in enumerate(self._facts):
             if isinstance(other, _DELIVERIES):
                 self._facts.insert(place, fact)
@@ -441,7 +445,7 @@ class Protocol1:
     def _turn_withdrawn(self, event: ev.TurnWithdrawn) -> None:
         rollout = self._rollouts.get(event.rollout_id)
         if rollout is not None and rollout.asked is None:
-            # Its answer had been given, and was never seen.
+            # The turn was answered, and the episode never saw the answer.
             rollout.turns -= 1
 
     def _turn_kept(self, event: ev.TurnKept) -> None:
@@ -464,7 +468,8 @@ class Protocol1:
         rollout.sampled -= command.sampled
         rollout.environment -= command.environment
         if rollout.turns and rollout.asked is not None:
-            # The turn that is asked for was measured against what is forgotten now.
+            # The environment tokens of the requested turn were counted against the tokens that are
+            # discarded now, so they are counted again.
             known = rollout.asked - rollout.prompt - rollout.sampled
             added = max(rollout.environment, known) - rollout.environment
             rollout.environment += added
@@ -497,7 +502,7 @@ class Protocol1:
         rollout = self._rollouts.get(command.rollout_id)
         if rollout is None:
             rollout = self._launched_unsaid(command, context)
-        # Sent again, it carries what is known: what was lost on the way is not in it.
+        # The context of a request that is sent again has only the tokens that arrived.
         rollout.sampled = context - rollout.prompt - rollout.environment
         self._attempts[command.request_id] = _Attempt(
             attempt=command.attempt,
@@ -522,7 +527,7 @@ class Protocol1:
         )
 
     def _launched_unsaid(self, command: do.Send, context: int) -> _Rollout:
-        """The oldest logs say nothing of launches."""
+        """Add a rollout whose launch the log does not have, as in the oldest logs."""
         rollout = _Rollout(group_id=command.group_id, prompt=context)
         self._rollouts[command.rollout_id] = rollout
         group = self._groups.setdefault(command.group_id, _Group(evaluated=False, rollout_ids=[]))
@@ -570,7 +575,7 @@ class Protocol1:
         cause: str = "",
         retried: bool = False,
     ) -> _Attempt | None:
-        """The attempt, if it was open until now."""
+        """Close an attempt, and return it; None if it was not open."""
         found = self._open(request_id, attempt)
         if found is None:
             return None
@@ -604,12 +609,12 @@ class Protocol1:
             self._take_back(attempt)
 
     def _take_back(self, attempt: _Attempt | None) -> None:
-        # An abort may meet the very last token: then there is nothing left to ask for.
+        # If an abort arrives after the last token, the request has ended and is not sent again.
         if attempt is not None and attempt.left <= 0:
             self._request_ended(attempt.rollout_id)
 
     def _request_ended(self, rollout_id: int) -> None:
-        """A request ran to its end, and with it a rollout of a single turn."""
+        """End a request, and with it its rollout if the rollout has a single turn."""
         rollout = self._rollouts.get(rollout_id)
         if rollout is not None and rollout_id not in self._episodes:
             self._finish(rollout_id, rollout)

@@ -1,8 +1,9 @@
-"""Lines of events.jsonl as the events and commands that they were written from.
+"""Turns lines of version 1 of events.jsonl back into the events and commands that were written.
 
-What the lines leave out is filled in: token ids and logprobs are 0, a loss mask is the staleness
-bound's, a prompt is as long as it was. What rewards and verdicts are asked about has its ids and no
-tokens. A plan's evidence is not written: its kinds are passed over, as are names not known here.
+The lines do not have everything, so the rest is filled in: token ids and log-probabilities are 0,
+prompts have their length, and loss masks are computed from the number of masked tokens. The
+rollouts and groups that rewards and verdicts are about have only their ids. Plans are not read,
+because their evidence was not written, and lines of unknown kinds are ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Fields: TypeAlias = Mapping[str, Any]
 
 
 def typed(line: Fields) -> Event | Command | None:
-    """What the line says happened or was decided; None if it cannot be told."""
+    """The event or command of a line; None if the line has a kind that is not read."""
     name = line.get("event") or line.get("command") or ""
     build = _BUILD.get(name)
     if build is not None:
@@ -70,7 +71,7 @@ def _prompts_arrived(line: Fields) -> Event:
 
 
 def chunk(request_id: int, attempt: int, tokens: int) -> ev.Progress:
-    """New tokens of an attempt, of which no more is known than how many."""
+    """An event with `tokens` new tokens of an attempt; their ids are not known."""
     token_ids, logprobs = _unknown(tokens)
     return ev.Progress(
         request_id=request_id, attempt=attempt, token_ids=token_ids, logprobs=logprobs
@@ -79,7 +80,8 @@ def chunk(request_id: int, attempt: int, tokens: int) -> ev.Progress:
 
 @lru_cache(maxsize=1024)
 def _unknown(tokens: int) -> tuple[Int32Array, Float32Array]:
-    """A log has a million chunks, of few sizes; nobody writes into them."""
+    """Arrays for a chunk of this size. They are shared and read-only, because a log has a million
+    chunks of a few sizes."""
     token_ids, logprobs = _ids(tokens), _logprobs(tokens)
     token_ids.flags.writeable = logprobs.flags.writeable = False
     return token_ids, logprobs
@@ -276,7 +278,7 @@ def _rollout(row: Fields, index: int) -> Rollout:
 
 
 def _unread(rollout_id: int, group_id: int) -> Rollout:
-    """Of which no more is written than whose it is."""
+    """A rollout of which the log has only the ids."""
     row = {"rollout_id": rollout_id, "group_id": group_id, "tokens": 0, "segments": ()}
     return _rollout(row, 0)
 
@@ -286,8 +288,11 @@ def _unread_group(group_id: int) -> Group:
 
 
 def _loss_mask(versions: Int32Array, masked: int) -> BoolArray:
-    """False for the environment's tokens, and for the oldest `masked` others: those beyond the
-    staleness bound are all the tokens below some version."""
+    """The loss mask of a rollout with `masked` stale tokens.
+
+    It is False for tokens of the environment and for the `masked` oldest sampled tokens, because a
+    bound on staleness masks all tokens below some version.
+    """
     mask = versions != NO_VERSION
     if masked:
         sampled = np.flatnonzero(mask)
@@ -301,7 +306,7 @@ def _prompt(line: Fields) -> Prompt:
 
 
 def _prompts(count: int) -> tuple[Prompt, ...]:
-    """So many; how long they are is said where they are launched."""
+    """Prompts of length 1 in place of the real ones, whose lengths are in the lines of launches."""
     return (Prompt(input_ids=_ids(1)),) * count
 
 
@@ -360,4 +365,4 @@ _PLAIN: dict[str, type[Event | Command]] = {
     for kind in (*get_args(Event), *get_args(Command))
     if kind.__name__ not in _BUILD and kind.__name__ not in _NOT_WRITTEN
 }
-"""Kinds whose fields are written as they are."""
+"""Kinds whose lines have the same fields as their class."""

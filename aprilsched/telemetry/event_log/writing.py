@@ -1,10 +1,10 @@
 """Writes events.jsonl: one line for every fact of a run (:mod:`~.format`).
 
-Nothing of the wall clock and nothing random is in it, so runs under a virtual clock with the same
-seed write the same bytes.
+The log has no time of the wall clock and nothing random, so two runs under a virtual clock with
+the same seed write the same bytes.
 
-A process that goes on with the run of a former one appends to its log: time goes on from the last
-line, and the first new one is a LogResumed.
+A process that resumes a run appends to its log. Its first line is a LogResumed, and its times
+continue from the time of the last line.
 
 Invariant: whatever goes wrong while writing, the run goes on; it is said once, and in the
 summary. The disk is written to by a thread of its own: one that is too slow costs lines, which are
@@ -40,13 +40,14 @@ __all__ = ["EventLog", "to_microseconds"]
 
 _FLUSH_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
-"""Of the run's clock, which is at hand, between two looks at the wall clock."""
+"""Seconds of the run's clock between two looks at the wall clock. The time of the run's clock is
+passed with the facts, so comparing it costs nothing."""
 _FLUSH_BYTES = 1 << 18
 _HOLD_LINES = 2048
-"""Until they are encoded together, in 2 ms: one by one, between everything else that a coordinator
-does, a line takes three times as long."""
+"""Number of lines that are held and then encoded together, in 2 ms. If lines are encoded one by one
+between other work of the coordinator, each takes three times as long."""
 _PENDING_BYTES = 1 << 26
-"""What a disk that hangs may leave unwritten: some minutes of a busy fleet's lines."""
+"""Number of bytes that may wait for a disk that hangs: some minutes of a busy fleet's lines."""
 _CLOSE_SECONDS = 10.0
 _NEW: Literal["xb", "wb"] = "xb"
 _THERE: Literal["ab"] = "ab"
@@ -56,17 +57,21 @@ _NEAR_TIE = 1e-3
 _EXACT_BELOW = 1e6
 """Seconds: up to there the error of a product with a million is far smaller than `_NEAR_TIE`."""
 
-# A trainer may take minutes over a batch, and no fact comes meanwhile to flush its delivery.
+# After these facts no further fact may come for minutes, while the trainer trains. So they are
+# flushed at once.
 _FLUSHED_AT_ONCE = frozenset({BatchDelivered, EvaluationDelivered, UpdateFinished})
 
 
 class EventLog:
-    """Writes a run's facts to `path`, which is made with the first bytes that reach it.
+    """Writes a run's facts to the file at `path`.
 
-    With `append` it is there, of a run that was cut off. Nothing is written (or cut away) before
-    :meth:`start`: a run that is refused leaves no file, or leaves it as it was. A `patient` log
-    waits for a slow disk instead of dropping lines, as a run on a virtual clock should. Prompts and
-    outputs are written with `log_tokens` only, else their lengths.
+    The file is not made or changed before :meth:`start`, so a run that is refused leaves no trace.
+
+    Args:
+        path: the file.
+        append: continue the file of a run that is resumed; otherwise the file must not exist.
+        patient: wait for a slow disk instead of dropping lines, as a run on a virtual clock should.
+        log_tokens: write the tokens of prompts and responses; otherwise only their number.
     """
 
     def __init__(
@@ -79,21 +84,21 @@ class EventLog:
     ) -> None:
         self._path = path
         self.wants_tokens = log_tokens
-        """The facts that it is told have the tokens themselves."""
+        """Whether its facts should have the tokens, and not only their number."""
         self._held: list[Fact] = []
-        """Not in the buffer yet, and after everything in it."""
+        """Facts that are not encoded yet. They come after everything in the buffer."""
         self._times: list[float] = []
-        """When each of them was."""
+        """Time of each fact in `_held`."""
         self._append = append
         self._tail: Tail | None = None
-        """Where a former process's part ends; read with the first event of the new one."""
+        """The end of the prior run's log. It is read when the first fact arrives."""
         self._encoder = msgspec.json.Encoder(enc_hook=_unknown)
         self._buffer = bytearray()
         self._began: float | None = None
         self._started = False
         self._flushed_at = time.monotonic()
         self._look_at = -math.inf
-        """When, on the run's clock."""
+        """Time on the run's clock of the next look at the wall clock."""
         self._writer = FileWriter(
             path,
             _THERE if append else _NEW,
@@ -122,12 +127,19 @@ class EventLog:
             self._look(now)
 
     def seconds(self, now: float) -> float:
-        """`now`, of the event loop's clock, on the run's; 0.0 before the first event."""
+        """Convert `now`, a time of the event loop's clock, to seconds since the run began.
+
+        Returns 0.0 before the first fact.
+        """
         return 0.0 if self._began is None else to_microseconds(np.array([now - self._began]))[0]
 
     def start(self, *, batches: int = 0) -> None:
-        """The folder is there: from now on lines reach the file. `batches`: delivered before, as
-        a run that goes on knows it; what the log has beyond them was not saved, and is void."""
+        """Begin to write to the file; call it when the run folder exists.
+
+        Args:
+            batches: number of batches that a resumed run knows. Later deliveries in the log were
+                not saved, and are void.
+        """
         self._started = True
         if self._append and not self._writer.failed:
             self._go_on(batches)
@@ -151,12 +163,12 @@ class EventLog:
         self._buffer[:0] = self._as_lines([fact], [t])
 
     def close(self) -> None:
-        """Write what is left, in bounded time."""
+        """Write the remaining lines, in bounded time."""
         self._flush()
         self._writer.close()
 
     def _encode(self) -> None:
-        """Bring what is held into the buffer."""
+        """Encode the facts that are held into the buffer."""
         held, self._held = self._held, []
         times, self._times = self._times, []
         if self._writer.failed or not held:
@@ -168,14 +180,15 @@ class EventLog:
             seconds = to_microseconds(np.array(times) - began)
             self._buffer += self._as_lines(held, seconds)
         except Exception as error:
-            # Detached like any listener that raises, it could not say so in the summary.
+            # A listener that raises is detached. The log catches the error itself, so that the
+            # summary says that the log is not complete.
             self._writer.fail(error)
 
     def _as_lines(self, facts: Sequence[Fact], seconds: Sequence[float]) -> bytes:
-        """Each fact with its time before its own fields."""
+        """Encode each fact as a line, with its time before its own fields."""
         encoded = self._encoder.encode_lines(facts).split(b"\n")
         times = self._encoder.encode(seconds)[1:-1].split(b",")
-        # The last of what was encoded is what follows the last line: nothing.
+        # The last element of `encoded` is empty: it comes after the last newline.
         lines = [b'{"t":%b,%b\n' % (t, line[1:]) for t, line in zip(times, encoded, strict=False)]
         return b"".join(lines)
 
@@ -185,7 +198,7 @@ class EventLog:
         return self._tail
 
     def _look(self, now: float) -> None:
-        """Flush if it is time to."""
+        """Flush if the last flush is long ago, or if the buffer is large."""
         late = False
         if now >= self._look_at:
             self._look_at = now + _LOOK_SECONDS
@@ -205,7 +218,8 @@ class EventLog:
 
 
 def _unknown(value: object) -> str:
-    """Only the type of what JSON does not know: an array, say, may be token data."""
+    """Write only the type of a value that JSON does not know, because an array may be token
+    data."""
     return type(value).__name__
 
 
