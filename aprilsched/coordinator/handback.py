@@ -2,8 +2,8 @@
 
 :class:`HandBack` does this for an engine that is lost or leaves the fleet. Such an engine may be
 paused, the trainer may have its memory, and calls to it may be open: a refit, a release. These
-calls are ended or waited for first. Memory is taken back when the trainer has given it back, so at
-the end of the sleep. An engine joins again only after it was handed back.
+calls are ended or waited for first. The memory is taken back at the end of the sleep, when the
+trainer does not use it any more. An engine joins again only after it was handed back.
 
 :func:`release` does this for every engine when the scheduler closes, within a bound. Each engine is
 released on its own, so one that hangs delays no other. Its streams are closed first, and each tells

@@ -76,7 +76,7 @@ class Refits:
         self._publishing: list[WeightPublisher | None] = []
         """Publishers that are publishing now."""
         self._concluding: list[ConcludingPublisher] = []
-        """Those of them whose call was cancelled."""
+        """The publishers in `_publishing` whose call was cancelled."""
 
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks

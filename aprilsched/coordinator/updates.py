@@ -71,7 +71,8 @@ class Updates:
             session.check_open()
             state = session.state
             if new == state.weights.versions.trainer and state.fleet.control.engines:
-                # It was to be brought in once more, and an engine that has it is back by now.
+                # The same version was to be published once more. An engine that has it is back now,
+                # so this is not needed.
                 seconds = asyncio.get_running_loop().time() - started
                 return RefitReport(version=new, quarantined={}, seconds=seconds)
             result = await self._run(publisher, new)

@@ -81,14 +81,14 @@ def acknowledge(state: SchedulerState, batches: Iterable[int]) -> None:
 
 
 def handed_over(state: SchedulerState) -> tuple[int, ...]:
-    """Batches that the trainer has and did not acknowledge. After a restart it has none of them
-    until they are delivered again."""
+    """Numbers of the batches that the trainer has and has not acknowledged. After a restart it has
+    none of them until they are delivered again."""
     waiting = {batch.index for batch in state.delivery.redelivery}
     return tuple(index for index in state.delivery.unacknowledged if index not in waiting)
 
 
 def full(state: SchedulerState) -> bool:
-    """Whether enough is generated for the batch in work. Rewards may still be outstanding."""
+    """Whether enough is generated for the present batch. Rewards may still be missing."""
     if not state.stop.enough(state.in_flight.ready):
         return False
     return all(group.complete for group in _required(state))
@@ -103,8 +103,11 @@ def training_runs(state: SchedulerState) -> bool:
 
 
 def deliver_evaluations(state: SchedulerState) -> None:
-    """Deliver every evaluation that has ended. While it is not known yet which engines somebody
-    else has given another version, the tokens may be of both."""
+    """Deliver every evaluation that has ended.
+
+    This waits while an external update is open, because the tokens may be of two versions until
+    every engine has said which version it has.
+    """
     update = state.weights.update
     if update is not None and update.external:
         return
@@ -126,7 +129,7 @@ def offer(state: SchedulerState) -> None:
     accepted = [group for group in state.in_flight.ready if group.accepted]
     due, version = 0, state.weights.versions.trainer
     if state.staleness.finishes:
-        # Groups that the batch must contain go first; within both kinds the order of completion
+        # Groups that the batch must contain go first; otherwise the order of completion
         # stays.
         accepted.sort(key=lambda group: not state.delivery.must_deliver.has(group, version))
         due = sum(state.delivery.must_deliver.has(group, version) for group in accepted)

@@ -1,4 +1,4 @@
-"""Deferred rollouts: which of the open groups run, if the refill rule keeps more open than run.
+"""Decides which open groups run, if the refill rule keeps more groups open than run.
 
 The request of a deferred rollout neither waits to be sent nor is with an engine. When a batch is
 full, everything is called back and deferred. When the next batch begins, the members that the rule
@@ -19,7 +19,7 @@ __all__ = ["choose_groups", "defer_all", "release_all"]
 
 
 def choose_groups(state: SchedulerState) -> None:
-    """Choose what runs, when a batch begins or when everything that was chosen has ended."""
+    """Choose the groups that run, when a batch begins or when all chosen groups have ended."""
     refill = state.plan.schedule.refill
     if not refill.defers or not training_runs(state):
         return
@@ -89,9 +89,12 @@ def _view(state: SchedulerState, groups: list[GroupRecord]) -> OpenGroups:
 
 
 def _runs(group: GroupRecord) -> bool:
-    """Whether a member of the group runs. A member that is being called back does not count: a
-    trainer that takes two batches under one version asks for the second one while the probes of the
-    first are called back, and all groups of these probes would run then."""
+    """Whether a member of the group runs.
+
+    A member that is being called back does not count. A trainer that takes two batches under one
+    version asks for the second batch while the probes of the first are called back, and otherwise
+    all groups of these probes would run.
+    """
     requests = (m.request for m in group.members if m.state in (State.RUNNING, State.HELD))
     return any(request is not None and not request.aborting for request in requests)
 

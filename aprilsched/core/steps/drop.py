@@ -1,10 +1,10 @@
-"""Giving up: when a request is tried no more, and how a group leaves flight for the ledger.
+"""Gives requests up after too many tries, and moves dropped groups to the ledger.
 
-How often a request is tried is bounded here and in no other layer, and the cause is kept. An
-attempt that failed without a token may be the request's own fault, so few of these in a row are
-enough (``max_attempts``). An attempt that broke off after new tokens, never reached its engine, or
-went down with it is hardly the request's fault. Such interruptions have a wider bound of their own
-(``max_breaks``), for the request that ends every engine it meets.
+The number of tries of a request is bounded only here, and the last cause is kept. An attempt that
+failed without a token may be the request's own fault, so a few of these in a row are enough to give
+it up (``max_attempts``). An attempt that broke off after new tokens, never reached its engine, or
+was lost with its engine is probably not the request's fault. Such interruptions have a higher bound
+of their own (``max_breaks``), because a request may also crash every engine that gets it.
 """
 
 from __future__ import annotations
@@ -102,8 +102,11 @@ def refuse(state: SchedulerState, cause: str) -> None:
 
 
 def _count_failure(state: SchedulerState, cause: str) -> None:
-    """Count a failed group, and give the run up after too many in a row: a reward function that
-    always raises would use up every prompt while the trainer waits for ever."""
+    """Count a failed group, and give the run up after too many in a row.
+
+    Otherwise a reward function that always raises would use up every prompt, while the trainer
+    waits forever.
+    """
     state.prompts.consecutive_failures += 1
     if state.prompts.consecutive_failures == state.config.max_failed_groups:
         state.tell(GroupsFailed(groups=state.prompts.consecutive_failures, cause=cause))

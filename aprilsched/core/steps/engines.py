@@ -1,4 +1,4 @@
-"""Engines that join, answer control calls, go on standby, come into use, and are lost."""
+"""Handles engines that join, answer control calls, go on standby, come into use, and are lost."""
 
 from __future__ import annotations
 
@@ -70,8 +70,10 @@ def _start(state: SchedulerState, version: int) -> None:
 
 
 def _adopt(state: SchedulerState, versions: set[int | None]) -> None:
-    """Take over the engines' version, where they all have one that is newer than the resumed run's:
-    the run ended during an update that every engine has taken."""
+    """Adopt the engines' version if they all have one that is newer than the resumed run's.
+
+    The prior run then ended during an update that every engine has taken.
+    """
     version = versions.pop() if len(versions) == 1 else None
     if version is not None and version > state.weights.versions.trainer:
         _start(state, version)
@@ -86,7 +88,7 @@ def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:
         state.weights.update.refitting if state.weights.update is not None else frozenset[str]()
     )
     if state.weights.update is not None and engine.name not in refitting:
-        # It was lost before it was told to load the version, and can be told now.
+        # The engine was lost before it was told to load the version, so it can be told now.
         state.weights.update.answers.pop(engine.name, None)
     current = engine.version == state.weights.versions.trainer and state.weights.adapter is None
     standby = not current or bool(refitting)

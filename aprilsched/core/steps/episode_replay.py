@@ -1,8 +1,8 @@
-"""Episodes after a restart: a coroutine cannot be saved, so it runs again from its beginning.
+"""Replays episodes after a restart. A coroutine cannot be saved, so it runs again from its begin.
 
 As long as the episode asks for the same turns with the same contexts, it is given the saved answers
-without generating, as durable workflows replay their history. An unfinished turn goes on from its
-tokens. Where the episode asks for something else, the tokens from there on are discarded and
+without generating, as durable workflows replay their history. An unfinished turn continues from
+its tokens. If the episode asks for something else, the tokens from there on are discarded and
 counted.
 """
 
@@ -31,14 +31,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class AnsweredTurn:
-    """The turn of this number is known to its end."""
+    """The turn with this number has a saved answer."""
 
     turn: int
 
 
 @dataclass(frozen=True, slots=True)
 class BegunTurn:
-    """The turn is known in part; its output begins here."""
+    """The turn was saved in part; its output begins at position `begin` of the response."""
 
     begin: int
 
@@ -46,7 +46,7 @@ class BegunTurn:
 def ask_again(
     state: SchedulerState, rollout: RolloutRecord, input_ids: Int32Array
 ) -> AnsweredTurn | BegunTurn | None:
-    """What is known of the turn that the episode asks for; None if nothing is known."""
+    """Find the saved part of the turn that the episode asks for; None if there is none."""
     replay = rollout.replay
     if replay is None:
         return None

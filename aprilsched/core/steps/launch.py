@@ -103,7 +103,7 @@ def on_prompts_arrived(state: SchedulerState, event: PromptsArrived) -> None:
 
 
 def launch(state: SchedulerState) -> None:
-    """Start the groups that the refill rule asks for, as far as prompts are there."""
+    """Start the groups that the refill rule asks for, as far as there are prompts."""
     if not state.fleet.control.engines or state.given_up or not _may_launch(state):
         return
     count = _count(state)
@@ -151,7 +151,7 @@ def _count(state: SchedulerState) -> int:
         retarget(state)
     count = refill_now(state).launches(_pool_view(state))
     if count and state.stop.learns:
-        # What a group counts is known better now than when the batch began.
+        # The number of groups that a batch takes can be estimated better now than when it began.
         resize(state)
         count = refill_now(state).launches(_pool_view(state))
     if count and state.staleness.bound is not None:

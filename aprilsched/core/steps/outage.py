@@ -4,13 +4,13 @@ Nothing in flight is lost in an outage. Requests wait with the tokens known so f
 waits for an engine that can take it. Once an engine is back with the fleet's version, everything
 goes on. Otherwise the outage ends in one of two ways:
 
-- No engine at all is there for ``fleet_wait_s``: the fleet is given up.
-- Engines are back without the fleet's weights, and nothing can bring them these weights: whoever
-  waits for tokens is told to publish a version, and the scheduler goes on after that.
+- There is no engine for ``fleet_wait_s``: the fleet is given up.
+- Engines are back without the fleet's weights, and these weights cannot be published again: the
+  calls that wait for tokens end with an error that says to publish a version, and the scheduler
+  continues after that.
 
-An evaluation is of one version. If its engines are gone and only an update leads on, it is
-abandoned, because otherwise the update would wait for the evaluation and the evaluation for the
-update.
+An evaluation has one version. If its engines are gone and only an update can continue the run, the
+evaluation is abandoned, because otherwise each of the two would wait for the other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def note_loss(state: SchedulerState, engine: str, cause: str) -> None:
 
 
 def note_join(state: SchedulerState, engine: str) -> None:
-    """Note that an engine is there."""
+    """Note that an engine has joined or is back."""
     state.fleet.rejoin_expected_until = state.now + _REJOIN_S
     state.fleet.lost.pop(engine, None)
 

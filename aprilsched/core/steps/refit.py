@@ -1,4 +1,4 @@
-"""The in-flight refit: from the trainer's new version until each engine reports that it has it.
+"""Carries a refit from the trainer's new version to the last engine that reports it.
 
 - An engine that does not report the new version afterwards goes on standby, where the next refit
   reaches it. If no engine has the new version and all still have the old one, generation goes on
@@ -120,8 +120,8 @@ def on_refitted(state: SchedulerState, event: Refitted) -> None:
 
 
 def _asked(update: Update | None, engine: str) -> bool:
-    """Is an answer of the engine waited for? What one answers that was lost and is back, it was
-    asked before, and counts for nothing."""
+    """Whether an answer of the engine is expected. An engine that was lost and is back may still
+    answer a question from before; that answer is ignored."""
     return update is not None and engine in update.refitting and engine not in update.answers
 
 
@@ -133,14 +133,14 @@ def _note_consistency(control: EngineControl, event: Refitted, wanted: int) -> N
 
 
 def advance(state: SchedulerState) -> None:
-    """Take the update to its next phase, if there is an update and it is time."""
+    """Take the update to its next phase, if its conditions are met."""
     update = state.weights.update
     if update is None:
         return
     if update.answered:
         _conclude(state, update)
     elif not update.may_pause:
-        # An evaluation is of one version, so it ends first. So do requests that cannot wait inside
+        # An evaluation has one version, so it ends first. So do requests that cannot wait inside
         # a paused engine.
         inside = update.adapter or state.config.behaviour.waits_inside
         update.may_pause = not state.evaluations.running and (
@@ -163,7 +163,7 @@ def refit(state: SchedulerState) -> None:
     elif not all(state.fleet.control.refittable(control) for control in targets):
         return
     if not targets:
-        # While no engine is there at all, or one is catching up, the update waits.
+        # While there is no engine, or while one is catching up, the update waits.
         if there and not any(control.catching_up for control in there):
             _finish(state, update, cause="no engine is there that could take it")
         return
@@ -329,7 +329,7 @@ def _uncross(state: SchedulerState, engine: str, update: Update) -> None:
 
 
 def _evaluate_again(state: SchedulerState, update: Update) -> None:
-    """Let running evaluations begin again, whose responses would be of two versions."""
+    """Restart the running evaluations, because their responses would have two versions."""
     cause = f"version {update.version} was loaded during the evaluation"
     for groups in state.evaluations.running.values():
         for group in list(groups):

@@ -24,9 +24,9 @@ from aprilsched.core.steps.target import retarget
 __all__ = ["on_planned", "plan"]
 
 _LATER = 3
-"""A schedule is asked for again after so many times as many batches."""
+"""The next schedule is asked for after this many times as many batches as the last one."""
 _RECENT_BATCHES = 8
-"""Batches whose groups are recent evidence."""
+"""Number of batches whose groups are recent evidence."""
 _DRIFT = 0.3
 """Relative change of the recent groups' median length that makes a schedule out of date.
 
@@ -36,7 +36,7 @@ the law depends on responses that have not ended."""
 
 
 def plan(state: SchedulerState) -> None:
-    """Ask for a new schedule if it is time."""
+    """Ask for a new schedule if there is enough new evidence."""
     batches = state.in_flight.counters.batches
     if not state.config.automatic or state.plan.requested or batches == state.plan.checked_at:
         return

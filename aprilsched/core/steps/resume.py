@@ -1,4 +1,4 @@
-"""Brings a saved scheduler into a new process, so that the run goes on.
+"""Restores a saved scheduler in a new process, so that the run continues.
 
 Everything that only a process can hold is gone: attempts, calls of reward functions, episodes and
 evaluations. Rollouts that were generating wait to be sent again with their tokens. Unknown rewards
@@ -7,8 +7,8 @@ their rollouts are in the ledger.
 
 The settings may differ from those of the saved run. So everything that follows from settings is
 made from the present ones: which rollouts are deferred, the schedule and how many groups it keeps
-open, and which groups have to be scored and accepted. A state that only the
-settings of the prior run continue from would stand still.
+open, and which groups have to be scored and accepted. A state
+from which only the settings of the prior run could continue would never change again.
 """
 
 from __future__ import annotations
@@ -394,7 +394,7 @@ def _drop_damaged(state: SchedulerState, saved: Saved, delivered: set[int]) -> N
             in_flight.counters.delivered -= group_id in delivered
             _drop(state, rollout_id, group_id, lost, Reason.DAMAGED, cause)
     if saved.damaged:
-        # Nobody knows how many rollouts a group had that cannot be read at all.
+        # The number of rollouts of a group that cannot be read is not known.
         counters = in_flight.counters
         counters.launched = counters.delivered + in_flight.ledger.total + len(in_flight.rollouts)
 

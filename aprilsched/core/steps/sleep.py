@@ -1,4 +1,4 @@
-"""Sleep: the engines release their memory for the trainer, and take it back later.
+"""Lets the engines sleep: they release their memory for the trainer and take it back later.
 
 Stragglers come first: where every engine can release memory while requests wait in a pause, they
 stay inside it (retract). Otherwise they are called back with their tokens and sent again later.
@@ -59,7 +59,7 @@ def on_woken(state: SchedulerState, event: Woken) -> None:
 
 
 def advance(state: SchedulerState) -> None:
-    """Take the sleep to its next phase, if there is one and it is time."""
+    """Take the sleep to its next phase, if its conditions are met."""
     sleep = state.fleet.sleep
     if sleep is None:
         return

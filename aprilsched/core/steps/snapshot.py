@@ -29,7 +29,7 @@ __all__ = ["full_snapshot", "take_changes", "take_checkpoint", "take_full"]
 
 
 def take_changes(state: SchedulerState) -> Snapshot:
-    """A snapshot of the changes in the journal, which begins again."""
+    """Take a snapshot of the changes in the journal, and empty the journal."""
     journal = state.in_flight.journal
     snapshot = Snapshot(
         full=False,
@@ -52,8 +52,7 @@ def take_changes(state: SchedulerState) -> Snapshot:
 
 
 def full_snapshot(state: SchedulerState) -> Snapshot:
-    """A full snapshot, as a store must have it. The journal, and what counts as saved, stay as they
-    are."""
+    """Return a full snapshot without side effects: the journal is not emptied."""
     offered = (
         ()
         if state.delivery.offer is None or state.delivery.offer.record is None
@@ -63,8 +62,12 @@ def full_snapshot(state: SchedulerState) -> Snapshot:
 
 
 def take_checkpoint(state: SchedulerState, *, without: Collection[int]) -> Snapshot:
-    """A full snapshot for the trainer's own checkpoint: `without` the batches that it has learned
-    from, and with the offered batch as not taken."""
+    """Return a full snapshot for the trainer's own checkpoint, in which the offered batch is not
+    taken.
+
+    Args:
+        without: numbers of the batches that the trainer has learned from; they are left out.
+    """
     kept = [batch for index, batch in state.delivery.unacknowledged.items() if index not in without]
     return _everything(state, _run(state, taken=False), kept)
 
@@ -92,7 +95,7 @@ def _everything(
 
 
 def take_full(state: SchedulerState) -> Snapshot:
-    """A full snapshot, as the first one of a store. The journal begins again."""
+    """Take a full snapshot, which replaces the content of the store, and empty the journal."""
     snapshot = full_snapshot(state)
     for group in state.in_flight.training_groups():
         for member in group.members:
@@ -102,8 +105,8 @@ def take_full(state: SchedulerState) -> Snapshot:
 
 
 def _arrived(journal: Journal) -> TokenPage | None:
-    """Tokens that arrived, without those of rollouts that left, and all tokens of rollouts that
-    have to be saved again."""
+    """The tokens to save: those that arrived since the last snapshot, without the rollouts that
+    have left, and all tokens of the rollouts that are rewritten."""
     again = [rollout for rollout in journal.changed.values() if rollout.rewritten]
     journal.arrived.forget(journal.gone.union(rollout.rollout_id for rollout in again))
     _add_all(journal.arrived, again)
@@ -111,7 +114,7 @@ def _arrived(journal: Journal) -> TokenPage | None:
 
 
 def _held(rollouts: Iterable[RolloutRecord]) -> TokenPage | None:
-    """All tokens of these rollouts, as a page."""
+    """A page with all tokens of these rollouts."""
     builder = PageBuilder()
     _add_all(builder, rollouts)
     return builder.page()
@@ -196,8 +199,11 @@ def _batch(batch: DeliveredBatch) -> SavedBatch:
 
 
 def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
-    """The data of the run itself, with the offered batch as `taken`: the trainer may take it before
-    the next snapshot, and is given the same batch again after a restart."""
+    """The data of the run itself.
+
+    The offered batch counts as `taken`, because the trainer may take it before the next snapshot;
+    after a restart it is given the same batch again.
+    """
     in_flight = state.in_flight
     groups = () if state.delivery.offer is None else state.delivery.offer.groups
     ready = tuple(group.group_id for group in in_flight.ready)

@@ -1,7 +1,8 @@
-"""Decides how many groups are kept open for the batch in work, and how many a batch takes.
+"""Decides how many groups are kept open for the present batch, and how many a batch takes.
 
-How many groups a batch takes that is full by tokens is estimated from the lengths seen so far, with
-unfinished responses as censored ones. Until a response has finished, it is ``batch_groups``.
+If a batch is full by tokens, the number of groups that it takes is estimated from the lengths seen
+so far, where unfinished responses are censored. Until a response has finished, the estimate is
+``batch_groups``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def retarget(state: SchedulerState) -> None:
 
 
 def resize(state: SchedulerState) -> None:
-    """Decide it again in the middle of a batch, which may take another number of groups than was
+    """Decide again in the middle of a batch, because it may take more or fewer groups than was
     estimated."""
     _aim(state, None)
 

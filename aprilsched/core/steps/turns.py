@@ -1,8 +1,8 @@
-"""The turns of a rollout: a plain rollout has one, an episode as many as its coroutine asks for.
+"""Handles the turns of rollouts: a plain rollout has one, an episode as many as it asks for.
 
-An episode may withdraw a turn, as by a timeout around its call. The request is then called back,
-and the tokens that it brings back are *undecided*: they are kept if the episode says so, and
-otherwise dropped and counted as soon as the episode goes on.
+An episode may withdraw a turn, for example by a timeout around its call. The request is then called
+back, and its tokens are *undecided*: they are kept if the episode says so. Otherwise they are
+dropped and counted as soon as the episode continues.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def end_turn(state: SchedulerState, request: RequestRecord) -> None:
 
 
 def take_back(state: SchedulerState, request: RequestRecord) -> None:
-    """Take a request back that came back before its end. The rest of it waits to be sent again."""
+    """Take back a request that was interrupted before its end. Its rest waits to be sent again."""
     if request.rollout.group.dropped is not None:
         state.in_flight.forget(request)
     elif request.remaining <= 0 or request.rollout.state is State.RETURNING:

@@ -9,10 +9,10 @@ may also load weights without the scheduler. Four things show a wrong version:
 - the label on the tokens that the engine streams;
 - the spans at the end of a response.
 
-The engine then is on standby until it was brought to the fleet's version, and its requests go on
-elsewhere with the tokens known so far. The tokens in question get the version that the engine
-reports. An evaluation is of one version, so its group with such tokens is dropped, and the prompt
-is generated again.
+The engine is then on standby until it is brought to the fleet's version, and its requests continue
+on other engines with the tokens known so far. The tokens in question get the version that the
+engine reports. An evaluation has one version, so a group of it with such tokens is dropped, and its
+prompt is generated again.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def disown(state: SchedulerState, request: RequestRecord, version: int) -> None:
     engine, group = request.engine, request.rollout.group
     cause = f"it has sampled under version {version} {_wanted(state)}"
     _stand_by(state, engine, version, cause)
-    # After the engine is out of use, so that nothing is called back from it any more.
+    # This comes after the engine is out of use, so that nothing is called back from it.
     if group.evaluation_id is not None and group.dropped is None:
         cause = f"{engine} had version {version}, which is not that of the evaluation"
         drop(state, group, Reason.OTHER_VERSION, cause)
