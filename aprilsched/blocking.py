@@ -40,6 +40,7 @@ from aprilsched.loop_thread import LoopThread
 from aprilsched.planning import Planner
 from aprilsched.store import Store
 from aprilsched.telemetry.base import AnyListener
+from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt
 from aprilsched.weights.base import WeightPublisher
 
@@ -174,6 +175,11 @@ class RolloutScheduler:
         except BaseException:
             handing.void = True
             raise
+
+    def report_logprobs(self, batch: Batch, logprobs: object) -> AlignmentFigures:
+        """Compare the trainer's log-probabilities of a batch with those of the engines; see
+        :meth:`aprilsched.RolloutScheduler.report_logprobs`."""
+        return self._wait(lambda: self._rollouts.report_logprobs(batch, logprobs))
 
     def evaluate(self, prompts: Iterable[Prompt], *, group_size: int = 1) -> Batch:
         """Generate all responses to `prompts`, without over-provisioning and carry.

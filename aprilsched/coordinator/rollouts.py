@@ -12,6 +12,7 @@ from typing import Literal, Self, cast
 
 from aprilsched.coordinator.episodes import Episode
 from aprilsched.coordinator.live_bias import BiasNow
+from aprilsched.coordinator.logprob_comparison import compared
 from aprilsched.coordinator.prompts import PromptSource, checked
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
@@ -25,7 +26,9 @@ from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, InvariantViolation, PromptsExhausted
 from aprilsched.planning import Planner
 from aprilsched.store.base import Store
+from aprilsched.telemetry.alignment import alignment_of
 from aprilsched.telemetry.base import AnyListener
+from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt
 from aprilsched.weights.base import WeightPublisher
 
@@ -104,6 +107,9 @@ class RolloutScheduler:
         self._waits = self._session.waits
         self._updates = Updates(self._session)
         self._evaluations = 0
+        self._evaluated: set[int] = set()
+        """The first group of each evaluation. An evaluation and a training batch may have the same
+        index."""
 
     async def __aenter__(self) -> Self:
         await self._session.open()
@@ -237,11 +243,46 @@ class RolloutScheduler:
             ev.EvaluationRequested(evaluation_id=number, prompts=chosen, group_size=group_size)
         )
         try:
-            return await future
+            evaluated = await future
+            self._evaluated.update(group.group_id for group in evaluated.groups[:1])
+            return evaluated
         except asyncio.CancelledError:
             self._waits.forget_evaluation(number)
             self._feed(ev.EvaluationWithdrawn(evaluation_id=number))
             raise
+
+    async def report_logprobs(self, batch: Batch, logprobs: object) -> AlignmentFigures:
+        """Compare the trainer's log-probabilities of a batch with those of the engines.
+
+        At staleness 0 both are of the same weights, so a difference is a mismatch of the engine
+        and the trainer. The comparison is written to the event log, and is in `summary.json` and in
+        the report under "alignment". Only the first report of a batch counts there.
+
+        Args:
+            batch: a batch of :meth:`next_batch`.
+            logprobs: log-probabilities of the tokens under the weights of ``batch.version``, so
+                computed before any step on this batch, at the temperature that they were sampled
+                with. Either a tensor or array of the shape of ``batch.to_torch().input_ids`` or of
+                ``batch.to_torch(packed=True).input_ids``, or a list with an array [T] for each
+                response of ``batch.rollouts``. Only tokens that count in the loss are looked at.
+
+        Returns:
+            The figures of this batch.
+
+        Raises:
+            ConfigError: if `logprobs` do not have the shape of the batch, or if the batch is not
+                one for training.
+            SchedulerClosed: outside of the ``async with`` block.
+        """
+        self._session.check_open()
+        if not batch.groups or batch.groups[0].group_id in self._evaluated:
+            raise ConfigError(
+                "the batch is that of an evaluation; report the log-probabilities of training "
+                "batches only."
+            )
+        comparison = await compared(batch, logprobs)
+        self._feed(ev.LogprobsReported(comparison=comparison))
+        return alignment_of([comparison])
 
     # --- durability ----------------------------------------------------------------------------
 

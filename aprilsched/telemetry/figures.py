@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 __all__ = [
+    "AlignmentFigures",
+    "BatchAlignmentFigures",
     "BatchFigures",
     "BiasFigures",
     "BiasReference",
     "CensoringFigures",
     "DecileFigures",
+    "DifferenceFigures",
     "DropFigures",
     "InFlightFigures",
     "LawFigures",
@@ -246,6 +249,56 @@ class BiasFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DifferenceFigures:
+    """The differences of some tokens, in nats; all but `tokens` are None without a token."""
+
+    tokens: int
+    mean: float | None
+    """Of d. Below 0 the trainer finds the tokens less probable than their engine did."""
+    k3: float | None
+    """Mean of exp(d) - 1 - d: an estimate of KL(engine, trainer) that is never negative
+    (http://joschu.net/blog/kl-approx.html)."""
+    largest: float | None
+    """The largest magnitude of d."""
+    beyond_share: float | None
+    """Share of the tokens whose magnitude of d is above `bound`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchAlignmentFigures:
+    """One batch."""
+
+    batch: int
+    tokens: int
+    mean: float | None
+    k3: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlignmentFigures:
+    """The trainer's log-probabilities against the engines', at staleness 0."""
+
+    bound: float
+    """Above it a difference is large, in nats."""
+    whole: DifferenceFigures
+    """All compared tokens."""
+    skipped: int
+    """Tokens that were not compared, because their version is not certain or they attend to keys
+    of older weights."""
+    not_finite: int
+    """Tokens with a log-probability that is NaN or infinite; anything but 0 is a mistake."""
+    by_engine: dict[str, DifferenceFigures]
+    by_position: list[DifferenceFigures]
+    """By position in the response, counted from 1: entry i is of the positions 2**i to
+    2**(i + 1) - 1."""
+    by_age: list[DifferenceFigures]
+    """By staleness, of all tokens: entry 0 is the mismatch alone, and later entries contain what
+    the policy has moved too. The last entry is of all older tokens."""
+    by_batch: list[BatchAlignmentFigures]
+    """The batches that were reported, in their order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SteadyState:
     """The same figures over the batches after the burn-in."""
 
@@ -290,4 +343,6 @@ class RunSummary:
     bias: BiasFigures
     steady_state: SteadyState
     rewards: RewardFigures = field(default_factory=RewardFigures)
+    alignment: AlignmentFigures | None = None
+    """None unless the trainer reported its log-probabilities."""
     per_batch: list[BatchFigures] = field(default_factory=list[BatchFigures])

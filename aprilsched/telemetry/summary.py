@@ -18,6 +18,7 @@ from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.messages import facts
 from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry import batch_figures as of
+from aprilsched.telemetry.alignment import AlignmentLedger
 from aprilsched.telemetry.batch_figures import BatchMeter, Bound, Measured
 from aprilsched.telemetry.bias_collector import BiasCollector
 from aprilsched.telemetry.dispatching import DispatchingListener
@@ -95,6 +96,7 @@ class Summary(DispatchingListener):
         self.ledger: Ledger | None = None
         self.warns = True
         self._bias = BiasCollector()
+        self._alignment = AlignmentLedger()
         self._handlers = {
             facts.RunOpened: self._opened,
             facts.BatchRequested: self._measure,
@@ -110,6 +112,7 @@ class Summary(DispatchingListener):
             facts.EngineLost: self._engine_lost,
             facts.BatchDelivered: self._batch_delivered,
             facts.EvaluationDelivered: self._evaluation_delivered,
+            facts.LogprobsCompared: self._alignment.take,
         }
 
     # --- the result ----------------------------------------------------------------------------
@@ -148,6 +151,7 @@ class Summary(DispatchingListener):
                 remainder.ledger,
             ),
             steady_state=of.steady_state(batches, burn_in),
+            alignment=self._alignment.figures(),
             rewards=of.rewards(batches),
             per_batch=[batch.figures for batch in batches],
         )

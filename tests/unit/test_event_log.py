@@ -73,6 +73,17 @@ FACTS: list[Fact] = [
     ),
     of.UpdateFinished(version=2, failed=(("a", "no answer"),)),
     delivered(),
+    of.LogprobsCompared(
+        comparison=ev.LogprobComparison(
+            batch=4,
+            version=1,
+            bound=0.1,
+            by_engine={"a": ev.LogprobDifferences(tokens=2, total=-0.5, k3=0.25)},
+            by_position=(ev.LogprobDifferences(), ev.LogprobDifferences(tokens=2, beyond=1)),
+            by_age=(ev.LogprobDifferences(tokens=2, largest=0.5),),
+            not_finite=3,
+        )
+    ),
     of.PromptsEnded(),
 ]
 

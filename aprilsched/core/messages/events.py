@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from msgspec import Struct
+
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.types import (
     FinishReason,
@@ -39,6 +41,9 @@ __all__ = [
     "Flushed",
     "GroupRewarded",
     "Interrupted",
+    "LogprobComparison",
+    "LogprobDifferences",
+    "LogprobsReported",
     "Opened",
     "Paused",
     "Planned",
@@ -123,6 +128,44 @@ class BatchesAcknowledged:
     """The trainer is done with these batches: they need not be delivered again after a restart."""
 
     batches: tuple[int, ...]
+
+
+class LogprobDifferences(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """Differences d of the trainer's log-probabilities of some tokens from the engines', in nats.
+    `total` is the sum of d, `k3` the sum of exp(d) - 1 - d, `largest` the largest magnitude of d,
+    and `beyond` the number of tokens whose magnitude is above the bound."""
+
+    tokens: int = 0
+    total: float = 0.0
+    k3: float = 0.0
+    largest: float = 0.0
+    beyond: int = 0
+
+
+class LogprobComparison(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """The trainer's log-probabilities of a batch, computed with the weights of `version`, against
+    those of the engines. `by_engine` and `by_position` are of the tokens of staleness 0, `by_age`
+    of all. Entry i of `by_position` is of the positions 2**i to 2**(i + 1) - 1 in the response,
+    counted from 1. The last entry of `by_age` is of all older tokens. Tokens are `skipped` where
+    their version is not certain or they attend to keys of older weights, and `not_finite` where a
+    log-probability is NaN or infinite. `bound` is a magnitude in nats, see
+    :class:`LogprobDifferences`."""
+
+    batch: int
+    version: int
+    bound: float
+    by_engine: dict[str, LogprobDifferences]
+    by_position: tuple[LogprobDifferences, ...]
+    by_age: tuple[LogprobDifferences, ...]
+    skipped: int = 0
+    not_finite: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogprobsReported:
+    """The trainer has computed the log-probabilities of a batch, and they were compared."""
+
+    comparison: LogprobComparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -433,6 +476,7 @@ Event: TypeAlias = (
     | BatchWithdrawn
     | BatchTaken
     | BatchesAcknowledged
+    | LogprobsReported
     | EvaluationRequested
     | EvaluationWithdrawn
     | UpdateRequested

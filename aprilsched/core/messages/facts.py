@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from msgspec import Struct
 
-from aprilsched.core.messages.events import ControlCall, EngineInfo
+from aprilsched.core.messages.events import ControlCall, EngineInfo, LogprobComparison
 from aprilsched.types import NO_VERSION, Batch, FinishReason, Rollout
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "GroupDropped",
     "GroupLaunched",
     "GroupsFailed",
+    "LogprobsCompared",
     "OfferWithdrawn",
     "PromptRefused",
     "PromptsEnded",
@@ -174,6 +175,12 @@ class BatchesAcknowledged(Fact, frozen=True):
     """The trainer is done with these batches."""
 
     batches: tuple[int, ...]
+
+
+class LogprobsCompared(Fact, frozen=True):
+    """The trainer's log-probabilities of a batch were compared with those of the engines."""
+
+    comparison: LogprobComparison
 
 
 class PromptsEnded(Fact, frozen=True):

@@ -25,6 +25,7 @@ from aprilsched.core.messages.events import (
     BatchRequested,
     BatchTaken,
     BatchWithdrawn,
+    LogprobsReported,
 )
 from aprilsched.core.state.assembly import batch_of
 from aprilsched.core.state.records import DeliveredBatch, GroupRecord, Offered
@@ -64,6 +65,11 @@ def on_batch_withdrawn(state: SchedulerState, _: BatchWithdrawn) -> None:
 
 def on_batches_acknowledged(state: SchedulerState, event: BatchesAcknowledged) -> None:
     acknowledge(state, event.batches)
+
+
+def on_logprobs_reported(state: SchedulerState, event: LogprobsReported) -> None:
+    """A report decides nothing; it becomes a fact, so that it is in the log and the summary."""
+    state.tell(facts.LogprobsCompared(comparison=event.comparison))
 
 
 def acknowledge(state: SchedulerState, batches: Iterable[int]) -> None:

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from aprildocs.documented import cell, field_texts, type_text
 from aprilsched.config import SchedulerConfig
+from aprilsched.core.messages.events import LogprobComparison, LogprobDifferences
 from aprilsched.core.messages.facts import DeliveredRollout, DroppedRollout, RestoredLengths
 from aprilsched.telemetry import figures
 from aprilsched.telemetry.event_log.format import KINDS
@@ -37,6 +38,13 @@ __all__ = [
 ]
 
 
+_PARTS = (
+    DeliveredRollout,
+    DroppedRollout,
+    LogprobComparison,
+    LogprobDifferences,
+    RestoredLengths,
+)
 _OF_TOKENS = frozenset({"asked", "key", "input_ids", "token_ids", "logprobs"})
 """Fields that are written with ``--log-tokens`` only."""
 
@@ -163,8 +171,7 @@ def _line(kind: type[Struct]) -> tuple[str, str, str]:
 
 def fact_parts() -> str:
     """The objects inside of facts."""
-    rows = (_line(kind) for kind in (DeliveredRollout, DroppedRollout, RestoredLengths))
-    return _table(("object", "fields", "meaning"), rows)
+    return _table(("object", "fields", "meaning"), map(_line, _PARTS))
 
 
 def _doc(kind: type[Any]) -> str:

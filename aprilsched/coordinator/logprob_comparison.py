@@ -1,0 +1,185 @@
+"""Compares the trainer's log-probabilities of a batch with those of the engines that sampled it.
+
+At staleness 0 the engine and the trainer have the same weights, so every difference comes from
+their arithmetic: kernels, dtypes, the order of sums, the routing of experts. In a loss this looks
+like off-policyness, and no bound on staleness makes it smaller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.core.messages.events import LogprobComparison, LogprobDifferences
+from aprilsched.errors import ConfigError
+from aprilsched.types import NO_VERSION, Batch, Rollout
+
+__all__ = ["AGES", "BOUND", "compared"]
+
+BOUND = 0.1
+"""A token is beyond the bound if its probabilities differ by more than 10 %. Rounding in bfloat16
+stays below for most tokens."""
+AGES = 6
+"""Classes of staleness; the last one has all tokens that are 5 or more versions old."""
+_LARGEST = 20.0
+"""exp(d) of a larger difference would hide everything else in a mean; see
+:mod:`aprilsched.corrections`."""
+_TOKENS_AT_ONCE = 1 << 16
+"""Compared between two turns of the event loop, in about 2 ms."""
+
+
+async def compared(batch: Batch, logprobs: object) -> LogprobComparison:
+    """The differences of `logprobs` from those of the `batch`, in the forms that
+    :meth:`RolloutScheduler.report_logprobs` describes.
+
+    Raises:
+        ConfigError: if `logprobs` do not have the shape of the batch.
+    """
+    comparison, at_once = _Comparison(batch), 0
+    for rollout, row in _rows(batch, logprobs):
+        comparison.add(rollout, row)
+        at_once += len(rollout)
+        if at_once >= _TOKENS_AT_ONCE:
+            # Streams of engines are read on this event loop, and must not wait for a large batch.
+            await asyncio.sleep(0)
+            at_once = 0
+    return comparison.result()
+
+
+@dataclass(slots=True, eq=False)
+class _Sum:
+    """Differences of some tokens, added up."""
+
+    tokens: int = 0
+    total: float = 0.0
+    k3: float = 0.0
+    largest: float = 0.0
+    beyond: int = 0
+
+    def add(self, differences: NDArray[np.float64]) -> None:
+        if not differences.size:
+            return
+        magnitudes = np.abs(differences)
+        limited = np.clip(differences, -_LARGEST, _LARGEST)
+        self.tokens += differences.size
+        self.total += float(differences.sum())
+        # Near 0 exp(d) - 1 - d would be a difference of almost equal numbers.
+        self.k3 += float((np.expm1(limited) - limited).sum())
+        self.largest = max(self.largest, float(magnitudes.max()))
+        self.beyond += int(np.count_nonzero(magnitudes > BOUND))
+
+    def result(self) -> LogprobDifferences:
+        return LogprobDifferences(
+            tokens=self.tokens,
+            total=self.total,
+            k3=self.k3,
+            largest=self.largest,
+            beyond=self.beyond,
+        )
+
+
+class _Comparison:
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._by_engine: dict[str, _Sum] = {}
+        self._by_position: list[_Sum] = []
+        self._by_age = [_Sum() for _ in range(AGES)]
+        self._skipped = 0
+        self._not_finite = 0
+
+    def add(self, rollout: Rollout, logprobs: NDArray[Any]) -> None:
+        with np.errstate(invalid="ignore", over="ignore"):
+            differences = logprobs.astype(np.float64) - rollout.logprobs
+        finite = np.isfinite(differences)
+        self._not_finite += int(np.count_nonzero(rollout.loss_mask & ~finite))
+        usable = rollout.loss_mask & finite
+        certain = rollout.versions_exact and not rollout.stale_keys
+        for segment in rollout.segments:
+            if segment.version == NO_VERSION:
+                continue
+            start, end = segment.start, segment.end
+            age = self._batch.version - segment.version
+            if not certain or age < 0:
+                # Somebody other than the trainer loaded a newer version than the batch's.
+                self._skipped += int(np.count_nonzero(usable[start:end]))
+                continue
+            here = differences[start:end][usable[start:end]]
+            self._by_age[min(age, AGES - 1)].add(here)
+            if age == 0:
+                self._by_engine.setdefault(str(segment.engine), _Sum()).add(here)
+                self._add_by_position(differences, usable, start, end)
+
+    def _add_by_position(
+        self, differences: NDArray[np.float64], usable: NDArray[np.bool_], start: int, end: int
+    ) -> None:
+        for place in range((start + 1).bit_length() - 1, end.bit_length()):
+            first, last = max(start, (1 << place) - 1), min(end, (2 << place) - 1)
+            while len(self._by_position) <= place:
+                self._by_position.append(_Sum())
+            self._by_position[place].add(differences[first:last][usable[first:last]])
+
+    def result(self) -> LogprobComparison:
+        return LogprobComparison(
+            batch=self._batch.index,
+            version=self._batch.version,
+            bound=BOUND,
+            by_engine={name: each.result() for name, each in sorted(self._by_engine.items())},
+            by_position=tuple(each.result() for each in self._by_position),
+            by_age=tuple(each.result() for each in self._by_age),
+            skipped=self._skipped,
+            not_finite=self._not_finite,
+        )
+
+
+def _rows(batch: Batch, logprobs: object) -> Iterator[tuple[Rollout, NDArray[Any]]]:
+    """Each rollout with the trainer's log-probabilities of its response."""
+    rollouts = list(batch.rollouts)
+    whole = [len(rollout.prompt_ids) + len(rollout) for rollout in rollouts]
+    if isinstance(logprobs, list | tuple):
+        parts = [_array(part) for part in cast("Sequence[object]", logprobs)]
+        if [part.shape for part in parts] != [(len(rollout),) for rollout in rollouts]:
+            raise ConfigError(
+                f"the {len(parts)} rows of log-probabilities do not have the lengths of the "
+                f"batch's {len(rollouts)} responses; give one row for each rollout, in the order "
+                "of batch.rollouts."
+            )
+        return zip(rollouts, parts, strict=True)
+    longest = max(whole, default=0)
+    array = _array(logprobs)
+    if array.ndim == 2 and len(array) == len(rollouts) and array.shape[1] >= longest:
+        rows: Sequence[NDArray[Any]] = list(array)
+    elif array.shape == (sum(whole),):
+        rows = np.split(array, np.cumsum(whole)[:-1])
+    else:
+        raise ConfigError(
+            f"the log-probabilities have shape {array.shape}; give ({len(rollouts)}, {longest}) "
+            f"or more columns as to_torch() has them, ({sum(whole)},) as to_torch(packed=True) "
+            "has them, or a list with one row for each response."
+        )
+    return (
+        (rollout, row[len(rollout.prompt_ids) : length])
+        for rollout, row, length in zip(rollouts, rows, whole, strict=True)
+    )
+
+
+def _array(logprobs: object) -> NDArray[Any]:
+    if not isinstance(logprobs, np.ndarray):
+        detach = getattr(logprobs, "detach", None)
+        if detach is None:
+            raise ConfigError(
+                f"the log-probabilities are of type {type(logprobs).__name__}; give a numpy array, "
+                "a torch tensor, or a list of them."
+            )
+        # numpy has no bfloat16.
+        logprobs = detach().float().cpu().numpy()
+    array: NDArray[Any] = np.asarray(logprobs)
+    if array.dtype.kind != "f":
+        raise ConfigError(
+            f"the log-probabilities are {array.dtype} values; give floating-point numbers."
+        )
+    return array
