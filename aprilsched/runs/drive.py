@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from aprilsched.analysis.run import readable
 from aprilsched.coordinator import RolloutScheduler
+from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
@@ -23,11 +24,10 @@ from aprilsched.runs.setup import Setup, run_on_clock
 from aprilsched.runs.showing import Screen
 from aprilsched.runs.summary import remainder, summary_of
 from aprilsched.store.base import Store
-from aprilsched.telemetry.base import AnyListener
+from aprilsched.telemetry.base import AnyListener, Listener
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.resumed_timeline import ResumedTimeline
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, RunFolder
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.sampling import Sampler
@@ -251,7 +251,7 @@ class PriorRun:
     def __init__(self, folder: Path, summary: Summary) -> None:
         self._folder = folder
         self._summary = summary
-        self.listener = ResumedTimeline([summary])
+        self.listener = _ResumedTimeline([summary])
 
     async def show(self, state: SchedulerState, *, inline: bool) -> int:
         """Replay the prior part to the summary; returns how many batches the trainer had.
@@ -278,6 +278,46 @@ class PriorRun:
         self._summary.ledger, self._summary.warns = run.ledger, False
         with readable(self._folder):
             return replay(self._folder / EVENTS, [run, self._summary], batches=batches)
+
+
+class _ResumedTimeline:
+    """A listener that passes facts on to `listeners`, with their times on the run's timeline.
+
+    A process that resumes a run has a clock of its own. The listeners see its facts at the time at
+    which the prior run ended and later. The time between the two processes is left out.
+
+    Facts are held back until :meth:`begin` is called, so that the listeners can be shown the prior
+    run first.
+    """
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = tuple(listeners)
+        self._held: list[tuple[Sequence[Fact], float]] = []
+        self._begin: float | None = None
+        """Seconds from the beginning of the run to the end of the prior run."""
+        self._first: float | None = None
+        """The time of the first fact that is passed on, by the clock of this process."""
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        if self._begin is None:
+            self._held.append((facts, now))
+            return
+        if self._first is None:
+            self._first = now
+        at = now - self._first + self._begin
+        for listener in self._listeners:
+            listener.on_facts(facts, at)
+
+    def begin(self, at: float) -> None:
+        """Pass on the facts that were held back, and from now on every fact at once.
+
+        Args:
+            at: seconds from the beginning of the run to the end of the prior run.
+        """
+        self._begin = at
+        held, self._held = self._held, []
+        for facts, now in held:
+            self.on_facts(facts, now)
 
 
 def _sampler(setup: Setup, folder: RunFolder, log: EventLog) -> AbstractAsyncContextManager[object]:
