@@ -1,1 +1,1 @@
-"""Listeners: what they see of a run, and never touch."""
+"""Listeners: parts that observe a run and never change it."""

@@ -1,6 +1,7 @@
-"""How old the tokens of a rollout are, from its runs of one version.
+"""Computes the staleness of a rollout's tokens from its segments.
 
-Exact, and without a look at the single tokens: a rollout of thousands of them has a few runs.
+The figures are exact, although the single tokens are not looked at: a rollout of thousands of
+tokens has only a few segments of one version each.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ __all__ = ["Ages", "ages_of", "sampled_tokens"]
 
 
 class Ages(NamedTuple):
-    """Of the tokens that a policy sampled; ages are in versions.
+    """Figures about the sampled tokens of a rollout; ages are in versions.
 
-    `oldest_trained` is the largest age among those that count in the loss, `masked` how many do
-    not.
+    Attributes:
+        oldest_trained: largest age among the tokens that count in the loss.
+        masked: number of tokens that do not count in the loss.
     """
 
     sampled: int
@@ -29,9 +31,10 @@ class Ages(NamedTuple):
 
 
 def ages_of(rollout: DeliveredRollout, version: int) -> Ages:
-    """The ages when `version` consumes the rollout."""
+    """The ages of a rollout's tokens if the policy `version` is trained on it."""
     sampled = off_policy = total = oldest = oldest_trained = 0
-    # What is masked is whatever is older than some version, so it is taken from the oldest run on.
+    # The masked tokens are those older than some version, so they are subtracted from the oldest
+    # segments first.
     masked = rollout.masked
     segments = sorted(rollout.segments, key=_version) if masked else rollout.segments
     for start, end, sampled_under, _ in segments:
@@ -42,7 +45,8 @@ def ages_of(rollout: DeliveredRollout, version: int) -> Ages:
         is_masked = 0 < tokens <= masked
         if is_masked:
             masked -= tokens
-        # Of a newer version than the trainer's, which somebody else has loaded: not negative.
+        # The tokens may be of a newer version than the trainer's, which somebody else has loaded.
+        # Their age is then 0 and not negative.
         age = max(0, version - sampled_under)
         total += age * tokens
         off_policy += tokens if sampled_under != version else 0
@@ -54,7 +58,7 @@ def ages_of(rollout: DeliveredRollout, version: int) -> Ages:
 
 
 def sampled_tokens(rollout: DeliveredRollout) -> int:
-    """Tokens of the response that a policy sampled."""
+    """Number of tokens of the response that a policy sampled."""
     return sum([end - start for start, end, version, _ in rollout.segments if version >= 0])
 
 

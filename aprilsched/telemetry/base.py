@@ -1,8 +1,8 @@
-"""What a listener is: it is given every fact of a run, in order, and decides nothing.
+"""The protocols of listeners, which are given every fact of a run in order and decide nothing.
 
-Most facts are chunks of tokens, which come by the thousand a second. A listener that need not hear
-of each at once can be given many together, which costs a third: between two things that a
-coordinator does, a listener's code is in no cache any more.
+Most facts are chunks of tokens, of which thousands arrive in a second. A listener that does not
+need each of them at once can take many together. This costs a third, because the listener's code
+leaves the processor's caches between two calls.
 """
 
 from __future__ import annotations
@@ -17,46 +17,47 @@ from aprilsched.core.messages.facts import Fact, TokensReceived
 __all__ = ["AnyListener", "BulkListener", "Listener", "ProtocolListener", "TokenChunks"]
 
 TokenChunks: TypeAlias = Sequence[tuple[TokensReceived, float]]
-"""Each with its time."""
+"""Facts about new tokens, each with its time."""
 
 
 @runtime_checkable
 class Listener(Protocol):
-    """Hears the facts of a run (:mod:`aprilsched.core.messages.facts`).
+    """Is given the facts of a run (:mod:`aprilsched.core.messages.facts`).
 
-    It is called between decisions, so it must return at once; what is slow belongs into a
-    :class:`~aprilsched.telemetry.queued.QueuedListener`. One that raises is told no more. One with
-    a true attribute ``wants_tokens`` makes facts hold the tokens themselves.
+    A listener is called between decisions, so it must return at once. Put a slow one into a
+    :class:`~aprilsched.telemetry.queued.QueuedListener`. A listener that raises is not called
+    again. If a listener has a true attribute ``wants_tokens``, facts have the tokens themselves.
     """
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        """These have come true at `now`, seconds of the event loop's clock, in this order."""
+        """Take the facts that came true at `now` (seconds on the event loop's clock), in order."""
         ...
 
 
 @runtime_checkable
 class BulkListener(Listener, Protocol):
-    """Is given chunks of tokens a moment later, many at once, and before whatever else happened
-    after them."""
+    """A listener that takes many chunks of tokens at once. They are passed on a moment later, and
+    before any other fact that came after them."""
 
     def on_tokens(self, chunks: TokenChunks, now: float) -> None:
-        """What has come since the last call, in order; the last one at `now`."""
+        """Take the chunks that arrived since the last call, in order; the last one arrived at
+        `now`."""
         ...
 
 
 @runtime_checkable
 class ProtocolListener(Protocol):
-    """Sees the events that the core was given and the commands that it answered with: for tests of
-    the shell, and for whoever looks for a bug in it. Everybody else listens to facts."""
+    """Is given the events that the core handled and the commands that it answered with. This is
+    meant for tests of the shell and for finding bugs in it; other listeners use facts."""
 
     def on_event(self, event: Event, now: float) -> None:
-        """`event` was handled at `now`, seconds of the event loop's clock."""
+        """Take an event that was handled at `now` (seconds on the event loop's clock)."""
         ...
 
     def on_command(self, command: Command, now: float) -> None:
-        """`command` was decided at `now`."""
+        """Take a command that was decided at `now`."""
         ...
 
 
 AnyListener: TypeAlias = Listener | ProtocolListener
-"""A listener of facts, of the protocol, or of both."""
+"""A listener of facts, of events and commands, or of both."""

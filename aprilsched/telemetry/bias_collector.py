@@ -1,12 +1,12 @@
-"""What a run says about its own bias: laws, the transient, staleness by length, censors.
+"""Collects what is needed to measure the length bias of a run: laws, transient, staleness, drops.
 
 Invariant: every training rollout that was launched is in exactly one of three places here:
-delivered, open (in flight, or waiting for its batch), or dropped. The drawn law is estimated
-from all three, so a response counts whether or not the schedule let it through. (What was
-dropped of an evaluation cannot be told apart in the ledger and counts among the dropped.)
+delivered, open (in flight, or waiting for its batch), or dropped. The drawn law is estimated from
+all three, so a response counts whether or not the schedule delivered it. Dropped rollouts of an
+evaluation cannot be told apart in the ledger, and count as dropped training rollouts.
 
-Work is done for each rollout that is sent, finishes or is dropped, and for each batch; nothing
-is done for a token.
+Work is done for each rollout that is sent, finishes or is dropped, and for each batch, but not for
+single tokens.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ _GOAL = 0.01
 
 
 class BiasCollector:
-    """Gathers what :meth:`figures` needs while a run goes on."""
+    """Collects what :meth:`figures` needs during a run."""
 
     def __init__(self) -> None:
         self.finished: set[int] = set()
-        """The rollouts that are generated to their end, and neither delivered nor dropped yet."""
+        """Ids of the rollouts whose response has ended and that are neither delivered nor
+        dropped."""
         self.newest = -1
-        """The largest id among the rollouts launched; ids follow the order of launches."""
+        """Largest id of a launched rollout; ids follow the order of launches."""
         self._drops = Drops()
         self._newest: list[int] = []
-        """The newest rollout's id at each delivery."""
+        """Value of `newest` at the delivery of each batch."""
         self._groups: list[NDArray[np.int64]] = []
-        """The group of each delivered rollout, by batch."""
+        """Group id of each delivered rollout, for each batch."""
         self._delivered = 0
         self._delivered_tokens = 0
 
@@ -55,15 +56,18 @@ class BiasCollector:
         self.finished.difference_update(rollout.rollout_id for rollout in rollouts)
 
     def drop(self, ledger: Ledger, *, warn: bool) -> None:
-        """Something went to the ledger; warn if that censors lengths."""
+        """Take new entries of the ledger, and warn if the drops censor lengths."""
         self._drops.take(ledger, self.finished)
         if warn:
             self._drops.warn(ledger, self._delivered, self._delivered_tokens)
 
     def restart(self, gone: Collection[int]) -> None:
-        """The run goes on in another process, with its own ledger; `gone` has the rollouts that
-        were delivered or dropped before."""
-        # What else is there is launched again.
+        """Continue with the ledger of another process, which resumes the run.
+
+        Args:
+            gone: ids of the rollouts that were delivered or dropped before.
+        """
+        # All other rollouts are launched again as restored.
         self.finished.intersection_update(gone)
         self.newest = max(gone, default=-1)
         self._drops = Drops()
@@ -75,7 +79,11 @@ class BiasCollector:
         open_groups: Sequence[GroupLengths],
         ledger: Ledger,
     ) -> BiasFigures:
-        """`basis` and what is estimated here. `open_groups`: training groups not delivered."""
+        """Add the estimates of this collector to `basis`.
+
+        Args:
+            open_groups: lengths of the training groups that are not delivered.
+        """
         self._drops.take(ledger, self.finished)
         lengths = _joined([batch.lengths for batch in batches])
         tokens, finished = pooled(open_groups)
@@ -107,7 +115,7 @@ class BiasCollector:
     def _law(
         self, lengths: NDArray[np.int64], tokens: NDArray[np.int64], finished: NDArray[np.bool_]
     ) -> KaplanMeier | None:
-        """Of all that was launched; None until one response has finished."""
+        """The law of the lengths of all launched responses; None until one response has ended."""
         drops = self._drops.taken
         dropped = np.array([drop.entry.tokens for drop in drops], dtype=np.int64)
         ended = np.array([drop.finished for drop in drops], dtype=np.bool_)
@@ -165,7 +173,13 @@ def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 
 
 def running_bias(lengths: Sequence[NDArray[np.int64]], mean: float) -> list[float]:
-    """Mean length of all delivered up to each batch / `mean` - 1; `lengths` int64 [n] by batch."""
+    """Relative bias of the delivered lengths after each batch.
+
+    This is the mean length of all responses delivered so far, divided by `mean`, minus 1.
+
+    Args:
+        lengths: for each batch the lengths of its responses, int64 [n].
+    """
     totals = np.cumsum([float(batch.sum()) for batch in lengths])
     counts = np.cumsum([batch.size for batch in lengths])
     return [float(value) for value in totals / (counts * mean) - 1]
@@ -180,19 +194,19 @@ def transient_by_batch(
     open_groups: NDArray[np.int64],
     mean: float,
 ) -> list[float]:
-    """-I * (l / mu - 1) / (K * N) after each of the batches.
+    """The transient part of the bias after each of the batches, -I * (l / mu - 1) / (K * N).
 
-    What was in flight after a batch is known afterwards: launched until then, and delivered
-    later or not at all.
+    The responses that were in flight after a batch are known afterwards: they were launched before,
+    and were delivered later or not at all.
 
     Args:
-        lengths, groups: for each batch the final length, int64 [n], and the group, int64 [n], of
-            its responses.
-        newest: the largest id launched when the batch was delivered; ids follow the order of
-            launches.
-        open_lengths, open_groups: float64 [m] and int64 [m], of what was never delivered; the
-            lengths known or expected.
-        mean: mu.
+        lengths: for each batch the final lengths of its responses, int64 [n].
+        groups: for each batch the groups of its responses, int64 [n].
+        newest: for each batch the largest id that was launched when the batch was delivered; ids
+            follow the order of launches.
+        open_lengths, open_groups: lengths float64 [m] (known or expected) and groups int64 [m] of
+            the responses that were never delivered.
+        mean: mu, the mean of the drawn lengths.
     """
     final = np.concatenate((*lengths, open_lengths)).astype(np.float64)
     group = np.concatenate((*groups, open_groups))

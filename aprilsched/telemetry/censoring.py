@@ -1,8 +1,8 @@
-"""Does a schedule drop long responses? The effect on everything else, and a warning about it.
+"""Measures whether a schedule drops long responses, and warns about it.
 
-A response that was dropped for its age or its failure had more time to be so the longer it was.
-What the user's own accept function rejects is a choice, not a censor: its effect is given, and
-no warning.
+A long response has more time to become too old or to fail than a short one, so such drops change
+the lengths that are delivered. A group that the user's accept function rejects was dropped by
+choice: its effect is computed, and there is no warning.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ __all__ = ["CENSORS", "Drop", "Drops", "censoring", "warning_now", "warning_of"]
 log = logging.getLogger("aprilsched")
 
 CENSORS = frozenset({Reason.STALE, Reason.FAILED, Reason.SIBLING_FAILED, Reason.EPISODE_FAILED})
-"""Reasons that can fall on long responses more often than on short ones."""
+"""Reasons of drops that may hit long responses more often than short ones."""
 
 _ENOUGH = 8
-"""Drops before there is a warning: one that was long is no policy."""
+"""Number of drops before a warning. One long response that is dropped is no pattern."""
 _LEAST_EFFECT = 0.001
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drop:
-    """A dropped rollout and whether it had been generated to its end."""
+    """A dropped rollout, and whether its response had ended."""
 
     entry: Entry
     finished: bool
 
 
 class Drops:
-    """The entries of a ledger, each taken once, and the warning, given once.
+    """Takes each entry of a ledger once, and gives the warning once.
 
-    A ledger keeps only its latest entries, so it must be looked at from time to time.
+    A ledger keeps only its latest entries, so it must be read from time to time.
     """
 
     def __init__(self) -> None:
@@ -51,8 +51,9 @@ class Drops:
         self._warned = False
 
     def take(self, ledger: Ledger, finished: set[int]) -> None:
-        """Take what is new; `finished` names rollouts that were generated to their end."""
-        # A resumed scheduler may know less than its log does: what it had not saved is undone.
+        """Take the new entries; `finished` has the ids of the rollouts whose response had ended."""
+        # A resumed scheduler may have fewer entries than the log, because it has not saved all of
+        # them.
         undone = max(0, self._seen - ledger.total)
         del self.taken[len(self.taken) - undone :]
         new = min(max(0, ledger.total - self._seen), len(ledger.entries))
@@ -61,7 +62,7 @@ class Drops:
             self.taken.append(Drop(entry=entry, finished=entry.rollout_id in finished))
 
     def warn(self, ledger: Ledger, delivered: int, delivered_tokens: int) -> None:
-        """Warn, once, when the dropped were longer (so far) than the delivered are."""
+        """Warn once if the dropped responses were longer so far than the delivered ones."""
         if self._warned:
             return
         warning = warning_now(ledger, delivered, delivered_tokens)
@@ -71,7 +72,7 @@ class Drops:
 
 
 def warning_now(ledger: Ledger, delivered: int, delivered_tokens: int) -> str | None:
-    """What to say of a run that has dropped and delivered so much; None for nothing."""
+    """The warning about a run with these drops and deliveries; None if there is none."""
     reasons = sorted(reason for reason in ledger.rollouts if reason in CENSORS)
     rollouts = sum(ledger.rollouts[reason] for reason in reasons)
     tokens = sum(ledger.tokens[reason] for reason in reasons)
@@ -88,8 +89,8 @@ def warning_now(ledger: Ledger, delivered: int, delivered_tokens: int) -> str | 
 def censoring(drops: Sequence[Drop], law: KaplanMeier | None, kept: int) -> CensoringFigures:
     """The effect of `drops` on the `kept` other rollouts of a run with this length law.
 
-    Where no response of some length ever finishes the law cannot know how long the dropped would
-    have become, so effects are lower bounds.
+    If no response of some length has ended, the law does not say how long the dropped responses
+    would have become. The effects are then lower bounds.
     """
     by_reason: dict[str, list[Drop]] = {}
     for drop in drops:
@@ -107,7 +108,7 @@ def censoring(drops: Sequence[Drop], law: KaplanMeier | None, kept: int) -> Cens
 
 
 def warning_of(reasons: Sequence[str], rollouts: int, effect: float | None) -> str:
-    """One sentence: what censors, how much, what to change."""
+    """One sentence that says what censors lengths, how much, and what to change."""
     size = "" if effect is None else f" by at least {abs(effect):.1%}"
     shift = "longer" if effect is not None and effect > 0 else "shorter"
     return (
@@ -135,7 +136,7 @@ def _figures(drops: Sequence[Drop], law: KaplanMeier | None, kept: int) -> DropF
 def _censors(reason: str, figures: DropFigures) -> bool:
     if reason not in CENSORS:
         return False
-    # An eviction selects by age whatever came of it; a failure may have hit anybody.
+    # An eviction selects old responses in any case; a failure may hit any response.
     return reason == Reason.STALE or (figures.effect or 0.0) < -_LEAST_EFFECT
 
 

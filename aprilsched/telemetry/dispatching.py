@@ -1,4 +1,4 @@
-"""A listener that is a table: what each kind of fact does to it."""
+"""A base class for listeners that handle each kind of fact by a function of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DispatchingListener"]
 
 
 class DispatchingListener:
-    """Calls `_handlers` by type, with `_now` set; what has no handler is passed over."""
+    """Calls the handler of each fact in `_handlers`, with `_now` set; other facts are ignored."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -20,7 +20,7 @@ class DispatchingListener:
 
     @property
     def kinds(self) -> Collection[type]:
-        """The facts that it has handlers for."""
+        """The kinds of facts that have a handler."""
         return self._handlers.keys()
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
@@ -39,7 +39,7 @@ class DispatchingListener:
         self._now = now
 
     def hear(self, fact: Fact, now: float) -> None:
-        """A single fact."""
+        """Take a single fact."""
         self._now = now
         handler = self._handlers.get(fact.__class__)
         if handler is not None:

@@ -1,4 +1,4 @@
-"""Length laws as figures, and staleness by length. Pure functions."""
+"""Turns length laws into figures, and computes staleness by length. The functions are pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DECILES = 10
 
 
 def law_figures(law: KaplanMeier) -> LawFigures:
-    """The figures of an estimate."""
+    """The figures of an estimated law."""
     percentiles = law.quantile(_PERCENTILES)
     return LawFigures(
         mean=law.mean(),
@@ -30,9 +30,9 @@ def law_figures(law: KaplanMeier) -> LawFigures:
 
 
 def sample_law(lengths: NDArray[np.int64]) -> LawFigures | None:
-    """The figures of lengths int64 [n] that are all known; None for none.
+    """The figures of the lengths int64 [n] of responses that have all ended; None if there is none.
 
-    A response of no tokens (its episode only has the environment's) counts as one of 1 token.
+    A response without tokens (its episode has only tokens of the environment) counts as one token.
     """
     if not lengths.size:
         return None
@@ -42,7 +42,7 @@ def sample_law(lengths: NDArray[np.int64]) -> LawFigures | None:
 def in_flight_figures(
     law: KaplanMeier, tokens: NDArray[np.int64], finished: NDArray[np.bool_]
 ) -> InFlightFigures:
-    """The figures of responses of which int64 [n] tokens are there and bool [n] finished."""
+    """The figures of responses with lengths int64 [n] so far, of which bool [n] have ended."""
     final = expected_lengths(law, tokens, finished)
     some = tokens.size > 0
     return InFlightFigures(
@@ -61,8 +61,9 @@ def deciles(
 ) -> DecileFigures | None:
     """Staleness by length; None for fewer than 10 responses.
 
-    All int64 [n], one entry for each response: its length, its tokens that a policy sampled,
-    those of them that an older policy sampled, and the sum of their staleness.
+    All arguments are int64 [n] with one entry for each response: its length, the number of its
+    sampled tokens, the number of those that an older policy sampled, and the sum of their
+    staleness.
     """
     if lengths.size < _DECILES:
         return None

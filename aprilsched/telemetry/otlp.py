@@ -1,4 +1,4 @@
-"""Sends spans to an OpenTelemetry collector, as the environment (OTEL_…) says. Needs ``otel``."""
+"""Sends spans to an OpenTelemetry collector that the environment names (OTEL_…). Needs ``otel``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from opentelemetry.trace import Tracer
 __all__ = ["otlp_tracer"]
 
 _MAX_PENDING_SPANS = 1 << 16
-"""A batch's spans come all at once; the SDK's own 2048 would drop most of a large one."""
+"""Number of spans that may wait. All spans of a batch come at once, and the SDK's own 2048 would
+drop most of a large batch."""
 
 
 @contextmanager
 def otlp_tracer() -> Generator[Tracer]:
-    """A tracer whose spans go to OTEL_EXPORTER_OTLP_ENDPOINT (OTLP over HTTP; port 4318 of this
-    machine unless set). The end of the block sends what is left. The process's own provider is
-    left alone."""
+    """A tracer whose spans go to OTEL_EXPORTER_OTLP_ENDPOINT by OTLP over HTTP (by default port
+    4318 of this machine).
+
+    At the end of the block the remaining spans are sent. The provider of the process is not
+    changed.
+    """
     name = os.environ.get("OTEL_SERVICE_NAME", "aprilsched")
     provider = TracerProvider(
         resource=Resource.create({"service.name": name}), shutdown_on_exit=False

@@ -1,8 +1,10 @@
-"""The folder of a run: config.toml, events.jsonl, summary.json, store.sqlite, and samples.jsonl
-where engines or GPUs are sampled. Output stays inside.
+"""The folder of a run, which has everything that the run writes.
 
-Invariant: a folder that holds something is never written into, but for that of a run that goes on;
-and a run that is refused leaves nothing behind.
+Its files are config.toml, events.jsonl, summary.json, store.sqlite, and samples.jsonl if engines or
+GPUs are sampled.
+
+Invariant: a folder that is not empty is never written into, except by a process that resumes its
+run. A run that is refused leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ STORE = "store.sqlite"
 TRACE = "trace.json"
 RUNS = Path("runs")
 TRACKED = ("tensorboard", "wandb")
-"""Folders of experiment trackers."""
+"""Names of the folders of experiment trackers."""
 
 
 class RunFolder:
@@ -62,16 +64,16 @@ class RunFolder:
         self.path = path
         self.created = False
         self._made: list[Path] | None = None
-        """Folders that :meth:`reserve` made; None before it was called."""
+        """The folders that :meth:`reserve` made; None before it was called."""
         self.resumed = resumed
-        """The folder has a prior run, which this process resumes."""
+        """Whether the folder has a prior run, which this process resumes."""
 
     @classmethod
     def resume(cls, path: Path) -> Self:
-        """The folder of a run that was begun before.
+        """Open the folder of a run to resume it.
 
         Raises:
-            RunFolderError: if it is none, or its event log is damaged.
+            RunFolderError: if it is not a run folder, or if its event log is damaged.
         """
         return cls(path, resumed=True)
 
@@ -81,24 +83,25 @@ class RunFolder:
 
     @property
     def samples(self) -> Path:
-        """Of engines and GPUs beside the run."""
+        """Path of the samples of engines and GPUs."""
         return self.path / SAMPLES
 
     @property
     def ended(self) -> bool:
-        """The run in it came to its end, or to Ctrl-C; one that was killed did not."""
+        """Whether the run in the folder ended by itself or by Ctrl-C; a run that was killed did
+        not."""
         return (self.path / SUMMARY).exists()
 
     @property
     def store(self) -> Path:
-        """What keeps the run through a crash."""
+        """Path of the store, with which the run survives a crash."""
         return self.path / STORE
 
     def reserve(self) -> None:
-        """Make the folder for the store, which is opened before the run is known to begin.
+        """Make the folder for the store, which is opened before the run can be checked.
 
         Raises:
-            RunFolderError: if that cannot be done.
+            RunFolderError: if the folder cannot be made.
         """
         if self.resumed or self._made is not None:
             return
@@ -110,7 +113,7 @@ class RunFolder:
             raise _unusable(self.path, error) from error
 
     def discard(self) -> None:
-        """The run was refused: what was made for it goes."""
+        """Remove what was made for a run that was refused."""
         if self.resumed or self.created:
             return
         with suppress(OSError):
@@ -122,11 +125,13 @@ class RunFolder:
                 folder.rmdir()
 
     def create(self, config: Mapping[str, Any]) -> None:
-        """The run has begun: write its resolved configuration. What a run that goes on was summed
-        up to and drawn as before is not true any more, and goes.
+        """Write the resolved configuration of the run that has begun.
+
+        In a resumed run, the summary and the pictures of the prior run are removed, because they
+        are out of date.
 
         Raises:
-            RunFolderError: if that cannot be done.
+            RunFolderError: if the files cannot be written or removed.
         """
         with extra("cli"):
             from tomli_w import dumps
@@ -140,7 +145,7 @@ class RunFolder:
         self.created = True
 
     def write_summary(self, summary: RunSummary) -> None:
-        """Write summary.json, whole or not at all.
+        """Write summary.json as a whole or not at all.
 
         Raises:
             RunFolderError: if it cannot be written.
@@ -149,7 +154,8 @@ class RunFolder:
 
 
 def default_path(seed: int, runs: Path = RUNS, now: datetime | None = None) -> Path:
-    """``runs/<UTC time>-<seed>``, with a number behind it if another run began this second."""
+    """``runs/<UTC time>-<seed>``, with a number at the end if another run began in the same
+    second."""
     stamp = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
     name = f"{stamp}-{seed}"
     if not (runs / name).exists():
@@ -200,7 +206,7 @@ def _refuse_taken(path: Path) -> None:
 
 
 def _refuse_other(path: Path) -> None:
-    """Only what a run has begun can go on."""
+    """Raise RunFolderError if there is no run that can be resumed."""
     try:
         for name in (CONFIG, EVENTS):
             if not (path / name).is_file():

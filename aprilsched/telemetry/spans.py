@@ -43,21 +43,22 @@ _NANOSECONDS = 1e9
 
 
 def epoch_of_monotonic() -> int:
-    """The wall-clock time, in ns since 1970, at which :func:`time.monotonic` was 0."""
+    """The wall-clock time at which :func:`time.monotonic` was 0, in ns since 1970."""
     return time.time_ns() - time.monotonic_ns()
 
 
 class Spans(DispatchingListener):
-    """Writes spans of a run. Use it as ``with Spans() as spans:`` around the scheduler.
+    """A listener that writes spans of a run. Use it as ``with Spans() as spans:`` around the
+    scheduler.
 
-    Behind a :class:`~aprilsched.telemetry.queued.QueuedListener`, give it `kinds`.
+    In a :class:`~aprilsched.telemetry.queued.QueuedListener`, pass `kinds` to it.
 
     Args:
-        tracer: None takes the one of the provider that the process has set up.
-        epoch_ns: the wall-clock time, in ns since 1970, of the events' time 0. None puts the first
-            event now: for a clock that is not the machine's (a virtual one, a log's), whose seconds
-            then run on from there.
-        attributes: of the run's span.
+        tracer: the tracer; None takes that of the process's own provider.
+        epoch_ns: the wall-clock time of the events' time 0, in ns since 1970. With None the first
+            event happens now, and later times count from there; this is for a clock that is not the
+            machine's (a virtual clock, or that of a log).
+        attributes: attributes of the run's span.
     """
 
     def __init__(
@@ -75,14 +76,14 @@ class Spans(DispatchingListener):
         self._batch: Span | None = None
         self._update: Span | None = None
         self._updated: tuple[Span, float] | None = None
-        """The update before, and when it ended."""
+        """The span of the last update, and the time of its end."""
         self._calls: dict[tuple[str, _Call], Span] = {}
-        """Under way, by engine."""
+        """Spans of the open calls, by engine."""
         self._evaluations: dict[int, Span] = {}
         self._launched: dict[int, float] = {}
-        """When each rollout was that is in flight."""
+        """Launch time of each rollout in flight."""
         self._ended: dict[int, float] = {}
-        """When their responses did."""
+        """Time of the end of the response, of each rollout in flight whose response has ended."""
         self._handlers = {
             of.RunOpened: self._opened,
             of.BatchDelivered: self._batch_delivered,
@@ -103,7 +104,7 @@ class Spans(DispatchingListener):
 
     @property
     def kinds(self) -> frozenset[type]:
-        """The facts that it looks at."""
+        """The kinds of facts that it uses."""
         return frozenset(self._handlers)
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
@@ -118,7 +119,7 @@ class Spans(DispatchingListener):
         self.close()
 
     def close(self) -> None:
-        """End what is under way."""
+        """End all open spans."""
         if self._run is None:
             return
         for span in (*self._calls.values(), self._update, *self._evaluations.values()):
@@ -266,7 +267,7 @@ class Spans(DispatchingListener):
     def _call(self, engine: str, call: _Call, attributes: _Attributes) -> None:
         parent = self._update or self._batch
         if self._updated is not None and self._updated[1] == self._now:
-            parent = self._updated[0]  # engines are let go on in the moment in which it is over
+            parent = self._updated[0]  # engines continue in the moment in which the update ends
         self._answer(engine, call)
         self._calls[engine, call] = self._begin(
             call, parent, {"aprilsched.engine.name": engine, **attributes}

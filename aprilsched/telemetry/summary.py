@@ -1,11 +1,11 @@
-"""Everything that summary.json says, gathered while a run goes on.
+"""Collects everything in summary.json during a run.
 
-Invariant: `lost` and `duplicated` are computed from the ids of rollouts that were sent, delivered
-and dropped, so that they would show an error in the scheduler's own counters.
+Invariant: `lost` and `duplicated` are computed from the ids of the rollouts that were sent,
+delivered and dropped, so they would show an error of the scheduler's own counters.
 
-A second Opened is that of a process that goes on with the run: what was in flight and is not
-launched as restored then never was, so far as ids go (it may have another one soon); pauses and
-updates under way have ended.
+A second RunOpened comes from a process that resumes the run. Rollouts that were in flight and are
+not launched as restored afterwards are forgotten, because their ids may be given to other rollouts.
+Open pauses and updates have ended.
 """
 
 from __future__ import annotations
@@ -34,35 +34,36 @@ __all__ = ["Remainder", "Summary", "default_burn_in"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remainder:
-    """What only the scheduler itself can say at the end."""
+    """Figures that only the scheduler itself has at the end of a run."""
 
     in_flight: Collection[int]
-    """Ids of the rollouts that it still holds."""
+    """Ids of the rollouts that the scheduler still has in flight."""
     counters: Counters
     ledger: Ledger
     open_groups: Sequence[GroupLengths] = ()
-    """Training groups that it holds, with the lengths of their rollouts so far."""
+    """The training groups in flight, with the lengths of their responses so far."""
 
 
 def default_burn_in(batches: int) -> int:
-    """Batches left out of the steady state: a quarter, at least the first."""
+    """Number of batches that are left out of the steady state: a quarter, at least one."""
     return max(1, batches // 4)
 
 
 class Summary(DispatchingListener):
-    """Listens to a run and sums it up.
+    """A listener that sums a run up.
 
     Args:
-        trainer_waits: the engines stand still while the trainer trains (synchronous pace), so its
-            time is not the schedule's.
-        bound: T_bound of a batch; None where no step-time model is known.
-        workload_mean: the mean response length, where it is known beforehand.
-        burn_in: batches left out of the steady state; :func:`default_burn_in` unless given.
+        trainer_waits: whether the engines are paused while the trainer trains (synchronous pace),
+            so that this time is not part of the schedule's time.
+        bound: T_bound of a batch; None if no step-time model is known.
+        workload_mean: mean response length, if it is known beforehand.
+        burn_in: number of batches that are left out of the steady state; by default
+            :func:`default_burn_in`.
 
     Attributes:
-        ledger: the scheduler's own, to look at what it drops while the run goes on: it keeps its
-            latest entries only.
-        warns: say so to the logger "aprilsched", once, when drops censor lengths.
+        ledger: the scheduler's own ledger. It is read during the run, because it keeps only its
+            latest entries.
+        warns: whether to log a warning once if drops censor lengths.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Summary(DispatchingListener):
     ) -> None:
         super().__init__()
         self.meter = BatchMeter(trainer_waits=trainer_waits, bound=bound)
-        """For other listeners too, that come after this one."""
+        """The figures of each batch. Listeners after this one may use it too."""
         self._workload_mean = workload_mean
         self._burn_in = burn_in
         self.batches: list[Measured] = []
@@ -89,10 +90,10 @@ class Summary(DispatchingListener):
         self._duplicated: set[int] = set()
         self._evaluated = 0
         self._evaluating: set[int] = set()
-        """Rollouts of evaluations under way: they end with their process."""
+        """Ids of the rollouts of open evaluations, which end with their process."""
         self._resumed = False
         self._reissued = 0
-        """Evaluated rollouts whose ids a resumed scheduler gave again."""
+        """Ids of evaluated rollouts that a resumed scheduler gave to other rollouts."""
         self.ledger: Ledger | None = None
         self.warns = True
         self._bias = BiasCollector()
@@ -126,7 +127,7 @@ class Summary(DispatchingListener):
         error: str | None = None,
         event_log_error: str | None = None,
     ) -> RunSummary:
-        """The run up to now."""
+        """The summary of the run up to now."""
         batches = self.batches
         asked = self._burn_in
         burn_in = default_burn_in(len(batches)) if asked is None else asked
@@ -161,7 +162,8 @@ class Summary(DispatchingListener):
         somewhere = held | self._delivered | self._dropped
         launched = len(self._sent | somewhere) + self._reissued
         if self._resumed:
-            # What was dropped just before a process ended may be saved, and not in its log.
+            # Rollouts that were dropped just before a process ended may be saved without being in
+            # its log.
             launched += remainder.ledger.total - len(self._dropped)
         return RolloutFigures(
             launched=launched,
@@ -194,7 +196,8 @@ class Summary(DispatchingListener):
 
     def _launched(self, fact: facts.GroupLaunched) -> None:
         ids = fact.rollout_ids
-        # What a resumed scheduler had not saved is undone, and its ids may be another's.
+        # Rollouts that the prior run had not saved are forgotten, because their ids may belong to
+        # others now.
         self._dropped.difference_update(ids)
         if fact.evaluation_id is not None:
             self._evaluating.update(ids)
@@ -232,10 +235,10 @@ class Summary(DispatchingListener):
 
     def _batch_delivered(self, fact: facts.BatchDelivered) -> None:
         if fact.again and any(each.rollout_id in self._delivered for each in fact.rollouts):
-            # The trainer has a batch again that counts already.
+            # The batch is delivered again and was counted before.
             self._measure(fact)
             return
-        # Otherwise the process that delivered it first ended before it could write that down.
+        # Otherwise the process that delivered it first ended before it could write this to the log.
         self._arrive(fact.rollouts)
         measured = self.meter.deliver(fact, self._now)
         self.batches.append(measured)
@@ -296,8 +299,11 @@ class Summary(DispatchingListener):
 
 
 class _Stopwatch:
-    """Sums up how long each key was running. Starting twice and stopping what stands is harmless:
-    an engine may be lost in the middle of a pause, and confirm its continue afterwards."""
+    """Sums up the time for which each key was running.
+
+    Starting a running key or stopping a stopped one has no effect, because an engine may be lost
+    during a pause and confirm its continue afterwards.
+    """
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
@@ -316,5 +322,5 @@ class _Stopwatch:
             self.stop(key, now)
 
     def total(self, now: float) -> float:
-        """Seconds of all keys together, those still running included."""
+        """Seconds of all keys together, including those that are running."""
         return self._total + sum(now - since for since in self._since.values())

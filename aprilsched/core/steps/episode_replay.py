@@ -1,9 +1,9 @@
-"""Replays episodes after a restart. A coroutine cannot be saved, so it runs again from its begin.
+"""Replays the known turns of episodes after a restart.
 
-As long as the episode asks for the same turns with the same contexts, it is given the saved answers
-without generating, as durable workflows replay their history. An unfinished turn continues from
-its tokens. If the episode asks for something else, the tokens from there on are discarded and
-counted.
+A coroutine cannot be saved, so after a restart an episode runs again from the start. As long as it
+asks for the same turns with the same contexts, it is given the saved answers without generating, as
+durable workflows replay their history. An unfinished turn continues from its tokens. If the episode
+asks for something else, the tokens from there on are discarded and counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run while it goes on: a view that changes on a terminal, one line a batch elsewhere."""
+"""The live view of a run: a changing frame on a terminal, or one line for each batch."""
 
 from aprilsched.extras import extra
 

@@ -1,8 +1,8 @@
-"""The view on a terminal, drawn by a thread of its own.
+"""Draws the live view on a terminal, in a thread of its own.
 
-Invariants: a run never waits for the drawing but for the moment in which a snapshot is taken; the
-drawing takes a fiftieth of the time at most, however slow the terminal is; the terminal is left as
-it was, with nothing of the view on it, however the block ends.
+Invariants: a run waits for the drawing only while a snapshot is taken. Drawing takes at most a
+fiftieth of the time, however slow the terminal is. When the block ends, in whatever way, nothing of
+the view is left on the terminal.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ __all__ = ["LiveView", "can_draw"]
 log = logging.getLogger("aprilsched")
 
 _REFRESH_SECONDS = 1.0
-"""A frame takes 2 ms between everything else that the process does: at four a second it would
-cost a run of 100,000 tokens/s as much as all other telemetry."""
+"""Seconds between two frames. A frame takes 2 ms between other work of the process. With four
+frames a second, it would cost a run with 100,000 tokens/s as much as all other telemetry."""
 _REST = 20
-"""Lines beside the engines', at most."""
+"""Largest number of lines without those of the engines."""
 _SHARE = 50
-"""A frame is drawn after so many times what the last one took."""
+"""The next frame is drawn after this many times the time that the last one took."""
 
 
 def can_draw(console: Console) -> bool:
-    """It is a terminal whose cursor can be moved."""
+    """Whether the output is a terminal whose cursor can be moved."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
 class _AsItIs:
-    """A text whose lines fit: looking for places to break them would be a third of the drawing."""
+    """A text whose lines are known to fit. Searching for places to break them would be a third of
+    the time of drawing."""
 
     def __init__(self, text: Text) -> None:
         self._text = text
@@ -54,11 +55,11 @@ class _AsItIs:
 
 
 class LiveView:
-    """Shows a run on `console`; use it as ``with view:`` around the run.
+    """Shows a run on `console`. Use it as ``with view:`` around the run.
 
     Args:
-        figures: those of the run, a listener before this one.
-        compact: one line.
+        figures: the figures of the run, a listener before this one.
+        compact: whether to show one line only.
     """
 
     def __init__(
@@ -74,16 +75,18 @@ class LiveView:
 
     @property
     def listeners(self) -> Sequence[Listener]:
-        """In their order."""
+        """The listeners of the view, in the order in which they must be called."""
         return (self._figures, self.model)
 
     def begin(self, counters: Counters, ledger: Ledger, *, batches: int) -> None:
-        """The scheduler's own counts; `batches` were delivered before, in the same run."""
+        """Use the scheduler's own counters. `batches` is the number of batches that the prior run
+        has delivered."""
         self._figures.count_with(counters, ledger)
         self.model.skip(batches)
 
     def restart(self, facts: RunFacts, figures: LiveFigures) -> None:
-        """The run is told anew, to :attr:`listeners` as they are now."""
+        """Begin again: the facts of the run are given to the present :attr:`listeners` from the
+        start."""
         self._figures = figures
         self.model = LiveModel(facts, figures)
 
@@ -91,7 +94,8 @@ class LiveView:
         try:
             self._begin()
         except BaseException:
-            # Ctrl-C may come here too: a thread that goes on would keep the process alive.
+            # Ctrl-C may arrive here too. A drawing thread that is not stopped would keep the
+            # process alive.
             self._end()
             raise
         return self
@@ -117,14 +121,15 @@ class LiveView:
             self._live.stop()
 
     def frame(self, *, whole: bool = False) -> Text:
-        """What is shown now; the `whole` of it is as high as it is."""
+        """The present frame; `whole` ignores the height of the terminal."""
         snapshot = self.model.snapshot()
         width, height = self._console.size
         height = len(snapshot.engines) + _REST if whole else height
         if self._compact:
             return one_line(snapshot, width=width)
         glyphs = ASCII if self._console.options.ascii_only else BLOCKS
-        # The line below is the cursor's: a frame that is as high as the terminal would scroll it.
+        # The cursor is on the line below the frame, so a frame as high as the terminal would scroll
+        # it.
         return frame(snapshot, width=width, height=height - 1, glyphs=glyphs)
 
     def _draw(self, live: Live) -> None:

@@ -1,4 +1,4 @@
-"""The engines as lines: all that fit, or those that are worth a look."""
+"""Turns engines into lines: all of them if they fit, otherwise the most interesting ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aprilsched.telemetry.live.words import cut, host, percent, thousands
 __all__ = ["chosen", "engine_lines"]
 
 _NAME, _BAR = 24, 10
-"""Widest."""
+"""Largest width of a name."""
 _STATE, _RUNNING, _PERCENT, _RATE, _VERSION = 10, 11, 5, 8, 7
 _STYLES = {
     "generating": "green",
@@ -29,7 +29,8 @@ _STYLES = {
 def engine_lines(
     rows: Sequence[EngineRow], *, width: int, height: int, glyphs: Glyphs
 ) -> list[Text]:
-    """At most `height` lines with a head; of too many engines the last line counts the others."""
+    """At most `height` lines with a heading. If there are more engines, the last line counts the
+    others."""
     if height < 2 or not rows:
         return []
     shown = chosen(rows, height - 1)
@@ -43,8 +44,8 @@ def engine_lines(
 
 
 def chosen(rows: Sequence[EngineRow], count: int) -> list[EngineRow]:
-    """Of too many, first the worst (those out of use, then the least busy), then as many of the
-    fullest; in their own order."""
+    """Choose the engines to show if there are too many: first the worst (out of use, then least
+    busy), then the fullest, in their own order."""
     if len(rows) <= count:
         return list(rows)
     worst = sorted(rows, key=lambda row: (row.state != "lost", row.busy))
@@ -56,7 +57,7 @@ def chosen(rows: Sequence[EngineRow], count: int) -> list[EngineRow]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Columns:
-    """Widths; `kv` and `busy` are those of the bars, without the figures behind them."""
+    """Widths of the columns. `kv` and `busy` are the widths of the bars without their figures."""
 
     name: int
     kv: int

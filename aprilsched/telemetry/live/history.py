@@ -1,6 +1,6 @@
-"""The last minutes of a run: what its engines did in each few seconds.
+"""Keeps what the engines did in each few seconds of the last minutes.
 
-Invariant: what is kept does not grow with the run.
+Invariant: its memory does not grow with the run.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from aprilsched.telemetry.usage.engine_usage import EngineUsage
 __all__ = ["COLUMN_SECONDS", "History"]
 
 COLUMN_SECONDS = 5.0
-"""Between two samples, and so of one column of a picture."""
+"""Seconds between two samples, which is one column of the sparkline."""
 _COLUMNS = 60
 _RATE_SECONDS = 60.0
-"""Over which an engine's speed is a mean: longer than most batches, so that it does not jump at
-every pause."""
+"""Seconds over which an engine's speed is averaged. This is longer than most batches, so that the
+speed does not jump at every pause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sample:
-    """Sums since the run began; by engine."""
+    """Sums since the run began, by engine."""
 
     time: float
     busy: dict[str, float]
@@ -35,23 +35,24 @@ class _Sample:
 
 
 class History:
-    """Is given the engines whenever `due` has come."""
+    """Is given the state of the engines whenever the time is `due` or later."""
 
     def __init__(self) -> None:
         self.due = 0.0
-        """When the next sample is taken."""
+        """Time of the next sample."""
         self._samples: deque[_Sample] = deque(maxlen=_COLUMNS + 1)
         self._columns: tuple[float, ...] | None = None
-        """As the samples are; a picture is drawn several times between two of them."""
+        """Columns computed from the present samples. A frame is drawn several times between two
+        samples."""
 
     def add(self, now: float, engines: Mapping[str, EngineUsage]) -> None:
-        """A sample; the engines' seconds reach up to `now`."""
+        """Take a sample. The engines' seconds must be counted up to `now`."""
         self.due = now + COLUMN_SECONDS
         self._samples.append(_sample(now, engines))
         self._columns = None
 
     def utilization(self) -> tuple[float, ...]:
-        """The busy share of all engines' time in each column up to the last sample, 0 to 1."""
+        """Busy share of all engines' time in each column up to the last sample, 0 to 1."""
         if self._columns is None:
             self._columns = self._compute()
         return self._columns
@@ -61,7 +62,7 @@ class History:
         if len(times) < 2:
             return ()
         columns = min(_COLUMNS, max(1, round((times[-1] - times[0]) / COLUMN_SECONDS)))
-        # Nothing may have happened for many columns: no sample, and then one for all of them.
+        # If nothing happened for some time, one sample covers several columns.
         stops: NDArray[np.float64] = times[-1] - COLUMN_SECONDS * np.arange(columns, -1, -1)
         busy: NDArray[np.float64] = np.interp(
             stops, times, [sum(s.busy.values()) for s in self._samples]
@@ -74,7 +75,7 @@ class History:
         return tuple(np.clip(shares, 0.0, 1.0).tolist())
 
     def lately(self, engine: EngineUsage, now: float) -> tuple[float, float]:
-        """Of the last minute: the engine's busy share, and its tokens a second."""
+        """The engine's busy share and its tokens a second in the last minute."""
         before = self._before(now)
         busy = engine.busy - before.busy.get(engine.name, 0.0)
         wall = engine.wall - before.wall.get(engine.name, 0.0)

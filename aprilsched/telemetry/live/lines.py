@@ -1,4 +1,4 @@
-"""The lines of the view: what each of them says of a snapshot. Pure."""
+"""Makes the lines of the live view from a snapshot. The functions are pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["all_lines", "any_fault"]
 
 _LABEL = 11
 _RIGHT = 27
-"""Columns for the words behind a bar."""
+"""Columns for the text to the right of a bar."""
 _GAP = "   "
 _CAUSES_SHOWN = 3
 _PHASES: dict[Phase, tuple[str, str]] = {
@@ -26,11 +26,11 @@ _PHASES: dict[Phase, tuple[str, str]] = {
     "tools": ("bright_black", "at their tools"),
     "scoring": ("blue", "scoring"),
 }
-"""Style and name of each, in the order of :attr:`Glyphs.fills`."""
+"""Style and name of each phase, in the order of :attr:`Glyphs.fills`."""
 
 
 def all_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> dict[str, list[Text]]:
-    """Of everything but the engines, by name."""
+    """All lines without those of the engines, by name."""
     facts = snapshot.facts
     room = width - _LABEL
     return {
@@ -64,7 +64,7 @@ def _label(name: str) -> Text:
 
 
 def _title(snapshot: Snapshot, width: int, glyphs: Glyphs) -> Text:
-    """What runs on the left, and what is noted of it; its time on the right."""
+    """The run and a note on the left, and its time on the right."""
     facts, note = snapshot.facts, snapshot.note
     when = f"{clock_time(snapshot.elapsed)} elapsed"
     if snapshot.left and not note:
@@ -103,7 +103,7 @@ def _in_flight(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
 
 
 def _legend(snapshot: Snapshot, room: int, glyphs: Glyphs) -> list[Text]:
-    """As many lines as it needs."""
+    """The legend of the bar, on as many lines as it needs."""
     lines = [_label("")]
     for fill, (phase, (style, name)) in zip(glyphs.fills, _PHASES.items(), strict=True):
         count = snapshot.in_flight.get(phase)
@@ -121,7 +121,7 @@ def _legend(snapshot: Snapshot, room: int, glyphs: Glyphs) -> list[Text]:
 
 
 def _busy(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
-    """The sparkline, with the newest column on the right."""
+    """The sparkline of the busy share, with the newest column on the right."""
     width = max(1, room - _RIGHT)
     columns = snapshot.columns[-width:]
     line = _label("busy")
@@ -155,7 +155,7 @@ def _speed(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
 
 
 def _faults(snapshot: Snapshot, glyphs: Glyphs) -> list[Text]:
-    """How many of each, and what was last."""
+    """The number of faults of each kind, and the latest one."""
     faults = snapshot.faults
     line = _label("faults")
     if not any_fault(faults):
@@ -183,5 +183,5 @@ def _faults(snapshot: Snapshot, glyphs: Glyphs) -> list[Text]:
 
 
 def any_fault(faults: Faults) -> bool:
-    """There is something to tell."""
+    """Whether there is a fault to show."""
     return bool(faults.dropped or faults.engines_lost or faults.retries or faults.latest)

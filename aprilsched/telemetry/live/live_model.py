@@ -1,8 +1,8 @@
-"""What the live view keeps of a run; a listener, built on the LiveFigures that all of them share.
+"""Keeps what the live view shows; a listener that builds on the shared LiveFigures.
 
-Invariants: a chunk of tokens costs it nothing, since the figures count them; what is shown is
-computed when it is asked for, under the figures' lock, so that a snapshot is of one moment
-whichever thread takes it.
+Invariants: a chunk of tokens costs nothing here, because the figures count it. A snapshot is
+computed when it is taken, under the lock of the figures, so it is of one moment whichever thread
+takes it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ __all__ = ["LiveModel"]
 
 
 class LiveModel:
-    """Of a run of which `facts` are known; `figures` is told of everything before this listener.
+    """The live view's model of a run.
+
+    Args:
+        facts: what is known of the run before it begins.
+        figures: the figures of the run, a listener before this one.
 
     Attributes:
-        note: goes into every snapshot.
+        note: text that is added to every snapshot.
     """
 
     def __init__(self, facts: RunFacts, figures: LiveFigures) -> None:
@@ -52,7 +56,7 @@ class LiveModel:
         self._batch_began = 0.0
 
     def skip(self, batches: int) -> None:
-        """So many were delivered before, in the same run."""
+        """Note that `batches` batches were delivered by the prior run."""
         self._batches = max(self._batches, batches)
 
     # --- what happens --------------------------------------------------------------------------
@@ -93,7 +97,7 @@ class LiveModel:
     # --- what is shown -------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """The run now."""
+        """Take a snapshot of the present state."""
         with self._figures.lock:
             now = self._figures.advance()
             if now >= self._history.due and self._began is not None:
@@ -185,7 +189,8 @@ class LiveModel:
 
     def _faults(self, now: float) -> Faults:
         latest = self._mishaps.latest
-        # A copy in one step: they may be the scheduler's own, which takes no lock.
+        # The counters may be the scheduler's own, which has no lock, so they are copied in one
+        # step.
         dropped = dict(self._figures.ledger.rollouts)
         return Faults(
             dropped={str(reason): n for reason, n in dropped.items()},

@@ -1,4 +1,4 @@
-"""What went wrong with engines: how many were lost, and what was said last."""
+"""Counts lost engines, and keeps the latest fault as text."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _FAILED = {Reason.REWARD_FAILED.value: "a reward", Reason.EPISODE_FAILED.value: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mishap:
-    """One thing, in words, and when it was."""
+    """A fault as text, and its time."""
 
     text: str
     time: float
 
 
 class Mishaps(DispatchingListener):
-    """What the ledger does not count."""
+    """Faults that the ledger does not count."""
 
     def __init__(self) -> None:
         super().__init__()
         self.engines_lost = 0
-        """So often; some may be back."""
+        """Number of times that an engine was lost; some engines may be back."""
         self.latest: Mishap | None = None
         self._handlers = {
             of.GroupDropped: self._group_dropped,

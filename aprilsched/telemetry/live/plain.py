@@ -1,4 +1,4 @@
-"""A run where nothing can be drawn: one line for each batch."""
+"""Prints one line for each batch, where the live view cannot be drawn."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ __all__ = ["PlainLines"]
 
 
 class PlainLines:
-    """Prints to `console`; `figures` are those of the run, a listener before this one.
+    """Prints the lines of a run to `console`.
+
+    Args:
+        figures: the figures of the run, a listener before this one.
 
     Attributes:
-        said: so many batches have their lines already.
+        said: number of batches whose lines were printed.
     """
 
     def __init__(
@@ -36,11 +39,11 @@ class PlainLines:
 
     @property
     def listeners(self) -> Sequence[Listener]:
-        """In their order."""
+        """The listeners, in the order in which they must be called."""
         return (self._figures, self)
 
     def begin(self, counters: Counters, ledger: Ledger, *, batches: int) -> None:
-        """So many batches were delivered before, in the same run."""
+        """Note that `batches` batches were delivered by the prior run."""
         self._figures.count_with(counters, ledger)
         self.said = batches
 
@@ -61,7 +64,7 @@ class PlainLines:
         pass
 
     def _delivered(self, measured: Measured) -> None:
-        # A log that is read anew tells of what was said already.
+        # A log that is read again from its start has batches whose lines were printed before.
         if measured.figures.index < self.said:
             return
         self.said = measured.figures.index + 1
@@ -71,7 +74,8 @@ class PlainLines:
     def _line(self, measured: Measured) -> str:
         figures = measured.figures
         self._recent.append(measured)
-        # Of a single batch it says little: what was carried into it took its time before.
+        # The efficiency of a single batch says little, because carried rollouts took time before
+        # it.
         latest = efficiency(self._recent)
         return (
             f"{self._facts.title}  batch {figures.index + 1}/{self._facts.batches}"

@@ -1,7 +1,7 @@
-"""A snapshot as text for a terminal; pure.
+"""Turns a snapshot into text for a terminal. The functions are pure.
 
-Invariants: no line is wider than asked and there are no more lines than asked; what matters less
-goes first when there is little room.
+Invariants: no line is wider than requested, and there are no more lines than requested. With little
+room, the least important parts are left out first.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from aprilsched.telemetry.live.words import thousands
 __all__ = ["frame", "one_line"]
 
 _SMALL = 4
-"""Lines; with fewer, one has to do."""
+"""Smallest number of lines of a frame; with fewer lines, the short form is shown."""
 _SPARE = ("faults", "groups", "speed", "idle", "legend")
-"""Lines that make room for engines, the first first."""
+"""Lines that are left out to make room for engines, in this order."""
 
 
 def frame(snapshot: Snapshot, *, width: int, height: int, glyphs: Glyphs = BLOCKS) -> Text:
-    """What is shown on `width` columns and `height` lines."""
+    """The frame for a terminal of `width` columns and `height` lines."""
     if height < _SMALL:
         return one_line(snapshot, width=width)
     lines = all_lines(snapshot, width, glyphs)
@@ -44,7 +44,7 @@ def frame(snapshot: Snapshot, *, width: int, height: int, glyphs: Glyphs = BLOCK
 
 
 def one_line(snapshot: Snapshot, *, width: int) -> Text:
-    """The shortest form."""
+    """The short form of the view: one line."""
     facts, latest = snapshot.facts, snapshot.latest
     total = sum(snapshot.in_flight.values())
     stale = 0.0 if latest is None else latest.staleness_mean

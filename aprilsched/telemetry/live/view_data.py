@@ -1,4 +1,4 @@
-"""What is shown of a run at one moment: plain data, made in one piece."""
+"""The data that the live view shows of a run at one moment."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from aprilsched.telemetry.usage.parts import EngineState, Part
 __all__ = ["RECENT_BATCHES", "EngineRow", "Faults", "LatestBatch", "Phase", "RunFacts", "Snapshot"]
 
 RECENT_BATCHES = 20
-"""Whose mean is told: enough to even one out, few enough to follow a change."""
+"""Number of latest batches whose mean is shown: enough to even out single batches, and few enough
+to follow a change."""
 
 Phase: TypeAlias = Literal[
     "decoding", "straggler", "prefilling", "re-prefilling", "paused", "waiting", "tools", "scoring"
 ]
-"""What a rollout is at: "straggler" decodes too, and was carried from an earlier batch; "paused" is
-with an engine that does not generate; "waiting" is launched, and with no engine."""
+"""The activity of a rollout. A "straggler" is decoding too, and was carried from an earlier batch.
+"paused" means that its engine does not generate. "waiting" means that it is launched and on no
+engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,13 +43,14 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineRow:
-    """An engine.
+    """One engine in the live view.
 
     Attributes:
-        running, queued: its requests; those beyond what it says that it runs at once wait in it.
-        kv_tokens: tokens of their contexts.
-        kv_pool: what it says that it has room for; None if it does not say.
-        busy, tokens_per_s: of the last minute.
+        running: number of its requests, up to `max_running`.
+        queued: number of its requests beyond `max_running`; they wait inside the engine.
+        kv_tokens: number of tokens in the contexts of its requests.
+        kv_pool: number of tokens for which the engine says it has room; None if it does not say.
+        tokens_per_s, busy: figures of the last minute.
     """
 
     name: str
@@ -68,7 +71,7 @@ class EngineRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatestBatch:
-    """The one that was delivered last; `efficiency` is T_bound over its time, None if unknown."""
+    """The batch that was delivered last; `efficiency` is T_bound over its time, None if unknown."""
 
     efficiency: float | None
     staleness_mean: float
@@ -77,10 +80,10 @@ class LatestBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
-    """Counts; `latest` says what was last, `ago` seconds ago."""
+    """Counts of faults. `latest` is the latest fault as text, `ago` the seconds since then."""
 
     dropped: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Rollouts, by reason."""
+    """Number of dropped rollouts by reason."""
     engines_lost: int = 0
     retries: int = 0
     latest: str = ""
@@ -89,17 +92,17 @@ class Faults:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """A run at one moment; times are seconds of its clock.
+    """A run at one moment; times are seconds on the run's clock.
 
     Attributes:
-        left: an estimate, from the batches so far; None before the first.
-        batches: delivered.
-        ready: complete groups, which wait for their batch.
-        in_flight: rollouts by what they are at, without those at which none is.
-        utilization: busy share of all engines' time so far; `columns` are its last minutes.
-        idle: where the rest went, the largest first.
-        efficiency: T_bound over the time of the latest batches; None where no model is known.
-        note: what the view says beside, such as that nothing is heard of the run.
+        left: estimated seconds until the end, from the batches so far; None before the first batch.
+        batches: number of delivered batches.
+        ready: number of complete groups that wait for their batch.
+        in_flight: number of rollouts by phase, without phases that have none.
+        utilization: busy share of all engines' time so far; `columns` has that of the last minutes.
+        idle: shares of the other parts, the largest first.
+        efficiency: T_bound over the time of the latest batches; None if no model is known.
+        note: an additional text, for example that the run has written nothing for some time.
     """
 
     facts: RunFacts

@@ -1,4 +1,4 @@
-"""Names and figures as a reader of the view wants them: short."""
+"""Short forms of names and figures for the live view."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CAUSES: dict[Part, str] = {
     "asleep": "asleep",
     "lost": "out of use",
 }
-"""Why time was not busy."""
+"""Names of the parts in which engines are not busy."""
 
 _MINUTE, _HOUR = 60, 3600
 
@@ -33,12 +33,12 @@ def clock_time(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Without decimals, but for what would be 0 % and is not."""
+    """A percentage without decimals, except for small ones that would be 0 %."""
     return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 
 def thousands(value: float) -> str:
-    """Four digits at most, with k or M behind what has more."""
+    """At most four digits, with k or M for larger numbers."""
     if value < 9_999.5:
         return f"{value:,.0f}"
     return f"{value / 1e3:,.0f}k" if value < 999_500 else f"{value / 1e6:.1f}M"
@@ -50,12 +50,12 @@ def plural(count: int, noun: str) -> str:
 
 
 def cut(name: str, width: int) -> str:
-    """The end of it, which tells it from its neighbours."""
+    """The end of a name, because the end distinguishes it from its neighbours."""
     if len(name) <= width:
         return name
     return "" if width < 2 else "~" + name[len(name) - width + 1 :]
 
 
 def host(engine: str) -> str:
-    """An engine's name without what all URLs have in common."""
+    """An engine's name without the parts that all URLs have in common."""
     return engine.removeprefix("http://").removeprefix("https://")

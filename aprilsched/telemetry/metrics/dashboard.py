@@ -1,7 +1,8 @@
-"""The Grafana dashboard, from a table of panels. ``python -m`` this module prints grafana.json.
+"""Builds the Grafana dashboard from a table of panels. ``python -m`` this module prints
+grafana.json.
 
-Invariant: a query names nothing that is not in the table of metrics (a test holds it), and the
-file grafana.json beside this one is what :func:`dashboard` says.
+Invariant, checked by a test: a query uses only metrics of the table, and the file grafana.json next
+to this module is the result of :func:`dashboard`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Query:
-    """A series; `$RUN` stands for the chosen job, `$RATE` for Grafana's interval."""
+    """A query for one series. `$RUN` stands for the chosen job, `$RATE` for Grafana's interval."""
 
     of: str
     legend: str = ""
@@ -35,7 +36,7 @@ class Query:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """A picture; `unit` in Grafana's words, `width` in its 24 columns."""
+    """A panel; `unit` is Grafana's name of the unit, `width` a number of its 24 columns."""
 
     title: str
     queries: tuple[Query, ...]
@@ -243,7 +244,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 
 
 def dashboard() -> dict[str, Any]:
-    """What Grafana imports."""
+    """The dashboard as Grafana imports it."""
     return {
         "title": "aprilsched",
         "uid": "aprilsched",

@@ -1,4 +1,4 @@
-"""The metrics as prometheus_client takes them: a collector for any of its registries."""
+"""Gives the metrics to prometheus_client, as a collector for any of its registries."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["MetricsCollector"]
 
 
 class MetricsCollector(Collector):
-    """Reads `metrics` whenever somebody scrapes."""
+    """Reads `metrics` at each scrape."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def describe(self) -> Iterator[Metric]:
-        """What a registry looks at for names that are taken."""
+        """The metrics without values; a registry uses their names to find conflicts."""
         for declared in METRICS.values():
             yield _simple(declared, ()) if declared.kind != "histogram" else _empty(declared)
 

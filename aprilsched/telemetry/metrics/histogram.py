@@ -1,4 +1,4 @@
-"""Counts in buckets, many values at a time."""
+"""A histogram that takes many values at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["Buckets", "Histogram"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buckets:
-    """What a histogram held at a moment: `counts` are the values up to each edge, and all."""
+    """The content of a histogram at one moment: `counts` has the number of values up to each edge,
+    and the number of all."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
@@ -21,7 +22,8 @@ class Buckets:
 
 
 class Histogram:
-    """Counts values by the `edges` that they are not above; what is above all has a bucket too."""
+    """Counts values by the smallest of the `edges` that they do not exceed. There is one more
+    bucket, for larger values."""
 
     def __init__(self, edges: Sequence[float]) -> None:
         self._edges = np.asarray(edges, dtype=np.float64)
@@ -36,7 +38,7 @@ class Histogram:
         self._sum += float(observed.sum())
 
     def buckets(self) -> Buckets:
-        """What it holds now."""
+        """The present content."""
         return Buckets(
             edges=tuple(self._edges.tolist()),
             counts=tuple(np.cumsum(self._counts).tolist()),

@@ -1,7 +1,7 @@
-"""A listener that knows the value of every metric of the table, at any moment.
+"""A listener that has the value of every metric of the table at any moment.
 
-Invariants: progress costs it nothing, since what can be had from :class:`LiveFigures` is read when
-somebody asks; a counter never goes down.
+Invariants: a chunk of tokens costs nothing here, because the figures in :class:`LiveFigures` are
+read at a scrape. A counter never goes down.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STATES: tuple[EngineState, ...] = get_args(EngineState)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A value of the metric `name`; `labels` are in the table's order."""
+    """One value of the metric `name`; `labels` are in the order of the table."""
 
     name: str
     labels: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scrape:
-    """Everything at one moment; `histograms` by name."""
+    """All metrics at one moment; `histograms` are by name."""
 
     samples: tuple[Sample, ...]
     histograms: Mapping[str, Buckets]
@@ -46,8 +46,8 @@ class Metrics(FiguresListener):
     """Keeps the metrics of a run.
 
     Args:
-        figures: LiveFigures that are a listener of their own, before this one; None keeps
-            one inside.
+        figures: LiveFigures that are a listener before this one. If it is None, the metrics keep
+            figures of their own.
     """
 
     def __init__(self, figures: LiveFigures | None = None) -> None:
@@ -60,7 +60,7 @@ class Metrics(FiguresListener):
         self._paused_at: dict[str, float] = {}
         self._refit_at: dict[str, float] = {}
         self._exposed: dict[tuple[str, str], float] = {}
-        """The seconds of an engine's part that were exposed last."""
+        """Seconds of each engine's parts that were exposed last."""
         self._histograms = {
             name: Histogram(metric.buckets)
             for name, metric in METRICS.items()
@@ -86,7 +86,7 @@ class Metrics(FiguresListener):
             super().react(facts, now)
 
     def scrape(self) -> Scrape:
-        """The values now; from any thread."""
+        """The present values. Any thread may call this."""
         with self._figures.lock:
             self._figures.advance()
             return Scrape(
@@ -148,8 +148,9 @@ class Metrics(FiguresListener):
             yield from self._seconds_of(engine)
 
     def _seconds_of(self, engine: EngineUsage) -> Iterator[Sample]:
-        """What was read as re-prefill may turn out to have been decoding, and a counter that goes
-        down would be read as one that began anew: such a part stands until it has caught up."""
+        """The seconds to expose for a part. Time that was counted as re-prefill may later be moved
+        to decoding, and a counter that goes down would look like one that was restarted. So such a
+        part keeps its exposed value until the true value has caught up."""
         for part, seconds in engine.seconds.items():
             key = (engine.name, part)
             exposed = self._exposed[key] = max(seconds, self._exposed.get(key, 0.0))

@@ -1,7 +1,7 @@
-"""The metrics over HTTP, for Prometheus to scrape, from a thread of its own.
+"""Serves the metrics over HTTP for Prometheus, from a thread of its own.
 
-A thread, and not the run's event loop: a trainer that computes in the loop's thread holds the loop
-for minutes, and its metrics must not be gone meanwhile.
+It does not use the run's event loop, because a trainer that computes in the loop's thread stops the
+loop for minutes, and the metrics must stay available meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HIGHEST_PORT = 65_535
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsServer:
-    """Where the metrics are."""
+    """Path of the metrics."""
 
     host: str
     port: int
@@ -34,15 +34,15 @@ class MetricsServer:
 
 @contextmanager
 def serve_metrics(metrics: Metrics, port: int, host: str = "127.0.0.1") -> Generator[MetricsServer]:
-    """Serve `metrics` while the block lasts (needs the extra ``metrics``).
+    """Serve `metrics` while the block runs (needs the extra ``metrics``).
 
-    There is no authentication, so `host` is this machine's loopback unless given.
+    There is no authentication, so the default `host` is the loopback interface of this machine.
 
     Args:
-        port: 0 takes a free one.
+        port: the port; 0 takes a free one.
 
     Raises:
-        ConfigError: if prometheus-client is not installed, or nothing can listen there.
+        ConfigError: if prometheus-client is not installed, or the port cannot be opened.
     """
     if not 0 <= port <= _HIGHEST_PORT:
         raise ConfigError(f"the metrics' port is {port}; give one from 0 to {_HIGHEST_PORT}.")

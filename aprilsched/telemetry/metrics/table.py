@@ -1,7 +1,7 @@
-"""Every metric, as data: its name, kind, unit, labels and meaning. The reference is made from it.
+"""Every metric as data: its name, kind, unit, labels and meaning. The reference is made from it.
 
-Invariants, which a test holds: names follow Prometheus' convention (the prefix, base units, the
-unit at the end, `_total` for counters), and what is not in the table is not exposed.
+Invariants, checked by a test: names follow the convention of Prometheus (the prefix, base units,
+the unit at the end, `_total` for counters), and only metrics of the table are exposed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VERSIONS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """One of them; `buckets` are a histogram's upper edges, without the infinite one."""
+    """A metric; `buckets` are the upper edges of a histogram, without the infinite one."""
 
     name: str
     kind: Kind
@@ -118,4 +118,4 @@ METRICS: dict[str, Metric] = {
     )
 }
 # fmt: on
-"""By name, in the order in which they are exposed."""
+"""The metrics by name, in the order in which they are exposed."""

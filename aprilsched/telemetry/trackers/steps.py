@@ -1,7 +1,7 @@
-"""A listener that hands the figures of each delivered batch to a tracker.
+"""A listener that gives the figures of each delivered batch to an experiment tracker.
 
-Invariants: figures are taken in the run's own thread, at the delivery, so they are of one moment;
-whatever the tracker does with them is done in another thread, and the run never waits for it.
+Invariants: the figures are taken in the run's own thread at the delivery, so they are of one
+moment. The tracker runs in another thread, and the run never waits for it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ _CLOSE_SECONDS = 30.0
 
 
 class StepTracker(FiguresListener):
-    """Writes to `writer` and closes it, both in a worker thread. Use it as
-    ``with StepTracker(writer) as tracker:`` around the scheduler that has it among its listeners.
+    """Gives the figures to `writer` and closes it at the end, both in a worker thread.
+
+    Use it as ``with StepTracker(writer) as tracker:`` around the scheduler, and pass it to the
+    scheduler as a listener.
 
     Args:
-        figures: LiveFigures that are a listener of their own, before this one; None keeps
-            one inside.
-        close_seconds: how long the end of the block waits until everything is written and the
-            writer is closed.
+        figures: LiveFigures that are a listener before this one. If it is None, the tracker keeps
+            figures of its own.
+        close_seconds: seconds that the end of the block waits at most until everything is written
+            and the writer is closed.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class StepTracker(FiguresListener):
         self._handlers = {BatchDelivered: self._step}
         self._writer = writer
         self._seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-        """Of all engines, at the batch before."""
+        """Seconds of all engines by part, at the previous batch."""
         self._worker = Worker(
             f"the tracker {type(writer).__qualname__}",
             "steps",
@@ -54,7 +56,7 @@ class StepTracker(FiguresListener):
 
     @property
     def error(self) -> BaseException | None:
-        """What the writer raised. It is given nothing more."""
+        """The error of the writer, after which it gets nothing more; None if there was none."""
         return self._worker.error
 
     def __enter__(self) -> Self:
@@ -64,7 +66,7 @@ class StepTracker(FiguresListener):
         self.close()
 
     def close(self) -> None:
-        """Write what is pending and close the writer, for a bounded time."""
+        """Write what is pending and close the writer, in bounded time."""
         self._worker.close()
 
     def _step(self, fact: BatchDelivered) -> None:
@@ -72,7 +74,8 @@ class StepTracker(FiguresListener):
             return
         figures = self._figures
         with figures.lock:
-            # To the delivery, and not to now: a scrape may have looked further.
+            # The time is counted up to the delivery and not up to now, because a scrape may have
+            # counted further.
             figures.state.advance(figures.now)
             seconds, batch = figures.state.seconds(), figures.batch
             if batch is None:

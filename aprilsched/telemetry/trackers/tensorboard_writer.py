@@ -1,9 +1,6 @@
-"""Steps as TensorBoard's event files. Needs the extra ``tensorboard``, and no torch."""
+"""Writes steps as TensorBoard event files. Needs the extra ``tensorboard``, and no torch."""
 
-# The package has no types, and its messages are made when it is imported.
-# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-# pyright: reportUnknownArgumentType=false
+# The package has no types, and its message classes are made when it is imported.
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _FLUSH_SECONDS = 5
 
 
 class TensorBoardWriter:
-    """Writes into `folder`, which is made if need be."""
+    """Writes into `folder`, which is made if it does not exist."""
 
     def __init__(self, folder: Path) -> None:
         self._events = EventFileWriter(str(folder), flush_secs=_FLUSH_SECONDS)

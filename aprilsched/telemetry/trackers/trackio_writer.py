@@ -1,8 +1,7 @@
-"""Steps in trackio, on this machine. Needs the extra ``trackio``."""
+"""Writes steps to trackio on this machine. Needs the extra ``trackio``."""
 
-# It cannot be in the environment of the checks: it asks for an older pillow than matplotlib's.
-# pyright: reportMissingImports=false
-# pyright: reportUnknownMemberType=false
+# The package cannot be in the environment of the checks, because it needs an older pillow than
+# matplotlib.
 
 from __future__ import annotations
 
@@ -17,17 +16,17 @@ __all__ = ["TrackioWriter"]
 
 
 class TrackioWriter:
-    """Begins a run of `project`; trackio keeps it where its own settings say (TRACKIO_DIR). It has
-    one run at a time in a process: begin no other one meanwhile.
+    """Begins a run of `project`, which trackio keeps where its own settings say (TRACKIO_DIR).
+
+    trackio has one run at a time in a process, so no other run may begin meanwhile.
 
     Args:
-        config: what the run was begun with.
+        config: the settings of the run.
     """
 
     def __init__(self, *, project: str, name: str, config: Mapping[str, Any] | None = None) -> None:
-        with redirect_stdout(
-            sys.stderr
-        ):  # it says things there that are none of a command's answer
+        # trackio prints messages that are not part of the output of a command.
+        with redirect_stdout(sys.stderr):
             self._run = trackio.init(project=project, name=name, config=dict(config or {}))
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
@@ -35,5 +34,6 @@ class TrackioWriter:
 
     def close(self) -> None:
         with redirect_stdout(sys.stderr):
-            # Not the run's own method: trackio would end it again at exit, and say so on stdout.
+            # The run's own method is not called: trackio would end it again at exit, and print
+            # that.
             trackio.finish()

@@ -1,4 +1,4 @@
-"""Steps in Weights & Biases. Needs the extra ``wandb``."""
+"""Writes steps to Weights & Biases. Needs the extra ``wandb``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["WandbWriter"]
 
 
 class WandbWriter:
-    """Begins a run there; its account, server and mode are those of wandb's own settings.
+    """Begins a run. The account, server and mode are those of wandb's own settings.
 
     Args:
         folder: where wandb keeps its files.
-        config: what the run was begun with.
+        config: the settings of the run.
 
     Raises:
         ConfigError: if wandb refuses to begin.

@@ -1,4 +1,4 @@
-"""The trackers by name: each begins a writer, and imports its package only then."""
+"""The trackers by name. Each imports its package when it begins a writer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _PROJECT = "aprilsched"
 
 
 class Writer(Protocol):
-    """Writes the figures of each step to one tracker. It may be slow: its methods are called in a
-    thread of its own, one at a time."""
+    """Writes the figures of each step to one tracker. It may be slow, because its methods are
+    called in a thread of its own, one at a time."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Write the figures of one step, by name; steps come in order."""
         ...
 
     def close(self) -> None:
-        """Write everything that is left. Called once, in the thread that began the writer."""
+        """Write everything that is left. It is called once, in the thread that began the writer."""
         ...
 
 
@@ -52,14 +52,14 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Writer]] = {
     "trackio": _trackio,
     "wandb": _wandb,
 }
-"""By name, which is that of the extra too."""
+"""Trackers by name, which is also the name of the extra."""
 
 
 def tracker_names(named: str) -> tuple[str, ...]:
-    """Those in `named`, which has commas between them.
+    """The trackers in `named`, which are separated by commas.
 
     Raises:
-        ConfigError: if one is unknown, or named twice.
+        ConfigError: if a name is unknown or is given twice.
     """
     names = tuple(name.strip() for name in named.split(",") if name.strip())
     for name in names:
@@ -71,10 +71,10 @@ def tracker_names(named: str) -> tuple[str, ...]:
 
 
 def begin_writer(name: str, folder: Path, config: Mapping[str, Any]) -> Writer:
-    """One for the run in `folder`, which was begun with `config`.
+    """Begin a writer for the run in `folder` with the settings `config`.
 
     Raises:
-        ConfigError: if the tracker is not installed, or refuses.
+        ConfigError: if the tracker is not installed, or refuses to begin.
     """
     with extra(name):
         return TRACKERS[name](folder, config)
