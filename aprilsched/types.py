@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -132,18 +133,27 @@ class Prompt:
             the scheduler's own default.
         key: the user's name for the prompt, for example a dataset index; it is kept unchanged.
         metadata: anything that a reward or an episode needs; it is never sent to an engine.
+        group_size: number of rollouts of this prompt; None for that of the scheduler's
+            configuration, or of the call of ``evaluate()``.
 
     Raises:
-        ConfigError: if `input_ids` is empty, not one-dimensional or holds negative ids.
+        ConfigError: if `input_ids` is empty, not one-dimensional or holds negative ids, or if
+            `group_size` is not a whole number of 1 or more.
     """
 
     input_ids: Int32Array
     sampling: SamplingParams | tuple[SamplingParams, ...] | None = None
     key: str | int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    group_size: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", token_array(self.input_ids, "input_ids"))
+        if self.group_size is not None:
+            size = int(checked("group_size", self.group_size, Integral))
+            if size < 1:
+                raise ConfigError(f"group_size is {size}; give 1 or more, or None.")
+            object.__setattr__(self, "group_size", size)
         if isinstance(self.sampling, list):
             object.__setattr__(self, "sampling", tuple(self.sampling))
 

@@ -52,7 +52,7 @@ def simulate_again(folder, seed):
 
 # %%
 now = run.updates[0].time
-groups = known_lengths(FOLDER, group_size=GROUP_SIZE, until=now)
+groups = known_lengths(FOLDER, until=now)
 tokens, finished = pooled(groups)
 started = tokens > 0
 delivered = np.array([rollout.tokens for rollout in run.deliveries[0].rollouts])
@@ -93,7 +93,7 @@ print(f"mean of the estimate: at least {law.mean():.0f} tokens")
 # %%
 means, estimates, bands = [], [], []
 for batches, update in enumerate(run.updates, start=1):
-    known = known_lengths(FOLDER, group_size=GROUP_SIZE, until=update.time)
+    known = known_lengths(FOLDER, until=update.time)
     lengths = [r.tokens for delivery in run.deliveries[:batches] for r in delivery.rollouts]
     means.append(float(np.mean(lengths)))
     estimates.append(law_of(known).mean())
@@ -118,7 +118,7 @@ with tempfile.TemporaryDirectory() as folder:
         other = read_run(again)
         off, short, inside = [], [], []
         for place in COLUMNS:
-            known = known_lengths(again, group_size=GROUP_SIZE, until=other.updates[place].time)
+            known = known_lengths(again, until=other.updates[place].time)
             lengths = [r.tokens for d in other.deliveries[: place + 1] for r in d.rollouts]
             around = law_band(known, draws=100)
             off.append(law_of(known).mean() / true_mean - 1)

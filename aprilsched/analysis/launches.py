@@ -51,6 +51,8 @@ class Launches:
         self.ended = False
         """No more were there."""
         self._members: dict[int, Member] = {}
+        self._sizes: dict[int, int] = {}
+        """Number of members that each group was launched with."""
         self._requests: dict[int, int] = {}
         """The rollout of each request."""
         self._evaluated: set[int] = set()
@@ -82,16 +84,16 @@ class Launches:
         """Those that were sent, in the order of their ids, without those only evaluated."""
         return [m for _, m in sorted(self._members.items()) if m.group_id not in self._evaluated]
 
-    def by_group(self, size: int) -> list[list[Member]]:
-        """Groups of `size`, in the order of launches, without those that were only evaluated.
-        A member that was launched and never sent has no tokens."""
+    def by_group(self) -> list[list[Member]]:
+        """Groups in the order of launches, without those that were only evaluated. A member that
+        was launched and never sent has no tokens."""
         groups: dict[int, list[Member]] = {}
         for member in self.members():
             groups.setdefault(member.group_id, []).append(member)
         for group_id, group in groups.items():
-            missing = size - len(group)
+            missing = self._sizes.get(group_id, 0) - len(group)
             group.extend(Member(group_id=group_id, prompt=group[0].prompt) for _ in range(missing))
-        return [group[:size] for _, group in sorted(groups.items())]
+        return [group for _, group in sorted(groups.items())]
 
     def _sent(self, fact: of.AttemptSent) -> None:
         self._requests[fact.request_id] = fact.rollout_id
@@ -133,6 +135,7 @@ class Launches:
         # Ids that were not saved are given again.
         self._evaluated.discard(fact.group_id)
         self._settled.discard(fact.group_id)
+        self._sizes[fact.group_id] = len(fact.rollout_ids)
         if fact.restored is not None:
             self._restore(fact, fact.restored)
 

@@ -31,9 +31,7 @@ class LawBand:
     mean_high: float
 
 
-def known_lengths(
-    folder: Path, *, group_size: int, until: float | None = None
-) -> list[GroupLengths]:
+def known_lengths(folder: Path, *, until: float | None = None) -> list[GroupLengths]:
     """All that was launched for training in the first `until` seconds of the run in `folder`, with
     the tokens that were known then. Those of unfinished responses are up to date after an update,
     and up to a chunk behind otherwise.
@@ -53,7 +51,7 @@ def known_lengths(
             tokens=np.array([max(m.tokens, m.finished) for m in members], dtype=np.int64),
             finished=np.array([m.finished for m in members], dtype=np.bool_),
         )
-        for place, members in enumerate(launches.by_group(group_size))
+        for place, members in enumerate(launches.by_group())
     ]
 
 

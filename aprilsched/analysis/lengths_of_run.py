@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -67,8 +68,8 @@ class RecordedRun:
         return sum(len(group.lengths) for group in self.groups) - self.imputed
 
 
-def read_record(folder: Path, *, group_size: int, seed: int = 0) -> RecordedRun:
-    """The record in `folder`, of groups of `group_size`; `seed` is that of the imputed lengths.
+def read_record(folder: Path, *, seed: int = 0) -> RecordedRun:
+    """The record in `folder`; `seed` is that of the imputed lengths.
 
     Raises:
         RunFolderError: if a file is missing, cannot be understood or is not complete, or if the
@@ -79,7 +80,7 @@ def read_record(folder: Path, *, group_size: int, seed: int = 0) -> RecordedRun:
         summary = summary_of_run(folder)
         replay(folder / EVENTS, [launches, costs])
         _check(folder, summary, launches)
-        groups = _groups(launches.by_group(group_size), group_size, seed)
+        groups = _groups(launches.by_group(), seed)
     return RecordedRun(
         summary=summary,
         groups=groups,
@@ -108,15 +109,15 @@ def _check(folder: Path, summary: RunSummary, launches: Launches) -> None:
         )
 
 
-def _groups(members: Sequence[Sequence[Member]], size: int, seed: int) -> tuple[RecordedGroup, ...]:
-    drawn = _lengths([member for group in members for member in group], seed)
+def _groups(members: Sequence[Sequence[Member]], seed: int) -> tuple[RecordedGroup, ...]:
+    drawn = iter(_lengths([member for group in members for member in group], seed).tolist())
     return tuple(
         RecordedGroup(
             prompt_tokens=group[0].prompt,
-            lengths=tuple(int(length) for length in row),
+            lengths=tuple(islice(drawn, len(group))),
             so_far={i: m.tokens for i, m in enumerate(group) if not m.finished},
         )
-        for group, row in zip(members, drawn.reshape(-1, size), strict=True)
+        for group in members
     )
 
 

@@ -16,9 +16,7 @@ from aprilsched.analysis.bias import drawn_law
 from aprilsched.analysis.drain import DrainPlan, plan_drain
 from aprilsched.analysis.lengths_of_run import RecordedRun, read_record
 from aprilsched.errors import ConfigError
-from aprilsched.runs.config_file import read_settings
 from aprilsched.runs.tables import signed_percent
-from aprilsched.telemetry.run_folder import CONFIG
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.timing.model_file import load_model
 
@@ -54,8 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     if not 0 < command.below < 1:
         raise ConfigError(f"below is {command.below}; give a share above 0 and below 1.")
-    group_size = read_settings(command.run / CONFIG).scheduler.checked().group_size
-    record = read_record(command.run, group_size=group_size)
+    record = read_record(command.run)
     model = H200_QWEN3_4B if command.model is None else load_model(command.model)
     plan = _plan(record, command.below, model)
     if command.json:

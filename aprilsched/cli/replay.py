@@ -125,8 +125,7 @@ def _replay(command: ReplayCommand) -> Replay:
     if command.seed < 0:
         raise ConfigError(f"seed is {command.seed}; give 0 or more.")
     run = read_settings(command.run / CONFIG)
-    group_size = run.scheduler.checked().group_size
-    record = read_record(command.run, group_size=group_size, seed=command.seed)
+    record = read_record(command.run, seed=command.seed)
     delivered, burn_in = record.summary.batches, record.summary.steady_state.burn_in
     settings = replay_settings(
         run,

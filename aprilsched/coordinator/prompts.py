@@ -130,7 +130,7 @@ class PromptSource:
 
 
 def checked(prompt: object, group_size: int) -> Prompt:
-    """`prompt`, if a group of `group_size` can be launched for it.
+    """`prompt`, if a group can be launched for it, of `group_size` unless it has its own size.
 
     Raises:
         ConfigError: if it cannot.
@@ -139,10 +139,11 @@ def checked(prompt: object, group_size: int) -> Prompt:
         raise ConfigError(
             f"prompts gave a {type(prompt).__name__}; wrap token ids in Prompt(input_ids=...)."
         )
-    if isinstance(prompt.sampling, tuple) and len(prompt.sampling) != group_size:
+    size = prompt.group_size or group_size
+    if isinstance(prompt.sampling, tuple) and len(prompt.sampling) != size:
         raise ConfigError(
-            f"a prompt has {len(prompt.sampling)} sampling parameters for a group of "
-            f"{group_size}; give one for each rollout, or one for all."
+            f"a prompt has {len(prompt.sampling)} sampling parameters for a group of {size}; "
+            "give one for each rollout, or one for all."
         )
     several: Any = prompt.sampling if isinstance(prompt.sampling, tuple) else (prompt.sampling,)
     for sampling in several:

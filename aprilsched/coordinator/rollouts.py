@@ -227,6 +227,10 @@ class RolloutScheduler:
         Cancelling the call ends the evaluation: its requests are aborted, and no update waits for
         it.
 
+        Args:
+            prompts: at least one.
+            group_size: responses of each prompt that has no group size of its own.
+
         Raises:
             ConfigError: if there is no prompt, if one cannot be used, or if `group_size` is 0.
         """

@@ -76,7 +76,7 @@ class SchedulerConfig:
     batch_groups: Annotated[int, AT_LEAST_1] = 32
     """Groups (prompts) in a batch."""
     group_size: Annotated[int, AT_LEAST_1] = 8
-    """Rollouts of one prompt."""
+    """Rollouts of a prompt that has no group size of its own."""
     over_provision: float | Literal["auto", "kv"] = 1.5
     """Ratio of groups kept open to groups in a batch; 1 waits for every last response. "auto"
     chooses it, and how to refill, while the run goes on: the least stale schedule within 2 % of

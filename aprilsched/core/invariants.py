@@ -52,6 +52,9 @@ def _group(state: SchedulerState, group: GroupRecord) -> None:
     listed = group in state.in_flight.ready
     if listed != (group.complete and group.evaluation_id is None and not group.offered):
         raise InvariantViolation(f"{name} is {'' if listed else 'not '}among the ready")
+    own_size = group.prompt.group_size
+    if own_size is not None and len(group.members) != own_size:
+        raise InvariantViolation(f"{name} has {len(group.members)} members instead of {own_size}")
     left = [m for m in group.members if m.state in TERMINAL]
     if left:
         raise InvariantViolation(f"{name} is in flight and {len(left)} of its rollouts have left")

@@ -92,7 +92,7 @@ class Planner:
             observed.add_group(group)
         batch_groups = -(-command.batch_groups // scale)
         lengths = observed.draw_groups(
-            _groups_needed(batch_groups), group_size=config.group_size, open_groups=command.open
+            _groups_needed(batch_groups), group_size=command.group_size, open_groups=command.open
         )
         kv = command.kv_tokens
         return Setting(

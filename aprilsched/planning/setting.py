@@ -18,7 +18,8 @@ class Setting:
     """Conditions that are the same for every candidate, so that only the schedules differ.
 
     Attributes:
-        lengths: int64 [groups, group_size], response lengths in the order of launching.
+        lengths: int64 [groups, largest group], response lengths in the order of launching; 0 where
+            a smaller group has no member.
         batch_groups: number of groups in a batch, as far as it is known at its start.
         stop: rule that says when a batch is full; None for `batch_groups` groups.
         engines: number of equal engines, which share the work evenly.
@@ -55,10 +56,15 @@ class Setting:
         return self.stop or Groups(self.batch_groups)
 
     @property
+    def group_size(self) -> float:
+        """The mean number of rollouts in a group."""
+        return int(np.count_nonzero(self.lengths)) / len(self.lengths)
+
+    @property
     def usual_group(self) -> float:
         """What a usual group adds to a batch, in the units of that rule."""
         usual = self.full_at.usual_group(
-            self.lengths.shape[1], lambda: float(self.lengths.sum(axis=1).mean())
+            self.group_size, lambda: float(self.lengths.sum(axis=1).mean())
         )
         return 1.0 if usual is None else usual
 

@@ -20,8 +20,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aprilsched.core.lengths.log_law import LogLaw
 from aprilsched.core.policies.over_provision import PoolLoad
@@ -30,6 +33,8 @@ from aprilsched.core.policies.schedule import Schedule
 from aprilsched.planning.setting import Outcome, Setting
 
 __all__ = ["CompleteGroups", "Store", "TrialGroup", "try_out"]
+
+T = TypeVar("T", bound=np.generic)
 
 _RESERVE_SHARE = 0.098
 """Share of the tokens still to come for which admission leaves room: the lower bound of SGLang's
@@ -45,13 +50,15 @@ class _Trial:
     def __init__(self, schedule: Schedule, setting: Setting) -> None:
         self._setting = setting
         self._refill = schedule.refill
-        self._group_size = setting.lengths.shape[1]
+        self._group_size = setting.group_size
         self._stop_at, self._usual = setting.full_at, setting.usual_group
         self._batch_groups = self._stop_at.batch_groups(self._usual)
         load = PoolLoad(batch_groups=self._batch_groups, current=0)
         self._target = schedule.over_provision.target_groups(load)
         self._store = Store(schedule.refill, setting) if schedule.refill.defers else None
-        self._rows: list[list[int]] = setting.lengths.tolist()
+        self._rows: list[list[int]] = [
+            [length for length in row if length] for row in setting.lengths.tolist()
+        ]
         self._next = 0
         self._limit = setting.max_running * setting.engines
         pool = setting.kv_tokens
@@ -155,7 +162,7 @@ class _Trial:
             self._next += 1
             self._open += 1
             if self._store is None:
-                self._queue.extend((group, member) for member in range(self._group_size))
+                self._queue.extend((group, member) for member in range(len(group.lengths)))
             else:
                 self._store.groups.append(group)
 
@@ -333,7 +340,7 @@ class Store:
     def __init__(self, refill: Refill, setting: Setting) -> None:
         self.groups: list[TrialGroup] = []
         self._refill = refill
-        logs = np.log(setting.lengths)
+        logs = np.log(setting.lengths[setting.lengths > 0])
         self._law = LogLaw.estimated(
             mean=float(logs.mean()),
             deviation=float(logs.std()),
@@ -346,8 +353,8 @@ class Store:
         groups = self.groups
         since = [-1 if g.first_run is None else batch - g.first_run for g in groups]
         view = OpenGroups(
-            tokens=np.array([group.have for group in groups], dtype=np.int64),
-            finished=np.array([group.finished for group in groups], dtype=np.bool_),
+            tokens=_table([group.have for group in groups], 0, np.int64),
+            finished=_table([group.finished for group in groups], True, np.bool_),
             sizes=np.array([len(group.lengths) for group in groups], dtype=np.int64),
             ages=np.array([batch - group.opened for group in groups], dtype=np.int64),
             since_first_run=np.array(since, dtype=np.int64),
@@ -361,3 +368,12 @@ class Store:
                 group.first_run = batch
             runs += [(group, m) for m in range(started) if not group.finished[m]]
         return runs
+
+
+def _table(rows: Sequence[Sequence[int]], fill: int, kind: type[T]) -> NDArray[T]:
+    """An array [groups, largest group], with `fill` where a smaller group has no member."""
+    size = max(map(len, rows), default=0)
+    table = np.full((len(rows), size), fill, dtype=kind)
+    for place, row in enumerate(rows):
+        table[place, : len(row)] = row
+    return table

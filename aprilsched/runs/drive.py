@@ -223,7 +223,7 @@ class Run:
         config = self._setup.config
         failed = [entry for entry in in_flight.ledger.entries if entry.reason in _FAILURES]
         groups = len({entry.group_id for entry in failed})
-        missing = (asked * config.batch_groups) - in_flight.counters.delivered // config.group_size
+        missing = asked * config.batch_groups - self._summary.groups
         if delivered >= asked or (delivered and groups < missing):
             return None
         said = f"{delivered} of {asked} batches were" if delivered else "no batch was"

@@ -1,7 +1,8 @@
 """Reads prompts from a JSONL file and checks every line before anything is launched.
 
 A line is an object with ``input_ids``, or with ``text``, which needs a tokenizer. It may also have
-``key``, and ``sampling`` with the names that :func:`aprilsched.sampling.sampling_params` knows.
+``key``, ``group_size``, and ``sampling`` with the names that
+:func:`aprilsched.sampling.sampling_params` knows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from aprilsched.types import Prompt
 
 __all__ = ["read_prompts"]
 
-_KEYS = ("input_ids", "text", "key", "sampling")
+_KEYS = ("input_ids", "text", "key", "sampling", "group_size")
 
 
 class _Encoding(Protocol):
@@ -76,6 +77,7 @@ def _prompt(line: bytes, tokenizer: _Tokenizer | None, where: str) -> Prompt:
         return Prompt(
             input_ids=_input_ids(fields, tokenizer),
             key=_key(fields.get("key")),
+            group_size=fields.get("group_size"),
             sampling=None if sampling is None else sampling_params(sampling, tokenizer=tokenizer),
         )
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -126,4 +126,5 @@ def _prompt(index: int, group: RecordedGroup) -> Prompt:
             SamplingParams(max_new_tokens=length, ignore_eos=True) for length in group.lengths
         ),
         key=index,
+        group_size=len(group.lengths),
     )

@@ -49,6 +49,7 @@ class _Group(msgspec.Struct, array_like=True):
     members: list[tuple[int, int, int]]
     """For each member its rollout id, its index, and the index of its sampling in `samplings`."""
     samplings: list[SamplingParams]
+    group_size: int | None = None
 
 
 class _Lengths(msgspec.Struct, array_like=True):
@@ -150,6 +151,7 @@ def group_record(group: SavedGroup) -> bytes:
         metadata=None,
         members=members,
         samplings=samplings,
+        group_size=prompt.group_size,
     )
     try:
         record.key, record.metadata = packed(prompt.key), packed(prompt.metadata)
@@ -185,6 +187,7 @@ def group_from(body: bytes) -> SavedGroup:
             sampling=tuple(sampling) if isinstance(sampling, list) else sampling,
             key=record.key,
             metadata=cast("dict[Any, Any]", metadata),
+            group_size=record.group_size,
         ),
         members=tuple(
             SavedMember(rollout_id=rollout, index=index, sampling=record.samplings[place])

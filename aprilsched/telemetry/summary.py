@@ -157,6 +157,11 @@ class Summary(DispatchingListener):
             per_batch=[batch.figures for batch in batches],
         )
 
+    @property
+    def groups(self) -> int:
+        """Number of groups in the batches so far."""
+        return sum(batch.figures.groups for batch in self.batches)
+
     def _rollouts(self, remainder: Remainder) -> RolloutFigures:
         held = set(remainder.in_flight)
         somewhere = held | self._delivered | self._dropped

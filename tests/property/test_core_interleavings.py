@@ -70,6 +70,7 @@ class Interleavings(RuleBasedStateMachine):
         takes=st.booleans(),
         bad=st.booleans(),
         dries=st.booleans(),
+        sizes=st.sampled_from([(None,), (None,), (1, None, 3), (5, 1)]),
         stop=st.sampled_from([("groups", None), ("samples", 5), ("tokens", 3), ("tokens", 15)]),
     )
     def begin(
@@ -94,6 +95,7 @@ class Interleavings(RuleBasedStateMachine):
         takes: bool,
         bad: bool,
         dries: bool,
+        sizes: tuple[int | None, ...],
         stop: tuple[StopUnit, int | None],
     ) -> None:
         if (pace, straggler) not in (("synchronous", "retract"), ("synchronous", "abort")):
@@ -130,6 +132,7 @@ class Interleavings(RuleBasedStateMachine):
             episodes=episodes,
             supply=supply,
             bad=bad,
+            sizes=sizes,
             # What is dry then is not dry at the same place after a restart.
             dries=dries and not self.saves,
             engines=("a", "b", "c"),
@@ -165,7 +168,9 @@ class Interleavings(RuleBasedStateMachine):
             self.evaluations += 1
             self.driver.feed(
                 ev.EvaluationRequested(
-                    evaluation_id=self.evaluations, prompts=prompts(count), group_size=2
+                    evaluation_id=self.evaluations,
+                    prompts=prompts(count, sizes=self.driver.sizes),
+                    group_size=2,
                 )
             )
 
@@ -517,7 +522,8 @@ class Interleavings(RuleBasedStateMachine):
             assert counters.tokens_generated == counters.tokens_delivered + dropped_tokens
         for batch in self.driver.batches:
             for group in batch.groups:
-                assert len(group.rollouts) == 2, "an incomplete group"
+                size = group.prompt.group_size or 2
+                assert len(group.rollouts) == size, "an incomplete group"
             for rollout in batch.rollouts:
                 lengths = {
                     len(rollout.token_ids),

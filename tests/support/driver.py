@@ -29,9 +29,14 @@ Key = tuple[int, int]
 Control = do.Pause | do.Flush | do.Continue | do.Release | do.Wake
 
 
-def prompts(count: int, *, start: int = 0) -> tuple[Prompt, ...]:
-    """Prompts that are all different."""
-    return tuple(Prompt(input_ids=np.array([start + i, 7], dtype=np.int32)) for i in range(count))
+def prompts(
+    count: int, *, start: int = 0, sizes: Sequence[int | None] = (None,)
+) -> tuple[Prompt, ...]:
+    """Prompts that are all different, with the group sizes `sizes` in turn."""
+    return tuple(
+        Prompt(input_ids=np.array([i, 7], dtype=np.int32), group_size=sizes[i % len(sizes)])
+        for i in range(start, start + count)
+    )
 
 
 def config(**changes: object) -> SchedulerConfig:
@@ -111,6 +116,8 @@ class Driver:
     """Whether engines answer at once that they have the right version."""
     verifications: list[do.Verify] = field(default_factory=list[do.Verify])
     given: int = 0
+    sizes: Sequence[int | None] = (None,)
+    """Group sizes of the source's prompts, in turn."""
     bad: bool = False
     """Whether some prompts of the source cannot be used."""
     dries: bool = False
@@ -322,7 +329,9 @@ class Driver:
 
     def _give(self, count: int, *, partial: bool) -> None:
         count = min(count, self.supply - self.given)
-        given: list[Prompt | RefusedPrompt] = list(prompts(count, start=self.given))
+        given: list[Prompt | RefusedPrompt] = list(
+            prompts(count, start=self.given, sizes=self.sizes)
+        )
         if self.bad:
             for place in range(count):
                 if (self.given + place) % 5 == 3:

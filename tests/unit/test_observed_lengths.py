@@ -124,6 +124,20 @@ def test_groups_are_drawn_whole_and_as_often_as_each_other():
         observed.draw_groups(9, group_size=5)
 
 
+def test_groups_of_several_sizes_keep_their_own():
+    observed = ObservedLengths()
+    for launched, row in enumerate([[3], [4, 5, 6], [7, 8]] * 4):
+        observed.add_group(GroupLengths.whole(launched, row))
+    open_group = GroupLengths(
+        launched=12, tokens=np.array([9, 2]), finished=np.array([True, False])
+    )
+    groups = observed.draw_groups(26, group_size=None, open_groups=[open_group]).tolist()
+    assert all(group in [[3, 0, 0], [4, 5, 6], [7, 8, 0]] for group in groups if group[0] != 9)
+    drawn_longer = [group for group in groups if group[0] == 9]
+    assert len(drawn_longer) == 2
+    assert all(group[1] > 2 and group[2] == 0 for group in drawn_longer)
+
+
 def test_drawn_groups_are_as_long_as_those_still_open_will_be():
     """A sixth of the cohort is open. Without the open groups, drawn groups would be too short."""
     truth = drawn(100_000, 4, 99).mean()

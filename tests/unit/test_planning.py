@@ -453,6 +453,7 @@ def plan(
     )
     return do.Plan(
         batch_groups=batch_groups,
+        group_size=4,
         ended=ended,
         open=(),
         prompt_tokens=8.0,
@@ -644,6 +645,6 @@ def test_a_run_with_one_response_for_each_prompt_is_planned_too() -> None:
     driver = Driver(config(group_size=1, batch_groups=4))
     assert batches(driver, 3) == [1, 3]
     ended = tuple(GroupLengths.whole(i, [int(n)]) for i, n in enumerate(drawn(64)[:, 0]))
-    command = replace(plan(POOR), ended=ended)
+    command = replace(plan(POOR), ended=ended, group_size=1)
     best = Planner().plan(command, rules(group_size=1))
     assert (best.efficiency or 0) > try_out(POOR, setting(lengths=drawn(64)[:, :1])).efficiency

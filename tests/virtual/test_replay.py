@@ -113,7 +113,7 @@ def test_a_run_of_the_coordinator_is_predicted(
 
 
 def test_recorded_lengths_are_those_of_the_workload(april: Path):
-    record = read_record(april, group_size=GROUP_SIZE)
+    record = read_record(april)
     summary: RunSummary = record.summary
     assert record.known + record.imputed == summary.rollouts.launched
     assert 0 < record.imputed <= summary.rollouts.in_flight
@@ -133,7 +133,7 @@ def test_imputed_lengths_are_neither_short_nor_long(tmp_path: Path, capsys: Capt
     """Of many, as a pool of three batches leaves them. Measured: half a standard error."""
     simulate(tmp_path / "out", "pool:over_provision=3", capsys)
     folder = tmp_path / "out" / "pool_over_provision-3"
-    record = read_record(folder, group_size=GROUP_SIZE)
+    record = read_record(folder)
     places = [(i, place) for i, group in enumerate(record.groups) for place in group.so_far]
     imputed = np.array([record.groups[i].lengths[place] for i, place in places])
     workload = LongTailWorkload(group_size=GROUP_SIZE)
@@ -141,7 +141,7 @@ def test_imputed_lengths_are_neither_short_nor_long(tmp_path: Path, capsys: Capt
     assert len(places) > 100
     spread = float(drawn.std()) / len(places) ** 0.5
     assert abs(float(imputed.mean() - drawn.mean())) < 4 * spread
-    other = read_record(folder, group_size=GROUP_SIZE, seed=1)
+    other = read_record(folder, seed=1)
     assert other.groups != record.groups
     assert other.imputed == record.imputed
 
@@ -196,7 +196,7 @@ def test_a_run_that_used_all_prompts_is_replayed_to_their_end(tmp_path: Path, ca
     out = tmp_path / "run"
     command = ["run", *arguments, "--prompts", str(prompts), "--over-provision", "2"]
     assert main([*command, "--quiet", "--out", str(out)]) == 0
-    record = read_record(out, group_size=2)
+    record = read_record(out)
     assert [group.prompt_tokens for group in record.groups] == list(range(1, 11))
     assert record.whole
     found = replay(out, capsys, "--policy", "sync")
@@ -330,6 +330,7 @@ def test_what_a_log_says_of_groups(april: Path, tmp_path: Path):
 
     lines: list[Any] = [
         {"fact": "RunOpened", "engines": engines, "version": 0},
+        {"fact": "GroupLaunched", "group_id": 1, "rollout_ids": [2, 4, 6], "prompt_tokens": 9},
         sent(4, 1, 5, 1, 9),
         sent(2, 1, 3, 1, 9),
         sent(9, 8, 10, 1, 3),
@@ -355,7 +356,7 @@ def test_what_a_log_says_of_groups(april: Path, tmp_path: Path):
         for t, line in enumerate(lines)
     )
     (folder / "events.jsonl").write_text(written)
-    record = read_record(folder, group_size=3)
+    record = read_record(folder)
     (group,) = record.groups
     assert group.prompt_tokens == 9
     assert group.lengths[:2] == (5, 7)

@@ -77,6 +77,11 @@ def _batches(scheduler: Mapping[str, Any], summary: RunSummary) -> str:
         return f"Batches: full by {scheduler.get('stop')}; {delivered}."
     if not isinstance(groups, int) or not isinstance(size, int):
         return f"Batches: {delivered}."
+    if any(batch.rollouts != size * batch.groups for batch in summary.per_batch):
+        return (
+            f"Batches: {groups} prompts, each with {size} responses or a number of its own; "
+            f"{delivered}."
+        )
     return (
         f"Batches: {groups} prompts with {size} responses each ({groups * size:,} responses); "
         f"{delivered}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ __all__ = [
     "resampled",
     "shared_log_variance",
 ]
+
+T = TypeVar("T", bound=np.generic)
 
 DEFAULT_WINDOW = 4096
 """Responses: 16 batches of 32 groups of 8. Enough for a 99th percentile, few enough for drift."""
@@ -80,11 +83,14 @@ class ObservedLengths:
         self,
         count: int,
         *,
-        group_size: int,
+        group_size: int | None,
         open_groups: Sequence[GroupLengths] = (),
         seed: int = 0,
     ) -> NDArray[np.int64]:
         """Lengths int64 [count, group_size] of groups like those in the cohort.
+
+        Without a `group_size` each group keeps its own: the second dimension is the largest size,
+        and 0 stands where a smaller group has no member.
 
         Whole groups are resampled, so that what their members have in common stays. What had
         not finished is drawn from the law given its tokens so far: without that, resampled
@@ -97,16 +103,25 @@ class ObservedLengths:
         """
         cohort = self.cohort(open_groups)
         law = self.law(open_groups)
-        cohort = [group for group in cohort if len(group.tokens) >= group_size]
+        if group_size is not None:
+            cohort = [group for group in cohort if len(group.tokens) >= group_size]
         if law is None or not cohort:
             raise ValueError(
                 f"no group of {group_size} has been seen, or nothing has finished; draw later."
             )
         places = resampled(len(cohort), count, seed=seed)
-        tokens = np.stack([group.tokens[:group_size] for group in cohort])[places]
-        finished = np.stack([group.finished[:group_size] for group in cohort])[places]
+        size = group_size or max(len(group.tokens) for group in cohort)
+        tokens = np.stack([_row(group.tokens, size, 0) for group in cohort])[places]
+        finished = np.stack([_row(group.finished, size, True) for group in cohort])[places]
         drawn = law.residual_quantile(hashed_uniforms(tokens.shape, seed=seed + 1), tokens)
         return np.where(finished, tokens, drawn)
+
+
+def _row(values: NDArray[T], size: int, fill: int) -> NDArray[T]:
+    """The first `size` values, with `fill` after the last one of a smaller group."""
+    row = np.full(size, fill, dtype=values.dtype)
+    row[: len(values)] = values[:size]
+    return row
 
 
 _WEYL = np.uint64(0x9E3779B97F4A7C15)

@@ -377,6 +377,8 @@ class Plan:
 
     Attributes:
         batch_groups: the number of groups that a batch is expected to take.
+        group_size: the number of rollouts of each prompt; None if prompts differ in that, as those
+            of the lengths do.
         ended: lengths of the groups that have ended and were launched last.
         open: lengths so far of the groups that are being generated.
         prompt_tokens: the mean length of the prompts.
@@ -386,6 +388,7 @@ class Plan:
     """
 
     batch_groups: int
+    group_size: int | None
     ended: tuple[GroupLengths, ...]
     open: tuple[GroupLengths, ...]
     prompt_tokens: float

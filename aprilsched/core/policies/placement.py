@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Collection, Mapping
 from typing import Literal, TypeAlias
 
-__all__ = ["Placement", "Places", "places"]
+__all__ = ["Placement", "Places"]
 
 Placement: TypeAlias = Literal["prefix", "spread"]
 
@@ -19,27 +19,26 @@ class Places:
 
     Args:
         loads: open requests of each engine that takes any.
-        slack: how many more requests than the least loaded one an engine may have and still be
-            preferred for the prefix that it has cached.
     """
 
-    def __init__(self, loads: Mapping[str, int], *, slack: int) -> None:
+    def __init__(self, loads: Mapping[str, int]) -> None:
         self._loads = dict(loads)
-        self._slack = slack
         self._heap = [(load, name) for name, load in self._loads.items()]
         heapq.heapify(self._heap)
 
-    def take(self, *, prefer: str, avoid: Collection[str]) -> str | None:
+    def take(self, *, prefer: str, slack: int, avoid: Collection[str]) -> str | None:
         """The engine for one request, which counts from now on; None if there is none.
 
         Args:
             prefer: where the prompt's prefix is cached.
+            slack: how many more requests than the least loaded one that engine may have and still
+                be preferred; -1 for never.
             avoid: the engines that just failed the request; taken only if there is no other.
         """
         least = self._least(avoid)
         if least is None:
             return None
-        near = self._loads[least] + self._slack
+        near = self._loads[least] + slack
         if prefer not in avoid and self._loads.get(prefer, near + 1) <= near:
             least = prefer
         self._loads[least] += 1
@@ -54,9 +53,3 @@ class Places:
             return top[1]
         others = (other for other in self._loads if other not in avoid)
         return min(others, key=lambda other: (self._loads[other], other), default=top[1])
-
-
-def places(loads: Mapping[str, int], placement: Placement, *, group_size: int) -> Places:
-    """The engines for one round of sending: "prefix" prefers a group's engine while that has less
-    than a group more to do than the least loaded one, "spread" prefers none."""
-    return Places(loads, slack=group_size if placement == "prefix" else -1)

@@ -35,7 +35,7 @@ class Pool(Refill):
         # An automatic schedule may have made the pool smaller than what is in it.
         free = max(0, view.target_groups * view.group_size - view.in_flight)
         together = min(self.together, view.target_groups)
-        return free // (together * view.group_size) * together
+        return int(free // (together * view.group_size)) * together
 
     def _tapers(self, view: PoolView) -> bool:
         # As long as something generates, the batch fills without new groups.

@@ -32,7 +32,8 @@ class PoolView:
     many usual groups as count as much."""
 
     batch_groups: int
-    group_size: int
+    group_size: float
+    """Rollouts of a group; their mean where prompts have sizes of their own."""
     target_groups: int
     open_groups: int
     ready_groups: int

@@ -54,12 +54,12 @@ class Stop(ABC):
 
     @abstractmethod
     def usual_group(
-        self, group_size: int, group_tokens: Callable[[], float | None]
+        self, group_size: float, group_tokens: Callable[[], float | None]
     ) -> float | None:
         """What one group counts; None while that is not known.
 
         Args:
-            group_size: rollouts of one prompt.
+            group_size: rollouts of one prompt, as a mean where prompts have sizes of their own.
             group_tokens: gives the mean tokens of a group, None while no length is known.
         """
 
@@ -102,7 +102,7 @@ class Groups(Stop):
     name: ClassVar[str] = "groups"
     fixed_groups: ClassVar[bool] = True
 
-    def usual_group(self, group_size: int, group_tokens: Callable[[], float | None]) -> float:
+    def usual_group(self, group_size: float, group_tokens: Callable[[], float | None]) -> float:
         return 1.0
 
     def batch_groups(self, usual: float) -> int:
@@ -123,8 +123,9 @@ class Samples(Stop):
     """Whole groups that hold at least so many rollouts."""
 
     name: ClassVar[str] = "samples"
+    learns: ClassVar[bool] = True
 
-    def usual_group(self, group_size: int, group_tokens: Callable[[], float | None]) -> float:
+    def usual_group(self, group_size: float, group_tokens: Callable[[], float | None]) -> float:
         return float(group_size)
 
     def held(self, held: Held) -> int:
@@ -142,7 +143,7 @@ class Tokens(Stop):
     learns: ClassVar[bool] = True
 
     def usual_group(
-        self, group_size: int, group_tokens: Callable[[], float | None]
+        self, group_size: float, group_tokens: Callable[[], float | None]
     ) -> float | None:
         return group_tokens()
 

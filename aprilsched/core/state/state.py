@@ -62,7 +62,12 @@ class Delivery:
     resumed."""
 
 
-@dataclass(slots=True)
+_SIZES = 32
+"""Largest number of groups over which the mean of group sizes is taken: about a batch. A mean over
+more groups would follow a curriculum of group sizes too late."""
+
+
+@dataclass(slots=True, kw_only=True)
 class PromptSupply:
     """Prompts between their source and their launch. Steps: ``launch``."""
 
@@ -78,6 +83,18 @@ class PromptSupply:
     """The source has ended."""
     consecutive_failures: int = 0
     """Groups dropped for a failure since a group was last accepted."""
+    usual_size: float
+    """Mean number of rollouts in the groups launched last."""
+    sizes_seen: int = 0
+    """Number of groups that the mean is over."""
+    sizes_vary: bool = False
+    """A group was launched whose size is not that of the configuration."""
+
+    def note_size(self, size: int, configured: int) -> None:
+        """Note the size of a group that is launched, and that of the configuration."""
+        self.sizes_seen = min(self.sizes_seen + 1, _SIZES)
+        self.usual_size += (size - self.usual_size) / self.sizes_seen
+        self.sizes_vary = self.sizes_vary or size != configured
 
 
 @dataclass(slots=True)
@@ -212,7 +229,7 @@ class SchedulerState:
         self.expectations = Expectations()
         self.in_flight = InFlight(self._place)
         self.delivery = Delivery(must_deliver=MustDeliver(self.staleness))
-        self.prompts = PromptSupply()
+        self.prompts = PromptSupply(usual_size=float(config.group_size))
         self.plan = Plan(
             schedule=(
                 first_schedule(may_defer=config.may_defer)
@@ -287,7 +304,7 @@ class SchedulerState:
     def usual_running(self) -> float:
         """About the mean number of rollouts that generate together during a batch: half of those
         launched run to its end."""
-        return self.plan.target_groups * self.config.group_size / 2
+        return self.plan.target_groups * self.prompts.usual_size / 2
 
     @property
     def batch_groups(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aprilsched.core.messages.commands import Send, Verify
 from aprilsched.core.messages.facts import AttemptSent
-from aprilsched.core.policies.placement import places
+from aprilsched.core.policies.placement import Places
 from aprilsched.core.state.engine_control import RUN, EngineControl, Goal, Mode
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
@@ -66,12 +66,15 @@ def dispatch(state: SchedulerState) -> None:
         # Otherwise the first engine that continues after a pause would get the whole wave, or, if
         # it took only its share, all carried requests, which have the longest contexts.
         return
-    free = places(loads, config.placement, group_size=config.group_size)
+    free, near = Places(loads), config.placement == "prefix"
     while limit is None or in_flight.open_attempts < limit:
         request = in_flight.queue.first(training=training)
         if request is None:
             return
-        engine = free.take(prefer=request.rollout.group.engine, avoid=request.avoid)
+        group = request.rollout.group
+        # A group stays on its engine while that has less than a group more to do than the others.
+        slack = len(group.members) if near else -1
+        engine = free.take(prefer=group.engine, slack=slack, avoid=request.avoid)
         if engine is None:
             return
         _send(state, request, engine)

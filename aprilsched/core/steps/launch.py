@@ -73,7 +73,12 @@ def begin_evaluations(state: SchedulerState) -> None:
     waiting, state.evaluations.waiting = state.evaluations.waiting, []
     for event in waiting:
         state.evaluations.running[event.evaluation_id] = [
-            _launch_group(state, prompt, event.group_size, evaluation_id=event.evaluation_id)
+            _launch_group(
+                state,
+                prompt,
+                prompt.group_size or event.group_size,
+                evaluation_id=event.evaluation_id,
+            )
             for prompt in event.prompts
         ]
 
@@ -129,7 +134,9 @@ def launch(state: SchedulerState) -> None:
         state.prompts.stock.popleft()
         state.prompts.cursor += 1
         if isinstance(prompt, Prompt):
-            _launch_group(state, prompt, state.config.group_size, evaluation_id=None)
+            size = prompt.group_size or state.config.group_size
+            state.prompts.note_size(size, state.config.group_size)
+            _launch_group(state, prompt, size, evaluation_id=None)
         else:
             refuse(state, prompt.cause)
 
@@ -172,10 +179,10 @@ def _count(state: SchedulerState) -> int:
 
 
 def _pool_view(state: SchedulerState) -> PoolView:
-    config, in_flight = state.config, state.in_flight
+    in_flight = state.in_flight
     return PoolView(
         batch_groups=state.batch_groups,
-        group_size=config.group_size,
+        group_size=state.prompts.usual_size,
         target_groups=state.plan.target_groups,
         open_groups=_open_groups(state),
         ready_groups=state.ready_groups,
@@ -230,6 +237,7 @@ def _launch_group(
 def _asked(prompts: Iterable[Prompt | RefusedPrompt]) -> list[dict[str, Any]]:
     return [
         {"key": prompt.key, "input_ids": prompt.input_ids.tolist()}
+        | ({} if prompt.group_size is None else {"group_size": prompt.group_size})
         for prompt in prompts
         if isinstance(prompt, Prompt)
     ]

@@ -52,8 +52,10 @@ def plan(state: SchedulerState) -> None:
         return
     if drifted:
         groups = recent
-    # After a resume with larger groups, groups of the earlier size say too little.
-    groups = [group for group in groups if len(group.tokens) >= state.config.group_size]
+    size = None if state.prompts.sizes_vary else state.config.group_size
+    if size is not None:
+        # After a resume with larger groups, groups of the earlier size say too little.
+        groups = [group for group in groups if len(group.tokens) >= size]
     ended = [group for group in groups if group.complete]
     # A group of which some members have not run does not show what siblings have in common.
     open_groups = [group for group in groups if not group.complete and group.tokens.all()]
@@ -64,6 +66,7 @@ def plan(state: SchedulerState) -> None:
     state.commands.append(
         Plan(
             batch_groups=state.batch_groups,
+            group_size=size,
             ended=tuple(ended),
             open=tuple(open_groups),
             prompt_tokens=_prompt_tokens(state),

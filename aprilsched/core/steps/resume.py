@@ -88,6 +88,9 @@ def restore(state: SchedulerState, saved: Saved) -> None:
             _take_back(state, group)
         _open_scores(state, saved.run, group)
         _enter(state, group)
+        # A group without a size of its own says nothing about the present configuration.
+        size = state.config.group_size
+        state.prompts.note_size(group.prompt.group_size or size, size)
     for group_id in saved.run.ready:
         if group_id in groups and groups[group_id].complete:
             state.in_flight.ready.add(groups[group_id])

@@ -102,7 +102,7 @@ def _rebalance(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
         on[request.engine].append(request)
     share = float(np.mean([len(requests) for requests in on.values()]))
     for requests in on.values():
-        excess = len(requests) - round(share) - state.config.group_size
+        excess = len(requests) - round(share) - round(state.prompts.usual_size)
         if excess > 0:
             requests.sort(key=lambda r: (-len(r.rollout.log), r.request_id))
             for request in requests[:excess]:

@@ -42,7 +42,7 @@ def _aim(state: SchedulerState, kv_share: float | None) -> None:
 
 def _usual_group(state: SchedulerState) -> float:
     """What one group is expected to count towards a batch."""
-    size = state.config.group_size
+    size = state.prompts.usual_size
 
     def group_tokens() -> float | None:
         open_groups = [
