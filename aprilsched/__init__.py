@@ -7,6 +7,7 @@ every token which version sampled it. The method is APRIL (arXiv 2509.18521).
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import (
+    PromptQueue,
     RefitReport,
     RolloutScheduler,
     Turn,
@@ -42,6 +43,7 @@ __all__ = [
     "LoraPublisher",
     "MemoryStore",
     "Prompt",
+    "PromptQueue",
     "RefitReport",
     "Rollout",
     "RolloutScheduler",

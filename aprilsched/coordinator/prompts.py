@@ -117,7 +117,10 @@ class PromptSource:
 
     async def _next(self) -> object:
         """The next object of the source, or :data:`_END`."""
-        return await anext(self._async, _END) if self._async else next(self._sync, _END)
+        # A source may have a length, and be false while it is empty.
+        if self._async is not None:
+            return await anext(self._async, _END)
+        return next(self._sync, _END)
 
     async def _pass_over(self) -> None:
         while self._passed:

@@ -44,7 +44,8 @@ class RolloutScheduler:
 
     Args:
         fleet: the engines; they are opened and closed with the scheduler.
-        prompts: any iterable or async iterable of :class:`~aprilsched.types.Prompt`. When it ends,
+        prompts: any iterable or async iterable of :class:`~aprilsched.types.Prompt`, or a
+            :class:`~aprilsched.PromptQueue` that the trainer pushes prompts into. When it ends,
             the rollouts in flight are finished and delivered, perhaps in a smaller last batch.
         reward: scores a rollout, or a group (see `reward_scope`), while generation continues.
             Plain functions run in threads, coroutines run on the event loop.
