@@ -1,1 +1,2 @@
-"""Reading run folders: figures, histories, pictures. Files only; no engine, no scheduler."""
+"""Reads run folders as figures, histories and pictures. It uses only files, and needs no engine and
+no scheduler."""

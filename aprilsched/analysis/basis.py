@@ -1,4 +1,4 @@
-"""What summing a run up needs beside its events, from its config.toml."""
+"""Reads what is needed to sum a run up, besides its facts, from its config.toml."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIMULATED = ["sim"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Basis:
-    """As the run itself had it."""
+    """The arguments of the run's own Summary."""
 
     clock: Literal["virtual", "wall"]
     trainer_waits: bool
@@ -30,7 +30,7 @@ class Basis:
     burn_in: int | None
 
     def summary(self) -> Summary:
-        """A listener that has heard nothing yet."""
+        """A new Summary with these arguments."""
         return Summary(
             trainer_waits=self.trainer_waits,
             bound=self.bound,
@@ -40,10 +40,10 @@ class Basis:
 
 
 def basis_of(config: dict[str, Any]) -> Basis:
-    """That of a run with this resolved configuration.
+    """The basis of a run with this resolved configuration.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the configuration is not one of a run.
     """
     try:
         return Basis(

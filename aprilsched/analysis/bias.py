@@ -1,9 +1,9 @@
-"""Is a run biased? Conservation, laws, staleness by length and censors, from arrays alone.
+"""Measures the bias of a run: conservation, laws, staleness by length and censors, from arrays
+alone.
 
-Lengths are in tokens; a bias is a share of the mean length, 0 for none and -0.1 for 10 % short.
-:mod:`aprilsched.analysis.transients` has the bias that goes away,
-:mod:`aprilsched.analysis.drain` what it costs to be rid of it, and
-:mod:`aprilsched.analysis.equivalence` tests laws against each other.
+Lengths are in tokens. A bias is a share of the mean length: 0 for none, and -0.1 for 10 % short.
+:mod:`aprilsched.analysis.transients` has the bias that goes away, :mod:`aprilsched.analysis.drain`
+what it costs to avoid it, and :mod:`aprilsched.analysis.equivalence` compares two laws by a test.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conservation:
-    """Ids of rollouts that are not in exactly one place; all empty when nothing is wrong."""
+    """Ids of the rollouts that are not in exactly one place; all sets are empty if nothing is
+    wrong."""
 
     lost: frozenset[int]
-    """Launched, and nowhere."""
+    """Rollouts that were launched and are in no place."""
     twice: frozenset[int]
-    """In two places, or delivered twice."""
+    """Rollouts that are in two places, or were delivered twice."""
     unknown: frozenset[int]
-    """Somewhere, and never launched."""
+    """Rollouts that are in a place and were never launched."""
 
     @property
     def holds(self) -> bool:
@@ -55,7 +56,8 @@ def conservation(
     in_flight: Iterable[int] = (),
     dropped: Iterable[int] = (),
 ) -> Conservation:
-    """Is every launched id delivered once, in flight, or dropped? No tolerance."""
+    """Find the ids that are not in exactly one place: delivered once, in flight, or dropped. There
+    is no tolerance."""
     ids, counts = np.unique([*delivered, *in_flight, *dropped], return_counts=True)
     somewhere = frozenset(int(i) for i in ids)
     known = frozenset(launched)
@@ -67,10 +69,11 @@ def conservation(
 
 
 def drawn_law(lengths: ArrayLike, partials: ArrayLike = ()) -> KaplanMeier:
-    """The law behind finished `lengths` int64 [n] and tokens so far of the unfinished, [m].
+    """Estimate the law from the `lengths` int64 [n] of finished responses and the tokens so far of
+    the unfinished ones, int64 [m].
 
     Raises:
-        ValueError: if both are empty.
+        ValueError: if both arrays are empty.
     """
     finished = np.asarray(lengths, dtype=np.int64)
     open_ = np.asarray(partials, dtype=np.int64)
@@ -80,19 +83,19 @@ def drawn_law(lengths: ArrayLike, partials: ArrayLike = ()) -> KaplanMeier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LawComparison:
-    """What was delivered beside what was drawn."""
+    """Figures of the delivered lengths, compared with those of the drawn lengths."""
 
     delivered: LawFigures
     drawn: LawFigures
     mean: float
-    """delivered / drawn - 1, like the three others."""
+    """Delivered / drawn - 1, as for the three other figures."""
     p50: float
     p90: float
     p99: float
 
 
 def compare_laws(delivered: NDArray[np.int64], drawn: KaplanMeier) -> LawComparison:
-    """Delivered lengths int64 [n] against the law that they are drawn from.
+    """Compare delivered lengths, int64 [n], with the law that they are drawn from.
 
     Raises:
         ValueError: if nothing was delivered.
@@ -112,11 +115,11 @@ def compare_laws(delivered: NDArray[np.int64], drawn: KaplanMeier) -> LawCompari
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CensorEffect:
-    """What a policy that drops responses does to the mean length of the others, for good."""
+    """The permanent effect of a policy that drops responses on the mean length of the others."""
 
     dropped: int
     shift: float
-    """-0.1: what is left is 10 % shorter than what was drawn."""
+    """For example -0.1, if the remaining responses are 10 % shorter than the drawn ones."""
     warning: str | None
 
 
@@ -128,10 +131,11 @@ def censor_effect(
     kept: int,
     threshold: float = 0.01,
 ) -> CensorEffect:
-    """The effect of having dropped responses with `tokens` int64 [m], `finished` bool [m] or not.
+    """Compute the effect of dropping responses with `tokens` int64 [m], which had ended or not
+    (`finished`, bool [m]).
 
-    `kept` responses were not dropped. Shifts of less than `threshold` give no warning. Where the
-    law has a tail without finished responses the true effect is larger.
+    `kept` is the number of responses that were not dropped. Shifts smaller than `threshold` give no
+    warning. If the law has a tail without finished responses, the true effect is larger.
     """
     final = expected_lengths(law, tokens, finished)
     mean = law.mean()
@@ -146,7 +150,7 @@ def censor_effect(
 
 
 def tokens_by_reason(reasons: Sequence[str], tokens: Sequence[int]) -> Mapping[str, int]:
-    """Tokens of dropped rollouts, summed by reason."""
+    """Number of tokens of the dropped rollouts, by reason."""
     totals: dict[str, int] = {}
     for reason, count in zip(reasons, tokens, strict=True):
         totals[reason] = totals.get(reason, 0) + count

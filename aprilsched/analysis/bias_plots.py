@@ -1,4 +1,4 @@
-"""One picture of a run's bias: are responses too short, does that go away, who is stale?"""
+"""Draws one picture of a run's bias: are responses too short, does that go away, who is stale?"""
 
 # matplotlib's own signatures end in untyped **kwargs.
 # pyright: reportUnknownMemberType=false
@@ -23,12 +23,12 @@ __all__ = ["bias", "draw_deciles", "draw_survival", "draw_transient", "figure_of
 
 
 def bias(run: Run, *, title: str = "") -> Figure:
-    """Lengths delivered against drawn, the transient by batch, staleness by length."""
+    """Draw delivered and drawn lengths, the transient by batch, and staleness by length."""
     return figure_of(run.summary.bias, title=title)
 
 
 def figure_of(figures: BiasFigures, *, title: str = "") -> Figure:
-    """The same from the figures alone; a panel whose figures are unknown stays empty."""
+    """Draw the same from the figures alone. A panel whose figures are unknown stays empty."""
     figure = new_figure(14, 4.4)
     laws, transient, stale = figure.subplots(1, 3)
     draw_survival(laws, drawn=figures.drawn, delivered=figures.delivered)
@@ -41,15 +41,15 @@ def figure_of(figures: BiasFigures, *, title: str = "") -> Figure:
 
 
 def draw_survival(axes: Axes, *, drawn: LawFigures | None, delivered: LawFigures | None) -> None:
-    """Shares of responses longer than a length, both axes logarithmic."""
+    """Draw the share of responses that are longer than a length. Both axes are logarithmic."""
     for law, colour, label, width in (
         (drawn, GREY, "drawn (estimate)", 4.0),
         (delivered, PALETTE[5], "delivered", 1.8),
     ):
         if law is None:
             continue
-        # The longest, which is the last entry, has nothing above it, and what is unresolved no
-        # length that is known.
+        # The last percentile is left out, because no response is longer. Percentiles in the
+        # unresolved tail are left out, because their length is not known.
         share = 1 - np.arange(1, 100) / 100
         known = int((share > law.unresolved).sum())
         alpha = 0.5 if width > 2 else 1.0
@@ -74,7 +74,7 @@ def draw_survival(axes: Axes, *, drawn: LawFigures | None, delivered: LawFigures
 
 
 def draw_transient(axes: Axes, figures: TransientFigures | None) -> None:
-    """The bias of all that was delivered until then, measured and predicted."""
+    """Draw the bias of everything delivered so far, measured and predicted."""
     if figures is not None:
         batches = np.arange(1, len(figures.measured_by_batch) + 1)
         for values, colour, label, style in (
@@ -96,7 +96,7 @@ def draw_transient(axes: Axes, figures: TransientFigures | None) -> None:
 
 
 def draw_deciles(axes: Axes, figures: DecileFigures | None) -> None:
-    """Mean staleness of ten classes of length, with their off-policy share above."""
+    """Draw the mean staleness of ten classes of length, with their off-policy share above."""
     if figures is not None:
         places = np.arange(len(figures.staleness_mean))
         bars = axes.bar(places, figures.staleness_mean, color=PALETTE[2], width=0.75)

@@ -1,4 +1,5 @@
-"""The colours of pictures and pages, one for each part of the engines' time. No matplotlib here."""
+"""The colours of pictures and pages, for each part of the engines' time. It does not need
+matplotlib."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ PART_COLOURS: dict[Part, str] = {
     "asleep": "#DDDDDD",
     "lost": "#444444",
 }
-"""Blues are busy, greys are nobody's fault; the others are Okabe and Ito's, and two of Tol's."""
+"""Busy parts are blue, and parts that no schedule can avoid are grey. The others have colours of
+Okabe and Ito, and two of Tol."""
 
 AGE_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00")
 """Colours of tokens by their staleness, 0 versions first. The last one is for all older tokens."""

@@ -1,6 +1,7 @@
-"""What everything beside decoding took in a run, by its event log.
+"""Measures the costs of a run besides decoding, from its event log.
 
-Each figure is a median over the whole run, so one slow refit or reward among many changes none.
+Each figure is a median over the whole run, so one slow refit or reward among many does not change
+it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ __all__ = ["CostsOfRun", "RecordedCosts"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedCosts:
-    """Median seconds; 0 of what never happened.
+    """Median seconds of each kind of work; 0 for work that never happened.
 
     Attributes:
-        train_seconds: from a delivery to what the trainer asks for next, an update or a batch.
-        refit_seconds: from a refit to its last engine's answer, with the engines' flush and
-            continue calls.
-        pause_seconds: from a pause call to its answer, the step in progress included.
-        reward_seconds: from a rollout (or a group) to its reward.
+        train_seconds: from a delivery to the next request of the trainer, an update or a batch.
+        refit_seconds: from the begin of a refit to the last engine's answer, with the flush and
+            continue calls of the engines.
+        pause_seconds: from a pause call to its answer, which includes the step in progress.
+        reward_seconds: from the request for a reward of a rollout (or a group) to the reward.
     """
 
     train_seconds: float
@@ -34,7 +35,7 @@ class RecordedCosts:
 
 
 class CostsOfRun:
-    """Takes the facts of a run in their order."""
+    """Takes the facts of a run in order."""
 
     def __init__(self) -> None:
         self._trainer = _Spans()
@@ -80,7 +81,7 @@ class CostsOfRun:
             calls[fact.finish].begin(fact.engine, now)
 
     def _forget_begun(self) -> None:
-        """The process that would have ended it did not live to see it."""
+        """Forget what had begun, because the process that would have ended it was killed."""
         kinds = (
             self._trainer,
             self._refits,
@@ -93,7 +94,7 @@ class CostsOfRun:
             spans.forget_begun()
 
     def costs(self) -> RecordedCosts:
-        """Of the facts so far."""
+        """The costs according to the facts so far."""
         refit = sum(spans.median() for spans in (self._flushes, self._refits, self._continues))
         return RecordedCosts(
             train_seconds=self._trainer.median(),
@@ -104,24 +105,24 @@ class CostsOfRun:
 
 
 class _Spans:
-    """Seconds between begins and ends of the same key."""
+    """Measures the seconds from the begin to the end of each key."""
 
     def __init__(self) -> None:
         self._since: dict[Hashable, float] = {}
         self._took: dict[Hashable, float] = {}
-        """By key and begin."""
+        """Seconds by key and time of the begin."""
 
     def begin(self, key: Hashable, now: float) -> None:
         self._since.setdefault(key, now)
 
     def end(self, key: Hashable, now: float) -> None:
-        """The first end of a key counts."""
+        """Take the end of a key; only the first one counts."""
         since = self._since.pop(key, None)
         if since is not None:
             self._took[key, since] = now - since
 
     def extend(self, key: Hashable, now: float) -> None:
-        """The last end of a key counts: it began once, for several."""
+        """Take an end of a key that began once for several ends; the last one counts."""
         since = self._since.get(key)
         if since is not None:
             self._took[key, since] = now - since

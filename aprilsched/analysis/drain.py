@@ -1,7 +1,8 @@
-"""What it costs to be rid of the transient bias: wait for it, or begin in another way.
+"""Computes what it costs to avoid the transient bias: to wait for its end, or to begin in another
+way.
 
-All of it follows from the conservation identity and from what is in flight; times are those of a
-full engine, with one token of each response in `step_seconds`.
+Everything follows from the conservation identity and from the responses in flight. Times are those
+of a full engine, which generates one token of each response in `step_seconds`.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ __all__ = ["DrainPlan", "expected_longest_rest", "plan_drain"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrainPlan:
-    """Seconds are those of work that the fleet does not do, as time of the whole fleet."""
+    """The costs of three ways to avoid the bias. Seconds are the work that the fleet does not do,
+    as time of the whole fleet."""
 
     bias_now: float
     further_batches: int
-    """Until the transient is below what was asked, with as many in flight as now."""
+    """Number of batches until the transient is below the requested bias, if as many responses stay
+    in flight as now."""
     staggered_launch_seconds: float
-    """To begin without it: spread the first launches evenly over the first mean response, as if
-    the run had gone on before. The fleet is half empty for that time."""
+    """Cost of a start without the bias: the first launches are spread evenly over the first mean
+    response, as if the run had been going on before. The fleet is half empty for that time."""
     drained_epoch_seconds: float
-    """To end it at once: launch nothing until all in flight have finished. The fleet idles for
-    the longest rest minus the mean one."""
+    """Cost of ending the bias at once: nothing is launched until all responses in flight have
+    ended. The fleet idles for the longest remaining time minus the mean one."""
 
 
 def plan_drain(
@@ -41,15 +44,15 @@ def plan_drain(
     per_batch: float,
     step_seconds: float,
 ) -> DrainPlan:
-    """The plan for what is in flight now.
+    """Compute the costs for the responses that are in flight now.
 
     Args:
-        law: of the lengths.
-        tokens: int64 [I], so far, of the unfinished.
-        bias: the largest that is accepted, as a share of the mean; 0.01 is 1 %.
-        delivered: responses delivered so far.
-        per_batch: responses in a batch.
-        step_seconds: an engine's time for one more token of everything that it decodes.
+        law: the law of the lengths.
+        tokens: number of tokens so far of each unfinished response, int64 [I].
+        bias: the largest accepted bias, as a share of the mean; 0.01 is 1 %.
+        delivered: number of responses delivered so far.
+        per_batch: number of responses in a batch.
+        step_seconds: time in which an engine generates one token of each of its responses.
 
     Raises:
         ValueError: if `bias` or `per_batch` is not above 0.
@@ -72,7 +75,8 @@ def plan_drain(
 def expected_longest_rest(law: KaplanMeier, tokens: NDArray[np.int64]) -> float:
     """E[max over the unfinished of L - tokens], in tokens, as if they were independent.
 
-    The integral over t of 1 - prod(1 - S(tokens + t) / S(tokens)); 0 for none.
+    This is the integral over t of 1 - prod(1 - S(tokens + t) / S(tokens)); 0 without unfinished
+    ones.
     """
     if not tokens.size:
         return 0.0
@@ -80,6 +84,6 @@ def expected_longest_rest(law: KaplanMeier, tokens: NDArray[np.int64]) -> float:
     grid = np.union1d(np.linspace(0, span, min(span, 512) + 1).astype(np.int64), [0, 1])
     alive = np.maximum(law.survival_at(tokens), np.finfo(np.float64).tiny)
     over = law.survival_at(tokens[:, None] + grid[None, :-1]) / alive[:, None]
-    # What is beyond the law's end has one token to go.
+    # A response that is longer than the end of the law is taken to need one more token.
     over[law.survival_at(tokens) == 0, 0] = 1.0
     return float(((1 - np.prod(1 - over, axis=0)) * np.diff(grid)).sum())

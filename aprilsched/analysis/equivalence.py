@@ -1,10 +1,11 @@
-"""Are two length laws equal, up to a margin? Two one-sided tests, by a bootstrap of batches.
+"""Tests whether two length laws are equal up to a margin: two one-sided tests, by a bootstrap of
+batches.
 
-Equivalence is what has to be shown: a test that finds no difference may just have seen too
-little. Two one-sided tests at 5 % (Schuirmann, 1987) say "equal" when the 90 % confidence
-interval lies inside the margin, so too few data give "no". Responses of a batch, and of a group,
-are not independent, so whole batches are resampled (Hall, Horowitz and Jing, 1995, for runs of
-several of them).
+Equivalence is what has to be shown, because a test that finds no difference may only have too
+little data. Two one-sided tests at 5 % (Schuirmann, 1987) say "equal" if the 90 % confidence
+interval lies inside the margin, so with too little data the answer is "no". Responses of a batch
+and of a group are not independent, so whole batches are resampled (Hall, Horowitz and Jing, 1995,
+for sequences of several batches).
 """
 
 from __future__ import annotations
@@ -23,25 +24,31 @@ StatisticName: TypeAlias = Literal["mean", "p90", "p99", "truncation_rate"]
 
 _CONFIDENCE = (0.05, 0.95)
 _LEAST_BATCHES = 10
-"""Percentiles of a bootstrap of fewer blocks are much too narrow."""
+"""Smallest number of blocks. With fewer blocks the percentiles of a bootstrap are much too
+narrow."""
 _TOGETHER = 256
-"""Resamples computed at a time, to bound memory."""
+"""Number of resamples that are computed at a time, to bound memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Margins:
-    """How far apart still counts as equal."""
+    """The largest differences that count as equal."""
 
     relative: float = 0.05
-    """For the mean and the percentiles: a share of the drawn law's."""
+    """Margin of the mean and the percentiles, as a share of those of the drawn law."""
     truncation: float = 0.01
-    """For the share of responses that reach the cap: a difference."""
+    """Margin of the share of responses that reach the cap, as a difference of shares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statistic:
-    """One comparison. `estimate` is delivered / drawn - 1; for the truncation rate, delivered
-    minus drawn. `low` to `high` is its 90 % confidence interval."""
+    """The comparison of one statistic.
+
+    Attributes:
+        estimate: delivered / drawn - 1; for the truncation rate, delivered minus drawn.
+        low, high: the 90 % confidence interval of the estimate.
+        margin: the largest difference that counts as equal.
+    """
 
     name: StatisticName
     estimate: float
@@ -62,7 +69,7 @@ class Equivalence:
 
     @property
     def equivalent(self) -> bool:
-        """Every one of the statistics is."""
+        """Whether every statistic is equivalent."""
         return all(statistic.equivalent for statistic in self.statistics)
 
     def __getitem__(self, name: StatisticName) -> Statistic:
@@ -82,22 +89,24 @@ def equivalence(
     """Compare delivered with drawn lengths.
 
     Args:
-        delivered: int64 [n] for each batch, in order, those of a burn-in left out.
-        drawn: the same of what was drawn. A single array is taken as the law itself, without
+        delivered: the lengths of each batch, int64 [n], in order and without a burn-in.
+        drawn: the drawn lengths of each batch. A single array is taken as the law itself, without
             sampling error: lengths that were drawn beforehand, or a large sample.
-        cap: the longest response; its share is the truncation rate.
-        margins: the default is 5 %, and 0.01 for the truncation rate.
-        resamples: of the bootstrap.
-        block: batches that are resampled together. What one batch leaves over comes with the
-            next, so batches taken alone vary more than they should: 1 errs towards "no".
-        seed: the same seed, the same result.
+        cap: the longest response; the share of such responses is the truncation rate.
+        margins: the margins; by default 5 %, and 0.01 for the truncation rate.
+        resamples: number of resamples of the bootstrap.
+        block: number of consecutive batches that are resampled together. Responses that one batch
+            leaves over come with the next one, so single batches vary more than they should: with 1
+            the answer is "no" too often.
+        seed: the seed; the same seed gives the same result.
 
     Raises:
-        ValueError: if there are fewer than 10 blocks of batches to resample, or a batch is empty.
+        ValueError: if there are fewer than 10 blocks of batches to resample, or if a batch is
+            empty.
     """
     _check(delivered, drawn, block)
     within = margins or Margins()
-    # Counted, not sorted: lengths are small whole numbers.
+    # The lengths are counted instead of sorted, because they are small whole numbers.
     values = np.flatnonzero(np.bincount(np.concatenate((*delivered, *drawn))))
     table, reference = _table(delivered, values), _table(drawn, values)
     here = _statistics(table.sum(axis=0, keepdims=True), values, cap)

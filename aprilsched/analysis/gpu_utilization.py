@@ -1,7 +1,7 @@
-"""How busy a run's GPUs were, with the sentence that says what that figure is.
+"""Reads how busy a run's GPUs were, with the sentence that says what this figure means.
 
-NVML's figures where there are any, else the busy share from the event log: two different things,
-so that whatever shows one shows its label too.
+The figures are NVML's if there are any, and otherwise the busy share from the event log. These are
+two different things, so every use of the figure must show its label.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["BusyShare", "GpuUtilization", "gpu_utilization"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BusyShare:
-    """Of one GPU or engine: `t` float64 [n], seconds of the run; `share` float64 [n], 0 to 1 or
-    NaN."""
+    """The utilization of one GPU or engine: `t` float64 [n] in seconds of the run, `share` float64
+    [n] from 0 to 1 or NaN."""
 
     t: NDArray[np.float64]
     share: NDArray[np.float64]
@@ -33,12 +33,12 @@ class BusyShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GpuUtilization:
-    """Of a run.
+    """The utilization of a run.
 
     Attributes:
-        source: where it comes from.
-        label: what it is, and what it is not; to be shown with it.
-        series: by GPU ("0: NVIDIA H100 80GB HBM3") or by engine.
+        source: where the figures come from.
+        label: what the figures mean; it must be shown with them.
+        series: the figures by GPU ("0: NVIDIA H100 80GB HBM3") or by engine.
     """
 
     source: Literal["nvml", "event log"]
@@ -47,7 +47,8 @@ class GpuUtilization:
 
 
 def gpu_utilization(folder: Path, *, bins: int = 200) -> GpuUtilization:
-    """That of the run in `folder`; from the event log in `bins` equal pieces of its time.
+    """Read the utilization of the run in `folder`; from the event log in `bins` equal pieces of its
+    time.
 
     Raises:
         RunFolderError: if a file is missing or cannot be understood.
@@ -71,7 +72,7 @@ def _from_events(folder: Path, bins: int) -> dict[str, BusyShare]:
     edges = np.linspace(0.0, usage.wall, bins + 1)
     whole = seconds.sum(axis=2)
     busy = seconds[:, :, [PART_INDEX[part] for part in BUSY]].sum(axis=2)
-    # An engine that is not in the run yet has no time.
+    # An engine that has not joined yet has no time.
     share = np.divide(busy, whole, out=np.full_like(busy, np.nan), where=whole > 0)
     middle = (edges[:-1] + edges[1:]) / 2
     return {

@@ -1,7 +1,7 @@
-"""The facts of a run, put together by what was launched: members of groups, and batches.
+"""Collects the launched groups and the delivered batches of a run from its facts.
 
-Invariant: a member's tokens are those that are known at the last fact, whatever was interrupted,
-failed and sent again before.
+Invariant: the number of a member's tokens is the one known at the last fact, however often its
+request was interrupted, failed and sent again before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Launches", "Member", "RecordedBatch"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedBatch:
-    """A delivered batch: the lengths of its prompts and its responses, one for each rollout."""
+    """A delivered batch: the lengths of its prompts and of its responses, one for each rollout."""
 
     prompts: Sequence[int]
     lengths: Sequence[int]
@@ -27,7 +27,7 @@ class RecordedBatch:
 
 @dataclass(kw_only=True, slots=True)
 class Member:
-    """A rollout as far as the log has been read; `prompt` and `tokens` are lengths."""
+    """A rollout according to the log so far; `prompt` and `tokens` are lengths."""
 
     group_id: int
     prompt: int
@@ -36,28 +36,28 @@ class Member:
 
 
 class Launches:
-    """Takes the facts of a run in their order."""
+    """Takes the facts of a run in order."""
 
     def __init__(self) -> None:
         self.batches: list[RecordedBatch] = []
         self.episodes = False
-        """The run was driven by them."""
+        """Whether the run has episodes."""
         self.updates = 0
-        """New versions that came into the engines."""
+        """Number of updates that engines have taken."""
         self.kv_tokens: int | None = None
-        """Of the smallest engine's KV pool; None where one does not say."""
+        """Number of tokens of the smallest KV pool; None if an engine does not say it."""
         self.fetched = 0
-        """Prompts that came from their source."""
+        """Number of prompts that arrived from the source."""
         self.ended = False
-        """No more were there."""
+        """Whether the source of prompts has ended."""
         self._members: dict[int, Member] = {}
         self._sizes: dict[int, int] = {}
         """Number of members that each group was launched with."""
         self._requests: dict[int, int] = {}
-        """The rollout of each request."""
+        """Rollout id of each request."""
         self._evaluated: set[int] = set()
         self._settled: set[int] = set()
-        """Groups that were delivered or dropped."""
+        """Ids of the groups that were delivered or dropped."""
         self._began = False
         self._handlers: dict[type, Callable[[Any], None]] = {
             of.RunOpened: self._opened,
@@ -81,7 +81,7 @@ class Launches:
                 handler(fact)
 
     def members(self) -> list[Member]:
-        """Those that were sent, in the order of their ids, without those only evaluated."""
+        """The members whose request was sent, in the order of their ids, without evaluations."""
         return [m for _, m in sorted(self._members.items()) if m.group_id not in self._evaluated]
 
     def by_group(self) -> list[list[Member]]:
@@ -100,7 +100,7 @@ class Launches:
         member = self._members.setdefault(
             fact.rollout_id, Member(group_id=fact.group_id, prompt=fact.tokens)
         )
-        # Sent again, a request carries what is known; what was lost on the way is not in it.
+        # The context of a request that is sent again has only the tokens that arrived.
         member.tokens = fact.tokens - member.prompt
         member.finished = False
 
@@ -121,8 +121,8 @@ class Launches:
         self._began = True
 
     def _forget_open(self) -> None:
-        """What was in flight is launched again, as restored or, where it was not saved, from the
-        beginning."""
+        """Forget what was in flight: it is launched again, as restored or from its beginning if it
+        was not saved."""
         kept = {id_: m for id_, m in self._members.items() if m.group_id in self._settled}
         self._members = kept
         self._requests.clear()
@@ -132,7 +132,7 @@ class Launches:
         if fact.evaluation_id is not None:
             self._evaluated.add(fact.group_id)
             return
-        # Ids that were not saved are given again.
+        # The ids of rollouts that were not saved are given to other rollouts.
         self._evaluated.discard(fact.group_id)
         self._settled.discard(fact.group_id)
         self._sizes[fact.group_id] = len(fact.rollout_ids)
@@ -171,7 +171,8 @@ class Launches:
             return
         self._settled.update(rollout.group_id for rollout in fact.rollouts)
         for rollout in fact.rollouts:
-            # What was begun before the log was is in no AttemptSent, or with tokens in its context.
+            # A request that began before the log has no AttemptSent, or its context has tokens of
+            # the response.
             self._members[rollout.rollout_id] = Member(
                 group_id=rollout.group_id,
                 prompt=rollout.prompt_tokens,

@@ -1,4 +1,5 @@
-"""What a run knew of its response lengths at one moment, and how well that fixes the law."""
+"""Computes what a run knew of its response lengths at one moment, and how well this determines the
+law."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ __all__ = ["LawBand", "known_lengths", "law_band", "law_of"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LawBand:
-    """Where the law lies, as far as chance goes: between `low` and `high` at each of `lengths`,
-    float64 [n]; its mean between `mean_low` and `mean_high`."""
+    """A confidence band of the law: between `low` and `high` at each of `lengths`, float64 [n], and
+    with a mean between `mean_low` and `mean_high`."""
 
     lengths: NDArray[np.int64]
     low: NDArray[np.float64]
@@ -32,9 +33,11 @@ class LawBand:
 
 
 def known_lengths(folder: Path, *, until: float | None = None) -> list[GroupLengths]:
-    """All that was launched for training in the first `until` seconds of the run in `folder`, with
-    the tokens that were known then. Those of unfinished responses are up to date after an update,
-    and up to a chunk behind otherwise.
+    """Groups that were launched for training in the first `until` seconds of the run in `folder`,
+    with the tokens that were known then.
+
+    The tokens of unfinished responses are exact after an update, and otherwise up to a chunk
+    behind.
 
     Raises:
         RunFolderError: if the log is missing or cannot be understood.
@@ -56,7 +59,7 @@ def known_lengths(folder: Path, *, until: float | None = None) -> list[GroupLeng
 
 
 def law_of(groups: Sequence[GroupLengths]) -> KaplanMeier:
-    """Kaplan and Meier's estimate, with unfinished responses as censored.
+    """Kaplan and Meier's estimate, in which unfinished responses are censored.
 
     Raises:
         ValueError: if there are no groups.
@@ -68,8 +71,8 @@ def law_of(groups: Sequence[GroupLengths]) -> KaplanMeier:
 def law_band(
     groups: Sequence[GroupLengths], *, level: float = 0.9, draws: int = 200, seed: int = 0
 ) -> LawBand:
-    """A bootstrap band of whole groups: their members are alike, and a formula that takes them as
-    independent (Greenwood's) would give too narrow a one."""
+    """A bootstrap band over whole groups. The members of a group are alike, so a formula for
+    independent responses (Greenwood's) would give too narrow a band."""
     random = np.random.default_rng(seed)
     grid = np.unique(np.geomspace(1, law_of(groups).end, 120).astype(np.int64))
     laws = [law_of(_resampled(groups, random)) for _ in range(draws)]

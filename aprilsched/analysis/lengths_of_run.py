@@ -1,11 +1,13 @@
-"""What a run launched, from its event log: every group, its prompt and its response lengths.
+"""Reads what a run launched from its event log: every group, its prompt and its response lengths.
 
 Invariants:
-- Groups are in the order of their launches, members in that of their ids; groups that were only
-  evaluated are left out.
-- A length is the recorded one where the response ran to its end, delivered or not. Others are
-  drawn from the law of all lengths (Kaplan and Meier, unfinished ones censored) given the tokens
-  so far, so they are longer than those; the draws are a function of the log and the seed.
+
+- Groups are in the order of their launches, and members in that of their ids. Evaluations are left
+  out.
+- The length of a response that ended is the recorded one, whether it was delivered or not. Other
+  lengths are imputed: they are drawn from the law of all lengths (Kaplan and Meier, unfinished ones
+  censored) given the tokens so far, so they are longer than those. The draws are a function of the
+  log and the seed.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ __all__ = ["RecordedGroup", "RecordedRun", "read_record"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedGroup:
-    """A prompt's length and its responses', in tokens. `so_far`: the tokens of those members (by
-    place) whose length is imputed."""
+    """The lengths of a prompt and of its responses, in tokens.
+
+    Attributes:
+        so_far: the known tokens of the members whose length is imputed, by their position.
+    """
 
     prompt_tokens: int
     lengths: tuple[int, ...]
@@ -44,36 +49,37 @@ class RecordedGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedRun:
-    """What a run folder says about what was to be done, whatever the schedule."""
+    """What a run had to do according to its folder, whatever its schedule was."""
 
     summary: RunSummary
     groups: tuple[RecordedGroup, ...]
     batches: tuple[RecordedBatch, ...]
     costs: RecordedCosts
     updates: int
-    """New versions that came into the engines."""
+    """Number of updates that engines have taken."""
     kv_tokens: int | None
-    """Of one engine's KV pool, the smallest; None where one does not say."""
+    """Number of tokens of the smallest KV pool; None if an engine does not say it."""
     whole: bool
-    """All prompts that there were have been launched: the source ended."""
+    """Whether the source of prompts ended and all its prompts were launched."""
 
     @property
     def imputed(self) -> int:
-        """Responses of imputed length."""
+        """Number of responses whose length is imputed."""
         return sum(len(group.so_far) for group in self.groups)
 
     @property
     def known(self) -> int:
-        """Responses of recorded length."""
+        """Number of responses whose length is recorded."""
         return sum(len(group.lengths) for group in self.groups) - self.imputed
 
 
 def read_record(folder: Path, *, seed: int = 0) -> RecordedRun:
-    """The record in `folder`; `seed` is that of the imputed lengths.
+    """Read the run in `folder` with groups of `group_size`; `seed` is the seed of the imputed
+    lengths.
 
     Raises:
-        RunFolderError: if a file is missing, cannot be understood or is not complete, or if the
-            run delivered nothing or was driven by episodes.
+        RunFolderError: if a file is missing, incomplete or cannot be understood, if the run
+            delivered nothing, or if it has episodes.
     """
     launches, costs = Launches(), CostsOfRun()
     with readable(folder):
@@ -122,7 +128,7 @@ def _groups(members: Sequence[Sequence[Member]], seed: int) -> tuple[RecordedGro
 
 
 def _lengths(members: Sequence[Member], seed: int) -> NDArray[np.int64]:
-    """int64 [n]: recorded ones, and draws for what has not finished."""
+    """The lengths, int64 [n]: recorded ones, and draws for unfinished responses."""
     finished = np.array([member.finished for member in members], dtype=np.bool_)
     tokens = np.array([member.tokens for member in members], dtype=np.int64)
     seen = np.where(finished, np.maximum(tokens, 1), tokens)

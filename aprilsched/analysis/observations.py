@@ -1,4 +1,5 @@
-"""A run folder as the arrays that :mod:`~aprilsched.analysis.bias` and its siblings take."""
+"""Reads a run folder as the arrays that :mod:`~aprilsched.analysis.bias` and related modules
+take."""
 
 from __future__ import annotations
 
@@ -14,8 +15,13 @@ __all__ = ["DeliveredLengths", "delivered_lengths", "lengths_by_batch"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeliveredLengths:
-    """All delivered responses of a run, int64 [n] each: `lengths` in tokens, the batch (from 0)
-    that each was `delivered_in` and the one that was in work when it was `launched_in`."""
+    """All delivered responses of a run; each array is int64 [n].
+
+    Attributes:
+        lengths: length in tokens.
+        delivered_in: number of the batch that has the response, from 0.
+        launched_in: number of the batch that was being generated when the response was launched.
+    """
 
     rollout_ids: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -24,14 +30,14 @@ class DeliveredLengths:
 
 
 def delivered_lengths(run: Run) -> DeliveredLengths:
-    """Those of `run`; a launch is the first time that a request was sent."""
+    """The observations of `run`. A response counts as launched when its request was first sent."""
     first: dict[int, float] = {}
     for attempt in run.attempts:
         first[attempt.rollout_id] = min(attempt.start, first.get(attempt.rollout_id, np.inf))
     batches = [len(delivery.rollouts) for delivery in run.deliveries]
     rollouts = [rollout for delivery in run.deliveries for rollout in delivery.rollouts]
     launched = [first.get(rollout.rollout_id, 0.0) for rollout in rollouts]
-    # What is launched at the very time of a delivery is launched for the next batch.
+    # A response that is launched at the very time of a delivery is launched for the next batch.
     times = np.array([delivery.time for delivery in run.deliveries], dtype=np.float64)
     return DeliveredLengths(
         rollout_ids=np.array([rollout.rollout_id for rollout in rollouts], dtype=np.int64),
@@ -42,7 +48,7 @@ def delivered_lengths(run: Run) -> DeliveredLengths:
 
 
 def lengths_by_batch(run: Run) -> list[NDArray[np.int64]]:
-    """Delivered lengths, int64 [n] by batch: what the test of equivalence resamples."""
+    """Delivered lengths of each batch, int64 [n], as the test of equivalence takes them."""
     return [
         np.array([rollout.tokens for rollout in delivery.rollouts], dtype=np.int64)
         for delivery in run.deliveries

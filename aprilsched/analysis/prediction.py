@@ -1,4 +1,4 @@
-"""Figures of a recorded run and of its replay over the same batches, and how far they differ."""
+"""Compares the figures of a recorded run with those of its replay over the same batches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ __all__ = ["PredictionError", "prediction_error", "recorded_summary", "steady_st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictionError:
-    """Replayed / recorded - 1 of each figure, 0 where both are 0; None where one is not known."""
+    """Relative error of each figure (replayed / recorded - 1); 0 if both are 0, and None if one is
+    not known."""
 
     burn_in: int
-    """Batches left out at the begin."""
+    """Number of batches that are left out at the start."""
     batches: int
-    """Batches compared, after those."""
+    """Number of batches that are compared after those."""
     delivered_tokens_per_s: float | None
     efficiency: float | None
     off_policy_share: float | None
@@ -28,7 +29,7 @@ class PredictionError:
 def prediction_error(
     recorded: RunSummary, replayed: RunSummary, *, burn_in: int
 ) -> PredictionError:
-    """Of a replay under the run's own settings, over the batches that both have."""
+    """The error of a replay under the run's own settings, over the batches that both have."""
     end = min(recorded.batches, replayed.batches)
     real = steady_state_of(recorded.per_batch[:end], burn_in)
     guess = steady_state_of(replayed.per_batch[:end], burn_in)
@@ -49,10 +50,12 @@ def recorded_summary(
     burn_in: int,
     bound: Callable[[Sequence[int], Sequence[int]], float],
 ) -> RunSummary:
-    """The run's own summary: per-batch and steady-state figures of its first `batches`.
+    """The run's own summary, with the per-batch and steady-state figures of its first `batches`.
 
-    `bound` takes the lengths of prompts and responses to T_bound in seconds: recorded and
-    replayed efficiency are held against the same model, and a run on servers has one too.
+    Args:
+        bound: gives T_bound in seconds for the lengths of prompts and responses. The efficiency of
+            the recorded run and of the replay are computed with the same model, which also works
+            for a run on servers.
     """
     pairs = zip(record.summary.per_batch, record.batches, strict=True)
     figures = [_bounded(one, bound(batch.prompts, batch.lengths)) for one, batch in pairs]
@@ -63,7 +66,7 @@ def recorded_summary(
 
 
 def steady_state_of(batches: Sequence[BatchFigures], burn_in: int) -> SteadyState:
-    """The figures over `batches` without the first `burn_in`."""
+    """The figures over `batches`, without the first `burn_in`."""
     kept = batches[burn_in:]
     seconds = sum(batch.seconds for batch in kept)
     tokens = sum(batch.tokens for batch in kept)

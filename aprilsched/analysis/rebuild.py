@@ -1,4 +1,4 @@
-"""A run summed up from its event log, without its scheduler."""
+"""Sums a run up from its event log, without its scheduler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_ENDED = "The run was cut off or goes on; the figures are those of its event 
 
 
 def summary_of_run(folder: Path) -> RunSummary:
-    """The figures in summary.json, or rebuilt where the run did not come to writing it.
+    """The figures in summary.json, or rebuilt from the event log if the run did not write them.
 
     Raises:
         OSError, ValueError, MsgspecError, RunFolderError: as for :func:`replay`.
@@ -37,7 +37,7 @@ def summary_of_run(folder: Path) -> RunSummary:
 
 
 def written_summary(folder: Path) -> RunSummary | None:
-    """The figures in summary.json; None where the run did not come to writing it.
+    """The figures in summary.json; None if the run did not write them.
 
     Raises:
         OSError, MsgspecError: if they cannot be read.
@@ -50,7 +50,7 @@ def written_summary(folder: Path) -> RunSummary | None:
 
 
 def rebuilt_summary(folder: Path) -> RunSummary:
-    """What the run's own summary would say now, from its configuration and its event log.
+    """Compute the run's own summary from its configuration and its event log.
 
     Raises:
         OSError, ValueError, MsgspecError, RunFolderError: as for :func:`replay`.
@@ -62,10 +62,10 @@ def rebuilt_summary(folder: Path) -> RunSummary:
 
 
 class Rebuilding:
-    """Sums up a run with this configuration, whose log is replayed for its `listeners`.
+    """Sums up a run with this configuration. Replay its log for `listeners`.
 
     Raises:
-        ValueError: if the configuration is none.
+        ValueError: if the configuration is not one of a run.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -75,14 +75,14 @@ class Rebuilding:
         self.listeners: tuple[Listener, ...] = (self._state, self._summary)
 
     def result(self) -> RunSummary:
-        """Up to now."""
+        """The summary up to now."""
         return self._summary.result(
             remainder_of(self._state), clock=self._basis.clock, error=NOT_ENDED
         )
 
 
 def remainder_of(state: RunState) -> Remainder:
-    """What the scheduler would say of itself at the end."""
+    """The figures that the scheduler would give at the end."""
     return Remainder(
         in_flight=list(state.rollouts),
         counters=state.counters,

@@ -1,7 +1,7 @@
-"""A run folder as data: its figures, and what happened when.
+"""Reads a run folder as data: its figures, and what happened when.
 
-Files only: a folder written on another machine, by another version of the scheduler, can be read
-as long as the names in it are known.
+It uses only files. A folder that was written on another machine, by another version of the
+scheduler, can be read as long as the names in it are known.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """A request with an engine, from its sending to its end (or the end of the run)."""
+    """An attempt of a request on an engine, from its sending to its end (or to the end of the
+    run)."""
 
     rollout_id: int
     group_id: int
@@ -55,12 +56,12 @@ class Attempt:
     start: float
     end: float
     finished: bool
-    """It ran to its own end; otherwise it came back, failed, or the run ended."""
+    """Whether it ran to its own end; otherwise it was interrupted, failed, or the run ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pause:
-    """An engine, from its pause call to the end of its continue call."""
+    """The pause of an engine, from its pause call to the end of its continue call."""
 
     engine: str
     start: float
@@ -69,7 +70,7 @@ class Pause:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """`version` was in the engines at `time`."""
+    """An update: the engines had `version` from `time` on."""
 
     time: float
     version: int
@@ -77,7 +78,7 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeliveredRollout:
-    """A response as it reached the trainer; `tokens` is its length."""
+    """A response that was delivered; `tokens` is its length."""
 
     rollout_id: int
     group_id: int
@@ -87,7 +88,7 @@ class DeliveredRollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
-    """A batch and when it was handed over."""
+    """A batch and the time of its delivery."""
 
     time: float
     index: int
@@ -97,7 +98,7 @@ class Delivery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What a run folder says. Times are seconds since the run began."""
+    """The content of a run folder. Times are seconds since the run began."""
 
     config: dict[str, Any]
     summary: RunSummary
@@ -109,7 +110,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """The run in `folder`; one that was killed is summed up from its event log.
+    """Read the run in `folder`; a run that was killed is summed up from its event log.
 
     Raises:
         RunFolderError: if a file is missing or cannot be understood.
@@ -124,7 +125,7 @@ def read_run(folder: Path) -> Run:
 
 @contextmanager
 def readable(folder: Path) -> Generator[None]:
-    """What cannot be read or understood inside is said in one sentence about `folder`.
+    """Turn errors in the block into one sentence about `folder`.
 
     Raises:
         RunFolderError: instead of OSError, ValueError or MsgspecError.
@@ -143,11 +144,11 @@ def readable(folder: Path) -> Generator[None]:
 
 
 class History:
-    """Puts a run together from its facts; those of tokens are not needed."""
+    """Collects a run from its facts; facts about tokens are not needed."""
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[AttemptSent, float]] = {}
-        """Attempts and when they were sent, by request."""
+        """The open attempts with the times at which they were sent, by request."""
         self._paused: dict[str, float] = {}
         self._attempts: list[Attempt] = []
         self._pauses: list[Pause] = []
@@ -180,7 +181,7 @@ class History:
         self._now = now
 
     def run(self, config: dict[str, Any], summary: RunSummary, end: float) -> Run:
-        """What they say up to `end`; `config` and `summary` are those of the folder."""
+        """The run up to `end`; `config` and `summary` are those of the folder."""
         self._now = end
         self._end_all()
         return Run(
@@ -194,7 +195,7 @@ class History:
         )
 
     def _end_all(self) -> None:
-        """The run ends, or the process that had it did."""
+        """End everything that is open, because the run or its process has ended."""
         for request_id in list(self._open):
             self._close(request_id, finished=False)
         for engine in list(self._paused):

@@ -1,7 +1,7 @@
-"""The samples of a run's engines and GPUs, from its samples.jsonl, as arrays over time.
+"""Reads the samples of a run's engines and GPUs from its samples.jsonl, as arrays over time.
 
-A figure that was not told is NaN. What a former process sampled after the moment at which a later
-one goes on is void, as in events.jsonl.
+A figure that was not sampled is NaN. Samples of the prior run that are later than the time at which
+the run was resumed are void, as in events.jsonl.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Line = TypeVar("_Line", EngineLine, GpuLine)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EngineSamples:
-    """One engine; each array is float64 [samples]. What the figures mean is in
+    """The samples of one engine; each array is float64 [samples]. The meaning of the figures is in
     :data:`~aprilsched.telemetry.sampling.sample_lines.FIELDS`, under "engine"."""
 
     t: Float64Array
@@ -50,9 +50,9 @@ class EngineSamples:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeviceSamples:
-    """One GPU; each array is float64 [samples]. The figures are NVML's, under "nvml" in
-    :data:`~aprilsched.telemetry.sampling.sample_lines.FIELDS`; `utilization` needs the label
-    :data:`~aprilsched.telemetry.sampling.labels.NVML_UTILIZATION` wherever it is shown."""
+    """The samples of one GPU; each array is float64 [samples]. The figures are NVML's, under "nvml"
+    in :data:`~aprilsched.telemetry.sampling.sample_lines.FIELDS`. Wherever `utilization` is shown,
+    it needs the label :data:`~aprilsched.telemetry.sampling.labels.NVML_UTILIZATION`."""
 
     name: str
     uuid: str
@@ -69,14 +69,14 @@ class DeviceSamples:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Samples:
-    """Of a run: engines by name, GPUs by NVML's index."""
+    """The samples of a run: engines by name, GPUs by NVML's index."""
 
     engines: Mapping[str, EngineSamples]
     devices: Mapping[int, DeviceSamples]
 
 
 def read_samples(folder: Path) -> Samples:
-    """Those of the run in `folder`; none, if it was not sampled.
+    """Read the samples of the run in `folder`; they are empty if it was not sampled.
 
     Raises:
         RunFolderError: if the file cannot be read.
@@ -114,9 +114,9 @@ def _device(line: DeviceLine, samples: Sequence[GpuLine]) -> DeviceSamples:
 
 
 def _arrays(kind: type[Any], lines: Sequence[_Line]) -> dict[str, Float64Array]:
-    """The fields of `kind` that a line has too, over `lines`."""
+    """The fields of `kind` that lines also have, as arrays over `lines`."""
     names = [field.name for field in fields(kind) if hasattr(lines[0], field.name)]
-    # None becomes NaN.
+    # A missing figure (None) becomes NaN.
     return {n: np.array([getattr(line, n) for line in lines], dtype=np.float64) for n in names}
 
 
@@ -126,7 +126,8 @@ def _valid(lines: Iterator[SampleLine]) -> list[SampleLine]:
         if isinstance(line, ResumedLine):
             kept = [before for before in kept if before.t <= line.t]
         kept.append(line)
-    # The GPUs' thread and the engines' loop write as they come.
+    # The thread of the GPUs and the loop of the engines write at the same time, so lines are
+    # sorted.
     return sorted(kept, key=lambda line: line.t)
 
 
@@ -136,11 +137,11 @@ def _lines(path: Path) -> Iterator[SampleLine]:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 if not raw.endswith(b"\n"):
-                    return  # of a process that was killed
+                    return  # the last line of a process that was killed
                 try:
                     yield decoder.decode(raw)
                 except msgspec.ValidationError:
-                    continue  # of a later version
+                    continue  # a line of a later version
                 except msgspec.DecodeError as error:
                     raise RunFolderError(
                         f"{path} is damaged in line {number}; take that line out of it."

@@ -1,4 +1,5 @@
-"""What pictures draw, as numbers: who was in flight when, which version sampled what when."""
+"""Computes what pictures draw: which responses were in flight when, and which version sampled
+them."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ from aprilsched.analysis.run import Attempt, Delivery, Run
 __all__ = ["Bar", "Piece", "bars", "in_flight", "lengths_of", "window_end"]
 
 Piece: TypeAlias = tuple[float, float, int]
-"""Start, end, policy version."""
+"""Start, end and policy version of a piece of a response."""
 Bar: TypeAlias = list[Piece]
 
 
 def window_end(run: Run, batches: int) -> float:
-    """When the first `batches` batches were over."""
+    """Time at which the first `batches` batches were delivered."""
     shown = run.deliveries[:batches]
     return shown[-1].time if shown else run.end
 
 
 def in_flight(run: Run, end: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Times up to `end`, and the responses being generated from each of them on."""
+    """Times up to `end`, and the number of responses that were generated from each of them on."""
     changes: dict[float, int] = {0.0: 0}
     for attempt in run.attempts:
         changes[attempt.start] = changes.get(attempt.start, 0) + 1
@@ -37,8 +38,8 @@ def in_flight(run: Run, end: float) -> tuple[NDArray[np.float64], NDArray[np.int
 
 
 def bars(run: Run, end: float, *, at_most: int, start: float = 0.0) -> list[Bar]:
-    """The rollouts with an engine between `start` and `end`, in order of launch, evenly thinned to
-    `at_most`."""
+    """The rollouts that were on an engine between `start` and `end`, in the order of their launch,
+    evenly thinned to `at_most`."""
     by_rollout: dict[int, list[Attempt]] = {}
     for attempt in sorted(run.attempts, key=lambda attempt: (attempt.start, attempt.rollout_id)):
         if attempt.start < end and attempt.end >= start:
@@ -56,14 +57,15 @@ def bars(run: Run, end: float, *, at_most: int, start: float = 0.0) -> list[Bar]
 
 
 def lengths_of(deliveries: Sequence[Delivery]) -> NDArray[np.int64]:
-    """The lengths of all responses in these batches."""
+    """Lengths of all responses in these batches."""
     return np.array([r.tokens for d in deliveries for r in d.rollouts], dtype=np.int64)
 
 
 def _pieces(
     attempt: Attempt, times: Sequence[float], versions: Sequence[int], start: float, end: float
 ) -> list[Piece]:
-    """An attempt, cut where a new version came in: what follows is sampled by that one."""
+    """Divide an attempt at the times of new versions, because each version samples what follows
+    it."""
     begin, stop = max(start, attempt.start), min(attempt.end, end)
     first, last = bisect_right(times, begin), bisect_right(times, stop)
     cuts = [begin, *times[first:last], stop]

@@ -1,4 +1,5 @@
-"""How pictures look: one palette that color-blind people can tell apart, one set of sizes."""
+"""The style of pictures: one palette that colour-blind people can distinguish, and one set of
+sizes."""
 
 # matplotlib's own signatures end in untyped **kwargs.
 # pyright: reportUnknownMemberType=false
@@ -21,12 +22,13 @@ _TEXT = 10
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of this size in inches. No pyplot: nothing global, no display needed."""
+    """An empty figure of this size in inches. It does not use pyplot, so it needs no global state
+    and no display."""
     return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
 
 
 def finish(axes: Axes, *, title: str, x: str, y: str, pad: float = 8) -> None:
-    """Title, labels and a quiet frame."""
+    """Set the title and labels, and a frame without the upper and right line."""
     axes.set_title(title, fontsize=_TITLE, loc="left", pad=pad)
     axes.set_xlabel(x, fontsize=_TEXT)
     axes.set_ylabel(y, fontsize=_TEXT)
@@ -36,7 +38,7 @@ def finish(axes: Axes, *, title: str, x: str, y: str, pad: float = 8) -> None:
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever can be read on `colour` (its luminance by WCAG's weights)."""
+    """Black or white, whichever can be read better on `colour` (by its luminance, as in WCAG)."""
     red, green, blue = to_rgb(colour)
     return (
         "white" if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.3 else "black"
@@ -44,10 +46,10 @@ def ink_on(colour: str) -> str:
 
 
 def prefix(title: str) -> str:
-    """`title` in front of what a picture says itself."""
+    """The text that stands before the title of a picture: `title` and a colon, or nothing."""
     return f"{title}: " if title else ""
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG, the same bytes for the same figure."""
+    """Write a PNG. The same figure gives the same bytes."""
     figure.savefig(path, dpi=_DPI, format="png", metadata={"Software": None})

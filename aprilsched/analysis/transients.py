@@ -1,4 +1,5 @@
-"""The bias that goes away: what the conservation identity says beside what was measured."""
+"""Compares the bias that goes away, as the conservation identity predicts it, with the measured
+one."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ __all__ = ["Transient", "live_transient", "realised_transient"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transient:
-    """The identity's two sides: predicted -I * (l / mu - 1) / (K * N), and mean / mu - 1."""
+    """The two sides of the identity: predicted, -I * (l / mu - 1) / (K * N), and measured, mean /
+    mu - 1."""
 
     in_flight: int
     in_flight_mean: float
-    """l, in tokens; mu where nothing is in flight."""
+    """l, the mean length of the responses in flight, in tokens; mu if nothing is in flight."""
     predicted: float
     measured: float
 
@@ -34,14 +36,15 @@ def realised_transient(
 ) -> Transient:
     """The identity after the first `batches` batches of a run that was drained.
 
-    With the mean of all that was launched until then as mu, which is the default, both sides are
-    equal: that checks the bookkeeping. With the law's they differ by the chance of the prompts.
+    By default, mu is the mean length of everything that was launched until then. Both sides are
+    then equal, which checks the counting. With the mean of the law, they differ by the chance of
+    the prompts.
 
     Args:
-        lengths: final ones, int64 [n].
-        delivered_in: the batch of each, from 0.
-        launched_in: the batch in work at its launch, from 0.
-        batches: of those delivered, at least 1.
+        lengths: final lengths, int64 [n].
+        delivered_in: number of the batch of each response, from 0.
+        launched_in: number of the batch that was being generated at its launch, from 0.
+        batches: number of delivered batches to use, at least 1.
         mean: mu.
     """
     launched = launched_in < batches
@@ -64,13 +67,14 @@ def live_transient(
     *,
     mean: float | None = None,
 ) -> Transient:
-    """The same while the run goes on, with l from the mean rests given the tokens so far.
+    """The identity during a run, where l comes from the expected remaining lengths given the tokens
+    so far.
 
     Args:
-        delivered: lengths int64 [n].
-        tokens, finished: int64 [I] and bool [I] of what is in flight.
-        mean: mu; the estimated law's by default, with which both sides are equal, because the
-            estimate redistributes what is censored (Efron's self-consistency).
+        delivered: lengths of the delivered responses, int64 [n].
+        tokens, finished: int64 [I] and bool [I] of the responses in flight.
+        mean: mu; by default the mean of the estimated law. Both sides are then equal, because the
+            estimate redistributes the censored responses (Efron's self-consistency).
     """
     ended = np.concatenate((np.ones(delivered.size, dtype=np.bool_), finished))
     law = kaplan_meier(np.concatenate((delivered, tokens)), ~ended)

@@ -1,6 +1,6 @@
-"""Where a recorded run's engines spent their time, from its events.jsonl.
+"""Computes where a recorded run's engines spent their time, from its events.jsonl.
 
-Invariant: for each engine the parts add up to the time since it came into the run.
+Invariant: the parts of each engine add up to the time since it opened or joined.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["RunUsage", "UsageRecorder", "usage_of"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunUsage:
-    """The engines' time in a run; seconds, parts in the order of
+    """The engines' time in a run, in seconds. Parts are in the order of
     :data:`~aprilsched.telemetry.usage.parts.PARTS`.
 
     Attributes:
-        engines: names, in the order in which they came.
-        capacity: by engine, the slots that its time is divided by.
-        tokens: by engine, what it generated.
-        wall: the run's seconds.
-        edges: by engine, float64 [n], times between which nothing changed.
-        spent: by engine, float64 [n, parts], seconds of each part up to each edge.
+        engines: names in the order in which the engines came.
+        capacity: number of slots of each engine, by which its time is divided.
+        tokens: number of tokens that each engine generated.
+        wall: seconds of the run.
+        edges: for each engine, float64 [n], times between which nothing changed.
+        spent: for each engine, float64 [n, parts], seconds of each part up to each edge.
     """
 
     engines: tuple[str, ...]
@@ -53,26 +53,26 @@ class RunUsage:
 
     @property
     def seconds(self) -> NDArray[np.float64]:
-        """By engine and part: float64 [engines, parts]."""
+        """Seconds by engine and part, float64 [engines, parts]."""
         return np.array([spent[-1] for spent in self.spent]).reshape(len(self.engines), len(PARTS))
 
     @property
     def shares(self) -> dict[Part, float]:
-        """Of all engines' time together; they add up to 1."""
+        """Shares of all engines' time together; they add up to 1."""
         sums = self.seconds.sum(axis=0)
         total = float(sums.sum()) or 1.0
         return {part: float(sums[index]) / total for part, index in PART_INDEX.items()}
 
     @property
     def utilization(self) -> float:
-        """The busy share of all engines' time, 0 to 1."""
+        """Busy share of all engines' time, 0 to 1."""
         return sum(self.shares[part] for part in BUSY)
 
     def series(
         self, bins: int, *, start: float = 0.0, end: float | None = None
     ) -> NDArray[np.float64]:
-        """Seconds of each part in each of `bins` equal pieces of the time from `start` to `end`
-        (the run's): float64 [bins, engines, parts]."""
+        """Seconds of each part in each of `bins` equal pieces of the time from `start` to `end` (by
+        default the whole run): float64 [bins, engines, parts]."""
         stops = np.linspace(start, self.wall if end is None else end, bins + 1)
         result = np.zeros((bins, len(self.engines), len(PARTS)))
         for engine, (edges, spent) in enumerate(zip(self.edges, self.spent, strict=True)):
@@ -82,7 +82,7 @@ class RunUsage:
 
 
 def usage_of(folder: Path) -> RunUsage:
-    """That of the run in `folder`.
+    """Compute the usage of the run in `folder`.
 
     Raises:
         RunFolderError: if a file is missing or cannot be understood.
@@ -95,7 +95,8 @@ def usage_of(folder: Path) -> RunUsage:
 
 
 class UsageRecorder:
-    """A listener that keeps every stretch, since an engine's capacity is known at the end."""
+    """A listener that keeps every stretch, because the capacity of an engine is known only at the
+    end."""
 
     def __init__(self, *, batch_groups: int | None = None) -> None:
         self._stretches: dict[str, list[Stretch]] = {}
@@ -104,7 +105,7 @@ class UsageRecorder:
         self.on_facts = self._state.on_facts
 
     def usage(self, end: float) -> RunUsage:
-        """Up to `end`."""
+        """The usage up to `end`."""
         self._state.advance(end)
         engines = self._state.engines
         columns = [self._spent(name, engine.peak) for name, engine in engines.items()]
@@ -118,11 +119,11 @@ class UsageRecorder:
         )
 
     def stretch(self, stretch: Stretch) -> None:
-        """This stretch has ended."""
+        """Keep a stretch that has ended."""
         self._stretches.setdefault(stretch.engine, []).append(stretch)
 
     def moved(self, moved: Moved) -> None:
-        """Some of an earlier stretch was decoding."""
+        """Keep a correction of earlier stretches."""
         self._moved.setdefault(moved.engine, []).append(moved)
 
     def _spent(self, name: str, capacity: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -138,8 +139,8 @@ class UsageRecorder:
     def _correct(
         self, seconds: NDArray[np.float64], edges: NDArray[np.float64], name: str, slots: int
     ) -> None:
-        """Take what was decoding from the stretches before the chunk that showed it: of one slot,
-        that of its request."""
+        """Move the time of a correction from earlier stretches to decoding, from the one slot of
+        its request."""
         for part in ("prefill", "re_prefill"):
             moved = [moved for moved in self._moved.get(name, []) if moved.part == part]
             ends = np.array([one.time for one in moved])
@@ -151,7 +152,7 @@ class UsageRecorder:
 
 
 def _since(times: NDArray[np.float64], at: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sum of the time since each of `times` that is past, at each of `at`."""
+    """The sum over `times` of the seconds since each, at each of `at`."""
     ordered = np.sort(times)
     past = np.searchsorted(ordered, at, side="right")
     return past * at - np.concatenate(([0.0], np.cumsum(ordered)))[past]

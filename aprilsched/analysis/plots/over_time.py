@@ -1,4 +1,4 @@
-"""A run over time: which responses were generated when, and how many at once."""
+"""Draws a run over time: which responses were generated when, and how many at once."""
 
 # matplotlib's own signatures end in untyped **kwargs.
 # pyright: reportUnknownMemberType=false
@@ -19,13 +19,13 @@ __all__ = ["ABOVE_LABELS", "SHOWN_BATCHES", "draw_bars", "mark_batches", "timeli
 SHOWN_BATCHES = 5
 _SHOWN_ROLLOUTS = 400
 _LABEL_SHARE = 0.1
-"""Of the axes' width, that the name of a batch needs."""
+"""Share of the axes' width that the name of a batch needs."""
 ABOVE_LABELS = 22
-"""Points between a title and axes that have their batches named in between."""
+"""Distance in points between a title and axes, if the names of batches are between them."""
 
 
 def timeline(run: Run, *, title: str = "", batches: int = SHOWN_BATCHES) -> Figure:
-    """When each rollout was generated, coloured by the policy version that sampled it."""
+    """Draw when each rollout was generated, coloured by the policy version that sampled it."""
     figure = new_figure(10, 6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
     end = window_end(run, batches)
@@ -46,7 +46,7 @@ def timeline(run: Run, *, title: str = "", batches: int = SHOWN_BATCHES) -> Figu
 
 
 def utilization(run: Run, *, title: str = "", batches: int = SHOWN_BATCHES) -> Figure:
-    """How many responses the engines work on, over time."""
+    """Draw how many responses the engines work on, over time."""
     figure = new_figure(9, 3.2)
     axes = figure.subplots()
     end = window_end(run, batches)

@@ -1,4 +1,5 @@
-"""Policies as points and bars: the frontier of speed and staleness, and what a replay promises."""
+"""Draws policies as points and bars: the frontier of speed and staleness, and the results of
+replays."""
 
 # matplotlib's own signatures end in untyped **kwargs.
 # pyright: reportUnknownMemberType=false
@@ -17,7 +18,8 @@ __all__ = ["Figures", "frontier", "what_if"]
 
 
 class Figures(Protocol):
-    """What is drawn of a policy; rows of ``aprilsched simulate`` and ``replay`` have it."""
+    """The figures of a policy that are drawn; rows of ``aprilsched simulate`` and ``replay`` have
+    them."""
 
     @property
     def policy(self) -> str: ...
@@ -36,7 +38,8 @@ def frontier(
     name: str = "",
     title: str = "",
 ) -> Figure:
-    """Speed against staleness: one family of policies as a line, others as points, by label."""
+    """Draw speed against staleness: one family of policies as a line, others as points with
+    labels."""
     figure = new_figure(9, 5)
     axes = figure.subplots()
     places = [place for row in line.values() if (place := _place(row)) is not None]
@@ -79,9 +82,10 @@ def what_if(
     run: Figures | None = None,
     title: str = "",
 ) -> Figure:
-    """Seconds a batch of a run as it was, and as its replays say that it would have been.
+    """Draw the seconds a batch of a run, as recorded and as replayed under other policies.
 
-    `run` is one under the policy of the last replay that the replay did not see.
+    Args:
+        run: a run under the policy of the last replay, which the replay has not used.
     """
     rows: list[tuple[str, Figures, str]] = [("the run as it was", recorded, GREY)]
     rows += [(f"replayed: {row.policy}", row, PALETTE[0]) for row in replayed]

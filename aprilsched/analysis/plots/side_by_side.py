@@ -83,7 +83,7 @@ def _draw_activity(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, st
         times, counts = in_flight(run, end)
         axes.step(times, counts, where="post", color=colours[name], linewidth=1.6, label=name)
     axes.set_xlim(0, end)
-    # Room for the legend above the lines.
+    # This leaves room for the legend above the lines.
     axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
     axes.legend(frameon=False, fontsize=10, ncols=min(4, len(runs)), loc="upper right")
     finish(

@@ -1,4 +1,4 @@
-"""How old the tokens are that a trainer gets, and whether its batches are too short."""
+"""Draws how old the tokens are that a trainer gets, and whether its batches are too short."""
 
 # matplotlib's own signatures end in untyped **kwargs.
 # pyright: reportUnknownMemberType=false
@@ -21,8 +21,8 @@ __all__ = ["bias_by_batch", "staleness", "staleness_by_length", "tokens_by_age"]
 
 
 def tokens_by_age(run: Run) -> NDArray[np.int64]:
-    """Delivered tokens by batch and age in versions: int64 [batches, oldest + 1]. Tokens that an
-    environment added have no version and are left out."""
+    """Delivered tokens by batch and age in versions, int64 [batches, oldest + 1]. Tokens of the
+    environment have no version and are left out."""
     ages = [
         (place, max(0, delivery.version - segment.version), segment.end - segment.start)
         for place, delivery in enumerate(run.deliveries)
@@ -37,7 +37,7 @@ def tokens_by_age(run: Run) -> NDArray[np.int64]:
 
 
 def staleness(run: Run, *, title: str = "") -> Figure:
-    """Of each batch, how many versions old its tokens are."""
+    """Draw the ages of each batch's tokens in versions."""
     counts = tokens_by_age(run)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     figure = new_figure(9, 4.2)
@@ -67,7 +67,7 @@ def staleness(run: Run, *, title: str = "") -> Figure:
 
 
 def staleness_by_length(figures: BiasFigures, *, title: str = "") -> Figure:
-    """Mean age of the tokens for each tenth of the responses, the shortest first."""
+    """Draw the mean age of the tokens for each tenth of the responses, the shortest first."""
     figure = new_figure(9, 3.8)
     axes = figure.subplots()
     draw_deciles(axes, figures.by_length_decile)
@@ -78,10 +78,12 @@ def staleness_by_length(figures: BiasFigures, *, title: str = "") -> Figure:
 def bias_by_batch(
     runs: Mapping[str, BiasFigures], *, predicted: bool = False, title: str = ""
 ) -> Figure:
-    """How far the mean length of all that was delivered is off the law's, after each batch.
+    """Draw the relative difference between the mean of all delivered lengths and that of the law,
+    after each batch.
 
-    `predicted` adds what follows from the responses in flight alone, dashed: what the two differ
-    by is chance, or a censor.
+    Args:
+        predicted: the part that follows from the responses in flight alone, drawn as a dashed line.
+            The difference between the two is chance or a censor.
     """
     figure = new_figure(9, 4.2)
     axes = figure.subplots()

@@ -1,7 +1,7 @@
-"""Where the engines' time went: by cause, over time, and for each engine.
+"""Draws where the engines' time went: by part, over time, and for each engine.
 
-Slots are what is divided (see :mod:`aprilsched.telemetry.usage.parts`), so a single response on an
-engine with 32 slots fills a thirty-second of the picture, where NVML would say 100 %.
+The time of slots is divided (see :mod:`aprilsched.telemetry.usage.parts`), so a single response on
+an engine with 32 slots fills a thirty-second of the picture, where NVML would show 100 %.
 """
 
 # matplotlib's own signatures end in untyped **kwargs.
@@ -30,20 +30,22 @@ TimeUnit: TypeAlias = Literal["share", "seconds", "gpu_minutes", "gpu_minutes_pe
 
 _BINS = 240
 _NAMED_SHARE = 0.01
-"""A part below it is in no legend: its colour could not be seen."""
+"""Smallest share of a part that is named in the legend. The colour of a smaller part could not be
+seen."""
 _UNITS: dict[TimeUnit, str] = {
     "share": "share of the engines' time",
     "seconds": "seconds of the run",
     "gpu_minutes": "GPU-minutes",
     "gpu_minutes_per_million": "GPU-minutes for a million generated tokens",
 }
-"""What the axis says."""
+"""The label of the axis."""
 
 
 def causes(
     usage: RunUsage, *, title: str = "", start: float = 0.0, end: float | None = None
 ) -> Figure:
-    """What the engines' slots do over time: busy below, idle above, by its cause."""
+    """Draw what the engines' slots do over time: busy parts below, and idle parts above by their
+    cause."""
     figure = new_figure(10, 4)
     axes = figure.subplots()
     shown = draw_causes(axes, usage, start=start, end=end)
@@ -55,10 +57,9 @@ def causes(
 def where_time_goes(
     usages: Mapping[str, RunUsage], *, unit: TimeUnit = "share", title: str = ""
 ) -> Figure:
-    """One bar for each run, cut into the parts of its engines' time.
+    """Draw one bar for each run, divided into the parts of its engines' time.
 
-    Shares add up to 100 % whatever the run did with its time; minutes for a million tokens can be
-    held against each other between runs.
+    Shares add up to 100 % in every run. Minutes for a million tokens can be compared between runs.
     """
     figure = new_figure(10, 1.5 + 0.62 * len(usages))
     axes = figure.subplots()
@@ -69,7 +70,7 @@ def where_time_goes(
 
 
 def engine_strip(usage: RunUsage, *, title: str = "", end: float | None = None) -> Figure:
-    """One row for each engine: how busy its slots are over time, with its mean beside it."""
+    """Draw one row for each engine: how busy its slots are over time, and its mean at the right."""
     stop = usage.wall if end is None else end
     seconds = usage.series(_BINS, end=stop)
     busy = _busy(seconds) / np.maximum(seconds.sum(axis=2), 1e-12)
@@ -95,7 +96,7 @@ def engine_strip(usage: RunUsage, *, title: str = "", end: float | None = None) 
 def draw_causes(
     axes: Axes, usage: RunUsage, *, start: float = 0.0, end: float | None = None
 ) -> list[Part]:
-    """The parts that were drawn; those with room have their names in them."""
+    """The names of the drawn parts, written into those that have room."""
     stop = usage.wall if end is None else end
     seconds = usage.series(_BINS, start=start, end=stop).sum(axis=1)
     share = seconds / np.maximum(seconds.sum(axis=1, keepdims=True), 1e-12)
@@ -119,7 +120,8 @@ def draw_causes(
 def draw_where(axes: Axes, usages: Mapping[str, RunUsage], *, unit: TimeUnit) -> list[Part]:
     """The parts that are large enough to be named."""
     rows = [_row(usage, unit) for usage in usages.values()]
-    # All are drawn, or a bar would end before its total; a legend of slivers would help nobody.
+    # All parts are drawn, because a bar would otherwise end before its total. Very small ones are
+    # not in the legend, because nobody could see them.
     named: list[Part] = [
         part
         for part, index in PART_INDEX.items()
@@ -153,7 +155,7 @@ def draw_where(axes: Axes, usages: Mapping[str, RunUsage], *, unit: TimeUnit) ->
 
 
 def _number(value: float, unit: TimeUnit) -> str:
-    """As it is written into a bar."""
+    """The text that is written into a bar."""
     if unit == "share":
         return f"{value:.0%}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -187,7 +189,8 @@ def _name(
     above: NDArray[np.float64],
     edges: NDArray[np.float64],
 ) -> None:
-    """Where the area is high enough over the width of the name, if it is anywhere."""
+    """The position at which the area is high enough over the width of the name; None if there is
+    none."""
     name = PART_LABELS[part]
     width = int(len(below) * (0.0075 * len(name) + 0.015))
     heights = above - below

@@ -1,4 +1,4 @@
-"""Charts about what the trainer got: how long, how old, how biased."""
+"""Draws the charts about batches: how long, how old and how biased their responses are."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from aprilsched.analysis.report.words import amount, percent, signed_percent
 __all__ = ["ages", "ages_by_batch", "bias", "deciles", "lengths", "versions"]
 
 _OF_RUN = (PALETTE[5], PALETTE[0])
-"""The colours of A and B."""
+"""The colours of the runs A and B."""
 _DRAWN = ("@muted", PALETTE[4])
 _EQUAL = 0.01
-"""Of a mean length, that is as good as none."""
+"""A bias below this share of the mean length counts as none."""
 
 
 def lengths(runs: Sequence[ReportData]) -> Chart:
-    """Delivered lengths against the law that they are drawn from; both axes are logarithmic."""
+    """Draw delivered lengths and the law that they are drawn from. Both axes are logarithmic."""
     data: list[Spec] = []
     keys: list[Key] = []
     for place, run in enumerate(runs):
@@ -61,7 +61,7 @@ def lengths(runs: Sequence[ReportData]) -> Chart:
 
 
 def ages(runs: Sequence[ReportData]) -> Chart:
-    """Delivered tokens by staleness."""
+    """Draw the delivered tokens by staleness."""
     most = max((_last(run.staleness.tokens_by_age) for run in runs), default=0)
     names = _numbered(most, first=0, last=len(AGE_COLOURS) - 1)
     share = runs[0].headline("off_policy_token_share").value
@@ -88,7 +88,7 @@ def ages(runs: Sequence[ReportData]) -> Chart:
 
 
 def versions(runs: Sequence[ReportData]) -> Chart:
-    """Delivered responses by how many versions have sampled them."""
+    """Draw the delivered responses by the number of versions that sampled them."""
     counts = [run.staleness.responses_by_versions for run in runs]
     names = _numbered(max(map(_last, counts), default=0), first=1, last=len(AGE_COLOURS))
     said = [
@@ -108,7 +108,7 @@ def versions(runs: Sequence[ReportData]) -> Chart:
 
 
 def ages_by_batch(run: ReportData, prefix: str = "") -> Chart:
-    """The ages of each batch's tokens, as bars that add up."""
+    """Draw the ages of each batch's tokens as stacked bars."""
     ledger = run.staleness
     stale = [100 * (1 - share) for share in ledger.by_batch[0]] if ledger.by_batch else []
     late = stale[-max(1, len(stale) // 4) :]
@@ -153,7 +153,8 @@ def ages_by_batch(run: ReportData, prefix: str = "") -> Chart:
 
 
 def bias(runs: Sequence[ReportData]) -> Chart:
-    """The length bias of all delivered so far, by batch: measured, and what is in flight says."""
+    """Draw the length bias of everything delivered so far, by batch: as measured, and as the
+    responses in flight predict it."""
     data: list[Spec] = []
     keys: list[Key] = []
     for place, run in enumerate(runs):
@@ -199,7 +200,7 @@ def bias(runs: Sequence[ReportData]) -> Chart:
 
 
 def deciles(runs: Sequence[ReportData]) -> Chart:
-    """Mean staleness of ten classes of length."""
+    """Draw the mean staleness of ten classes of length."""
     found = [(place, run.bias.by_length_decile) for place, run in enumerate(runs)]
     known = [(place, figures) for place, figures in found if figures is not None]
     said = [
@@ -293,7 +294,7 @@ def _numbered(count: int, *, first: int, last: int) -> list[str]:
 
 
 def _last(shares: Sequence[float]) -> int:
-    """Entries up to the last that is not 0; at least one."""
+    """The entries up to the last one that is not 0; at least one."""
     return max((i + 1 for i, share in enumerate(shares) if share), default=1)
 
 
@@ -302,7 +303,7 @@ def _evenly(count: int, at_most: int = 240) -> np.ndarray[tuple[int], np.dtype[n
 
 
 def _length_axis(runs: Sequence[ReportData]) -> Spec:
-    """From the shortest response to the longest, with ticks at 1, 2, 5, 10, …"""
+    """The axis from the shortest response to the longest, with ticks at 1, 2, 5, 10, …"""
     curves = [curve for run in runs for curve in run.lengths.values() if len(curve.lengths) > 1]
     least = min((curve.lengths[1] for curve in curves), default=1.0)
     most = max((curve.lengths[-1] for curve in curves), default=10.0)

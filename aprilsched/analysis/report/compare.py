@@ -1,4 +1,4 @@
-"""Two runs side by side: each figure of both, the difference, and which is better."""
+"""Compares two runs: each figure of both, the difference, and which is better."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from aprilsched.analysis.report.words import amount, percent, signed_percent
 __all__ = ["Difference", "differences", "verdict"]
 
 _EQUAL = 0.005
-"""Of the larger of two, that no reader would call a difference."""
+"""A difference below this share of the larger figure counts as none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A figure of A and of B."""
+    """A figure of the runs A and B."""
 
     label: str
     explanation: str
     a: str
     b: str
     difference: float | None
-    """B less A."""
+    """B minus A."""
     difference_text: str
     ratio: float | None
-    """B over A; None where that says nothing."""
+    """B divided by A; None if this ratio says nothing."""
     verdict: Literal["better", "worse", "same", ""]
-    """B, held against A; empty where neither is better."""
+    """Whether B is better or worse than A; empty if neither value is better."""
 
 
 def differences(a: ReportData, b: ReportData) -> list[Difference]:
-    """Of all headline figures that both runs have."""
-    # Seconds of unlike amounts of work are no race.
+    """The differences of all headline figures that both runs have."""
+    # The seconds of different amounts of work cannot be compared.
     unlike = a.headline("delivered").value != b.headline("delivered").value
     others = {figure.key: figure for figure in b.headlines}
     return [
@@ -44,7 +44,7 @@ def differences(a: ReportData, b: ReportData) -> list[Difference]:
 
 
 def verdict(a: ReportData, b: ReportData) -> str:
-    """One sentence: how much faster B is, and at what price."""
+    """One sentence that says how much faster B is, and at what price."""
     mine, other = (
         a.headline("delivered_tokens_per_s").value,
         b.headline("delivered_tokens_per_s").value,

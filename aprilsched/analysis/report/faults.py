@@ -1,4 +1,4 @@
-"""What went wrong in a run and what was done about it, told from its facts."""
+"""Collects what went wrong in a run and what was done about it, from its facts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ __all__ = ["Faults"]
 
 _SHOWN = 40
 _CAUSE = 240
-"""Characters of a cause that are shown; a server's own message may be a page."""
+"""Number of characters of a cause that are shown, because a server's own message may be a page
+long."""
 
 
 class Faults(DispatchingListener):
-    """Listens to a run; :meth:`ledger` is what it heard."""
+    """A listener that collects faults; :meth:`ledger` returns them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Faults(DispatchingListener):
         }
 
     def ledger(self) -> FaultLedger:
-        """Up to now."""
+        """The faults up to now."""
         return FaultLedger(
             events=self._events,
             events_in_all=self._in_all,

@@ -1,8 +1,8 @@
-"""Charts as plotly's own JSON: data and layout, without plotly's Python objects.
+"""Makes charts as plotly's own JSON: data and layout, without plotly's Python objects.
 
-Colours that depend on the theme are written as "@name", after the page's CSS variables (--name);
-the page puts them in and changes them with its theme. Numbers are typed arrays, which a browser
-takes over without parsing. Text is escaped, since plotly reads some HTML in it.
+Colours that depend on the theme are written as "@name", after the page's CSS variables (--name).
+The page inserts the colours and changes them with its theme. Numbers are typed arrays, which a
+browser reads without parsing. Text is escaped, because plotly interprets some HTML in it.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """A picture with what it shows said in words."""
+    """A chart, with its finding in words."""
 
     id: str
     title: str
-    """The finding."""
+    """The finding, as the title of the chart."""
     note: str
-    """How to read it."""
+    """How to read the chart."""
     data: list[Spec]
     layout: Spec
     height: int
     keys: list[Key] = field(default_factory=list[Key])
     of: str = ""
-    """The run that it is about; empty for one about all."""
+    """Name of the run that it is about; empty if it is about all runs."""
 
 
 def text(content: str) -> str:
-    """As plotly shows it literally."""
+    """Escape text, so that plotly shows it literally."""
     return html.escape(content, quote=False)
 
 
@@ -78,7 +78,7 @@ def numbers(values: Sequence[float] | np.ndarray[Any, Any]) -> Spec:
 
 
 def axis(title: str, **more: Any) -> Spec:
-    """An axis that says what it shows."""
+    """An axis with a title."""
     return {"title": {"text": text(title)}, **more}
 
 
@@ -90,7 +90,7 @@ def areas(
     place: str = "",
     scale: float = 100.0,
 ) -> list[Spec]:
-    """Shares of time as areas on top of each other, by part; `place` is the number of the axes."""
+    """Shares of time as stacked areas, by part; `place` is the number of the axes."""
     edges = numbers([start, *stops])
     return [
         {
@@ -127,7 +127,7 @@ def marks(times: Sequence[float], top: float, *, name: str, place: str = "") -> 
 
 
 def note_on(content: str, *, y: float) -> Spec:
-    """A line of text above the axes whose top is at `y` of the chart."""
+    """A line of text above axes whose upper edge is at `y` of the chart."""
     return {
         "text": text(content),
         "x": 0,

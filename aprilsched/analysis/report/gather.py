@@ -1,4 +1,4 @@
-"""From what a run folder says to what a report shows: everything is computed here, once."""
+"""Computes everything that a report shows from the material of a run folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _BATCH_BARS = 60
 
 
 def report_data(folder: Path) -> ReportData:
-    """What a report shows of the run in `folder`.
+    """Compute what a report shows of the run in `folder`.
 
     Raises:
         RunFolderError: if a file is missing or cannot be understood.
@@ -95,7 +95,8 @@ def _warnings(run: Run) -> list[str]:
 
 def _time(run: Run, usage: RunUsage) -> EngineTime:
     totals, shares = usage.seconds.sum(axis=0), usage.shares
-    # Pieces of about a batch would show which part of it each happens to meet.
+    # Pieces that are about as long as a batch would show the phase of the batch in which they
+    # begin.
     batches = len(run.deliveries)
     bins = _BINS if batches <= MARKED else min(_BINS // 2, max(MARKED, batches // 2))
     return EngineTime(
@@ -159,15 +160,15 @@ def _timeline(run: Run, usage: RunUsage) -> Timeline:
 
 
 def _window(run: Run) -> tuple[int, int]:
-    """The first and the last batch to look at from near: after the burn-in, where there are so
-    many."""
+    """The first and the last batch of the close view: after the burn-in, if there are enough
+    batches."""
     batches = len(run.deliveries)
     first = max(0, min(run.summary.steady_state.burn_in, batches - _SHOWN_BATCHES))
     return first, max(0, min(batches, first + _SHOWN_BATCHES) - 1)
 
 
 def _pauses(run: Run, start: float, end: float) -> list[tuple[float, float]]:
-    """Of whichever engine, those that meet as one."""
+    """Join the times in which some engine was paused, if they meet."""
     met: list[tuple[float, float]] = []
     for pause in sorted(run.pauses, key=lambda pause: pause.start):
         if pause.end < start or pause.start > end:
@@ -189,7 +190,7 @@ def _busy(seconds: NDArray[np.float64]) -> float:
 
 
 def _shares(seconds: NDArray[np.float64]) -> dict[str, list[float]]:
-    """Of float64 [bins, parts]: by part that is there, its share in each bin."""
+    """The share of each part that occurs, in each bin, from float64 [bins, parts]."""
     totals = seconds.sum(axis=1, keepdims=True)
     shares = np.divide(seconds, totals, out=np.zeros_like(seconds), where=totals > 0)
     return {
@@ -224,7 +225,7 @@ def _curve(lengths: NDArray[np.int64], censored: NDArray[np.bool_] | None) -> Le
 
 
 def _steps(law: KaplanMeier) -> tuple[list[float], list[float]]:
-    """The survival, thinned evenly on both logarithmic axes."""
+    """The survival function, thinned evenly on both logarithmic axes."""
     known = law.survival > 0
     lengths = np.append(1, law.lengths[known]).astype(np.float64)
     survival = np.append(1.0, law.survival[known])
@@ -278,5 +279,5 @@ def _rounded(values: Sequence[float] | NDArray[np.float64]) -> list[float]:
 
 
 def _figure(value: float) -> float:
-    """Seven digits are more than a screen has."""
+    """Round to seven digits, which are more than a screen shows."""
     return float(f"{float(value):.7g}")

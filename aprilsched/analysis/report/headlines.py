@@ -1,4 +1,4 @@
-"""The figures that sum a run up, each with one line that says what it is."""
+"""The headline figures of a run, each with one line that explains it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ __all__ = ["headlines"]
 
 
 def headlines(summary: RunSummary, utilization: float) -> list[Headline]:
-    """Those of a run whose engines were busy for a share `utilization` of their time."""
+    """The headline figures of a run whose engines were busy for the share `utilization` of their
+    time."""
     return [
         *_speed(summary, utilization),
         *_price(summary),

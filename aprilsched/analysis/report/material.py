@@ -1,4 +1,4 @@
-"""A run folder for a report, in one pass over its event log."""
+"""Reads a run folder for a report, in one pass over its event log."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ __all__ = ["Material", "read_material"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Material:
-    """What a run folder says. `seen` int64 [n] has the tokens of every response that was launched
-    for training, `unfinished` bool [n] those of which more would have come."""
+    """What a report needs of a run folder.
+
+    Attributes:
+        seen: number of tokens of each response that was launched for training, int64 [n].
+        unfinished: whether each of these responses had not ended, bool [n].
+    """
 
     name: str
     run: Run
@@ -39,7 +43,7 @@ class Material:
 
 
 def read_material(folder: Path) -> Material:
-    """That of the run in `folder`.
+    """Read the run in `folder`.
 
     Raises:
         RunFolderError: if a file is missing or cannot be understood.
@@ -70,7 +74,7 @@ def read_material(folder: Path) -> Material:
 def _summing(
     folder: Path, config: dict[str, Any]
 ) -> tuple[Sequence[Listener], Callable[[], RunSummary]]:
-    """What has to listen so that the summary can be had after the log."""
+    """The listeners that are needed to sum the run up after its log was read."""
     written = written_summary(folder)
     if written is not None:
         return (), lambda: written

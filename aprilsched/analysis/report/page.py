@@ -1,7 +1,7 @@
-"""The page: one file that needs nothing else, and asks nobody for anything.
+"""Writes the page of a report: one file that needs no other file and no network.
 
-Invariants: the page's own policy (Content-Security-Policy) lets no request out and runs no script
-but ours, whose hashes it names; what comes from a run folder is text, never markup.
+Invariants: the page's own policy (Content-Security-Policy) allows no request, and no script except
+ours, whose hashes it names. Everything that comes from a run folder is text, never markup.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ __all__ = ["figures_json", "page", "write_report"]
 def write_report(
     folder: Path, other: Path | None = None, *, out: Path | None = None
 ) -> tuple[Path, list[ReportData]]:
-    """Write the report of the run in `folder`, beside that of `other` if given, to `out`
-    (report.html in `folder`); where it is, and the figures.
+    """Write the report of the run in `folder` to `out` (by default report.html in `folder`), side
+    by side with the run in `other` if given.
+
+    Returns the path of the page, and the figures.
 
     Raises:
         MissingExtra: if plotly or jinja2 is missing.
@@ -56,7 +58,7 @@ def _figures(runs: Sequence[ReportData]) -> ReportData | list[ReportData]:
 
 
 def page(runs: Sequence[ReportData], *, library: str) -> str:
-    """The page of one run, or of two; `library` is plotly.js."""
+    """The page of one or two runs; `library` is plotly.js."""
     charts = _charts(runs)
     script = _asset("report.js")
     return (
@@ -88,7 +90,7 @@ def page(runs: Sequence[ReportData], *, library: str) -> str:
 
 
 def _charts(runs: Sequence[ReportData]) -> dict[str, list[Chart]]:
-    """By the place in the page where they stand."""
+    """The charts by their place in the page."""
     end = max(run.time.wall for run in runs)
     each = list(zip(["", "-b"], runs, strict=False))
     return {

@@ -1,7 +1,8 @@
-"""What a report shows, as plain data: charts, tables and JSON are made from this and nothing else.
+"""The data of a report. Charts, tables and JSON are made from it and from nothing else.
 
-Times are in seconds of the run's clock, shares are of 1. A figure that cannot be known is None.
-Series are thinned to what a screen can show, so the size does not grow with the run.
+Times are in seconds of the run's clock, and shares are between 0 and 1. A figure that cannot be
+known is None. Series are thinned to what a screen can show, so their size does not grow with the
+run.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ __all__ = [
 ]
 
 MARKED = 20
-"""Batches of which the ends can be told apart in a chart of the whole run."""
+"""Largest number of batches whose ends can be distinguished in a chart of the whole run."""
 Direction = Literal["higher", "lower", "zero"]
-"""Which values of a figure are better; "zero": the nearer to it."""
+"""Which values of a figure are better; "zero" means the values nearest to 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,22 +45,22 @@ class Headline:
     label: str
     value: float | None
     text: str
-    """The value with its unit, for people."""
+    """The value with its unit, as text."""
     explanation: str
-    """What it says, in one line."""
+    """The meaning of the figure, in one line."""
     better: Direction | None = None
-    """None where neither is."""
+    """Which values are better; None if none are."""
     unit: Literal["share", "seconds", "count", "rate", "versions", "reward"] = "count"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartTime:
-    """A part of all engines' time; all parts add up to all of it."""
+    """A part of all engines' time; the parts add up to the whole time."""
 
     part: Part
     label: str
     seconds: float
-    """Of all engines together."""
+    """Seconds of all engines together."""
     share: float
     meaning: str
 
@@ -72,59 +73,60 @@ class EngineTime:
     batches: int
     wall: float
     utilization: float
-    """The busy share."""
+    """Busy share of all engines' time."""
     parts: list[PartTime]
     stops: list[float]
-    """Ends of equal pieces of the run; the first begins at 0."""
+    """Ends of equal pieces of the run, in seconds; the first piece begins at 0."""
     series: dict[str, list[float]]
-    """By part, its share of all engines' time in each piece. Parts that are 0 are left out."""
+    """For each part its share of all engines' time in each piece. Parts that are 0 are left out."""
     deliveries: list[float]
-    """When batches were handed over; thinned where there are very many."""
+    """Times at which batches were delivered; thinned if there are very many."""
     by_engine: dict[str, float]
-    """The busy share of each."""
+    """Busy share of each engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimelineEngine:
-    """An engine in the timeline's window: shares of its time, by part, in each piece."""
+    """An engine in the close view: shares of its time in each piece, by part."""
 
     name: str
     utilization: float
-    """In the window."""
+    """Busy share of the engine in the window."""
     series: dict[str, list[float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseBar:
-    """A response: pieces of (start, end, policy version)."""
+    """A response in the close view, as pieces of (start, end, policy version)."""
 
     pieces: list[tuple[float, float, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Some batches from near, by engine and by response."""
+    """A close view of a few batches, by engine and by response."""
 
     start: float
     end: float
     first_batch: int
-    """From 0."""
+    """Number of the first batch, from 0."""
     last_batch: int
     stops: list[float]
-    """Ends of equal pieces of the window."""
+    """Ends of equal pieces of the window, in seconds."""
     engines: list[TimelineEngine]
     engines_in_all: int
     deliveries: list[float]
     pauses: list[tuple[float, float]]
-    """In which some engine was paused."""
+    """Times in which an engine was paused, as (start, end)."""
     responses: list[ResponseBar]
     responses_in_all: int
-    """In the window; those shown are evenly thinned."""
+    """Number of responses in the window; those in `responses` are evenly thinned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthCurve:
-    """Shares of responses that are longer than a length, thinned; `mean` is that of all."""
+    """Shares of responses that are longer than each length, thinned; `mean` is the mean of all
+    responses."""
 
     responses: int
     mean: float
@@ -134,22 +136,23 @@ class LengthCurve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StalenessLedger:
-    """How old what the trainer got was."""
+    """The staleness of what was delivered."""
 
     tokens_by_age: list[float]
-    """Shares of the delivered tokens that are 0, 1, 2, … versions old; the last entry is for all
-    older ones."""
+    """Shares of the delivered tokens that are 0, 1, 2, … versions old. The last entry has all older
+    tokens."""
     responses_by_versions: list[float]
-    """Shares of the delivered responses that 1, 2, 3, … versions sampled; the last likewise."""
+    """Shares of the delivered responses that 1, 2, 3, … versions sampled. The last entry has all
+    others."""
     batches: list[int]
-    """Those at which each entry of `by_batch` begins, from 0."""
+    """First batch of each entry of `by_batch`, from 0."""
     by_batch: list[list[float]]
-    """By age, then by batch (or by some batches together): shares of their tokens."""
+    """For each age and each batch (or several batches together) the share of their tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultEvent:
-    """Something that happened to an engine."""
+    """An event of an engine."""
 
     time: float
     engine: str
@@ -159,7 +162,7 @@ class FaultEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drop:
-    """Groups that were dropped for one reason and cause."""
+    """Groups that were dropped for the same reason and cause."""
 
     reason: str
     cause: str
@@ -169,7 +172,7 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retry:
-    """Attempts that failed for one cause, and were made again or given up."""
+    """Attempts that failed for the same cause, whether they were repeated or given up."""
 
     cause: str
     attempts: int
@@ -177,15 +180,15 @@ class Retry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultLedger:
-    """What went wrong, and what was done about it. Lists hold what is most or first; the counts
-    hold all."""
+    """What went wrong, and what was done about it. Lists have the most frequent or first entries;
+    counts include all."""
 
     events: list[FaultEvent]
     events_in_all: int
     engines_lost: int
     engines_admitted: int
     resumed: int
-    """How often another process went on with the run."""
+    """Number of times that another process resumed the run."""
     failed_attempts: int
     retries: list[Retry]
     dropped_groups: int
@@ -194,7 +197,7 @@ class FaultLedger:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuLine:
-    """What a sampler said of a GPU or an engine: percent over time."""
+    """The samples of a GPU or an engine: percent over time."""
 
     name: str
     times: list[float]
@@ -207,28 +210,28 @@ class ReportData:
 
     schema: int = 1
     name: str
-    """Of the folder."""
+    """Name of the run folder."""
     version: str
-    """Of aprilsched that made the report."""
+    """Version of aprilsched that made the report."""
     clock: Literal["virtual", "wall"]
     interrupted: bool
     warnings: list[str]
-    """Why the figures may not be those of a whole run."""
+    """Reasons why the figures may not be those of a whole run."""
     ran: list[str]
     """The configuration, in sentences."""
     headlines: list[Headline]
     time: EngineTime
     timeline: Timeline
     lengths: dict[str, LengthCurve]
-    """ "delivered", "drawn" (estimated with what never finished) and "first" (of batch 0); those
-    that are known."""
+    """The known curves of "delivered", "drawn" (estimated with unfinished responses) and "first"
+    (batch 0)."""
     staleness: StalenessLedger
     bias: BiasFigures
     faults: FaultLedger
     gpu: list[GpuLine] = field(default_factory=list[GpuLine])
     gpu_label: str = ""
-    """What the samples mean."""
+    """The meaning of the samples."""
 
     def headline(self, key: str) -> Headline:
-        """The one of this name."""
+        """The headline figure with this key."""
         return next(figure for figure in self.headlines if figure.key == key)

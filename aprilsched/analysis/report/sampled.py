@@ -1,4 +1,4 @@
-"""What was sampled of GPUs and engines beside the run, if anything was."""
+"""Reads the samples of GPUs and engines for a report, if there are any."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _LINES = 16
 
 
 def gpu_lines(folder: Path) -> tuple[list[GpuLine], str]:
-    """Percent over time, one line for each GPU (by NVML) or else each engine (by its own
-    counters), and what they mean; nothing for a run that was not sampled.
+    """Read the samples as percent over time, one line for each GPU (by NVML) or otherwise for each
+    engine (by its own counters), with a sentence that says what they mean. A run that was not
+    sampled has no lines.
 
     Raises:
         RunFolderError: if the samples cannot be read.
@@ -51,7 +52,7 @@ def _lines(
 def _means(
     times: NDArray[np.float64], values: NDArray[np.float64]
 ) -> tuple[list[float], list[float]]:
-    """Of neighbours, so that no more is left than a screen shows."""
+    """Average neighbouring samples, so that there are no more than a screen shows."""
     pieces = np.array_split(np.arange(times.size), min(_POINTS, times.size))
     return (
         [round(float(times[piece].mean()), 3) for piece in pieces],

@@ -1,4 +1,4 @@
-"""What the tables of the page hold, as text. The markup is in ``assets/parts.html``."""
+"""The text of the page's tables. Their markup is in ``assets/parts.html``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def part_rows(runs: Sequence[ReportData]) -> list[PartRow]:
 
 
 def engine_time(runs: Sequence[ReportData]) -> str:
-    """All of the engines' time, of each run."""
+    """The whole time of the engines of each run."""
     return " and ".join(
         f"{letter}{seconds(sum(part.seconds for part in run.time.parts))} of "
         f"{run.time.engines:,} {'engine' if run.time.engines == 1 else 'engines'}"
@@ -56,7 +56,7 @@ def engine_time(runs: Sequence[ReportData]) -> str:
 
 
 def bias_rows(run: ReportData) -> list[tuple[str, str]]:
-    """What bends the lengths, and by how much."""
+    """The causes that change the lengths, and the size of their effect."""
     bias = run.bias
     rows = [
         ("first batch against the later ones", signed_percent(bias.first_batch_length_bias)),
@@ -95,7 +95,7 @@ def faults_that_happened(ledger: FaultLedger) -> str:
 
 
 def fault_tables(ledger: FaultLedger) -> list[tuple[Sequence[str], list[tuple[str, ...]]]]:
-    """Head and rows of each table that has rows: events of engines, retries, drops."""
+    """Heading and rows of each table that has rows: events of engines, retries, drops."""
     tables: list[tuple[Sequence[str], list[tuple[str, ...]]]] = [
         (
             ("at", "engine", "what", "cause"),

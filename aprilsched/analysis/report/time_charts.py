@@ -1,4 +1,4 @@
-"""Charts about time: where it went, when, and on which engine."""
+"""Draws the charts about time: where it went, when, and on which engine."""
 
 from __future__ import annotations
 
@@ -50,14 +50,15 @@ _LOST_TO: dict[Part, str] = {
 
 
 def lost_most(time: EngineTime) -> PartTime | None:
-    """The largest part in which engines did nothing useful; None if none is worth a word."""
+    """The largest part in which engines did nothing useful; None if no part is large enough to
+    mention."""
     idle = [part for part in time.parts if part.part not in BUSY]
     most = max(idle, key=lambda part: part.share, default=None)
     return most if most is not None and most.share >= _SMALL else None
 
 
 def losses(runs: Sequence[ReportData]) -> Chart:
-    """One bar for each run; its parts are all of the engines' time."""
+    """Draw one bar for each run, divided into the parts of all engines' time."""
     there: list[Part] = [part for part in PARTS if any(_share(run, part) > 0 for run in runs)]
     names = [text(label(place, runs)) for place in range(len(runs))]
     data: list[Spec] = [
@@ -98,7 +99,7 @@ def losses(runs: Sequence[ReportData]) -> Chart:
 
 
 def utilization(run: ReportData, end: float, prefix: str = "") -> Chart:
-    """All engines together, over the run; the axis goes to `end`."""
+    """Draw all engines together over the run; the axis goes to `end`."""
     time = run.time
     tenths = [100 * share for share in _tenths(time)]
     data = areas(time.series, start=0.0, stops=time.stops)
@@ -134,7 +135,7 @@ def utilization(run: ReportData, end: float, prefix: str = "") -> Chart:
 
 
 def engine_timeline(run: ReportData, prefix: str = "") -> Chart:
-    """Some batches from near, a row for each engine."""
+    """Draw a few batches, with a row for each engine."""
     near = run.timeline
     count = max(1, len(near.engines))
     height = 1 / count
@@ -178,7 +179,8 @@ def engine_timeline(run: ReportData, prefix: str = "") -> Chart:
 
 
 def responses(run: ReportData, prefix: str = "") -> Chart:
-    """Some batches from near: each response is a line, its colour the version that sampled it."""
+    """Draw a few batches: each response is a line, and its colour is the version that sampled
+    it."""
     near = run.timeline
     versions = sorted({v for bar in near.responses for _, _, v in bar.pieces})
     data: list[Spec] = []
@@ -237,7 +239,7 @@ def responses(run: ReportData, prefix: str = "") -> Chart:
 
 
 def gpu(run: ReportData, end: float, prefix: str = "") -> Chart:
-    """What samplers said; the note is their own label."""
+    """Draw the samples; the note is their own label."""
     means = [float(np.mean(line.percent)) for line in run.gpu]
     return Chart(
         id=f"gpu{prefix}",
@@ -283,7 +285,7 @@ def gpu(run: ReportData, end: float, prefix: str = "") -> Chart:
 
 
 def label(place: int, runs: Sequence[ReportData]) -> str:
-    """Of a run beside another; its name alone where there is one."""
+    """The name of a run, with A or B before it if there are two runs."""
     return f"{'AB'[place]}: {runs[place].name}" if len(runs) > 1 else runs[place].name
 
 

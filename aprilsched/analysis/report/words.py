@@ -1,4 +1,4 @@
-"""Configurations and figures in words, for people who have not read the code."""
+"""Describes configurations and figures in words, for people who have not read the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MINUTE, _HOUR = 60, 3600
 
 
 def percent(share: float | None) -> str:
-    """One digit below 10 %, none above."""
+    """A percentage, with one decimal below 10 %."""
     if share is None:
         return "unknown"
     if 0 < share < 0.0005:
@@ -24,17 +24,17 @@ def percent(share: float | None) -> str:
 
 
 def signed_percent(share: float | None) -> str:
-    """A difference."""
+    """A difference, with its sign."""
     return "unknown" if share is None else f"{100 * share:+.1f} %".replace("-", "\N{MINUS SIGN}")
 
 
 def amount(number: float | None, digits: int = 0) -> str:
-    """With thousands separators."""
+    """A number with thousands separators."""
     return "unknown" if number is None else f"{number:,.{digits}f}"
 
 
 def seconds(value: float | None) -> str:
-    """With a unit that suits it."""
+    """A time with a suitable unit."""
     if value is None:
         return "unknown"
     if value < _MINUTE:
@@ -45,7 +45,7 @@ def seconds(value: float | None) -> str:
 
 
 def ran(config: Mapping[str, Any], summary: RunSummary) -> list[str]:
-    """What was run, in sentences; a setting that the configuration lacks is not spoken of."""
+    """Describe the configuration in sentences; settings that it lacks are not mentioned."""
     scheduler: dict[str, Any] = config.get("scheduler", {})
     sentences = [
         _engines(config, summary),
@@ -157,7 +157,7 @@ def _counted(value: Any, one: str, many: str) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A number as people write it."""
+    """A number without needless decimals."""
     return f"{value:,.10g}" if isinstance(value, int | float) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""A run as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing."""
+"""Writes a run as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Stretches of an engine or of the trainer with a name: a pause, a refit, a wait.
+"""Draws named stretches of an engine or of the trainer: a pause, a refit, a wait.
 
-Invariant: of a kind there is one at a time, and each is written once, when it ends. Kinds that run
-at once lie on tracks of their own.
+Invariant: there is at most one open band of each kind, and each band is written once, when it ends.
+Kinds that may be open at the same time have tracks of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Band:
 
 
 class Bands:
-    """Those of process `pid`, on tracks from `first_tid` on that are called `name`."""
+    """The bands of process `pid`, on tracks called `name` that begin with `first_tid`."""
 
     def __init__(self, file: TraceFile, *, pid: int, first_tid: int, name: str) -> None:
         self._file = file
@@ -34,7 +34,7 @@ class Bands:
         self._open: dict[str, _Band] = {}
 
     def begin(self, kind: str, at: int, **args: Any) -> None:
-        """Nothing, if one of this kind goes on already."""
+        """Begin a band; no effect if one of this kind is open."""
         if kind in self._open:
             return
         known, lane = self._lanes.count, self._lanes.take()
@@ -43,7 +43,7 @@ class Bands:
         self._open[kind] = _Band(lane=lane, since=at, args=args)
 
     def end(self, kind: str, at: int, **args: Any) -> None:
-        """Nothing, if none of this kind goes on."""
+        """End a band; no effect if none of this kind is open."""
         band = self._open.pop(kind, None)
         if band is None:
             return

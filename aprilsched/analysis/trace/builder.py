@@ -1,7 +1,7 @@
 """Builds a trace from the facts of a run: the tracks of its engines and of its trainer.
 
-Invariant: whatever begins in the log has its end in the trace: where it happened, with the process
-that was killed, or with the last line.
+Invariant: everything that begins in the log has an end in the trace: where it ended, where its
+process was killed, or at the last line.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from aprilsched.core.messages.facts import Fact
 __all__ = ["TraceBuilder"]
 
 _FIRST_ENGINE = 2
-"""Process ids; the trainer's is 1."""
+"""Process id of the first engine; the trainer's is 1."""
 _BANDS = frozenset({"pause", "flush", "refit"})
-"""Control calls that are shown by a band of their name."""
+"""Control calls that are shown as a band with their name."""
 
 
 class TraceBuilder:
-    """Takes the facts in their order; :meth:`end` after the last one."""
+    """Takes the facts in order; call :meth:`end` after the last one."""
 
     def __init__(self, file: TraceFile) -> None:
         self._file = file
         self._engines: dict[str, EngineTracks] = {}
         self._where: dict[int, tuple[EngineTracks, Key]] = {}
-        """The engine of each open attempt, by request."""
+        """The engine of each open attempt, by the id of its request."""
         self._first_versions: dict[int, int | None] = {}
-        """Of the rollouts that are not over: see :attr:`Attempt.first_version`."""
+        """First version of each open rollout, see :attr:`Attempt.first_version`."""
         self._released: dict[str, set[str]] = {}
         """The memory (tags) that each sleeping engine has released."""
         self._waking: dict[str, tuple[str, ...]] = {}
@@ -68,7 +68,7 @@ class TraceBuilder:
             self._trainer.take(fact, self._at)
 
     def end(self, now: float) -> None:
-        """There are no more facts up to `now`."""
+        """End the trace at `now`, after the last fact."""
         self._at = _microseconds(now)
         self._stop_all("open")
         self._trainer.end(self._at)
@@ -99,7 +99,7 @@ class TraceBuilder:
         return engine
 
     def _joined(self, fact: of.EngineJoined) -> None:
-        """It takes part once it is admitted."""
+        """An engine that joins takes part when it is admitted."""
         engine = self._engine(fact.info.name)
         engine.version = fact.info.version
         engine.bands.begin("lost", self._at, cause="not admitted yet")
@@ -163,7 +163,7 @@ class TraceBuilder:
             case "flushing":
                 engine.bands.begin("flush", self._at)
             case "continuing":
-                # From here on tokens may come, before the answer does.
+                # Tokens may arrive from now on, before the answer to the continue call.
                 engine.go_on(self._at)
             case "releasing":
                 self._released.setdefault(fact.engine, set()).update(fact.tags)
@@ -174,7 +174,7 @@ class TraceBuilder:
                 pass
 
     def _end_call(self, engine: EngineTracks, fact: of.EngineModeChanged) -> None:
-        """The call that the engine was in has been answered."""
+        """End the call whose answer changes the mode of the engine."""
         match fact.start:
             case "pausing":
                 engine.paused(self._at)

@@ -1,8 +1,8 @@
-"""One engine in a trace: its slots with the rollouts in them, its bands and its counters.
+"""Draws one engine in a trace: its slots with the rollouts in them, its bands and its counters.
 
-Invariants: an attempt keeps its slot from its sending to its end, and has a slice for each stretch
-in which the engine works on it in one version, so a pause is a gap; a token counts in the slice
-that it arrived in, or in the last one before, if it arrived in a gap.
+Invariants: an attempt keeps its slot from its sending to its end. It has a slice for each stretch
+in which the engine works on it under one version, so a pause is a gap. A token counts in the slice
+in which it arrived, or in the last one before if it arrived in a gap.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from aprilsched.analysis.trace.trace_file import Counter, TraceFile
 __all__ = ["Attempt", "EngineTracks", "Key"]
 
 Key: TypeAlias = tuple[int, int]
-"""A request and the number of the attempt at it."""
+"""The id of a request and the number of its attempt."""
 
 _STEP = 0.01
-"""The share by which known tokens change before the counter is written: a run has a chunk of
-tokens per event, and nobody sees single ones among a hundred thousand."""
+"""The counter of known tokens is written when its value has changed by this share. A run has an
+event for each chunk of tokens, and single tokens among a hundred thousand cannot be seen."""
 _TIDS = 100_000
-"""Ids that an engine has for its tracks."""
+"""Number of track ids of an engine."""
 _SLOTS = 10
-"""Ids before those of its slots, for its bands."""
+"""Number of track ids for its bands, before those of its slots."""
 
 
 # A slice shows its policy version by its colour. Perfetto takes the colour from the name of a slice
 # and ignores the digits in it, so a name ends in letters that change with the version.
 # chrome://tracing is given the name of a colour.
 _ENDINGS = ("mn", "eg", "dr", "uk", "ri", "ir", "pa", "pf")
-"""Behind "rollout v" these are blue, orange, green, pink, violet, lime, teal and red in the UI of
-Perfetto 52. They have no other meaning."""
+"""After "rollout v", these names give blue, orange, green, pink, violet, lime, teal and red in the
+UI of Perfetto 52. They have no other meaning."""
 _COLORS = (
     "thread_state_running",
     "rail_response",
@@ -49,26 +49,27 @@ _UNKNOWN = "v?"
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Attempt:
-    """A request with the engine. `known` tokens are prompt and output so far."""
+    """An open attempt on the engine. `known` is the number of tokens of its prompt and output so
+    far."""
 
     rollout_id: int
     group_id: int
     known: int
     adapter: int | None
     first_version: int | None
-    """That the rollout's first token was to be sampled with."""
+    """The version that the rollout's first token was to be sampled with."""
     slot: int = 0
     version: int | None = None
     since: int | None = None
-    """Of its slice; None before the first one."""
+    """Begin of its present slice; None before the first one."""
     until: int | None = None
-    """None while the engine works on it."""
+    """End of its present slice; None while the engine works on it."""
     tokens: int = 0
-    """In its slice."""
+    """Number of tokens in its slice."""
 
 
 class EngineTracks:
-    """The `number`-th process of `file`."""
+    """The tracks of process `number` in `file`."""
 
     def __init__(self, file: TraceFile, *, number: int, name: str) -> None:
         self.version: int | None = None
@@ -114,20 +115,20 @@ class EngineTracks:
 
     @property
     def open(self) -> list[Key]:
-        """Its attempts."""
+        """The open attempts on the engine."""
         return list(self._attempts)
 
     # --- the engine ----------------------------------------------------------------------------
 
     def paused(self, at: int) -> None:
-        """It works on nothing from now on."""
+        """Note that the engine is paused: no attempt continues until :meth:`go_on`."""
         self._paused = True
         for attempt in self._attempts.values():
             if attempt.until is None:
                 attempt.until = at
 
     def flushed(self, at: int) -> None:
-        """Its cache is empty until it goes on."""
+        """Note that the cache was flushed, so it is empty until the engine continues."""
         self._kv_held = False
         self._count(at)
 
@@ -141,7 +142,8 @@ class EngineTracks:
         self._count(at)
 
     def refitted(self, version: int | None, at: int) -> None:
-        """What runs on through it is another version's from now on."""
+        """Begin new slices, because the attempts that continue are sampled under another version
+        from now on."""
         if version == self.version:
             return
         self.version = version
@@ -151,7 +153,7 @@ class EngineTracks:
                 self._start(attempt, at)
 
     def stop(self, ending: str, at: int) -> None:
-        """Everything that goes on with it ends, the process that had it included."""
+        """End everything that is open, for example because the process of the run has ended."""
         for key in self.open:
             self.close(key, ending, at)
         self.bands.end_all(at)
@@ -198,12 +200,13 @@ class EngineTracks:
 
 
 def _version_label(version: int | None) -> str:
-    """For example ``v3 uk``; versions that follow each other end in different letters."""
+    """The name of a version, for example ``v3 uk``. Consecutive versions end in different
+    letters."""
     if version is None:
         return _UNKNOWN
     return f"v{version} {_ENDINGS[version % len(_ENDINGS)]}"
 
 
 def _color_of(version: int | None) -> str:
-    """The name of a colour for chrome://tracing."""
+    """Name of the version's colour in chrome://tracing."""
     return "" if version is None else _COLORS[version % len(_COLORS)]

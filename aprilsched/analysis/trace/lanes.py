@@ -1,7 +1,7 @@
-"""Tracks that slices lie on, so that none overlaps another.
+"""Assigns slices to tracks so that they do not overlap.
 
-Invariant: a lane is held by one at a time; whoever comes takes the lowest that is free, so there
-are as many lanes as were ever held at once.
+Invariant: a lane has one holder at a time. A new holder gets the lowest free lane, so there are as
+many lanes as were held at once.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ __all__ = ["Lanes"]
 
 
 class Lanes:
-    """Counted from 0."""
+    """The lanes of one engine, counted from 0."""
 
     def __init__(self) -> None:
         self._freed: list[int] = []
         self.count = 0
-        """How many there are."""
+        """Number of lanes."""
 
     def take(self) -> int:
         if self._freed:

@@ -1,6 +1,6 @@
-"""A file in the trace event format, written event by event: one line each, none is kept.
+"""Writes a file in the trace event format, one line for each event; no event is kept in memory.
 
-Times are whole microseconds, as the format counts and as events.jsonl rounds.
+Times are whole microseconds, as in the format and as in events.jsonl.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _END = b"\n]}\n"
 
 
 class TraceFile:
-    """Writes to `file`; :meth:`close` makes it whole and leaves it open.
+    """Writes to `file`. :meth:`close` completes the content and leaves the file open.
 
-    A process has its tracks below each other, sorted by `tid`, which no other process uses: viewers
-    take threads of one id for one thread.
+    The tracks of a process are shown below each other, sorted by `tid`. No two processes share a
+    `tid`, because viewers take threads with the same id for one thread.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -49,7 +49,7 @@ class TraceFile:
         category: str,
         color: str = "",
     ) -> None:
-        """`color` is a name that chrome://tracing knows; others pass it over."""
+        """Write a slice. `color` is a name that chrome://tracing knows; other viewers ignore it."""
         event: dict[str, Any] = {
             "ph": "X",
             "pid": pid,
@@ -81,7 +81,7 @@ class TraceFile:
         )
 
     def counter(self, *, pid: int, at: int, name: str, unit: str, value: int) -> None:
-        """Viewers call the track by both, `name` and `unit`."""
+        """Write a value of a counter. Viewers name the track by `name` and `unit`."""
         self._write({"ph": "C", "pid": pid, "ts": at, "name": name, "args": {unit: value}})
 
     def close(self) -> None:
@@ -96,9 +96,9 @@ class TraceFile:
 
 
 class Counter:
-    """A counter of process `pid` in `file`, which is written sparsely: only its value at the end of
-    each moment, and only if it has changed by at least the share `step` of the value written last.
-    Changes from and to 0 are always written."""
+    """A counter of process `pid` in `file` that is written rarely: only its value at the end of
+    each moment, and only if it has changed by at least the share `step` of the value that was
+    written last. Changes from and to 0 are always written."""
 
     def __init__(
         self, file: TraceFile, *, pid: int, name: str, unit: str, step: float = 0.0
@@ -113,8 +113,8 @@ class Counter:
         self._written = 0
 
     def set(self, value: int, at: int) -> None:
-        """The value is `value` from `at` on. The same time may come often, because many requests
-        are sent at once."""
+        """Set the value from `at` on. The same time may be given often, because many requests are
+        sent at once."""
         if at != self._at:
             self.finish()
             self._at = at

@@ -1,4 +1,5 @@
-"""The trainer in a trace: what it waits for, the batches that it gets and the weights it gives."""
+"""Draws the trainer in a trace: what it waits for, the batches that it gets and the weights it
+gives."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ __all__ = ["TrainerTrack"]
 _PID = 1
 _EVENTS = 100_001
 _WAITS = 100_002
-"""Ids of its tracks."""
+"""Ids of the trainer's tracks."""
 _BATCH, _UPDATE = "waits for a batch", "updates the engines"
 
 
 class TrainerTrack:
-    """Takes every fact; those that are not the trainer's are passed over."""
+    """Takes every fact; those that are not about the trainer are ignored."""
 
     def __init__(self, file: TraceFile) -> None:
         self._file = file
@@ -50,7 +51,7 @@ class TrainerTrack:
                 pass
 
     def end(self, at: int) -> None:
-        """What it waits for it does not get any more."""
+        """End a wait that has no result."""
         self._waits.end_all(at)
 
     def _delivered(self, fact: of.BatchDelivered, at: int) -> None:

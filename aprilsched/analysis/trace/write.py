@@ -1,6 +1,6 @@
-"""From the event log of a run to its trace, fact by fact.
+"""Writes the trace of a run from its event log, fact by fact.
 
-What is held at a time is what the engines have at that time, so a log may be of any length.
+Only what is open on the engines is kept in memory, so a log may have any length.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ _BUFFER = 1 << 20
 
 
 def write_trace(folder: Path, path: Path | None = None) -> Path:
-    """Write the run in `folder` as a trace to `path`, else to its trace.json, and return that.
+    """Write the run in `folder` as a trace to `path` (by default its trace.json), and return the
+    path.
 
-    Open it in ui.perfetto.dev: engines are processes with a track for each slot, rollouts slices
-    that are cut where the version changes or the engine is paused. A run that goes on, or was
-    killed, is shown as far as its log goes.
+    Open it in ui.perfetto.dev. Engines are processes with a track for each slot. Rollouts are
+    slices that end where the version changes or the engine is paused. A run that was killed or has
+    not ended is shown as far as its log goes.
 
     Raises:
-        RunFolderError: if the log is missing or cannot be understood, or `path` not be written.
+        RunFolderError: if the log is missing or cannot be understood, or if `path` cannot be
+            written.
     """
     target = folder / TRACE if path is None else path
     writing = target.with_name(f".{target.name}.writing")
