@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
 
+pytest.register_assert_rewrite("aprilsched.testing.contract", "aprilsched.testing.streams")
+
 SERVERS = Path(__file__).parent / "sglang"
 LONG_SECONDS = 2 * 3600
 CPU = "cpu seconds"

@@ -23,8 +23,8 @@ class EngineLoad:
         kv_tokens: number of tokens in the KV pool.
         kv_capacity: number of tokens that fit in the KV pool.
         generated: number of tokens that decoding steps made since the engine was started.
-        decode_seconds, prefill_seconds: seconds of such steps since the engine was started; the
-            mean over the ranks.
+        decode_seconds: seconds of such steps since the engine was started; the mean over the ranks.
+        prefill_seconds: seconds of steps that read prompts, in the same way.
         tokens_per_s: decoding rate as the engine itself measures it.
         cache_hit_rate: hit rate of the prefix cache, from 0 to 1.
         age_s: age of these figures when the engine reported them.

@@ -3,6 +3,8 @@
 One line in a project's top ``conftest.py``, or in a test module, is enough::
 
     pytest_plugins = ["aprilsched.testing.fixtures"]
+
+Checks of :mod:`aprilsched.testing.contract` that fail then say which values they compared.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import pytest
 
 from aprilsched.testing.server import SimServer
 from aprilsched.testing.threaded import ThreadedServer
+
+pytest.register_assert_rewrite("aprilsched.testing.contract", "aprilsched.testing.streams")
 
 __all__ = ["StartServer", "sglang_server", "start_sglang_server"]
 

@@ -30,6 +30,7 @@ RUN = (
     "guides/trainer",
     "guides/fleet",
     "guides/colocated",
+    "guides/engine",
     "guides/tuning",
     "guides/seeing",
     "off_policy",
@@ -84,6 +85,8 @@ def test_the_programs_of_a_page_run(
 ):
     if any(".to_torch(" in block for block in blocks(page)):
         pytest.importorskip("torch")
+    if any("safetensors" in block for block in blocks(page)):
+        pytest.importorskip("safetensors")
     monkeypatch.setattr(aprilsched, "SGLangFleet", embedded)
     trainer = Trainer()
     names: dict[str, Any] = {

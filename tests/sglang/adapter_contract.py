@@ -15,10 +15,10 @@ import pytest
 from aprilsched.engines.base import Engine, GenerationRequest
 from aprilsched.engines.refit import TakesAdapters
 from aprilsched.errors import ConfigError, EngineRejected
+from aprilsched.testing.contract import SETTLE_SECONDS
+from aprilsched.testing.streams import ENDLESS, WAIT_SECONDS, Stream, greedy, whole
 from aprilsched.types import VersionSpan
 from aprilsched.weights.lora import LoraPublisher
-from tests.sglang.contract import SETTLE_SECONDS
-from tests.sglang.helpers import ENDLESS, WAIT_SECONDS, Stream, greedy, whole
 
 __all__ = ["ADAPTER_CHECKS", "AdapterCheck", "Adapting", "adapted", "fake_adapters"]
 

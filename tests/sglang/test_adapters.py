@@ -17,6 +17,7 @@ from aprilsched.core.messages.commands import Pause
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.engine import SimEngine
+from aprilsched.testing.streams import PROMPT, whole
 from tests.sglang.adapter_contract import (
     ADAPTER_CHECKS,
     AdapterCheck,
@@ -25,7 +26,6 @@ from tests.sglang.adapter_contract import (
     fake_adapters,
 )
 from tests.sglang.conftest import INTERVAL
-from tests.sglang.helpers import PROMPT, whole
 from tests.sglang.recorded import Recorder, check_greedy, long_tail, sequence_scores
 from tests.sglang.server import CpuServer, run_with_server_packages
 from tests.sglang.tiny_adapter import MODULES, RANK

@@ -13,8 +13,9 @@ import pytest
 from aprilsched import Batch, DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.testing.streams import greedy, until, whole
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.helpers import greedy, settled, until, whole
+from tests.sglang.helpers import settled
 from tests.sglang.recorded import Recorder, check_greedy, long_tail
 from tests.sglang.server import CpuServer
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.sglang import SGLangEngine
-from tests.sglang.helpers import greedy, whole
+from aprilsched.testing.streams import greedy, whole
 
 PREFIX = np.arange(100, 228, dtype=np.int32)
 

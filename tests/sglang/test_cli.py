@@ -14,8 +14,9 @@ import numpy as np
 
 from aprilsched.analysis.samples import read_samples
 from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.testing.streams import greedy, whole
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.helpers import greedy, settled, whole
+from tests.sglang.helpers import settled
 from tests.sglang.recorded import long_tail
 from tests.sglang.server import CpuServer
 from tests.support.chain import check_chain

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.testing.streams import greedy, whole
 from aprilsched.types import Rollout
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.helpers import greedy, opened, settled, whole
+from tests.sglang.helpers import opened, settled
 from tests.sglang.recorded import Run, crossing, long_tail, record
 from tests.sglang.server import CpuServer
 

@@ -10,7 +10,7 @@ import pytest
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.engine import SimEngine
-from tests.sglang.contract import CHECKS, Check, Subject
+from aprilsched.testing.contract import ALL_CHECKS, Check, Subject
 from tests.sglang.helpers import running
 from tests.sglang.server import CpuServer
 
@@ -41,13 +41,13 @@ async def sim(tmp_path: Path) -> AsyncIterator[Subject]:
     await engine.close()
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
 async def test_sglang(sglang: Subject, check: Check) -> None:
     """The real server keeps it."""
     await check(sglang)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
 async def test_sim(sim: Subject, check: Check) -> None:
     """The embedded engine keeps it."""
     await check(sim)

@@ -20,11 +20,11 @@ from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromGroup
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import ControlTimeout, EngineRejected, InconsistentWeights
+from aprilsched.testing.streams import PROMPT, greedy, whole
 from aprilsched.types import Rollout
 from aprilsched.weights.distributed import DistributedPublisher
 from aprilsched.weights.process_group import TrainerGroup
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.helpers import PROMPT, greedy, whole
 from tests.sglang.recorded import scores
 from tests.sglang.server import CpuServer
 from tests.sglang.trained import tensors

@@ -8,7 +8,8 @@ import sys
 
 import aiohttp
 
-from tests.sglang.helpers import SOON, running, until
+from aprilsched.testing.streams import until
+from tests.sglang.helpers import SOON, running
 from tests.sglang.server import CpuServer
 
 SECONDS = 600

@@ -20,8 +20,9 @@ from aprilsched.errors import (
     EngineRejected,
     EngineUnreachable,
 )
+from aprilsched.testing.streams import ENDLESS, WAIT_SECONDS, Stream, greedy, until, whole
 from tests.sglang.conftest import INTERVAL
-from tests.sglang.helpers import ENDLESS, SOON, WAIT_SECONDS, Stream, greedy, running, until, whole
+from tests.sglang.helpers import SOON, running
 from tests.sglang.proxy import CuttingProxy
 from tests.sglang.server import CpuServer
 

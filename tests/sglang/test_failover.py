@@ -12,8 +12,8 @@ from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.core.messages.commands import LoseEngine
 from aprilsched.engines.http.address import ServerAddress
 from aprilsched.errors import PromptsExhausted
+from aprilsched.testing.streams import until
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.helpers import until
 from tests.sglang.recorded import Recorder, check_greedy, long_tail
 from tests.sglang.server import CpuServer
 

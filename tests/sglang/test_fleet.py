@@ -19,9 +19,9 @@ from aprilsched.errors import (
     EngineRejected,
     EngineUnreachable,
 )
+from aprilsched.testing.streams import ENDLESS, Stream, greedy, whole
 from aprilsched.weights.disk import DiskPublisher
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.helpers import ENDLESS, Stream, greedy, whole
 from tests.sglang.server import CpuServer
 
 Pair = tuple[CpuServer, CpuServer]

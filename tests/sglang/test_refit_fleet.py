@@ -21,10 +21,10 @@ from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.core.messages.commands import Command, Continue, Pause
 from aprilsched.core.messages.events import Event
 from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.testing.streams import until
 from aprilsched.types import Rollout
 from aprilsched.weights.distributed import DistributedPublisher
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.helpers import until
 from tests.sglang.recorded import Recorder, check_greedy, long_tail
 from tests.sglang.server import CpuServer
 from tests.sglang.trained import tensors

@@ -546,6 +546,7 @@ def test_a_missing_docstring_is_found():
         "aprilsched.presets",
         "aprilsched.simulation",
         "aprilsched.testing",
+        "aprilsched.testing.contract",
     ],
 )
 def test_what_the_base_install_runs_imports_no_extra(module: str):

@@ -23,7 +23,7 @@ from aprilsched.engines.sim import SimConfig, SimEngine, run_virtual
 from aprilsched.errors import SchedulerClosed
 from aprilsched.testing import SimServer
 from aprilsched.testing.faults import faults_of
-from tests.sglang.helpers import until
+from aprilsched.testing.streams import until
 from tests.support.sim_http import CONFIG, INTERVAL
 
 

@@ -18,7 +18,7 @@ from aprilsched.errors import EngineProtocolError, EngineRejected, EngineUnreach
 from aprilsched.testing import SimServer
 from aprilsched.testing.generate_answers import Answer
 from aprilsched.testing.served import ServedEngine
-from tests.sglang.helpers import PROMPT, until
+from aprilsched.testing.streams import PROMPT, until
 from tests.support.sim_http import Raw, served
 
 KEY = "an-admin-key"

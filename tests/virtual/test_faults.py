@@ -40,8 +40,8 @@ from aprilsched.errors import (
 from aprilsched.testing import SimServer
 from aprilsched.testing.faults import FaultScript, faults_of
 from aprilsched.testing.faults.kinds import KINDS
+from aprilsched.testing.streams import greedy, until
 from aprilsched.types import VersionSpan
-from tests.sglang.helpers import greedy, until
 from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, two_weights
 
 T = TypeVar("T")

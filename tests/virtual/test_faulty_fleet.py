@@ -18,7 +18,7 @@ from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sim import run_virtual
 from aprilsched.testing import SimServer
 from aprilsched.testing.faults import faults_of
-from tests.sglang.helpers import until
+from aprilsched.testing.streams import until
 from tests.support.sim_http import CONFIG, INTERVAL
 
 Table = dict[str, Any]

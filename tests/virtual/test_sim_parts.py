@@ -12,6 +12,7 @@ from aprilsched.engines.refit import SleepingEngine, TakesAdapters
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim import SimAdapterPublisher, SimEngine, run_virtual
 from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected
+from aprilsched.testing.streams import Stream, whole
 from aprilsched.weights.base import AdapterPublisher, RepublishingPublisher
 from aprilsched.weights.lora import LoraPublisher
 from tests.sglang.adapter_contract import (
@@ -21,7 +22,6 @@ from tests.sglang.adapter_contract import (
     adapted,
     fake_adapters,
 )
-from tests.sglang.helpers import Stream, whole
 from tests.support.sim_http import INTERVAL, Raw, served
 
 

@@ -27,8 +27,9 @@ from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.testing import SimServer
-from tests.sglang.contract import CHECKS, Check, Subject
-from tests.sglang.helpers import Stream, greedy, running, until
+from aprilsched.testing.contract import ALL_CHECKS, Check, Subject
+from aprilsched.testing.streams import Stream, greedy, until
+from tests.sglang.helpers import running
 from tests.support.sim_http import INTERVAL, Raw, asked, served, two_weights
 
 KEY = "an-admin-key"
@@ -48,7 +49,7 @@ async def engine(server: SimServer) -> AsyncIterator[SGLangEngine]:
     await opened.close()
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
 async def test_it_keeps_the_contract_of_an_engine(
     server: SimServer, engine: SGLangEngine, tmp_path: Path, check: Check
 ):
@@ -56,6 +57,17 @@ async def test_it_keeps_the_contract_of_an_engine(
         engine=engine, weights=two_weights(tmp_path), busy=lambda: running(server.url)
     )
     await check(subject)
+
+
+async def test_memory_calls_in_a_wrong_order_say_what_is_wrong(engine: SGLangEngine):
+    await engine.pause("retract")
+    with pytest.raises(EngineRejected, match="was not released"):
+        await engine.wake(["kv_cache"])
+    await engine.release(["kv_cache"])
+    with pytest.raises(EngineRejected, match="released already"):
+        await engine.release(["weights", "kv_cache"])
+    with pytest.raises(EngineRejected, match="kv_cache is released; wake it first"):
+        await engine.resume()
 
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])

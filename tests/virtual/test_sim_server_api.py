@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aprilsched.testing import SimServer
-from tests.sglang.helpers import until
+from aprilsched.testing.streams import until
 from tests.sglang.loads_contract import check_loads
 from tests.support.sim_http import Raw, asked, served, two_weights
 
