@@ -1,8 +1,8 @@
-"""What can be said of a run while it goes on: one account for all listeners that export it.
+"""Shares the state of a run in progress among the listeners that show or export it.
 
-Invariants: nothing is counted here that the scheduler, its summary or the state of the run counts
-already; the figures are read under :attr:`LiveFigures.lock`, so that another thread sees figures
-of one moment.
+Invariants: nothing is counted here, because the scheduler, the summary and the state of the run
+count already. Figures are read under :attr:`LiveFigures.lock`, so that another thread sees those of
+one moment.
 """
 
 from __future__ import annotations
@@ -22,14 +22,22 @@ __all__ = ["FiguresListener", "LiveFigures"]
 
 
 class LiveFigures:
-    """A listener; it stands before those that read it.
+    """The state of a run and its latest batch, for several readers and from any thread.
+
+    It is a listener, and stands before its readers among the listeners of a run.
 
     Args:
-        meter: one that is told of the run by somebody else before this listener is; None makes
-            one for an asynchronous trainer.
-        batch_groups: that of the scheduler; None is learnt from the first batch.
-        clock: the one that facts are timed with; None for one that cannot be read from another
-            thread (a virtual one, a log's), whose time is that of the last fact then.
+        meter: a meter that is an earlier listener of the run, or part of one (as in the summary).
+            None makes one for an asynchronous trainer.
+        batch_groups: number of groups of a batch, as in the scheduler's configuration. If it is
+            None, the first batch that is delivered tells it.
+        clock: the clock of the facts' times. None is for a clock that another thread cannot read,
+            such as a virtual one or that of a log; the time of the last fact then counts as now.
+
+    Attributes:
+        lock: is to be held while the other attributes are read.
+        state: the state of the run.
+        counters, ledger: those of the state, or the scheduler's own (:meth:`count_with`).
     """
 
     def __init__(
@@ -55,18 +63,13 @@ class LiveFigures:
         self.counters, self.ledger = counters, ledger
 
     @property
-    def now(self) -> float:
-        """The time of the last fact."""
-        return self.state.now
-
-    @property
     def batch(self) -> Measured | None:
-        """The last one."""
+        """The batch that was delivered last; None before the first."""
         return self._meter.latest
 
     def advance(self) -> float:
-        """Bring the engines' seconds up to now, which it says. Call it with the lock held."""
-        now = self.now if self._clock is None else max(self.now, self._clock())
+        """Count the engines' time up to now; returns the time now. Call it with the lock held."""
+        now = self.state.now if self._clock is None else max(self.state.now, self._clock())
         self.state.advance(now)
         return now
 
@@ -82,8 +85,12 @@ class LiveFigures:
 
 
 class FiguresListener(DispatchingListener):
-    """One that reads the live figures of a run: those at `figures`, which stand before it among the
-    listeners, or at one of its own, which it tells everything. Chunks are for the figures alone."""
+    """A listener that reads live figures when it is told facts.
+
+    Args:
+        figures: an earlier listener of the run. None makes figures that only this listener has; it
+            then passes everything on to them.
+    """
 
     def __init__(self, figures: LiveFigures | None = None) -> None:
         super().__init__()

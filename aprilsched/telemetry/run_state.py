@@ -556,6 +556,7 @@ class RunState:
     def _engine_lost(self, fact: of.EngineLost) -> None:
         engine = self.engines.get(fact.engine)
         if engine is not None:
+            engine.losses += 1
             engine.released = frozenset()
             self._time.enter(engine, "lost")
 

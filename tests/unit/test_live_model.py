@@ -242,6 +242,8 @@ def test_batches_give_efficiency_staleness_and_an_estimate_of_what_is_left():
         for request in (2 * index, 2 * index + 1):
             told.send(request)
             told.finish(request)
+        if index:
+            told.command(do.FinishUpdate(version=index))
         told.event(ev.BatchRequested(), after=10.0)
         told.deliver(index, index, version=index)
     seen = told.seen

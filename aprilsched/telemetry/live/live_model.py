@@ -33,7 +33,8 @@ __all__ = ["LiveModel"]
 
 
 class LiveModel:
-    """The live view's model of a run.
+    """The live view's model of a run. It keeps only what the state of the run does not have: the
+    latest batches, the last minutes of the engines, and what went wrong last.
 
     Args:
         facts: what is known of the run before it begins.
@@ -50,14 +51,13 @@ class LiveModel:
         self._mishaps = Mishaps()
         self._history = History()
         self._recent: deque[Measured] = deque(maxlen=RECENT_BATCHES)
-        self._batches = 0
-        self._version = 0
+        self._skipped = 0
         self._began: float | None = None
         self._batch_began = 0.0
 
     def skip(self, batches: int) -> None:
-        """Note that `batches` batches were delivered by the prior run."""
-        self._batches = max(self._batches, batches)
+        """Note that the prior run has delivered `batches` batches, which no fact tells here."""
+        self._skipped = batches
 
     # --- what happens --------------------------------------------------------------------------
 
@@ -69,8 +69,6 @@ class LiveModel:
             for fact in facts:
                 if isinstance(fact, of.BatchDelivered):
                     self._delivered(fact.batch, now)
-                elif isinstance(fact, of.UpdateFinished) and not fact.cause:
-                    self._version = fact.version
             if now >= self._history.due:
                 self._sample(now)
 
@@ -80,14 +78,16 @@ class LiveModel:
                 self._sample(now)
 
     def _delivered(self, index: int, now: float) -> None:
-        self._batches = index + 1
         self._batch_began = now
         measured = self._figures.batch
         if measured is None or measured.figures.index != index:
             return
         if not self._recent or self._recent[-1] is not measured:
             self._recent.append(measured)
-            self._version = max(self._version, measured.figures.version)
+
+    @property
+    def _batches(self) -> int:
+        return max(self._skipped, self._figures.state.batches)
 
     def _sample(self, now: float) -> None:
         state = self._figures.state
@@ -114,7 +114,7 @@ class LiveModel:
             elapsed=0.0 if self._began is None else max(0.0, now - self._began),
             left=self._left(now),
             batches=self._batches,
-            version=max([self._version, *(row.version or 0 for row in rows)]),
+            version=max([state.version, *(row.version or 0 for row in rows)]),
             ready=state.groups_ready,
             in_flight=self._in_flight(engines),
             carried=len(state.carried),
@@ -194,7 +194,7 @@ class LiveModel:
         dropped = dict(self._figures.ledger.rollouts)
         return Faults(
             dropped={str(reason): n for reason, n in dropped.items()},
-            engines_lost=self._mishaps.engines_lost,
+            engines_lost=sum(engine.losses for engine in self._figures.state.engines.values()),
             retries=self._figures.counters.retries,
             latest="" if latest is None else latest.text,
             ago=0.0 if latest is None else max(0.0, now - latest.time),

@@ -1,4 +1,4 @@
-"""Counts lost engines, and keeps the latest fault as text."""
+"""Keeps the latest fault of a run as text, for the live view."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ class Mishap:
 
 
 class Mishaps(DispatchingListener):
-    """Faults that the ledger does not count."""
+    """Keeps the latest fault of a run in words; the counts are in the state of the run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.engines_lost = 0
-        """Number of times that an engine was lost; some engines may be back."""
         self.latest: Mishap | None = None
         self._handlers = {
             of.GroupDropped: self._group_dropped,
-            of.EngineLost: self._lost,
+            of.EngineLost: lambda fact: self._note(f"{fact.engine} lost: {fact.cause}"),
             of.EngineSlow: lambda fact: self._note(f"{fact.engine} is slow: {fact.cause}"),
             of.FleetAwaited: lambda fact: self._note(
                 f"no engine is left; waited {fact.waited_s:.0f} s, {fact.left_s:.0f} s more"
@@ -49,10 +47,6 @@ class Mishaps(DispatchingListener):
         what = _FAILED.get(fact.reason)
         if what is not None:
             self._note(f"{what} failed: {fact.cause}")
-
-    def _lost(self, fact: of.EngineLost) -> None:
-        self.engines_lost += 1
-        self._note(f"{fact.engine} lost: {fact.cause}")
 
     def _updated(self, fact: of.UpdateFinished) -> None:
         if fact.cause:

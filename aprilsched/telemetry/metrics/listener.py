@@ -52,9 +52,7 @@ class Metrics(FiguresListener):
 
     def __init__(self, figures: LiveFigures | None = None) -> None:
         super().__init__(figures)
-        self._version = 0
         self._updates: Counter[str] = Counter(succeeded=0, failed=0)
-        self._losses: Counter[str] = Counter()
         self._asked_at: float | None = None
         self._update_at: float | None = None
         self._paused_at: dict[str, float] = {}
@@ -67,7 +65,6 @@ class Metrics(FiguresListener):
             if metric.kind == "histogram"
         }
         self._handlers = {
-            of.RunOpened: self._opened,
             of.BatchRequested: self._requested,
             of.BatchRequestWithdrawn: self._withdrawn,
             of.PromptsEnded: self._withdrawn,
@@ -130,7 +127,7 @@ class Metrics(FiguresListener):
             yield _sample("batch_efficiency_ratio", batch.figures.efficiency)
 
     def _of_updates(self) -> Iterator[Sample]:
-        yield _sample("policy_version", self._version)
+        yield _sample("policy_version", self._figures.state.version)
         for outcome, updates in self._updates.items():
             yield _sample("updates_total", updates, outcome)
 
@@ -141,7 +138,7 @@ class Metrics(FiguresListener):
                 yield _sample("engine_state", state == engine.state, name, state)
             if engine.version is not None:
                 yield _sample("engine_version", engine.version, name)
-            yield _sample("engine_losses_total", self._losses[name], name)
+            yield _sample("engine_losses_total", engine.losses, name)
             yield _sample("engine_tokens_generated_total", engine.tokens, name)
             yield _sample("requests_in_flight", engine.in_flight, name)
             yield _sample("engine_peak_requests", engine.capacity, name)
@@ -157,9 +154,6 @@ class Metrics(FiguresListener):
             yield _sample("engine_seconds_total", exposed, *key)
 
     # --- batches -------------------------------------------------------------------------------
-
-    def _opened(self, fact: of.RunOpened) -> None:
-        self._version = max((engine.version or 0 for engine in fact.engines), default=0)
 
     def _requested(self, _: of.BatchRequested) -> None:
         if self._asked_at is None:
@@ -188,8 +182,6 @@ class Metrics(FiguresListener):
 
     def _update_finished(self, fact: of.UpdateFinished) -> None:
         self._updates["failed" if fact.cause else "succeeded"] += 1
-        if not fact.cause:
-            self._version = fact.version
         self._observe_since("update_duration_seconds", self._update_at)
         self._update_at = None
 
@@ -207,7 +199,6 @@ class Metrics(FiguresListener):
         self._observe_since("refit_duration_seconds", self._refit_at.pop(fact.engine, None))
 
     def _engine_lost(self, fact: of.EngineLost) -> None:
-        self._losses[fact.engine] += 1
         self._paused_at.pop(fact.engine, None)
         self._refit_at.pop(fact.engine, None)
 

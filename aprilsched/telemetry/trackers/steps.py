@@ -76,7 +76,7 @@ class StepTracker(FiguresListener):
         with figures.lock:
             # The time is counted up to the delivery and not up to now, because a scrape may have
             # counted further.
-            figures.state.advance(figures.now)
+            figures.state.advance(figures.state.now)
             seconds, batch = figures.state.seconds(), figures.batch
             if batch is None:
                 return

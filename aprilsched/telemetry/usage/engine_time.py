@@ -73,6 +73,7 @@ class EngineNow:
         decode, prefill, re_prefill: number of its requests in each phase.
         peak: largest number of requests that it had at once.
         tokens: number of tokens that it has generated so far.
+        losses: how often it went out of use.
         beyond: number of tokens in the contexts of its requests, minus `tokens`. A chunk changes
             both numbers by the same amount, so this difference need not be updated for a chunk.
         seconds_per_token: running mean of the time that one request takes for one token; 0 until
@@ -93,6 +94,7 @@ class EngineNow:
     re_prefill: int = 0
     peak: int = 0
     tokens: int = 0
+    losses: int = 0
     beyond: int = 0
     seconds_per_token: float = 0.0
     timed: int = 0

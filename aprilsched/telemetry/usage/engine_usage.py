@@ -21,6 +21,7 @@ class EngineUsage:
             their first token, and wait for their next one after a pause or a move (if it
             generates; in a pause, what they will go on with).
         tokens: that it generated.
+        losses: how often it went out of use.
         capacity: the slots that its time is divided by: requests that it had at once at most.
         context_tokens: of its requests: a prompt that the members of a group share counts for each
             of them, and a context counts while its engine is paused without its KV. It is what
@@ -39,6 +40,7 @@ class EngineUsage:
     prefilling: int = 0
     re_prefilling: int = 0
     context_tokens: int = 0
+    losses: int = 0
     info: EngineInfo | None = None
     seconds: Mapping[Part, float] = field(default_factory=dict[Part, float])
 
@@ -66,6 +68,7 @@ def engine_usage(engine: EngineNow) -> EngineUsage:
         prefilling=engine.prefill,
         re_prefilling=engine.re_prefill,
         context_tokens=engine.context_tokens,
+        losses=engine.losses,
         info=engine.info,
         seconds=dict(zip(PARTS, engine.seconds, strict=True)),
     )
