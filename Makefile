@@ -3,7 +3,7 @@
 # Two environments: .venv has the library, its tools and (for the tests) torch; .venv-sglang has
 # SGLang on a CPU, which the tests start as a real server. Each is made once, and again when the
 # pins it was made from change. A stamp is written last, so an environment whose making was cut
-# off has none, and is made anew instead of being used by halves.
+# off has none, and is made again instead of being used incomplete.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -84,7 +84,7 @@ test-long: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) ## The tests that sear
 docs: $(TEST_STAMP) ## Build the documentation site, docs/_build/html/index.html.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
-notebooks: $(TEST_STAMP) ## Execute the notebooks anew from their scripts.
+notebooks: $(TEST_STAMP) ## Execute the notebooks again from their scripts.
 	$(BIN)/python notebooks/execute.py
 
 lint: $(TEST_STAMP) ## Check style, format and types.

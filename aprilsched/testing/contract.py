@@ -160,7 +160,7 @@ async def abort_after_retract_returns_the_partial(subject: Subject) -> None:
 
 
 async def a_request_sent_during_a_pause_is_held(subject: Subject) -> None:
-    """The request gives no token until the pause ends, and then gives all."""
+    """The request gives no token until the pause ends, and then all of them."""
     await subject.engine.pause("retract")
     stream = Stream(subject.engine, greedy(40)).start()
     await asyncio.sleep(2 * SETTLE_SECONDS)
@@ -256,7 +256,8 @@ async def a_re_sent_prefix_continues_the_response(subject: Subject) -> None:
 
 
 async def leaving_a_stream_ends_its_request(subject: Subject) -> None:
-    """Cancelled, or closed after its first chunk, a request decodes no further."""
+    """A request whose stream is cancelled, or closed after its first chunk, is not decoded
+    further."""
     # It was started first and has as many tokens, so it would end before a request that goes on.
     other = await Stream(subject.engine, greedy(ENDLESS)).start().reach(1)
     stream = await Stream(subject.engine, greedy(ENDLESS)).start().reach(1)
@@ -302,7 +303,8 @@ async def _only_one_is_left(subject: Subject, other: Stream) -> None:
 
 
 async def every_token_arrives_once(subject: Subject) -> None:
-    """It holds for lengths around multiples of the stream interval; only the last chunk ends."""
+    """This holds for lengths around multiples of the stream interval, and only the last chunk has
+    an end."""
     for length in (1, 2, 15, 16, 17, 33):
         stream = await whole(subject.engine, greedy(length))
         assert len(stream) == len(stream.logprobs) == length
@@ -367,7 +369,7 @@ async def weights_are_taken_while_the_cache_is_away(subject: Subject) -> None:
 
 
 async def memory_calls_in_a_wrong_order_are_refused(subject: Subject) -> None:
-    """Each of these would crash a server, or let it run without its memory."""
+    """Each of these calls would crash a server, or let it run without its memory."""
     engine = subject.engine
     assert isinstance(engine, SleepingEngine)
     await engine.pause("retract")

@@ -354,7 +354,7 @@ class _Life:
         launched, groups = trial.records.launched, self.scheduler.state.in_flight.groups
         trial.records.launched = {gid: key for gid, key in launched.items() if gid in groups}
         if not self.scheduler.state.resumed and self.number:
-            self.note("nothing had been saved: the run begins anew")
+            self.note("nothing had been saved: the run begins from the start")
             trial.records.__init__()
             self.may_acknowledge.clear()
         return None

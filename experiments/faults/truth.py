@@ -37,7 +37,7 @@ def weights_key(version: int) -> int:
 def is_right(
     rollout: Rollout, prompt: Prompt, model: ToyModel, key: Callable[[int], int] = weights_key
 ) -> bool:
-    """Whether all its tokens are. For schedules that compute a context anew under new weights."""
+    """Whether all its tokens are. For schedules that recompute a context under new weights."""
     if not isinstance(prompt.sampling, tuple):
         raise TypeError("the workload gives every response parameters of its own")
     sampling: SamplingParams = prompt.sampling[rollout.index]

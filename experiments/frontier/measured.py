@@ -187,7 +187,7 @@ def run(
         listeners=[summary, meter, *listeners],
     )
     meter.engines = simulation.engines.values()
-    # Engines cannot tell a rollout that was called back and sent anew from a new one.
+    # Engines cannot tell a rollout that was called back and sent again from a new one.
     counts = simulation.state.in_flight.counters
     meter.again = lambda: counts.tokens_reprefilled
     simulation.run()

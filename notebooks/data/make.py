@@ -1,4 +1,4 @@
-"""Makes the two runs of the notebooks anew: ``python notebooks/data/make.py``, ten seconds.
+"""Makes the two runs of the notebooks again: ``python notebooks/data/make.py``, ten seconds.
 
 Eight embedded engines, the same prompts and lengths for both policies. Modelled time, so
 every machine writes the same bytes; a change of the scheduler may change them.
@@ -31,7 +31,7 @@ SETTINGS = [
 
 
 def make() -> None:
-    """Replace the runs beside this file.
+    """Replace the runs next to this file.
 
     Raises:
         SystemExit: if they are larger than a repository should hold.

@@ -130,7 +130,7 @@ def test_every_request_ends_once_with_tokens_that_its_spans_explain(
 def test_how_often_time_is_told_does_not_matter(
     config: SimConfig, actions: list[tuple[str, object]], stride: float
 ) -> None:
-    """Advancing in small strides between the calls gives what one jump gives."""
+    """Advancing in small steps between the calls gives the same result as one large step."""
 
     class Strides(Driver):
         def until(self, when: float) -> None:
@@ -153,7 +153,8 @@ def test_how_often_time_is_told_does_not_matter(
 def reference(
     arrivals: list[tuple[float, int, int]], timing: StepTimeModel, max_running: int
 ) -> list[float]:
-    """When each request (arrival, length, prompt) ends, one step at a time, in plain loops."""
+    """The end time of each request (arrival, length, prompt), computed step by step in plain
+    loops."""
     now, ends = 0.0, [0.0] * len(arrivals)
     queue = list(range(len(arrivals)))
     running: dict[int, int] = {}

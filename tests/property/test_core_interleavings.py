@@ -241,7 +241,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.dialogues.asking or self.driver.dialogues.answered)
     @rule(choice=st.integers(0, 99))
     def withdraw_turn(self, choice: int) -> None:
-        """A timeout, while the request waits or runs, or just as its answer is there."""
+        """An episode's timeout, while the request waits or runs, or just as its answer arrives."""
         dialogues = self.driver.dialogues
         turns = [*dialogues.asking, *dialogues.answered]
         self.driver.feed(dialogues.withdraw(turns[choice % len(turns)]))
@@ -291,7 +291,8 @@ class Interleavings(RuleBasedStateMachine):
         ends=st.booleans(),
     )
     def other_weights(self, choice: int, count: int, off: int, ends: bool) -> None:
-        """The engine was restarted, or somebody else has loaded weights, and its tokens show it."""
+        """The tokens show that the engine was restarted, or that somebody else has loaded
+        weights."""
         driver, key = self.driver, self._pick(choice)
         version = driver.state.weights.base + off
         if ends:
@@ -337,13 +338,13 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: any(self.driver.state.fleet.control.all()))
     @rule(choice=st.integers(0, 99))
     def lose(self, choice: int) -> None:
-        """In use or on standby, the last one too."""
+        """Any engine may be lost: in use or on standby, and also the last one."""
         engines = [control.name for control in self.driver.state.fleet.control.all()]
         self.driver.feed(ev.EngineLost(engine=engines[choice % len(engines)], cause="gone"))
 
     @rule(seconds=st.sampled_from([1, 5, 25]), speaking=st.sets(st.sampled_from("abc")))
     def time_passes(self, seconds: int, speaking: set[str]) -> None:
-        """In which only some engines give tokens."""
+        """Time in which only some engines give tokens."""
         for _ in range(seconds):
             self.driver.now += 1.0
             for key, send in list(self.driver.sends.items()):
@@ -405,7 +406,7 @@ class Interleavings(RuleBasedStateMachine):
         self._check_conservation()
 
     def _mend(self) -> None:
-        """Engines come back and a trainer does what it is told, until one of them is in use."""
+        """Bring engines back and let the trainer do what it is told, until an engine is in use."""
         driver = self.driver
         for _ in range(200):
             control = driver.state.fleet.control
@@ -442,7 +443,8 @@ class Interleavings(RuleBasedStateMachine):
         driver.come_back(driver.gone[0], version)
 
     def _update_as_told(self) -> None:
-        """None is in use. Who waits for tokens is told so, and whatever else waits goes on."""
+        """Update as the scheduler asks for it while no engine is in use. The calls that wait for
+        tokens are told so, and everything else continues."""
         driver = self.driver
         if (
             driver.state.weights.update is None
@@ -537,7 +539,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def facts_agree(self) -> None:
-        """What the facts say is what the core knows, and all time has a cause."""
+        """The state built from the facts equals the state of the core, and all time has a part."""
         driver, state = self.driver, self.driver.state
         in_flight, run = state.in_flight, self.driver.run
         assert set(run.rollouts) == set(in_flight.rollouts)
@@ -569,7 +571,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def the_protocol_says_the_same(self) -> None:
-        """An old log, which has events and commands, is read as what it would be as facts."""
+        """The events and commands, read as an old log is read, give the same state as the facts."""
         if self.driver.state.resumed:
             return  # the facts of the prior run are not known here
         run, retold = self.driver.run, self.driver.retold
@@ -586,7 +588,8 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def count(self) -> None:
-        """Hypothesis asks after each step; the driver has checked the core's invariants then."""
+        """Hypothesis calls this after each step, when the driver has checked the core's
+        invariants."""
         STEPS[type(self).__name__] += 1
 
 
@@ -597,7 +600,7 @@ LENGTHS = [4_000, pytest.param(100_000, marks=pytest.mark.long)]
 
 
 def steps_of(machine: type[Interleavings], least: int) -> int:
-    """Run a machine until it has made so many steps; how many they were."""
+    """Run a machine until it has made this number of steps; returns the number that it made."""
     STEPS[machine.__name__] = 0
     while STEPS[machine.__name__] < least:
         run_state_machine_as_test(

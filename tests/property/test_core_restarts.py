@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiv
 
 
 def told(rollout: RolloutRecord) -> tuple[Any, ...]:
-    """What must be the same after a restart."""
+    """Everything that must be the same after a restart."""
     log = rollout.log
     generating = rollout.state in GENERATING
     return (
@@ -155,7 +155,7 @@ class Restarts(Interleavings):
             self._without_new_entries(before, after, evaluating, launches=launches)
             if launches:
                 # What was due is launched as soon as engines are there again; and how many groups
-                # hold so many tokens is estimated anew, from all that was seen.
+                # hold so many tokens is estimated again, from all that was seen.
                 after["groups"] = {
                     i: g for i, g in after["groups"].items() if i in before["groups"]
                 }
@@ -175,8 +175,9 @@ class Restarts(Interleavings):
         *,
         launches: bool,
     ) -> None:
-        """What evaluations had under way is in the ledger. Nothing else is new there, but for bad
-        prompts that were met in launching."""
+        """The ledger without its new entries. Rollouts of open evaluations are in the ledger after
+        a restart, and so are bad prompts that are met while launching; nothing else is new
+        there."""
         rollouts, tokens = after["dropped"]
         new = after["entries"][len(before["entries"]) :]
         abandoned, refused = new[: len(evaluating)], new[len(evaluating) :]

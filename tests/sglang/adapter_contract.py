@@ -1,4 +1,5 @@
-"""Checks of what publishing LoRA adapters relies on, for every engine that serves adapters."""
+"""Checks of everything that publishing LoRA adapters relies on, for every engine that serves
+adapters."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ async def unloading_waits_for_the_last_request(subject: Adapting) -> None:
 
 
 async def what_is_not_there_is_refused_or_ignored(subject: Adapting) -> None:
-    """Unknown adapters, used names and wrong paths are refused; unloading nothing is harmless."""
+    """Unknown adapters, used names and wrong paths are refused. Unloading an unknown adapter has no
+    effect."""
     with pytest.raises(EngineRejected):
         await whole(subject.engine, adapted(f"never-{uuid.uuid4().hex}", 4))
     with pytest.raises(EngineRejected):

@@ -204,7 +204,7 @@ async def _lose_one(rollouts: RolloutScheduler) -> None:
 
 
 def crossing(run: Run) -> list[Rollout]:
-    """Rollouts of several versions; a rollout of one version proves little."""
+    """The rollouts that several versions sampled; a rollout of one version proves little."""
     found = [r for r in run.rollouts if len(set(r.versions.tolist())) > 1]
     assert found
     return found
@@ -230,7 +230,8 @@ def check_greedy(delivered: Sequence[Rollout], models: Sequence[Path], folder: P
 def _greedy_scores(
     model: Path, rollouts: Sequence[Rollout], folder: Path
 ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
-    """What `model` gives each response token, and what it gives the likeliest one there."""
+    """The log-probability by `model` of each response token, and of the likeliest token at its
+    place."""
     (own,) = scores([model], rollouts, folder)
     with np.load(folder / f"{model.name}.npz") as arrays:
         best = [arrays[f"best-{i}"][len(r.prompt_ids) :] for i, r in enumerate(rollouts)]
@@ -240,14 +241,14 @@ def _greedy_scores(
 def scores(
     models: Sequence[Path], rollouts: Sequence[Rollout], folder: Path
 ) -> list[list[NDArray[np.float64]]]:
-    """For each model the log-probability that transformers gives every response token."""
+    """For each model, the log-probabilities of every response token according to transformers."""
     return sequence_scores(models, [(r.prompt_ids, r.token_ids) for r in rollouts], folder)
 
 
 def sequence_scores(
     models: Sequence[Path], responses: Sequence[tuple[Int32Array, Int32Array]], folder: Path
 ) -> list[list[NDArray[np.float64]]]:
-    """The same for prompts and the responses to them."""
+    """The same log-probabilities for prompts and their responses."""
     source = folder / "in.npz"
     targets = [folder / f"{model.name}.npz" for model in models]
     whole = {str(i): np.concatenate(r).astype(np.int64) for i, r in enumerate(responses)}

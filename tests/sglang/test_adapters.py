@@ -102,7 +102,8 @@ async def test_sim(embedded: Adapting, check: AdapterCheck) -> None:
 async def test_logprobs_are_those_of_the_merged_weights(
     real: Adapting, adapters: tuple[object, tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    """Each token's, and far from those of the other adapter."""
+    """The logprob of each token is that of the merged weights, and is far from that of the other
+    adapter."""
     assert real.engine.capabilities.adapters
     streams = [await whole(real.engine, adapted(await real.load(which), 40)) for which in (0, 1)]
     responses = [(PROMPT, np.array(stream.ids, np.int32)) for stream in streams]

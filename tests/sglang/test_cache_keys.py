@@ -28,7 +28,8 @@ async def test_equal_keys_share_a_prefix_and_others_do_not(engine: SGLangEngine)
 async def test_a_key_for_each_version_keeps_old_kv_out(
     engine: SGLangEngine, models: tuple[Path, Path]
 ) -> None:
-    """Without a flush, the old key still uses the KV of the old weights, with other logprobs."""
+    """Without a flush, a request with the old key still uses the KV of the old weights, so its
+    logprobs differ."""
     await whole(engine, keyed("version-0"))
     await engine.pause("retract")
     await engine.update_from_disk(models[1], 1)

@@ -84,7 +84,7 @@ async def test_the_built_in_workload_fits_the_model_that_is_served(
 
 
 async def test_the_longest_response_that_fits_is_whole(engine: SGLangEngine):
-    """The context that the server reports is exactly the room that it has."""
+    """A response may be exactly as long as the context that the server reports allows."""
     context = engine.facts.context_tokens
     assert context is not None
     prompt = np.full(context - 8, 5, dtype=np.int32)

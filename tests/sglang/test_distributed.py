@@ -165,7 +165,7 @@ async def test_a_server_that_stops_answering_is_left_behind_and_comes_back(
     models: tuple[Path, Path],
     tmp_path: Path,
 ) -> None:
-    """All processes of the second server are frozen in the middle of the first broadcast."""
+    """All processes of the second server are stopped in the middle of the first broadcast."""
     process = clean_pair[1]._process
     assert process is not None
     frozen = False
@@ -222,7 +222,7 @@ async def test_a_cancelled_publish_frees_a_server_that_waits_for_a_broadcast(
 async def test_a_trainer_that_went_away_leaves_nothing_in_the_way_of_the_next(
     engine: SGLangEngine, models: tuple[Path, Path]
 ) -> None:
-    """It did not tell the server before it went; the next trainer's groups have other names."""
+    """It went away without telling the server. The groups of the next trainer have other names."""
 
     async def half() -> AsyncIterator[tuple[str, Tensor]]:
         for index, pair in enumerate(tensors(models[1])):

@@ -32,7 +32,8 @@ SETTLE_SECONDS = 0.3
 async def test_hazard_01_an_abort_after_a_retract_loses_less_than_an_interval(
     engine: SGLangEngine,
 ) -> None:
-    """A whole answer keeps multiples of 50 tokens only; a stream has given the others before."""
+    """An answer as a whole has only multiples of 50 tokens, while a stream has given the others
+    before."""
     reference = await whole(engine, greedy(400))
     stream = await Stream(engine, greedy(ENDLESS)).start().reach(3 * INTERVAL)
     await engine.pause("retract")
@@ -46,10 +47,8 @@ async def test_hazard_01_an_abort_after_a_retract_loses_less_than_an_interval(
 
 
 async def test_hazard_02_ids_and_logprobs_stay_together_at_an_abort(engine: SGLangEngine) -> None:
-    """The last event of an abort repeats an id; the tokens must not shift against their logprobs.
-
-    Aborted running and retracted, at many lengths.
-    """
+    """The last event of an abort repeats an id, and tokens must stay with their logprobs. Requests
+    are aborted while they run and while they are retracted, at many lengths."""
     reference = await whole(engine, greedy(800))
     for tokens in range(1, 12):
         retracted = tokens % 2 == 0
@@ -69,7 +68,8 @@ async def test_hazard_02_ids_and_logprobs_stay_together_at_an_abort(engine: SGLa
 async def test_hazard_03_a_refit_in_the_safe_order_spares_the_scheduler(
     engine: SGLangEngine, models: tuple[Path, Path]
 ) -> None:
-    """Flushing inside the update kills the server if anything runs: here it never does."""
+    """A flush inside of an update kills the server if a request runs. In the safe order this never
+    happens."""
     streams = [Stream(engine, greedy(ENDLESS)).start() for _ in range(4)]
     for version in (1, 2, 3):
         for stream in streams:
@@ -88,7 +88,7 @@ async def test_hazard_03_a_refit_in_the_safe_order_spares_the_scheduler(
 async def test_hazard_04_a_held_request_is_aborted_for_good(
     engine: SGLangEngine, clean_server: CpuServer
 ) -> None:
-    """SGLang loses an abort during the pause, and every later one of that request as well."""
+    """SGLang loses an abort during the pause, and also every later abort of that request."""
     await engine.pause("retract")
     aborted = Stream(engine, greedy(ENDLESS)).start()
     kept = Stream(engine, greedy(30)).start()
@@ -107,7 +107,7 @@ async def test_hazard_04_a_held_request_is_aborted_for_good(
 async def test_hazard_05_an_abort_under_in_place_takes_effect_after_resume(
     engine: SGLangEngine, clean_server: CpuServer
 ) -> None:
-    """The request waits in the paused batch; it ends at the next step, not before."""
+    """The request waits in the paused batch. It ends at the next step and not before."""
     stream = await Stream(engine, greedy(ENDLESS)).start().reach(20)
     await engine.pause("in_place")
     await engine.abort(stream.request.request_id)
@@ -122,7 +122,8 @@ async def test_hazard_05_an_abort_under_in_place_takes_effect_after_resume(
 async def test_hazard_06_a_paused_server_still_answers_us(
     engine: SGLangEngine, clean_server: CpuServer
 ) -> None:
-    """`/health` hangs while paused; nothing here asks it, so opening and versions go on."""
+    """`/health` hangs during a pause. The adapter never asks it, so opening and asking for the
+    version work."""
     assert await engine.is_paused() is False
     await engine.pause("retract")
     assert await engine.is_paused() is True
@@ -136,7 +137,8 @@ async def test_hazard_06_a_paused_server_still_answers_us(
 async def test_hazard_08_an_update_outside_a_pause_waits_and_is_bounded(
     engine: SGLangEngine, clean_server: CpuServer, models: tuple[Path, Path]
 ) -> None:
-    """The server makes it wait for every running request; the caller learns of it in time."""
+    """The server lets the update wait for every running request, and the caller's timeout ends the
+    wait."""
     hasty = SGLangEngine(clean_server.url, limits=HttpLimits(update_timeout=1.0))
     await hasty.open()
     stream = await Stream(engine, greedy(ENDLESS)).start().reach(1)
@@ -156,7 +158,8 @@ async def test_hazard_08_an_update_outside_a_pause_waits_and_is_bounded(
 async def test_hazard_09_a_stream_that_is_left_leaves_no_zombie(
     engine: SGLangEngine, clean_server: CpuServer
 ) -> None:
-    """Cancelled once or again while it says so to the server, nothing decodes on."""
+    """A stream is cancelled once, or again while it tells the server to abort. In both cases
+    nothing is decoded any more."""
     streams = [await Stream(engine, greedy(ENDLESS)).start().reach(1) for _ in range(4)]
     tasks = [stream.task for stream in streams if stream.task is not None]
     for task in tasks:
@@ -170,7 +173,8 @@ async def test_hazard_09_a_stream_that_is_left_leaves_no_zombie(
 
 
 async def test_hazard_10_the_stream_is_incremental_at_our_interval(engine: SGLangEngine) -> None:
-    """Cumulative streams cost the square of the length; which form it is comes from the server."""
+    """The cost of cumulative streams grows with the square of the length. The server's settings
+    tell the form of its streams."""
     assert engine.facts.incremental is True
     stream = await whole(engine, greedy(1 + 3 * INTERVAL + 5))
     assert [len(chunk.token_ids) for chunk in stream.chunks] == [1, INTERVAL, INTERVAL, INTERVAL, 5]
@@ -179,10 +183,8 @@ async def test_hazard_10_the_stream_is_incremental_at_our_interval(engine: SGLan
 async def test_hazard_11_a_duplicate_id_is_rejected_and_spares_the_first(
     engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rejected call must not abort: the id belongs to the request that runs.
-
-    SGLang does, two seconds after the rejected answer has ended, if the first one still runs.
-    """
+    """The rejected call must not abort the request that has this id. SGLang itself aborts it two
+    seconds after the rejected answer has ended, if it still runs."""
     aborted: list[str] = []
 
     async def abort(request_id: str) -> None:
@@ -202,7 +204,7 @@ async def test_hazard_11_a_duplicate_id_is_rejected_and_spares_the_first(
 async def test_hazard_12_a_cancelled_call_can_be_repeated_and_a_left_pause_is_found(
     engine: SGLangEngine,
 ) -> None:
-    """Whatever a cancellation left behind, it can be seen, and one resume ends it."""
+    """The state after a cancelled call can be seen, and one resume ends a pause that was left."""
     for call in (engine.pause("retract"), engine.resume()):
         task = asyncio.ensure_future(call)
         await asyncio.sleep(0)
@@ -219,7 +221,8 @@ async def test_hazard_12_a_cancelled_call_can_be_repeated_and_a_left_pause_is_fo
 async def test_hazard_13_no_timeout_and_no_pool_stop_a_long_tail(
     clean_server: CpuServer,
 ) -> None:
-    """A pause longer than every control timeout, and more streams than aiohttp's 100."""
+    """The pause is longer than every control timeout, and there are more streams than the 100 of
+    aiohttp's pool."""
     # A busy machine may need seconds for a call.
     seconds = 10.0
     limits = HttpLimits(control_timeout=seconds, connect_timeout=seconds)
@@ -236,7 +239,8 @@ async def test_hazard_13_no_timeout_and_no_pool_stop_a_long_tail(
 
 
 async def test_hazard_14_a_generation_is_never_sent_twice(clean_server: CpuServer) -> None:
-    """A broken connection ends it with an error, its request aborted, and no second one sent."""
+    """If the connection breaks, the request ends with an error and is aborted, and it is not sent a
+    second time."""
     async with CuttingProxy(clean_server.port) as proxy:
         engine = SGLangEngine(proxy.url)
         await engine.open()
@@ -254,7 +258,7 @@ async def test_hazard_14_a_generation_is_never_sent_twice(clean_server: CpuServe
 async def test_hazard_14_only_a_failure_to_connect_may_be_repeated(
     clean_server: CpuServer,
 ) -> None:
-    """The server went away after the probe: nothing was sent, and the error says so."""
+    """The server stops after the probe. Nothing was sent, and the error says so."""
     async with CuttingProxy(clean_server.port) as proxy:
         engine = SGLangEngine(proxy.url)
         await engine.open()

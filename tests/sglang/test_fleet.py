@@ -38,7 +38,7 @@ async def fleet(clean_pair: Pair) -> AsyncIterator[SGLangFleet]:
 
 
 async def test_a_fleet_generates_on_every_server(fleet: SGLangFleet) -> None:
-    """The same weights and a greedy request: the same tokens."""
+    """Both servers have the same weights, so a greedy request has the same tokens on both."""
     first, second = fleet.engines
     assert first.name != second.name
     assert isinstance(first, RefitFromDisk)
@@ -46,7 +46,8 @@ async def test_a_fleet_generates_on_every_server(fleet: SGLangFleet) -> None:
 
 
 async def test_a_wrong_or_missing_admin_key_shows_when_opening(clean_pair: Pair) -> None:
-    """Not at the first pause; and no key is ever shown."""
+    """A wrong key is detected when the fleet opens and not at the first pause. No message contains
+    a key."""
     for key in (None, "a-wrong-key"):
         engine = SGLangEngine(clean_pair[1].url, admin_key=key)
         with pytest.raises(EngineRejected, match="as admin_key") as caught:
@@ -58,7 +59,7 @@ async def test_a_wrong_or_missing_admin_key_shows_when_opening(clean_pair: Pair)
 
 
 async def test_a_fleet_opens_all_or_none(clean_pair: Pair) -> None:
-    """One server is down: the other one's connections are closed again."""
+    """One server is not there, so the connections to the other one are closed again."""
     fleet = SGLangFleet([clean_pair[0].url, NOBODY])
     with pytest.raises(EngineUnreachable, match="is the server up at"):
         await fleet.open()
@@ -69,7 +70,7 @@ async def test_a_fleet_opens_all_or_none(clean_pair: Pair) -> None:
 async def test_servers_of_different_versions_are_refused(
     clean_pair: Pair, models: tuple[Path, Path]
 ) -> None:
-    """Both are named, with what they say."""
+    """The error names both servers and the versions that they report."""
     first = SGLangEngine(clean_pair[0].url)
     await first.open()
     await first.pause("retract")
@@ -92,7 +93,7 @@ async def test_a_server_of_another_model_is_refused(clean_pair: Pair) -> None:
 
 @pytest.mark.parametrize("body", ["<html>Welcome</html>", '{"status": "ok"}', None])
 async def test_what_is_no_sglang_is_refused_in_one_sentence(body: str | None) -> None:
-    """Another web server on that port, whatever it answers."""
+    """Another web server answers on that port."""
 
     async def answer(request: web.Request) -> web.Response:
         if body is None:
@@ -114,7 +115,7 @@ async def test_what_is_no_sglang_is_refused_in_one_sentence(body: str | None) ->
 async def test_the_disk_publisher_refits_every_engine_and_keeps_few_versions(
     fleet: SGLangFleet, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """The trainer writes, the engines load while paused, and old versions go."""
+    """The trainer writes a version, the paused engines load it, and old versions are removed."""
 
     def save(path: Path) -> None:
         shutil.copytree(models[1], path, dirs_exist_ok=True)
@@ -141,7 +142,7 @@ async def test_the_disk_publisher_refits_every_engine_and_keeps_few_versions(
 async def test_the_disk_publisher_reports_each_engine(
     fleet: SGLangFleet, models: tuple[Path, Path]
 ) -> None:
-    """A static checkpoint on two engines, one of which is gone."""
+    """A checkpoint that exists already is published to two engines, one of which is gone."""
     gone = SGLangEngine(NOBODY)
     publisher = DiskPublisher(models[1])
     await publisher.prepare(1)

@@ -1,4 +1,5 @@
-"""Real servers with other weights than booked: restarted, or loaded behind the scheduler's back."""
+"""Tests real servers that have other weights than recorded: they were restarted, or somebody else
+has loaded weights."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ async def test_a_server_restarted_in_the_trainers_pause_samples_nothing_under_it
 
 
 class LoadedAlready:
-    """What a trainer publishes that has loaded the weights itself."""
+    """A publisher of a trainer that has loaded the weights itself."""
 
     async def prepare(self, version: int) -> None:
         """There is nothing to prepare."""
@@ -131,8 +132,8 @@ async def test_weights_that_somebody_else_loads_are_never_taken_for_those_of_bef
         batches: list[Batch] = []
 
         async def take_batches() -> None:
-            """Without it nothing more is launched once the complete batches are enough, and what
-            was in flight can have ended before the weights are loaded."""
+            """Take batches in a task. Otherwise nothing more is launched once there are enough
+            complete batches, and the requests in flight may end before the weights are loaded."""
             while True:
                 batches.append(await rollouts.next_batch())
 

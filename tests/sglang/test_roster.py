@@ -88,7 +88,8 @@ async def test_a_position_counts_the_healthy_workers_only() -> None:
 
 
 async def test_looks_at_the_list_are_shared_and_never_older_than_the_question() -> None:
-    """Several lookups at once are one call; a lookup during the call waits for the next call."""
+    """Several lookups at the same time are one call. A lookup that comes during the call waits for
+    the next call."""
     asked: list[float] = []
     async with listing({"workers": [worker()]}, asked) as url, opened(url) as roster:
         await asyncio.gather(*(roster.workers() for _ in range(50)))

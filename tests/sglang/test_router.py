@@ -65,7 +65,7 @@ async def fleet(router: SGLangRouter) -> AsyncIterator[SGLangRouterFleet]:
 async def test_a_routed_engine_keeps_the_contract(
     fleet: SGLangRouterFleet, clean_pair: Pair, models: tuple[Path, Path], check: Check
 ) -> None:
-    """What the coordinator relies on holds through the router as well."""
+    """An engine behind the router passes the checks that every engine must pass."""
     url = clean_pair[0].url
     await check(Subject(engine=_by_url(fleet)[url], weights=models, busy=lambda: running(url)))
 
@@ -73,7 +73,7 @@ async def test_a_routed_engine_keeps_the_contract(
 async def test_each_worker_is_an_engine_and_gets_its_own_requests(
     fleet: SGLangRouterFleet, clean_pair: Pair
 ) -> None:
-    """The server that was meant works on it, and the other one on nothing."""
+    """The server that was addressed works on the request, and the other one does not."""
     engines = _by_url(fleet)
     assert engines.keys() == {server.url for server in clean_pair}
     for server, other in (clean_pair, clean_pair[::-1]):
@@ -94,7 +94,8 @@ async def test_each_worker_is_an_engine_and_gets_its_own_requests(
 async def test_a_routed_response_equals_the_direct_one(
     fleet: SGLangRouterFleet, clean_pair: Pair
 ) -> None:
-    """Tokens, logprobs and versions; and it arrives in pieces."""
+    """They have the same tokens, logprobs and versions, and the routed one arrives in several
+    pieces."""
     direct = SGLangFleet([server.url for server in clean_pair], admin_key=ADMIN_KEY)
     await direct.open()
     reference = await whole(direct.engines[0], greedy(100))
@@ -108,7 +109,7 @@ async def test_a_routed_response_equals_the_direct_one(
 
 
 async def test_an_abort_ends_a_routed_request(fleet: SGLangRouterFleet) -> None:
-    """And leaving its stream ends it as well."""
+    """An abort ends a routed request, and so does leaving its stream."""
     for engine in fleet.engines:
         stream = await Stream(engine, greedy(ENDLESS)).start().reach(17)
         await engine.abort(stream.request.request_id)
@@ -124,7 +125,7 @@ async def test_an_abort_ends_a_routed_request(fleet: SGLangRouterFleet) -> None:
 async def test_routed_streams_outlive_a_pause_and_a_refit(
     fleet: SGLangRouterFleet, models: tuple[Path, Path]
 ) -> None:
-    """Both workers are paused, get the same weights as version 1, and go on."""
+    """Both workers are paused, get the same weights as version 1, and continue."""
     reference = await whole(fleet.engines[0], greedy(900))
     streams = [await Stream(e, greedy(ENDLESS)).start().reach(17) for e in fleet.engines]
     for engine in fleet.engines:
@@ -144,7 +145,8 @@ async def test_routed_streams_outlive_a_pause_and_a_refit(
 
 
 async def test_what_the_router_would_leave_out_is_refused(fleet: SGLangRouterFleet) -> None:
-    """A bias on a token that never came through would be a policy nobody asked for."""
+    """The router does not pass a logit bias on, so the response would be sampled from another
+    policy."""
     request = greedy(4)
     biased = replace(request.sampling, extra={"logit_bias": {"5": 1.0}})
     with pytest.raises(EngineRejected, match="does not pass on") as caught:
@@ -157,7 +159,8 @@ async def test_what_the_router_would_leave_out_is_refused(fleet: SGLangRouterFle
 async def test_workers_that_leave_and_join_are_seen(
     fleet: SGLangRouterFleet, router: SGLangRouter, clean_pair: Pair
 ) -> None:
-    """The one that left stays open until that was dealt with, and comes back as a new engine."""
+    """A worker that left stays open until the scheduler has handled this, and comes back as a new
+    engine."""
     assert isinstance(fleet, WatchesMembership)
     url = clean_pair[1].url
     old = _by_url(fleet)[url]
@@ -184,7 +187,7 @@ async def test_a_request_that_may_have_gone_astray_fails_and_decodes_nowhere(
     clean_pair: Pair,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A worker is gone from the router between the look at its list and the request."""
+    """A worker leaves the router after its list was read and before the request is sent."""
     first, second = (worker["url"] for worker in router.workers())
     engine = _by_url(fleet)[first]
     roster = fleet._roster
@@ -205,7 +208,7 @@ async def test_a_request_that_may_have_gone_astray_fails_and_decodes_nowhere(
 
 
 async def test_a_fleet_takes_in_a_server_and_lets_it_go(clean_pair: Pair) -> None:
-    """Without a router: the same changes, by hand."""
+    """Engines join and leave a fleet without a router too."""
     urls = [server.url for server in clean_pair]
     fleet = SGLangFleet(urls[:1], admin_key=ADMIN_KEY)
     assert isinstance(fleet, WatchesMembership)
@@ -229,7 +232,7 @@ async def test_a_fleet_takes_in_a_server_and_lets_it_go(clean_pair: Pair) -> Non
 async def test_batches_through_the_router_with_a_refit_between(
     fleet: SGLangRouterFleet, models: tuple[Path, Path], clean_pair: Pair
 ) -> None:
-    """The main job: two batches, really different weights between them, both workers at work."""
+    """Two batches run on both workers, and very different weights are loaded between them."""
     await fleet.close()
     recorder = Recorder()
     scheduler = RolloutScheduler(
@@ -259,7 +262,7 @@ async def test_batches_through_the_router_with_a_refit_between(
 async def test_a_router_that_pins_nothing_is_refused(
     clean_pair: Pair, tmp_path: Path, policy: str
 ) -> None:
-    """Its policy would send a request to a worker of the wrong version."""
+    """The policy of such a router would send a request to a worker of another version."""
     log = tmp_path / "log.txt"
     for router in _serve(SGLangRouter([clean_pair[0].url], log, policy=policy)):
         with pytest.raises(ConfigError, match="policy consistent_hashing"):
@@ -267,7 +270,7 @@ async def test_a_router_that_pins_nothing_is_refused(
 
 
 async def test_what_is_no_router_is_refused(clean_server: CpuServer) -> None:
-    """A server's own URL, and one where nobody listens."""
+    """A server's own URL and one without a listener are refused."""
     with pytest.raises(EngineProtocolError, match="GET /workers"):
         await SGLangRouterFleet(clean_server.url).open()
     with pytest.raises(EngineUnreachable, match="is the server up at"):

@@ -45,7 +45,7 @@ TRIES = 5
 
 
 def _most_versions(run: Run) -> int:
-    """How many policy versions sampled the rollout that has the most of them."""
+    """The largest number of policy versions that sampled one rollout."""
     return max(len(set(rollout.versions.tolist())) for rollout in run.rollouts)
 
 
@@ -158,7 +158,8 @@ def test_each_logprob_is_the_score_under_the_weights_of_its_own_version(
 def test_in_place_agrees_before_the_first_update_and_not_after_it(
     runs: Callable[[str], Run], models: tuple[Path, Path], tmp_path: Path
 ):
-    """Keys of one version under weights of another: the recorded logprob is the only truth."""
+    """After the first update, the KV is of one version and the weights are of another, so only the
+    recorded logprob is right."""
     rollouts = crossing(runs("in_place"))
     for rollout, (own, other) in zip(
         rollouts, _differences(rollouts, models, tmp_path), strict=True

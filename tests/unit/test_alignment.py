@@ -26,7 +26,7 @@ PROMPT = Prompt(input_ids=np.array([1, 2], dtype=np.int32))
 
 
 def rollout(*runs: tuple[int, int, str | None], index: int = 0, **more: Any) -> Rollout:
-    """Of runs of (tokens, version, engine); every log-probability is -1."""
+    """A rollout made of pieces (tokens, version, engine); every log-probability is -1."""
     versions = np.repeat([v for _, v, _ in runs], [n for n, _, _ in runs]).astype(np.int32)
     ends = np.cumsum([n for n, _, _ in runs]).tolist()
     given: dict[str, Any] = {

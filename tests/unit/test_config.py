@@ -1,4 +1,4 @@
-"""Policies as values in the configuration, and the path of a setting in an error."""
+"""Tests policies as values in the configuration, and the path of a setting in an error."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_one_with_another_base_model_does_not():
 
 
 def test_a_batch_that_waits_for_an_adapter_is_offered_with_the_last_answer():
-    """No answer of an engine follows that would be another occasion to decide."""
+    """After the last answer no other event comes, so the batch must be offered with this one."""
     driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0), engines=("a",))
     driver.request_batch()
     driver.feed(ev.UpdateRequested(version=1, adapter=True))

@@ -166,7 +166,8 @@ BOUNDS = [
 def test_no_gate_makes_a_batch_impossible(
     stop: dict[str, object], refill: dict[str, object], bound: dict[str, object]
 ):
-    """With every stop unit: when all launched requests have finished, there is a batch."""
+    """This is tested for every stop unit: when all launched requests have finished, there is a
+    batch."""
     for pace in ("synchronous", "asynchronous"):
         if (pace, refill.get("refill")) == ("asynchronous", "rounds"):
             continue
@@ -208,7 +209,7 @@ def test_no_gate_waits_for_what_is_refused(stop: dict[str, object], pace: str, s
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
 def test_a_batch_by_samples_is_planned_as_the_groups_that_it_takes(pace: str):
-    """batch_groups says nothing where a batch is full by samples."""
+    """batch_groups is not used if a batch is full by samples."""
     driver = Driver(config(stop="samples", batch_samples=21, group_size=4, pace=pace))
     driver.request_batch()
     assert driver.state.batch_groups == 6
@@ -234,7 +235,7 @@ def test_a_batch_by_tokens_takes_what_the_lengths_say():
 
 
 def test_ready_batches_are_counted_as_they_are_delivered():
-    """A trainer that is slow: two batches by samples are held for it, and no more."""
+    """The trainer is slow: two batches by samples are held for it, and no more."""
     settings = config(
         stop="samples", batch_samples=10, pace="asynchronous", max_staleness=None, group_size=2
     )

@@ -124,7 +124,7 @@ def test_a_label_of_an_older_version_counts_the_tokens_under_it():
 
 
 def test_a_label_alone_brings_the_only_engine_up_again():
-    """Nothing else happens on the engine that could begin the refit."""
+    """No other event of the engine follows that could begin the refit."""
     driver = one_at_a_time()
     driver.update(republishable=True)
     driver.request_batch()

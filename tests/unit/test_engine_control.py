@@ -1,4 +1,5 @@
-"""Tests the modes of an engine: the table of legal changes is what the core does and documents."""
+"""Tests the modes of an engine: the core and its documentation agree with the table of legal
+changes."""
 
 from __future__ import annotations
 

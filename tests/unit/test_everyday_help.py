@@ -1,4 +1,4 @@
-"""The help of a command on one screen."""
+"""Tests the help of a command that fits on one screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that name the extra which brings a missing package."""
+"""Tests the errors that name the extra which brings a missing package."""
 
 from __future__ import annotations
 

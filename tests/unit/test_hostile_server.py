@@ -136,7 +136,7 @@ async def test_an_error_that_is_never_explained_is_one_all_the_same() -> None:
 
 
 async def test_a_packed_answer_is_not_unpacked() -> None:
-    """A kilobyte of it would fill a megabyte."""
+    """A compressed answer of a kilobyte could become a megabyte."""
     async with opened() as (server, engine):
         bomb = gzip.compress(b"data: " + b"x" * (100 * MIB), compresslevel=9)
         server.answers["/generate"] = whole(body(bomb, b"Content-Encoding: gzip\r\n"))
@@ -175,7 +175,8 @@ async def test_what_was_on_its_way_when_the_server_hung_up_is_read() -> None:
 
 
 async def test_many_streams_do_not_hold_what_one_may() -> None:
-    """Each holds a tenth of its own limit; together they would hold four times the server's."""
+    """Each stream holds a tenth of its own limit; together they would hold four times the server's
+    limit."""
     streams, piece = 200, 2**17
     limits = HttpLimits(max_unfinished_bytes=streams * piece // 4)
     async with opened(limits) as (server, engine):

@@ -58,7 +58,7 @@ def test_nothing_shared_makes_siblings_no_evidence() -> None:
 
 @pytest.mark.parametrize("siblings", [0, 2])
 def test_beyond_the_middle_the_longer_it_has_been_the_longer_it_still_takes(siblings: int) -> None:
-    """As with every law that has a tail, until the cap is near."""
+    """This holds for every law that has a tail, until the cap is near."""
     law = replace(LAW, cap=math.inf)
     middle = round(math.exp(law.mean))
     tokens = [[n] + [0] * siblings for n in range(middle, 10 * middle, middle // 8)]
@@ -68,7 +68,7 @@ def test_beyond_the_middle_the_longer_it_has_been_the_longer_it_still_takes(sibl
 
 
 def test_a_place_without_a_length_is_no_evidence() -> None:
-    """A smaller group among larger ones: the places beyond its end."""
+    """A group is smaller than the others, so it has no length at their last places."""
     padded, larger = rest(
         [[700, 0, 0, 0], [700, 0, 700, 700]], [[True, False, True, True], [True, False, True, True]]
     )
@@ -188,7 +188,7 @@ def test_the_store_is_filled_at_a_batchs_begin_and_when_it_has_run_dry(
 
 
 def config(**changes: object) -> SchedulerConfig:
-    """Rounds of three groups of two, out of ten open ones; batches of two."""
+    """Length buckets that run three groups of two out of ten open ones; batches of two groups."""
     values: dict[str, object] = {
         "batch_groups": 2,
         "group_size": 2,
@@ -202,13 +202,13 @@ def config(**changes: object) -> SchedulerConfig:
 
 
 def whole(driver: Driver) -> list[int]:
-    """Groups that run with all their unfinished members, oldest first."""
+    """The groups that run with all their unfinished members, oldest first."""
     groups = driver.state.in_flight.groups
     return [g for g in driver.group_ids() if len(driver.attempts(g)) == groups[g].unfinished]
 
 
 def fill(driver: Driver, count: int = 3) -> None:
-    """Finish the first groups that run, until the batch is full; the engines stand afterwards."""
+    """Finish the first groups that run, until the batch is full and the engines stop."""
     batches = len(driver.batches)
     for group_id in whole(driver):
         if len(driver.batches) == batches:
@@ -315,7 +315,8 @@ def test_groups_that_are_new_in_the_store_are_probed_once() -> None:
 
 @pytest.mark.parametrize(("oldest", "runs"), [(4, True), (5, False)])
 def test_a_group_runs_when_its_first_token_is_so_many_batches_old(oldest: int, runs: bool) -> None:
-    """The longest by far, which is in no window while there are neighbours that waited longer."""
+    """The group is by far the longest, so no window has it as long as there are neighbours that
+    waited longer."""
     driver = Driver(config(over_provision=1.0, oldest_batches=oldest))
     driver.request_batch()
     longest = max(driver.group_ids())
@@ -483,7 +484,7 @@ def test_a_withdrawn_batch_is_called_back_and_the_next_one_goes_on() -> None:
 
 
 def test_what_is_still_on_its_way_back_when_the_next_batch_begins_has_no_better_claim() -> None:
-    """A trainer that takes two batches under one version asks for the second one at once."""
+    """The trainer takes two batches under one version, so it asks for the second one at once."""
     driver = Driver(config(batch_groups=2, group_size=4))
     driver.request_batch()
     for group_id in whole(driver)[:2]:
@@ -514,7 +515,7 @@ def test_what_ended_while_it_was_called_back_counts_for_the_next_bucket() -> Non
 
 
 def test_what_runs_when_length_buckets_begin_goes_on_and_is_counted() -> None:
-    """Three groups stayed in the engines under waves; five open ones are to run."""
+    """Three groups stayed in the engines under waves, and five open groups should run."""
     driver = Driver(SchedulerConfig(batch_groups=2, group_size=2, over_provision="auto"))
     waves = Schedule(over_provision=FixedRatio(ratio=2.5), refill=Wave())
     driver.feed(ev.Planned(schedule=waves))

@@ -38,8 +38,8 @@ def response(rollout_id: int, group_id: int, tokens: int, version: int = 0) -> R
 
 
 class Told:
-    """A model, and what tells it; groups of two rollouts, 2g and 2g + 1, with requests like them,
-    on engine a and b."""
+    """A model of the live view, and the events and commands that it is told. Group g has the two
+    rollouts 2g and 2g + 1, with requests of the same ids, on engine a or b."""
 
     def __init__(self, *, batches: int = 4) -> None:
         meter = BatchMeter(trainer_waits=False, bound=lambda prompts, lengths: 6.0)

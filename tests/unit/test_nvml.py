@@ -92,7 +92,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Faulty:
 def sampled(
     nvml: Faulty, *, until: Callable[[list[DeviceLine | GpuLine]], bool], wanted: bool = False
 ) -> list[DeviceLine | GpuLine]:
-    """What a thread takes until then; it has ended."""
+    """The samples that a thread takes until the condition holds; the thread has ended then."""
     taken: list[DeviceLine | GpuLine] = []
     enough = threading.Event()
 

@@ -35,7 +35,7 @@ def cut_off(lengths: NDArray[np.int64], per_launch: float) -> list[GroupLengths]
 
 
 def record(groups: list[GroupLengths], window: int) -> tuple[ObservedLengths, list[GroupLengths]]:
-    """The complete ones in a record, in the order in which they completed, and the open ones."""
+    """A record of the complete groups, in the order of their completion, and of the open ones."""
     observed = ObservedLengths(window=window)
     complete = [group for group in groups if group.complete]
     for group in sorted(complete, key=lambda g: g.launched + int(g.tokens.max())):

@@ -36,7 +36,8 @@ from tests.support.driver import Driver
 
 
 def config(**changes: object) -> SchedulerConfig:
-    """Automatic; KV stays, so waves of one and a half batches are what it begins with."""
+    """Automatic over-provisioning with KV that stays, so it begins with waves of one and a half
+    batches."""
     values: dict[str, object] = {
         "batch_groups": 2,
         "group_size": 2,
@@ -54,8 +55,8 @@ def schedule(ratio: float, refill: Refill | None = None) -> Schedule:
 
 
 def batches(driver: Driver, count: int, *, tokens: int = 10) -> list[int]:
-    """Run so many batches of responses of equal length; those after which a plan was asked for,
-    none of which changes anything."""
+    """Run this number of batches with responses of equal length. Returns the batches after which a
+    plan was asked for; no plan changes anything."""
     asked: list[int] = []
     for _ in range(count):
         before = len(driver.batches)
@@ -434,7 +435,7 @@ def test_the_least_stale_within_the_tolerance_of_the_fastest_allowed(
 
 
 def rules(**changes: object) -> SchedulerConfig:
-    """Of batches of 16 groups of 4."""
+    """Rules for batches of 16 groups of 4."""
     values: dict[str, object] = {"batch_groups": 16, "group_size": 4, "straggler": "retract"}
     return config(**{**values, **changes})
 
@@ -469,7 +470,7 @@ POOR = schedule(1.0)
 
 @cache
 def chosen(straggler: str) -> Schedule:
-    """The planner's choice, with nothing in its way."""
+    """The planner's choice without any restriction."""
     best = Planner().plan(plan(POOR), rules(straggler=straggler))
     return best
 
@@ -508,12 +509,12 @@ def test_a_schedule_that_is_as_good_stays() -> None:
     assert Planner().plan(plan(best), rules()).same_as(best)
     again = Planner().plan(plan(best, groups=198), rules())
     assert again.same_as(best), "slightly other lengths"
-    assert again.why != best.why, "what is expected of it is told anew"
+    assert again.why != best.why, "what is expected of it is told again"
 
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place"])
 def test_a_full_kv_pool_is_a_cost_and_no_limit(straggler: str) -> None:
-    """What overflows the pool by a little may still be the fastest."""
+    """A schedule that overflows the pool by a little may still be the fastest."""
     settings = rules(straggler=straggler)
     needs = try_out(POOR, Planner().setting(plan(POOR), settings)).peak_kv
     command = plan(POOR, kv_tokens=round(0.9 * needs))
@@ -626,7 +627,7 @@ def test_an_equal_share_does_about_what_the_whole_does(candidate: Schedule) -> N
 
 
 def test_unfinished_groups_are_evidence_too() -> None:
-    """Five long groups that have not ended make the lengths that are tried out longer."""
+    """Five long groups that have not ended make the lengths of the trials longer."""
     command = plan(POOR, groups=40)
     unfinished = tuple(
         GroupLengths(

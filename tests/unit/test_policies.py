@@ -118,7 +118,7 @@ def test_a_tapered_batch_still_fills_when_everything_else_has_ended() -> None:
 
 @dataclass
 class SlowPlaces:
-    """What Places should do, looked up anew each time."""
+    """A slow reference for Places, which computes everything again at each call."""
 
     loads: dict[str, int]
     slack: int
@@ -238,8 +238,8 @@ def waiting(driver: Driver) -> list[RequestRecord]:
 
 
 def interrupted(order: ResumeOrder, tokens: Sequence[int]) -> Driver:
-    """Two groups of 20-token responses delivered, others called back with so many tokens and
-    everything waiting."""
+    """A driver that has delivered two groups of 20-token responses. The other responses were called
+    back with these numbers of tokens, and everything waits."""
     driver = Driver(
         SchedulerConfig(
             batch_groups=2,
@@ -279,7 +279,7 @@ def test_groups_go_on_in_the_order_of_what_they_are_expected_to_need(order: Resu
 
 
 def placed(request: RequestRecord, order: ResumeOrder, remaining: float) -> Place:
-    """The place of a request that is expected to need so many further tokens."""
+    """The place of a request that is expected to need this number of further tokens."""
     rollout = request.rollout
     return place_of(
         order,
@@ -344,7 +344,7 @@ def test_what_was_never_sent_goes_last_unless_the_longest_go_first() -> None:
 def stragglers(
     count: int, *, context: int = 2000, mean_rest: float = 50.0, last: bool = False
 ) -> list[Straggler]:
-    """Exponential rests."""
+    """Stragglers whose remaining lengths have an exponential law."""
     return [
         Straggler(
             context=context,
@@ -445,7 +445,8 @@ def test_what_is_cheaper_is_chosen_for_each_straggler(kv: Literal["recompute", "
 
 
 class OldServer:
-    """Cannot tell which version sampled a token, nor flush around requests that wait."""
+    """An engine that cannot tell which version sampled a token, and cannot flush while requests
+    wait."""
 
     name = "old"
     capabilities = Capabilities(version_spans=False, flush_while_paused=False, server="an old one")

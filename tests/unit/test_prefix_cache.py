@@ -53,7 +53,7 @@ def test_no_more_is_remembered_than_fits():
 
 
 def cached(**changes: object) -> tuple[int, float]:
-    """Tokens found in the cache, and seconds of prefill."""
+    """The number of tokens found in the cache, and the seconds of prefill."""
     config = SchedulerConfig(batch_groups=4, group_size=8, over_provision=2.0, **changes)  # type: ignore[arg-type]
     workload = LongTailWorkload(median=100, cap=800, prompt_tokens=500)
     engine = SimConfig(make_tokens=False, prefix_cache=True, stream_interval=1 << 30)

@@ -71,7 +71,7 @@ def test_an_idle_engine_s_old_figures_are_still_true():
     assert found[1:] == [(0.0, 0.0), (0.0, 0.0), (200.0, 0.5)]
 
 
-def test_a_server_that_was_started_anew_begins_anew():
+def test_counters_of_a_server_that_was_restarted_begin_again():
     found = rates((1.0, load(500, 9.0)), (2.0, load(10, 0.1)), (3.0, load(40, 0.6)))
     assert found == [(None, None), (None, None), (30.0, 0.5)]
 
@@ -96,7 +96,7 @@ def test_every_figure_of_a_line_can_be_read():
 
 
 def written(folder: Path, *parts: tuple[float, list[SampleLine]]) -> None:
-    """Each part by a process of its own, which begins at that time."""
+    """Write each part by a process of its own, which begins at that time."""
     for t, lines in parts:
         log = SampleLog(folder / "samples.jsonl", interval=1.0)
         log.start(t)

@@ -1,4 +1,4 @@
-"""Tests Score: what it takes, what it refuses, and the means that a summary has of it."""
+"""Tests Score: the values that it accepts and refuses, and its means in a summary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Kind(enum.StrEnum):
 
 
 class Lying(Score):
-    """Skips every check."""
+    """A score that skips every check."""
 
     def __post_init__(self) -> None:
         pass

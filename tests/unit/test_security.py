@@ -162,7 +162,8 @@ async def test_the_served_engine_listens_on_loopback_unless_it_is_told():
 
 @needs_proc
 def test_the_trainer_s_group_listens_where_its_engines_reach_it_and_nowhere_else():
-    """Its rendezvous and gloo both; gloo would choose by the machine's name, if it were let."""
+    """Both its rendezvous and gloo listen only there. Without the setting, gloo would choose an
+    address by the machine's name."""
     pytest.importorskip("torch")
     addresses = {
         LOOPBACK: address_towards(["127.0.0.1:30000", "localhost:30001", "sim"]),
@@ -187,7 +188,7 @@ KEYS = {"ADMIN": ADMIN_KEY, "API": API_KEY, "WRONG": "wrong-key-93ac11"}
 
 
 def told(text: str | bytes) -> list[str]:
-    """The keys that the text shows."""
+    """The keys that appear in the text."""
     raw = text.encode("utf-8", "replace") if isinstance(text, str) else text
     forms: list[Callable[[bytes], bytes]] = [
         bytes,

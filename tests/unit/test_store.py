@@ -65,7 +65,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def run(driver: Driver, steps: int, seed: int) -> None:
-    """Some work: tokens, ends, batches, losses, updates, acknowledgements."""
+    """A store's work: tokens, ends, batches, losses, updates, acknowledgements."""
     rng = random.Random(seed)
     for _ in range(steps):
         keys = driver.attempts()

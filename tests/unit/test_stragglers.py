@@ -28,8 +28,8 @@ def config(**changes: object) -> SchedulerConfig:
 
 
 def full_batch(driver: Driver, *, tokens: int = 40) -> list[Key]:
-    """The first batch is full; the stragglers, which have so many tokens. Lengths of 10 to 70 are
-    known then."""
+    """A driver whose first batch is full, with stragglers that have these numbers of tokens. The
+    known lengths are 10 to 70."""
     driver.request_batch()
     first, second, *rest = driver.group_ids()
     for group_id in rest:
@@ -43,7 +43,7 @@ def full_batch(driver: Driver, *, tokens: int = 40) -> list[Key]:
 
 
 def limits(driver: Driver) -> set[int]:
-    """Tokens that the stragglers may still make."""
+    """The number of tokens that each straggler may still generate."""
     requests = driver.state.in_flight.requests
     return {
         limit - len(requests[request_id].rollout.log)
@@ -283,7 +283,7 @@ def test_what_is_called_back_is_not_waited_for_as_if_it_ran_out() -> None:
 
 
 def overloaded(straggler: str = "retract", **changes: object) -> Driver:
-    """Engine b came when everything was on a: the batch is full with 12 stragglers there."""
+    """Engine b joined when everything was on a: the batch is full with 12 stragglers on a."""
     values: dict[str, object] = {
         "over_provision": 8.0,
         "straggler": straggler,

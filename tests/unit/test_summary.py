@@ -23,7 +23,7 @@ PROMPT = Prompt(input_ids=np.array([1, 2, 3], dtype=np.int32))
 
 
 def rollout(rollout_id: int, versions: Sequence[int], *, masked: int = 0) -> Rollout:
-    """One whose first `masked` tokens count for nothing."""
+    """A rollout whose first `masked` tokens do not count in the loss."""
     n = len(versions)
     of = np.array(versions, dtype=np.int32)
     mask = of >= 0
@@ -102,7 +102,8 @@ def summed(
 
 
 def two_batches(trainer_waits: bool = True) -> RunSummary:
-    """Opened at 10; batches at 15 and 30, with 2 s of update and 3 s of trainer between."""
+    """A run that opened at 10 s, with batches at 15 and 30 s, and 2 s of update and 3 s of trainer
+    between them."""
     return summed(
         (10.0, OPENED),
         (10.0, ev.BatchRequested()),
@@ -248,7 +249,8 @@ def entry(rollout_id: int, tokens: int, reason: Reason = Reason.STALE) -> Entry:
 
 
 def test_the_drawn_law_counts_what_is_in_flight():
-    """Finished 10, 20, 30 and one beyond 15: its half of the mass goes to 20 and 30."""
+    """Three responses ended with 10, 20 and 30 tokens, and one in flight has 15: its mass of the
+    law goes to 20 and 30."""
     bias = summed(
         (0.0, OPENED),
         *((0.0, send(i)) for i in (1, 2, 3, 4)),

@@ -73,7 +73,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, stand_in)
 
     def anything(bucket: object) -> None:
-        """CPU tensors stand for those of a GPU."""
+        """Accept CPU tensors in the place of a GPU's."""
 
     monkeypatch.setattr(module, "require_cuda", anything)
     SHARED.clear()

@@ -46,7 +46,7 @@ class WrittenRun:
         return self.run.engine_usage
 
     def parts(self, engine: str = "a") -> dict[Part, float]:
-        """Those that are not zero."""
+        """The parts that are not zero."""
         self._told.flush()
         self.run.advance(self.now)
         one = self.engines[engine]

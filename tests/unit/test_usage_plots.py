@@ -22,7 +22,7 @@ def usages() -> dict[str, RunUsage]:
 
 
 def ends(axes: Axes) -> list[float]:
-    """Of each bar, from the top one on: the sum of its pieces."""
+    """The end of each bar, from the uppermost on: the sum of its pieces."""
     pieces = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     rows = sorted({round(piece.get_y(), 6) for piece in pieces})
     return [sum(p.get_width() for p in pieces if round(p.get_y(), 6) == row) for row in rows]

@@ -214,7 +214,7 @@ def check(recorded: Recorded, chunks: list[Chunk], error: AprilschedError | None
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: f"{r.form}-{r.kind}")
 def test_what_was_recorded_reads_as_it_was_sent(recorded: Recorded) -> None:
-    """In any pieces, and in both forms."""
+    """The result does not depend on how the bytes are divided, in both forms of streams."""
     draw = random.Random(1)
     for _ in range(20):
         chunks, error = read(recorded, cut(draw, recorded.content))

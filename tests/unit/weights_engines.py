@@ -54,5 +54,5 @@ class SocketEngine(_Named):
 
 
 def as_engines(*engines: _Named) -> list[Engine]:
-    """The same objects typed as engines. They have all that a publisher uses of an engine."""
+    """The objects typed as engines; they have everything that a publisher uses of an engine."""
     return [cast(Engine, engine) for engine in engines]

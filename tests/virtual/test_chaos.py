@@ -1,4 +1,4 @@
-"""Runs the chaos campaign (experiments/chaos), a short one and a long one."""
+"""Runs the chaos campaign (experiments/chaos) in a short and in a long form."""
 
 from __future__ import annotations
 

@@ -486,7 +486,7 @@ async def first_life(store: SqliteStore, folder: Path, parts: dict[str, Any]) ->
     return 12
 
 
-def test_episodes_begin_anew_and_are_given_what_they_were_given(tmp_path: Path):
+def test_episodes_begin_again_and_are_given_what_they_were_given(tmp_path: Path):
     store = SqliteStore(tmp_path / "store", inline=True)
     parts: dict[str, Any] = {"prompts": episode_prompts(8), "episode": two_turns}
     expected = whole_run(**parts)
@@ -652,7 +652,7 @@ def test_rewards_and_verdicts_that_were_not_known_are_asked_for_again():
     assert len(rewards) == 4 * (PROMPTS - 1)
 
 
-def test_an_evaluation_under_way_is_in_the_ledger_and_asked_for_anew():
+def test_an_evaluation_under_way_is_in_the_ledger_and_asked_for_again():
     store = MemoryStore()
     prompts = list(workload())[:3]
 

@@ -63,7 +63,7 @@ def test_metrics_are_served_while_the_run_goes_on(tmp_path: Path, monkeypatch: p
     port, scraped = free_port(), [""]
 
     class Scraping:
-        """In the middle of the run, as Prometheus would."""
+        """Scrapes the metrics in the middle of the run, as Prometheus would."""
 
         def on_facts(self, facts: Sequence[Fact], now: float) -> None:
             if any(isinstance(fact, BatchDelivered) and fact.batch == 1 for fact in facts):

@@ -52,7 +52,7 @@ def config(**changes: object) -> SchedulerConfig:
 
 
 class Calls(ProtocolListener):
-    """Notes the control calls that the scheduler makes, and the engines that it gives up."""
+    """Records the control calls of the scheduler, and the engines that it gives up."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
@@ -86,7 +86,7 @@ async def move(
     mode: PauseMode = "retract",
     seconds: float = 0.0,
 ) -> None:
-    """The trainer's own update: pause, flush, load, label, continue."""
+    """Do the trainer's own update: pause, flush, load, label, continue."""
     for engine in engines:
         await engine.pause(mode)
     if mode == "retract":
@@ -100,8 +100,8 @@ async def move(
 
 
 def true_to_its_versions(rollout: Rollout) -> bool:
-    """Whether the weights of the version of each token give this token for those before it, where
-    every refit was followed by a flush."""
+    """Whether each token follows from the tokens before it under the weights of its version, given
+    that every refit was followed by a flush."""
     changes: list[int] = (np.flatnonzero(np.diff(rollout.versions)) + 1).tolist()
     for begin, end in zip([0, *changes], [*changes, len(rollout)], strict=True):
         key = weights_key_of_version(int(rollout.versions[begin]))

@@ -60,7 +60,7 @@ class Server(SimEngine):
         self.crash()
 
     async def start_again(self) -> None:
-        """With the weights of version 0."""
+        """Start the server again, with the weights of version 0."""
         self.down = False
         await self.restart()
 

@@ -56,7 +56,7 @@ SECOND = {"after": 2}
 
 @dataclass
 class Seen:
-    """What the adapter gave of one response."""
+    """The tokens of one response, as the adapter gave them."""
 
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])

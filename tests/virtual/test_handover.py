@@ -169,7 +169,7 @@ def test_an_update_withdraws_what_was_not_taken_and_staleness_is_bounded(rule: s
     run_virtual(main())
 
 
-def test_an_update_in_the_moment_between_offer_and_take_makes_the_batch_anew():
+def test_an_update_in_the_moment_between_offer_and_take_makes_the_batch_again():
     updates: list[asyncio.Handle] = []
 
     def update() -> None:

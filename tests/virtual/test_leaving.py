@@ -175,7 +175,7 @@ def test_one_that_is_restarted_asleep_and_leaves_is_not_woken(caplog: pytest.Log
 def test_one_that_leaves_on_its_way_into_or_out_of_sleep(
     mode: Mode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """The call is carried out after the engine has left."""
+    """The call takes effect after the engine has left."""
     call = {"pausing": "pause", "flushing": "flush", "releasing": "release", "waking": "wake"}[mode]
 
     async def main() -> None:

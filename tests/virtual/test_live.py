@@ -36,8 +36,8 @@ HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
 
 
 class Watching:
-    """Holds a model against the scheduler itself, at some chunks of tokens: of those nothing
-    follows, so whatever the scheduler has done has been told."""
+    """Compares a model with the scheduler itself, at some chunks of tokens. No decision follows a
+    chunk, so everything that the scheduler has done was told before."""
 
     def __init__(self, model: LiveModel, told: Sequence[Listener]) -> None:
         self.in_flight: InFlight | None = None

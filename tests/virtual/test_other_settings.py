@@ -109,7 +109,7 @@ class Killed:
 
 @cache
 def killed(name: str) -> dict[str, Killed]:
-    """What the first process leaves at each of the moments."""
+    """Copies of the run at each moment at which the first process is killed."""
     left: dict[str, Killed] = {}
 
     async def live() -> None:
@@ -156,7 +156,8 @@ async def goes_on(name: str, begun: Killed) -> None:
 
 
 def pairs() -> Iterator[tuple[str, str]]:
-    """Each to one of the others; and those that leave most behind to what has no use for it."""
+    """Pairs of settings: each with one of the others, and the settings that leave the most behind
+    with those that have no use for it."""
     names = list(SETTINGS)
     for place, name in enumerate(names):
         yield name, names[(7 * place + 3) % len(names)]

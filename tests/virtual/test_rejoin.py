@@ -78,7 +78,7 @@ def test_it_catches_up_alone_with_a_publisher_that_still_holds_the_version():
 
 
 class Late(Once):
-    """Takes so long to prepare that an engine is back before it publishes."""
+    """A publisher that takes so long to prepare that an engine is back before it publishes."""
 
     async def prepare(self, version: int) -> None:
         await asyncio.sleep(60)

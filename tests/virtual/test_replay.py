@@ -65,7 +65,7 @@ def april(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("policy", ["april", "pool", "areal"])
 def test_a_simulated_run_gives_back_itself(tmp_path: Path, capsys: Capture, policy: str):
-    """The measured error is 0: what had not finished in the run does not finish in its replay."""
+    """The measured error is 0: responses that had not ended in the run do not end in its replay."""
     simulate(tmp_path / "out", policy, capsys)
     found = replay(tmp_path / "out" / policy, capsys, "--policy", "recorded")
     (row,) = found["replayed"]
@@ -78,8 +78,8 @@ def test_a_simulated_run_gives_back_itself(tmp_path: Path, capsys: Capture, poli
 
 
 def test_other_policies_are_predicted(tmp_path: Path, capsys: Capture):
-    """Measured: -0.2 % of sync's seconds a batch, +0.5 % of slime's. What is drawn for the last
-    stragglers decides some batches of sync, so batches are larger here: 32 groups of 8."""
+    """Measured: -0.2 % of sync's seconds a batch, +0.5 % of slime's. The lengths that are drawn for
+    the last stragglers decide some batches of sync, so batches are larger here: 32 groups of 8."""
     large = ["--batch-groups", "32", "--group-size", "8"]
     simulate(tmp_path / "april", "april", capsys, *large)
     found = replay(tmp_path / "april" / "april", capsys, "--policy", "sync,slime")
@@ -102,8 +102,8 @@ def test_other_policies_are_predicted(tmp_path: Path, capsys: Capture):
 def test_a_run_of_the_coordinator_is_predicted(
     tmp_path: Path, capsys: Capture, settings: list[str]
 ):
-    """Measured: 0.04, 0.04 and 0.08 % of the seconds a batch. The coordinator sends so many
-    requests a second, and its pauses do not end with a step."""
+    """Measured: 0.04, 0.04 and 0.08 % of the seconds a batch. The coordinator sends a limited
+    number of requests per second, and its pauses do not end with a step."""
     out = tmp_path / "run"
     command = ["run", *SHAPE, "--batches", "12", "--quiet", "--out", str(out)]
     assert main([*command, *settings]) == 0
@@ -130,7 +130,8 @@ def test_recorded_lengths_are_those_of_the_workload(april: Path):
 
 
 def test_imputed_lengths_are_neither_short_nor_long(tmp_path: Path, capsys: Capture):
-    """Of many, as a pool of three batches leaves them. Measured: half a standard error."""
+    """Many lengths are imputed, because a pool of three batches leaves them. Measured: half a
+    standard error."""
     simulate(tmp_path / "out", "pool:over_provision=3", capsys)
     folder = tmp_path / "out" / "pool_over_provision-3"
     record = read_record(folder)
@@ -305,8 +306,8 @@ def test_no_folder_at_all(tmp_path: Path, capsys: Capture):
 
 
 def test_what_a_log_says_of_groups(april: Path, tmp_path: Path):
-    """An evaluation is left out, a retry begins with what is known, and who was never sent has
-    no tokens."""
+    """Evaluations are left out, a retry begins with the known tokens, and a rollout that was never
+    sent has no tokens."""
     folder = tmp_path / "run"
     shutil.copytree(april, folder)
     summary = json.loads((folder / "summary.json").read_text())

@@ -1,4 +1,5 @@
-"""A run whose process died resumes in its own folder: one log, one ledger, one summary."""
+"""Tests that a run whose process died resumes in its own folder: one log, one ledger, one
+summary."""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ def go(
     return fleet.remains
 
 
-def check_account(run: Path, *, incarnations: int, batches: int = BATCHES) -> RunSummary:
+def check_everything(run: Path, *, incarnations: int, batches: int = BATCHES) -> RunSummary:
     """Every batch and every rollout is there once; log, summary and rebuilt summary agree."""
     folder = run / "run"
     whole = read_run(folder)
@@ -154,7 +155,7 @@ def test_a_run_that_died_goes_on(tmp_path: Path, pace: str, rule: str):
         before = read_run(left / "run").summary
         assert before.error is not None
         resume(left)
-        after = check_account(left, incarnations=2)
+        after = check_everything(left, incarnations=2)
         assert after.error is None
         assert after.seconds.wall >= before.seconds.wall
         assert after.batches > before.batches
@@ -167,14 +168,14 @@ def test_it_may_die_again_and_go_further_than_it_was_to(tmp_path: Path):
     (left,) = resume(left, [0.8])
     (left,) = resume(left, [0.8])
     resume(left)
-    check_account(left, incarnations=4)
+    check_everything(left, incarnations=4)
     (left / "run" / SUMMARY).unlink()
     resume(left)
-    check_account(left, incarnations=5)
+    check_everything(left, incarnations=5)
     with pytest.raises(ConfigError, match="has all its 8 batches; give more with --batches"):
         resume(left)
     resume(left, batches=10)
-    check_account(left, incarnations=6, batches=10)
+    check_everything(left, incarnations=6, batches=10)
     assert read_settings(left / "run" / CONFIG).batches == 10
 
 
@@ -184,7 +185,7 @@ def test_what_was_not_saved_does_not_count(tmp_path: Path):
     known = deliveries(early)
     resume(early)
     assert deliveries(early) > BATCHES, "some were delivered again"
-    check_account(early, incarnations=2)
+    check_everything(early, incarnations=2)
     assert known > 2
 
 
@@ -203,7 +204,7 @@ def test_a_delivery_that_was_cut_off_is_that_of_the_batch_that_comes_again(tmp_p
     assert deliveries(left) == 3
     resume(left)
     assert b'"again":true' in log.read_bytes()
-    check_account(left, incarnations=2)
+    check_everything(left, incarnations=2)
 
 
 def deliveries(run: Path) -> int:

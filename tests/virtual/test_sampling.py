@@ -114,14 +114,14 @@ class Odd:
 
 
 class Fleet:
-    """A fleet of engines, and of one that tells no load."""
+    """A fleet of these engines and of one that reports no load."""
 
     def __init__(self, *engines: Any) -> None:
         self.engines = [*engines, object()]
 
 
 def beside(folder: Path, fleet: Fleet, seconds: float) -> Samples:
-    """Sample for so many seconds of a virtual clock."""
+    """Sample during this number of seconds of a virtual clock."""
 
     async def main() -> None:
         async with Sampler(folder / "samples.jsonl", fleet, interval=1.0, gpu=False) as sampler:

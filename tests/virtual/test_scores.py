@@ -49,7 +49,7 @@ def workload(count: int | None = None) -> LongTailWorkload:
 
 
 def scored(rollout: Rollout) -> Score:
-    """The same for the same rollout, whoever asks."""
+    """Returns the same score for the same rollout in every run."""
     return Score(
         reward=rollout.index,
         parts={"format": 0.5, "answer": rollout.rollout_id / 100},
@@ -135,7 +135,8 @@ def episodes_in(store: Store, reward: Reward) -> RolloutScheduler:
 
 @pytest.mark.parametrize("kind", ["sqlite", "memory"])
 def test_they_survive_a_restart(kind: str, tmp_path: Path):
-    """Those of delivered batches, and those of an episode whose reward is not known."""
+    """Scores of delivered batches survive a restart, and scores of an episode whose reward is not
+    known yet."""
     store = MemoryStore() if kind == "memory" else SqliteStore(tmp_path / "s", inline=True)
 
     async def stuck(rollout: Rollout, prompt: Prompt) -> Score:

@@ -274,7 +274,7 @@ def test_an_engine_survives_its_event_loop() -> None:
     run_virtual(main(2))
 
 
-def test_a_crash_breaks_streams_and_a_restart_begins_anew() -> None:
+def test_a_crash_breaks_streams_and_a_restart_begins_again() -> None:
     async def test(fleet: SimFleet) -> None:
         engine = fleet.engines[0]
         await engine.refit(3)

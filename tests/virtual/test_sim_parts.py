@@ -61,7 +61,7 @@ async def test_memory_calls_in_a_wrong_order_fail_and_change_nothing():
         assert (await raw.post("/resume_memory_occupation", {}))[0] == 200
 
 
-async def test_an_engine_started_anew_owes_no_memory():
+async def test_an_engine_that_is_started_again_has_all_its_memory():
     """A new server has all its memory, whatever the one before it had released."""
     async with served() as server:
         engine = SGLangEngine(server.url, stream_interval=INTERVAL)

@@ -110,8 +110,9 @@ def test_both_shells_do_the_same(changes: dict[str, object]) -> None:
     ids=str,
 )
 def test_both_shells_take_as_long(changes: dict[str, object], engines: int) -> None:
-    """On the loop a wave arrives some turns after the continue, in a prefill pass of its own;
-    on the heap in the same one. So the runs are alike, not equal."""
+    """In the coordinator a wave arrives some turns of the loop after the continue call, in a
+    prefill pass of its own; in the simulation it arrives in the same pass. So the runs are alike
+    and not equal."""
     settings = config(**changes)
     virtual, heap = on_the_virtual_clock(settings, engines), on_the_heap(settings, engines)
     assert heap[-1][0] == pytest.approx(virtual[-1][0], rel=0.05)
@@ -130,7 +131,8 @@ def test_no_engine_draws_the_whole_wave_after_a_pause() -> None:
 
 
 def test_carried_contexts_are_spread_over_all_engines() -> None:
-    """Nothing is sent until all are back: the first would take everything that was carried."""
+    """Nothing is sent until all engines are back. Otherwise the first one would get all carried
+    requests."""
     settings = config(batch_groups=32, refill="rounds", over_provision=1.5)
     simulation = Simulation(settings, WORKLOAD, engines=4, engine=MODEL, batches=BATCHES)
     simulation.run()

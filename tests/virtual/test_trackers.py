@@ -25,7 +25,7 @@ BLOCK, FULL, LAST = 32_768, 1, 4
 
 
 class Kept:
-    """Keeps what it is given."""
+    """A writer that keeps everything."""
 
     def __init__(self) -> None:
         self.steps: Steps = {}
@@ -110,7 +110,8 @@ def test_tensorboard(tmp_path: Path):
 
 
 def records(file: Path) -> Iterator[bytes]:
-    """Of wandb's log on disk: LevelDB's format, behind a header of 7 bytes. wandb has no reader."""
+    """The records of wandb's log on disk, which has LevelDB's format after a header of 7 bytes.
+    wandb has no reader for it."""
     data, place, whole = file.read_bytes(), 7, b""
     while place + 7 <= len(data):
         if place % BLOCK > BLOCK - 7:  # the rest of a block that no record's header fits into

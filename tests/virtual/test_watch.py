@@ -91,7 +91,7 @@ def test_how_far_it_has_come_is_known(ended: Path):
     assert follower.caught_up == pytest.approx(1.0)
 
 
-def test_a_log_that_was_cut_back_is_given_anew(ended: Path, tmp_path: Path):
+def test_a_log_that_was_cut_back_is_given_from_its_start(ended: Path, tmp_path: Path):
     whole = (ended / EVENTS).read_bytes()
     path = tmp_path / EVENTS
     path.write_bytes(whole)

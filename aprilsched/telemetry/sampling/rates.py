@@ -17,7 +17,7 @@ class Rates:
     A rate is over the time between the moments at which the two figures were true; where that time
     is nothing (in a pause they stand still) there is no rate. An engine without requests publishes
     nothing new either, and there its last figures go on being true. Counters that went back are
-    those of a server that was started anew.
+    those of a server that was restarted.
     """
 
     def __init__(self) -> None:
