@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
-from aprilsched.core.config import KVAfterRefit, Pace, RefillRule, SchedulerConfig, StopUnit
+from aprilsched.core.config import (
+    Dispatch,
+    Health,
+    KVAfterRefit,
+    Pace,
+    Policies,
+    Retries,
+    SchedulerConfig,
+    Timeouts,
+)
+from aprilsched.core.policies.kinds import RefillRule, StopUnit
 from aprilsched.core.policies.length_buckets import LengthBuckets
+from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, OverProvision
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
+from aprilsched.core.policies.staleness import Staleness
+from aprilsched.core.policies.start_up import StartUp
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
 from aprilsched.core.policies.straggler import Prices, StragglerRule
 from aprilsched.core.policies.wave import Wave
+from aprilsched.types import SamplingParams
 
 __all__ = [
+    "Dispatch",
+    "FixedRatio",
     "Groups",
+    "Health",
     "KVAfterRefit",
+    "KvTarget",
     "LengthBuckets",
+    "OverProvision",
     "Pace",
+    "Policies",
     "Pool",
     "Prices",
     "Refill",
     "RefillRule",
+    "Retries",
     "Samples",
+    "SamplingParams",
     "SchedulerConfig",
+    "Staleness",
+    "StartUp",
     "Stop",
     "StopUnit",
     "StragglerRule",
+    "Timeouts",
     "Tokens",
     "Wave",
 ]

@@ -104,11 +104,11 @@ class RefitError(AprilschedError):
 
 
 class FleetLost(AprilschedError):
-    """Every engine is lost and none came back within ``fleet_wait_s``."""
+    """Every engine is lost and none came back within ``health.fleet_wait_s``."""
 
 
 class RunGivenUp(AprilschedError):
-    """``max_failed_groups`` groups in a row failed, and none was accepted; the ledger has every
+    """``retries.failed_groups`` groups in a row failed, and none was accepted; the ledger has every
     cause."""
 
 

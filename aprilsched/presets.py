@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import Pool, SchedulerConfig
 
 __all__ = ["PRESETS", "Preset", "april", "areal", "auto", "copris", "pool", "slime", "sync"]
 
-C = TypeVar("C", bound=SchedulerConfig)
-Preset: TypeAlias = Callable[[C], C]
+Preset: TypeAlias = Callable[[SchedulerConfig], SchedulerConfig]
 
 
-def sync(config: C) -> C:
+def sync(config: SchedulerConfig) -> SchedulerConfig:
     """Wait for every last response.
 
     Source: synchronous on-policy RL, PPO and GRPO as first published.
@@ -28,7 +27,7 @@ def sync(config: C) -> C:
     return replace(config, over_provision=1.0, refill="wave")
 
 
-def april(config: C) -> C:
+def april(config: SchedulerConfig) -> SchedulerConfig:
     """Launch twice the batch, hand over the first half, carry the rest.
 
     Source: APRIL (arXiv 2509.18521), with the ratio of its experiments: 64 prompts for a batch
@@ -39,7 +38,7 @@ def april(config: C) -> C:
     return replace(config, over_provision=2.0, refill="wave")
 
 
-def slime(config: C) -> C:
+def slime(config: SchedulerConfig) -> SchedulerConfig:
     """Launch half a batch too many, carry what is left over.
 
     Source: THUDM/slime, ``--partial-rollout`` with an ``--over-sampling-batch-size`` above the
@@ -50,7 +49,7 @@ def slime(config: C) -> C:
     return replace(config, over_provision=1.5, refill="wave")
 
 
-def areal(config: C) -> C:
+def areal(config: SchedulerConfig) -> SchedulerConfig:
     """Generate on while the trainer trains, up to four versions stale, one group at a time.
 
     Source: AReaL (arXiv 2505.24298), ``max_head_offpolicyness=4`` as in its documentation, and
@@ -62,13 +61,12 @@ def areal(config: C) -> C:
         config,
         pace="asynchronous",
         over_provision=1.0,
-        refill="pool",
-        refill_groups=1,
-        max_staleness=4,
+        refill=Pool(together=1),
+        max_staleness=replace(config.policies.staleness, bound=4),
     )
 
 
-def copris(config: C) -> C:
+def copris(config: SchedulerConfig) -> SchedulerConfig:
     """Constant concurrency: a pool of one and a half batches, carried rollouts first.
 
     Source: CoPRIS (arXiv 2511.05589), which keeps a fixed number of rollouts in flight, ends the
@@ -77,20 +75,23 @@ def copris(config: C) -> C:
     a prefill pass for each group.
     """
     return replace(
-        config, over_provision=1.5, refill="pool", refill_groups=1, resume_order="carried"
+        config,
+        over_provision=1.5,
+        refill=Pool(together=1),
+        dispatch=replace(config.dispatch, order="carried"),
     )
 
 
-def pool(config: C) -> C:
+def pool(config: SchedulerConfig) -> SchedulerConfig:
     """Keep one batch's worth generating, refilled four groups at a time.
 
     Source: the constant pool of fully asynchronous trainers, with coalesced refills.
     Known cost: nearly everything is in flight at a refit: most prefill again, most staleness.
     """
-    return replace(config, over_provision=1.0, refill="pool", refill_groups=4)
+    return replace(config, over_provision=1.0, refill=Pool(together=4))
 
 
-def auto(config: C) -> C:
+def auto(config: SchedulerConfig) -> SchedulerConfig:
     """Choose ratio and refill while the run goes on.
 
     Source: this project. The least stale schedule within 2 % of the fastest, by trying each out
@@ -100,7 +101,7 @@ def auto(config: C) -> C:
     return replace(config, over_provision="auto")
 
 
-PRESETS: dict[str, Callable[[SchedulerConfig], SchedulerConfig]] = {
+PRESETS: dict[str, Preset] = {
     "sync": sync,
     "april": april,
     "slime": slime,

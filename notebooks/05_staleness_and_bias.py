@@ -38,7 +38,7 @@ plots.staleness(april, title="Start twice as many, carry the rest: how old each 
 
 # %%
 trials = simulated(
-    SimulateCommand(policy="sync,april,april:max_staleness=1:staleness_rule=evict", batches=30)
+    SimulateCommand(policy="sync,april,april:max_staleness=1:max_staleness.rule=evict", batches=30)
 )
 waited, carried, evicted = (trial.summary for trial in trials.values())
 plots.staleness_by_length(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +14,7 @@ import tyro
 from rich.console import Console
 
 from aprilsched.cli.everyday_help import asked_for_help, everyday_help
+from aprilsched.cli.scheduler_flags import SchedulerFlags, config_of_flags, flags_of
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.errors import ConfigError
 from aprilsched.runs.config_file import as_toml, read_settings
@@ -49,7 +50,7 @@ EVERYDAY = {
         "batch-groups": "groups (prompts) in a batch",
         "group-size": "rollouts of one prompt",
         "over-provision": 'groups kept open over groups in a batch; "auto" chooses',
-        "refill": "wave, pool or rounds: when new groups start",
+        "refill": "wave, pool or buckets: when new groups start",
         "straggler": f"{', '.join(BEHAVIOURS)}: what happens to stragglers",
         "stop": "groups, samples or tokens: the unit that fills a batch",
         "pace": "synchronous, or asynchronous: generate while the trainer trains",
@@ -91,6 +92,9 @@ class RunCommand:
     dry_run: bool = False
     """Print the resolved settings as TOML and end."""
     settings: Annotated[RunSettings, tyro.conf.arg(name="")] = field(default_factory=RunSettings)
+    scheduler: Annotated[SchedulerFlags, tyro.conf.arg(name="")] = field(
+        default_factory=SchedulerFlags
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -106,7 +110,6 @@ def main(arguments: Sequence[str]) -> int:
     command = _parse(["--help" if a == "--help-all" else a for a in arguments])
     if command.dry_run:
         command.settings.check()
-        command.settings.scheduler.checked()
         print(tomli_w.dumps(as_toml(command.settings)), end="")
         return 0
     command.settings.check()
@@ -144,14 +147,16 @@ def _folder(command: RunCommand) -> RunFolder:
 def _parse(arguments: Sequence[str]) -> RunCommand:
     """The command: flags override the config file, and the config file overrides the defaults."""
     path = _config_path(arguments)
-    default = RunCommand() if path is None else RunCommand(settings=read_settings(Path(path)))
-    return tyro.cli(
+    settings = RunSettings() if path is None else read_settings(Path(path))
+    command = tyro.cli(
         RunCommand,
         args=list(arguments),
-        default=default,
+        default=RunCommand(settings=settings, scheduler=flags_of(settings.scheduler)),
         prog="aprilsched run",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+    scheduler = config_of_flags(command.scheduler, settings.scheduler)
+    return replace(command, settings=replace(command.settings, scheduler=scheduler))
 
 
 def _config_path(arguments: Sequence[str]) -> str | None:

@@ -17,12 +17,12 @@ import tyro
 from rich.console import Console
 
 from aprilsched.cli.everyday_help import asked_for_help, everyday_help
+from aprilsched.config import SchedulerConfig
 from aprilsched.runs.comparison import Comparison, PolicyRow, compare, verdict
 from aprilsched.runs.pictures import draw_comparison, leave_report
 from aprilsched.runs.policies import Policy, chosen
 from aprilsched.runs.settings import (
     RunSettings,
-    SchedulerFlags,
     SimSettings,
     WorkloadSettings,
 )
@@ -108,7 +108,7 @@ class SimulateCommand:
 
     def settings(self, policy: Policy) -> RunSettings:
         """The settings of one policy's run."""
-        flags = SchedulerFlags(
+        config = SchedulerConfig(
             batch_groups=self.batch_groups,
             group_size=self.group_size,
             straggler="in_place" if self.kv == "keep" else "retract",
@@ -122,7 +122,7 @@ class SimulateCommand:
             model=self.model,
             sim=self.sim,
             workload=self.workload,
-            scheduler=policy.apply(flags),
+            scheduler=policy.apply(config),
         )
 
 

@@ -69,7 +69,7 @@ class Membership:
             return
         try:
             # An engine that gives no token must not delay the other changes of the fleet.
-            async with asyncio.timeout(self._config.control_timeout_s):
+            async with asyncio.timeout(self._config.timeouts.control_s):
                 info = await examine(engine, self._config)
         except (AprilschedError, TimeoutError) as error:
             log.warning("engine %s joined but does not work yet: %s", engine.name, error)
@@ -161,10 +161,10 @@ class Readmission:
     async def _try(self, name: str) -> EngineInfo:
         """Try once to readmit an engine; returns what the core must know of it."""
         engine = self._engines[name]
-        async with asyncio.timeout(self._config.control_timeout_s):
+        async with asyncio.timeout(self._config.timeouts.control_s):
             # Opened again, because another process with other capabilities may be at the address.
             await engine.close()
             await engine.open()
         await self._hand_back.let_go_on(engine)
-        async with asyncio.timeout(self._config.control_timeout_s):
+        async with asyncio.timeout(self._config.timeouts.control_s):
             return await examine(engine, self._config)

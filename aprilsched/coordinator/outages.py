@@ -42,7 +42,7 @@ class Outages:
         self._waits.fail(
             FleetLost(
                 f"no engine is left and none came back within {command.waited_s:.0f} s "
-                f"({_causes(command.lost)}); restart the servers, or raise fleet_wait_s."
+                f"({_causes(command.lost)}); restart the servers, or raise health.fleet_wait_s."
             )
         )
 

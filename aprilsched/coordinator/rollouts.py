@@ -180,10 +180,10 @@ class RolloutScheduler:
 
         Raises:
             PromptsExhausted: when the prompts have ended and everything was delivered.
-            FleetLost: when no engine is left and none comes back within `fleet_wait_s`.
+            FleetLost: when no engine is left and none comes back within `health.fleet_wait_s`.
             RefitError: when the remaining engines do not have the fleet's weights; an update
                 repairs this.
-            RunGivenUp: when `max_failed_groups` groups in a row failed.
+            RunGivenUp: when `retries.failed_groups` groups in a row failed.
             SchedulerClosed: outside of the ``async with`` block.
         """
         await self._offered()
@@ -361,7 +361,7 @@ class RolloutScheduler:
         asked for its version, and generation continues. The block may be inside of
         ``asleep()``; the engines then have the memory of their weights.
 
-        If the block raises, or takes longer than `refit_timeout_s`, all these engines may hold
+        If the block raises, or takes longer than `timeouts.refit_s`, all these engines may hold
         parts of both versions. They stand by until the next update brings complete weights.
         :class:`~aprilsched.Handshake` is the same for trainers whose pause and continue are two
         functions.

@@ -83,24 +83,24 @@ class Session:
             engines=self.engines,
             feed=self.feed,
             may_send=self.state.fleet.control.runs,
-            rate=config.dispatch_rate,
+            rate=config.dispatch.rate,
         )
         self._controls = EngineControls(
-            engines=self.engines, feed=self.feed, timeout_s=config.control_timeout_s
+            engines=self.engines, feed=self.feed, timeout_s=config.timeouts.control_s
         )
         self.refits = Refits(
             engines=self.engines,
             feed=self.feed,
             fleet_version=lambda: self.state.weights.versions.trainer,
-            call_timeout_s=config.control_timeout_s,
-            refit_timeout_s=config.refit_timeout_s,
+            call_timeout_s=config.timeouts.control_s,
+            refit_timeout_s=config.timeouts.refit_s,
         )
         self._hand_back = HandBack(
             attempts=self.attempts,
             controls=self._controls,
             refits=self.refits,
             engines=self.engines,
-            timeout_s=config.control_timeout_s,
+            timeout_s=config.timeouts.control_s,
         )
         self._readmission = Readmission(
             engines=self.engines, feed=self.feed, config=config, hand_back=self._hand_back
@@ -354,7 +354,7 @@ class Session:
         self.waits.fail(
             RunGivenUp(
                 f"{command.groups} groups in a row failed and none was accepted, the last because "
-                f"{command.cause}; correct that, or raise max_failed_groups."
+                f"{command.cause}; correct that, or raise retries.failed_groups."
             )
         )
 

@@ -1,20 +1,31 @@
-"""The settings of a scheduler, checked against each other before anything is launched."""
+"""The settings of a scheduler: one tree, which is checked when it is made.
+
+Everyday settings are at the top, and the others are in parts with a name (:class:`Dispatch`,
+:class:`Retries`, :class:`Health`, :class:`Timeouts`). A setting that chooses a policy takes a
+shorthand (``refill="pool"``) or the policy itself with settings of its own
+(``refill=Pool(until=0.25)``). The scheduler reads the policies from
+:attr:`SchedulerConfig.policies`, which has no shorthands.
+
+The flags of the command line and the tables of config.toml are made from this tree, so a setting
+has the same path everywhere: ``retries.attempts`` is
+``SchedulerConfig(retries=Retries(attempts=5))``, ``--retries.attempts 5``, and ``attempts = 5`` in
+the table ``[scheduler.retries]``.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias
 
-from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, SHARE, Bound, check_bounds
-from aprilsched.core.policies.length_buckets import LengthBuckets
-from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, OverProvision
+from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
+from aprilsched.core.policies.kinds import REFILLS, RefillRule, StopUnit
+from aprilsched.core.policies.over_provision import RATIO, FixedRatio, KvTarget, OverProvision
 from aprilsched.core.policies.placement import Placement
-from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.resume_order import ResumeOrder
-from aprilsched.core.policies.staleness import Staleness, StalenessRule
+from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.policies.start_up import StartUp, StartUpRule
-from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
+from aprilsched.core.policies.stop import Groups, Samples, Stop
 from aprilsched.core.policies.straggler import (
     BEHAVIOURS,
     Behaviour,
@@ -23,28 +34,26 @@ from aprilsched.core.policies.straggler import (
     StragglerRule,
     rules_that,
 )
-from aprilsched.core.policies.wave import Wave
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
 
 __all__ = [
     "Caller",
+    "Dispatch",
+    "Health",
     "KVAfterRefit",
     "Pace",
-    "RefillRule",
+    "Policies",
+    "Retries",
     "RewardScope",
     "SchedulerConfig",
-    "StopUnit",
+    "Timeouts",
 ]
-
-StopUnit: TypeAlias = Literal["groups", "samples", "tokens"]
-
-RefillRule: TypeAlias = Literal["wave", "pool", "rounds"]
 
 KVAfterRefit: TypeAlias = Literal["auto", "recompute", "keep", "apart"]
 
 LONG_WAIT = 8
-"""Versions that a deferred group may wait."""
+"""Number of versions for which a deferred group may wait."""
 
 Pace: TypeAlias = Literal["synchronous", "asynchronous"]
 RewardScope: TypeAlias = Literal["none", "rollout", "group"]
@@ -58,11 +67,92 @@ class Caller:
     """What the scheduler knows of the caller's functions, beside the settings."""
 
     reward_scope: RewardScope = "none"
-    """Whether rollouts are scored, and alone or with their group."""
+    """Whether there are rewards, and whether they are given to single rollouts or to groups."""
     accepts: bool = False
-    """The caller filters groups."""
+    """Whether the caller filters groups."""
     episodes: bool = False
-    """A coroutine of the caller's drives each rollout."""
+    """Whether a coroutine of the caller's drives each rollout."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dispatch:
+    """Which requests are sent, when, and to which engine."""
+
+    order: ResumeOrder = "carried"
+    """Which waiting request is sent first: a "carried" one, the one with the "shortest" expected
+    remainder, or the one with the "longest"."""
+    placement: Placement = "prefix"
+    """"prefix" keeps a group on one engine, which has its prompt cached; "spread" sends each
+    rollout to the engine with the fewest requests."""
+    max_in_flight: Annotated[int, AT_LEAST_1] | None = None
+    """Largest number of requests that the engines have at the same time; None leaves the queueing
+    to the engines. The other requests wait until one of these ends, so a number below the rollouts
+    of a batch only makes the batch take longer."""
+    rate: Annotated[int, AT_LEAST_1] = 2_000
+    """Largest number of requests that are sent in a second."""
+    rebalance: bool = False
+    """Whether carried rollouts of an overloaded engine are called back when a batch is full, so
+    that they continue on an engine with fewer requests."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retries:
+    """How often something may fail before it is given up."""
+
+    attempts: Annotated[int, AT_LEAST_1] = 3
+    """Number of attempts of a request that may fail in a row without a new token. After them its
+    rollout is dropped as failed."""
+    interruptions: Annotated[int, AT_LEAST_1] = 16
+    """Number of attempts of a request that may be interrupted after new tokens, or because their
+    engine is lost. After them its rollout is dropped as failed."""
+    failed_groups: Annotated[int, AT_LEAST_1] = 64
+    """Number of groups that may fail in a row, with no accepted one between them. After them the
+    run is given up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Health:
+    """When an engine counts as lost, and how long a fleet without engines is waited for."""
+
+    stall_s: Annotated[float, AT_LEAST_1] = 60.0
+    """An engine is lost if none of its open requests gets a token for so many seconds. Pauses do
+    not count, and prompts without an answer add one second for 4,000 tokens. An engine that
+    prefills more slowly, or that needs longer between two chunks of a stream, needs a larger
+    value."""
+    slow_share: Annotated[float, _BELOW_1] = 0.2
+    """An engine is lost if it generates less for each request than this share of its own usual
+    rate and of the other engines' rate; 0 for never."""
+    fleet_wait_s: Annotated[float, AT_LEAST_0] = 600.0
+    """Seconds for which a fleet with no engine left is waited for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeouts:
+    """How long the calls that control an engine may take."""
+
+    control_s: Annotated[float, _NOT_0] = 120.0
+    """Seconds for each pause, flush and continue call of one engine."""
+    refit_s: Annotated[float, _NOT_0] = 1800.0
+    """Seconds for loading one version into all engines."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policies:
+    """The policies of a configuration, with a value in the place of every shorthand.
+
+    Attributes:
+        stop: when a batch is full.
+        over_provision: how many groups are kept open; None if that is chosen during the run.
+        refill: when new groups are started, unless that is chosen during the run.
+        staleness: bound on staleness, and what happens to the rollouts that would pass it.
+        start_up: how the run begins.
+    """
+
+    stop: Stop
+    over_provision: OverProvision | None
+    refill: Refill
+    staleness: Staleness
+    start_up: StartUp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,119 +160,99 @@ class SchedulerConfig:
     """How rollouts are scheduled.
 
     Raises:
-        ConfigError: if a value is out of its range or two values contradict each other.
+        ConfigError: if a value is out of its range, or if two values contradict each other.
     """
 
     batch_groups: Annotated[int, AT_LEAST_1] = 32
-    """Groups (prompts) in a batch."""
+    """Number of groups (prompts) in a batch."""
     group_size: Annotated[int, AT_LEAST_1] = 8
-    """Rollouts of a prompt that has no group size of its own."""
-    over_provision: float | Literal["auto", "kv"] = 1.5
-    """Ratio of groups kept open to groups in a batch; 1 waits for every last response. "auto"
-    chooses it, and how to refill, while the run goes on: the least stale schedule within 2 % of
-    the fastest, from the lengths seen and the engines' time model. "kv" fills the KV pool to
-    kv_target, step by step."""
-    kv_target: Annotated[float, SHARE] = 0.8
-    """Of the KV pool, at the peak of a batch; for over_provision="kv"."""
-    refill: RefillRule | Refill = "wave"
-    """"wave": once at the begin of each batch (APRIL); "pool": a constant number in flight;
-    "rounds": of a store of open groups those of like expected length run together. Or a rule as a
-    value, such as Pool(together=4, until=0.25) or one of your own."""
-    refill_groups: Annotated[int, AT_LEAST_1] = 4
-    """Groups that a pool starts together; one by one costs a third of the throughput."""
-    refill_until: Annotated[float, SHARE] = 1.0
-    """Share of a batch that is complete when its pool is no longer refilled."""
-    store_batches: Annotated[float, AT_LEAST_1] = 5.0
-    """Open groups that rounds choose among, in batches."""
-    probes: Annotated[int, AT_LEAST_0] = 1
-    """Members of a group that run once before its round, as evidence of its length."""
-    oldest_batches: Annotated[int, AT_LEAST_1] = 16
-    """Batches after its first token at which a group runs, whatever its length."""
-    resume_order: ResumeOrder = "carried"
-    """Which waiting request goes first: "carried" ones, those with the "shortest" or those with
-    the "longest" expected rest."""
-    placement: Placement = "prefix"
-    """"prefix" keeps a group on one engine, which has its prompt cached; "spread" sends each
-    rollout to the engine with the least to do."""
-    start_up: StartUpRule = "at_once"
-    """How the run begins: "at_once" with all groups, whose shortest make the first batches;
-    "wait" for every response of the first start_up_batches, which are then not biased; "ramp":
-    over-provisioning grows over them, and the bias is spread evenly."""
-    start_up_batches: Annotated[int, AT_LEAST_1] = 8
-    rebalance: bool = False
-    """When a batch is full, call carried rollouts of an overloaded engine back, so that they go
-    on at one with less to do."""
+    """Number of rollouts of a prompt that has no group size of its own."""
     stop: StopUnit | Stop = "groups"
-    """What fills a batch: batch_groups groups, or whole groups that hold at least
-    batch_samples rollouts or batch_tokens response tokens. Or a rule as a value, such as
-    Samples(256) or one of your own."""
-    batch_samples: Annotated[int, AT_LEAST_1] | None = None
-    batch_tokens: Annotated[int, AT_LEAST_1] | None = None
+    """What fills a batch: "groups" is `batch_groups` groups; Samples(256) is whole groups with at
+    least 256 rollouts together, and Tokens(100_000) those with so many response tokens. "samples"
+    is as many rollouts as `batch_groups` groups have."""
+    over_provision: Annotated[float, RATIO] | Literal["auto", "kv"] | OverProvision = 1.5
+    """Ratio of groups kept open to groups in a batch; 1 waits for every last response. "auto"
+    chooses the ratio and the refill rule during the run: the least stale schedule within 2 % of
+    the fastest, by the lengths seen so far and the time model of the engines. "kv" or
+    KvTarget(0.8) fills the KV pool up to a share, step by step."""
+    refill: RefillRule | Refill = "wave"
+    """When new groups are started: "wave" starts them once at the begin of each batch (APRIL),
+    "pool" or Pool(together=4, until=0.25) keeps a constant number generating, and "buckets" or
+    LengthBuckets(store=5) keeps more groups open and runs those of similar expected length
+    together."""
     straggler: StragglerRule = "retract"
-    """What happens to those still running: "retract" (paused, KV recomputed), "in_place"
-    (paused, KV kept: later tokens attend to stale keys), "abort" (called back, sent again),
-    "run" (they run to their end; nothing is ever of two versions), "choose" (each what costs
-    least, by `prices` and its expected rest)."""
-    prices: Prices = field(default_factory=Prices)
-    """What interrupting and waiting cost; for straggler="choose"."""
-    kv_after_refit: KVAfterRefit = "auto"
-    """What becomes of KV that older weights computed: "recompute" (the cache is flushed), "keep"
-    (later tokens attend to stale keys), "apart" (a cache key for each version, for servers that
-    cannot flush: new requests never meet older keys). "auto" keeps for "in_place" and recomputes
-    for the other straggler rules."""
+    """What happens to the rollouts that still generate when a batch is full: "retract" pauses them
+    in the engine and recomputes their KV after a refit, "in_place" pauses them and keeps their KV,
+    so that later tokens attend to stale keys, "abort" calls them back and sends them again, "run"
+    lets them run to their end, so that no rollout has two versions, and "choose" takes for each
+    what costs least by `prices`."""
     pace: Pace = "synchronous"
-    """"synchronous" pauses the engines from a full batch until the next one is asked for;
-    "asynchronous" generates on while the trainer trains and pauses only to refit."""
-    max_staleness: Annotated[int, AT_LEAST_0] | None = None
-    """Bound on consuming version minus sampling version of a delivered token that counts."""
-    staleness_rule: StalenessRule = "mask"
-    """What happens to what would pass the bound: "mask", "evict", or "finish" first."""
-    max_attempts: Annotated[int, AT_LEAST_1] = 3
-    """Attempts of a request that may fail in a row, without a new token, before its rollout goes to
-    the ledger as failed."""
-    max_breaks: Annotated[int, AT_LEAST_1] = 16
-    """Attempts of it that may break off after new tokens, or with their engine, before it does."""
-    max_failed_groups: Annotated[int, AT_LEAST_1] = 64
-    """Groups that may fail in a row, none accepted between, before the run is given up."""
-    max_in_flight: Annotated[int, AT_LEAST_1] | None = None
-    """Requests with the engines at the same time; None leaves queueing to the engines. The others
-    wait until one of these ends, so less than a batch makes a batch take longer, and no more."""
+    """"synchronous" pauses the engines from a full batch until the next one is requested;
+    "asynchronous" keeps generating while the trainer trains, and pauses only for a refit."""
+    max_staleness: Annotated[int, AT_LEAST_0] | Staleness | None = None
+    """Bound on the staleness of a delivered token that counts: the consuming version minus the
+    sampling version. Tokens beyond it get loss mask 0; Staleness(2, rule="evict") or "finish"
+    treats them otherwise."""
     ready_batches: Annotated[int, AT_LEAST_1] = 2
-    """Asynchronous pace: complete batches held for a slow trainer before launching stops."""
-    allow_inexact_versions: bool = False
-    """Accept "retract" and "in_place" on servers that cannot tell the version of each token."""
-    dispatch_rate: Annotated[int, AT_LEAST_1] = 2_000
-    """Requests sent per second, at most."""
-    stall_timeout_s: Annotated[float, AT_LEAST_1] = 60.0
-    """Without a token of any of its open requests for so long, an engine is lost. Pauses do not
-    count, and unanswered prompts add their length / 4,000 tokens/s; an engine that prefills more
-    slowly, or needs so long between two chunks of a stream, needs more."""
-    slow_share: Annotated[float, _BELOW_1] = 0.2
-    """An engine is lost that generates less than this share of what is usual for it and of what the
-    other engines generate, for each request; 0 for never."""
-    fleet_wait_s: Annotated[float, AT_LEAST_0] = 600.0
-    """How long a fleet of which no engine is left is waited for."""
-    save_interval_s: Annotated[float, _NOT_0] = 1.0
-    """With a store: new tokens are saved so often. What is over, and what is handed over, at once.
-    """
-    control_timeout_s: Annotated[float, _NOT_0] = 120.0
-    """For each pause, flush and continue call of an engine."""
-    refit_timeout_s: Annotated[float, _NOT_0] = 1800.0
-    """For bringing one version into all engines."""
+    """Number of complete batches that are kept for a slow trainer before no new groups are
+    started, on the asynchronous pace."""
+    start_up: StartUpRule | StartUp = "at_once"
+    """How the run begins: "at_once" with all groups, whose shortest responses make the first
+    batches; "wait" or StartUp("wait", batches=8) waits for every response of the first batches;
+    "ramp" lets over-provisioning grow over them."""
+    kv_after_refit: KVAfterRefit = "auto"
+    """What happens to KV that older weights computed: "recompute" flushes it, "keep" lets later
+    tokens attend to stale keys, and "apart" uses a cache key for each version, for servers that
+    cannot flush, so that new requests never meet older keys. "auto" keeps it for "in_place" and
+    recomputes it for the other straggler rules."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """For prompts that bring none of their own."""
+    """Sampling parameters of prompts that have none of their own."""
+    dispatch: Dispatch = field(default_factory=Dispatch)
+    """Which requests are sent, when, and to which engine."""
+    prices: Prices = field(default_factory=Prices)
+    """What interrupting and waiting cost, for `straggler="choose"`."""
+    retries: Retries = field(default_factory=Retries)
+    """How often something may fail before it is given up."""
+    health: Health = field(default_factory=Health)
+    """When an engine counts as lost, and how long a fleet without engines is waited for."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    """How long the calls that control an engine may take."""
+    save_interval_s: Annotated[float, _NOT_0] = 1.0
+    """Seconds between two saves of new tokens, if there is a store. Rollouts that end and batches
+    that are handed over are saved at once."""
+    allow_inexact_versions: bool = False
+    """Whether "retract", "in_place" and "choose" are accepted on servers that cannot tell the
+    version of each token."""
 
     def __post_init__(self) -> None:
-        check_bounds(self)
-        self._check_ratio()
-        self._check_choices()
+        check_settings(self)
         self._check_combinations()
 
     # --- what follows from the settings --------------------------------------------------------
 
     @property
+    def policies(self) -> Policies:
+        """The policies that the settings name."""
+        ratio, bound, start_up = self.over_provision, self.max_staleness, self.start_up
+        over_provision = None
+        if isinstance(ratio, OverProvision):
+            over_provision = ratio
+        elif not isinstance(ratio, str):
+            over_provision = FixedRatio(ratio)
+        elif ratio == "kv":
+            over_provision = KvTarget()
+        return Policies(
+            stop=self._stop(),
+            over_provision=over_provision,
+            refill=self.refill if isinstance(self.refill, Refill) else REFILLS[self.refill](),
+            staleness=bound if isinstance(bound, Staleness) else Staleness(bound),
+            start_up=start_up if isinstance(start_up, StartUp) else StartUp(start_up),
+        )
+
+    @property
     def automatic(self) -> bool:
-        """Over-provisioning and refill are chosen while the run goes on."""
+        """Whether over-provisioning and refill are chosen during the run."""
         return self.over_provision == "auto"
 
     @property
@@ -192,123 +262,68 @@ class SchedulerConfig:
 
     @property
     def may_defer(self) -> bool:
-        """May a refill rule be chosen that defers groups? It calls back what it does not run, so
-        nothing may be meant to stay in the engines, and lets it wait, so the bound on staleness
-        must be wide."""
-        able = self.pace == "synchronous" and self.behaviour.deferrable
-        able = able and self.start_up == "at_once"
-        return able and (self.max_staleness is None or self.max_staleness >= LONG_WAIT)
+        """Whether a refill rule that defers groups may be chosen during the run.
+
+        Such a rule calls back what it does not run, so nothing may be meant to stay in the engines.
+        It also lets groups wait, so the bound on staleness must be wide.
+        """
+        policies = self.policies
+        bound = policies.staleness.bound
+        able = self._defers and policies.start_up.at_once
+        return able and (bound is None or bound >= LONG_WAIT)
 
     @property
     def cached_kv(self) -> CachedKV:
-        """What becomes of the cached KV at a refit, with "auto" resolved."""
+        """What happens to the cached KV at a refit, with "auto" resolved."""
         if self.kv_after_refit == "auto":
             return self.behaviour.kv[0]
         return self.kv_after_refit
 
     @property
-    def refill_policy(self) -> Refill:
-        """When new groups are started, unless that is chosen while the run goes on."""
-        if isinstance(self.refill, Refill):
-            return self.refill
-        if self.refill == "wave":
-            return Wave()
-        if self.refill == "rounds":
-            return LengthBuckets(
-                store=self.store_batches, probes=self.probes, oldest=self.oldest_batches
-            )
-        return Pool(together=self.refill_groups, until=self.refill_until)
+    def _defers(self) -> bool:
+        return self.pace == "synchronous" and self.behaviour.deferrable
 
-    @property
-    def over_provision_policy(self) -> OverProvision:
-        """How many groups are kept open, unless that is chosen while the run goes on."""
-        if self.over_provision == "kv":
-            return KvTarget(target=self.kv_target)
-        ratio = self.over_provision
-        return FixedRatio(ratio=1.0 if isinstance(ratio, str) else ratio)
-
-    @property
-    def stop_policy(self) -> Stop:
-        """When a batch is full."""
+    def _stop(self) -> Stop:
         if isinstance(self.stop, Stop):
             return self.stop
+        if self.stop == "groups":
+            return Groups(self.batch_groups)
         if self.stop == "samples":
-            return Samples(self.batch_samples or self.batch_groups * self.group_size)
-        if self.stop == "tokens":
-            return Tokens(self.batch_tokens or 0)
-        return Groups(self.batch_groups)
-
-    @property
-    def staleness_policy(self) -> Staleness:
-        """The bound on staleness, and what happens to what would pass it."""
-        return Staleness(bound=self.max_staleness, rule=self.staleness_rule)
-
-    @property
-    def start_up_policy(self) -> StartUp:
-        """How the run begins."""
-        return StartUp(rule=self.start_up, batches=self.start_up_batches)
+            return Samples(self.batch_groups * self.group_size)
+        raise ConfigError(
+            f'stop="{self.stop}" does not say how many {self.stop} fill a batch; set stop.amount, '
+            "or give Tokens(100_000), say."
+        )
 
     # --- checks --------------------------------------------------------------------------------
 
-    def _check_ratio(self) -> None:
-        ratio = self.over_provision
-        if isinstance(ratio, str):
-            if ratio not in ("auto", "kv"):
-                raise ConfigError(
-                    f'over_provision is {ratio!r}; give a number such as 1.5, "auto" or "kv".'
-                )
-        elif not 1 <= ratio <= 64:
-            raise ConfigError(
-                f"over_provision is {ratio}; give a ratio from 1 (wait for all) to 64."
-            )
-
-    def _check_choices(self) -> None:
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices and not isinstance(value, _VALUES.get(name, ())):
-                raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
-
     def _check_combinations(self) -> None:
-        behaviour = self.behaviour
+        behaviour, policies = self.behaviour, self.policies
         if self.cached_kv not in behaviour.kv:
             raise ConfigError(
                 f'kv_after_refit="{self.kv_after_refit}" is not possible with '
                 f'straggler="{self.straggler}"; choose one of {", ".join(behaviour.kv)}.'
             )
-        if self.stop == "tokens" and self.batch_tokens is None:
-            raise ConfigError('stop="tokens" needs batch_tokens; set it to the tokens of a batch.')
-        for unit in ("samples", "tokens"):
-            if self.stop != unit and getattr(self, f"batch_{unit}") is not None:
-                raise ConfigError(f'batch_{unit} is set but stop is "{self.stop}"; set stop too.')
-        defers = self.pace == "synchronous" and behaviour.deferrable
-        if self.refill_policy.defers and not defers:
+        if isinstance(policies.stop, Groups) and policies.stop.amount != self.batch_groups:
+            raise ConfigError(
+                f"stop.amount is {policies.stop.amount} groups, and batch_groups is "
+                f"{self.batch_groups}; set batch_groups alone, or another unit than groups as stop."
+            )
+        if policies.refill.defers and not self._defers:
             able = " or ".join(f'"{name}"' for name in rules_that(lambda b: b.deferrable))
             raise ConfigError(
-                f'refill="rounds" parks what it does not choose, which pace="{self.pace}" with '
-                f'straggler="{self.straggler}" cannot; set pace="synchronous" and straggler={able}.'
+                f'refill="{policies.refill.name}" defers the groups that it does not choose, which '
+                f'pace="{self.pace}" with straggler="{self.straggler}" cannot; set '
+                f'pace="synchronous" and straggler={able}.'
             )
-        if self.refill_policy.defers and self.start_up != "at_once":
+        if policies.refill.defers and not policies.start_up.at_once:
             raise ConfigError(
-                f'start_up="{self.start_up}" is for waves and pools; rounds fill a store first, '
-                'so leave it "at_once".'
+                f'start_up="{policies.start_up.rule}" is for waves and pools, and '
+                f'refill="{policies.refill.name}" opens many groups first; leave start_up '
+                '"at_once".'
             )
-        if self.staleness_rule != "mask" and self.max_staleness is None:
+        if policies.staleness.rule != "mask" and policies.staleness.bound is None:
             raise ConfigError(
-                f'staleness_rule="{self.staleness_rule}" needs a bound; set max_staleness.'
+                f'max_staleness.rule is "{policies.staleness.rule}" without a bound; set '
+                "max_staleness to a number of versions too."
             )
-
-
-_VALUES: dict[str, type] = {"refill": Refill, "stop": Stop}
-"""Fields that take a rule as a value beside its name."""
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "kv_after_refit": get_args(KVAfterRefit),
-    "refill": get_args(RefillRule),
-    "stop": get_args(StopUnit),
-    "straggler": get_args(StragglerRule),
-    "pace": get_args(Pace),
-    "staleness_rule": get_args(StalenessRule),
-    "resume_order": get_args(ResumeOrder),
-    "placement": get_args(Placement),
-    "start_up": get_args(StartUpRule),
-}

@@ -85,7 +85,7 @@ class Planner:
 
     def setting(self, command: Plan, config: SchedulerConfig) -> Setting:
         """The conditions in which candidates are tried out."""
-        stop = config.stop_policy
+        stop = config.policies.stop
         scale = max(1, min(command.engines, command.batch_groups // _MOST_GROUPS))
         observed = ObservedLengths(window=10**9)
         for group in command.ended:
@@ -104,7 +104,7 @@ class Planner:
             kv_tokens=None if kv is None else kv // command.engines,
             prompt_tokens=command.prompt_tokens,
             keeps_kv=config.cached_kv == "keep",
-            max_staleness=config.max_staleness,
+            max_staleness=config.policies.staleness.bound,
             shared=observed.shared_log_variance() or 0.5,
             stop=replace(stop, amount=-(-stop.amount // scale)),
         )

@@ -1,13 +1,14 @@
 """The policies that a command line names: presets, each perhaps with settings of its own.
 
-``april`` is a preset as it is, ``april:over_provision=1.5`` one with another ratio, and
-``april:over_provision=1.25|1.5|2`` three of them.
+``april`` is a preset as it is, ``april:over_provision=1.5`` is the preset with another ratio, and
+``april:over_provision=1.25|1.5|2`` is three of them. A setting is named by its path in
+:class:`SchedulerConfig`, as in ``pool:refill.until=0.25``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import product
 from typing import Any
@@ -15,11 +16,9 @@ from typing import Any
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.presets import PRESETS
-from aprilsched.runs.settings import SchedulerFlags
+from aprilsched.runs.config_tree import changed, config_of, path_names, table_of
 
 __all__ = ["Policy", "chosen"]
-
-_SETTINGS = frozenset(field.name for field in fields(SchedulerConfig)) - {"sampling"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +28,7 @@ class Policy:
     name: str
     preset: str
     changes: tuple[tuple[str, Any], ...] = ()
+    """The paths of the settings that differ, with their values."""
 
     @property
     def what(self) -> str:
@@ -37,20 +37,34 @@ class Policy:
 
     @property
     def folder(self) -> str:
-        """A name for its folder."""
+        """A name for the folder of the policy's run."""
         return self.name.replace(":", "_").replace("=", "-")
 
-    def apply(self, flags: SchedulerFlags) -> SchedulerFlags:
-        """`flags` with this policy's settings."""
-        preset = PRESETS[self.preset](flags)
-        return replace(flags, **{**_values(preset), **dict(self.changes)})
+    def apply(self, config: SchedulerConfig) -> SchedulerConfig:
+        """The preset of `config`, with the settings that differ.
+
+        Raises:
+            ConfigError: if a value is wrong, or if two settings contradict each other.
+        """
+        return self.changed(PRESETS[self.preset](config))
+
+    def changed(self, config: SchedulerConfig) -> SchedulerConfig:
+        """`config` with the settings that differ, without the preset.
+
+        Raises:
+            ConfigError: if a value is wrong, or if two settings contradict each other.
+        """
+        if not self.changes:
+            return config
+        table = changed(table_of(config), dict(self.changes))
+        return replace(config_of(table), sampling=config.sampling)
 
 
 def chosen(names: str) -> Sequence[Policy]:
     """The policies in a list with commas.
 
     Raises:
-        ConfigError: if there is none, an unknown one, or one twice.
+        ConfigError: if the list is empty, or if it names an unknown policy or one policy twice.
     """
     listed = [name.strip() for name in names.split(",") if name.strip()]
     if not listed:
@@ -81,13 +95,14 @@ def _expand(name: str) -> list[Policy]:
 
 
 def _choices(preset: str, setting: str) -> list[tuple[str, Any]]:
-    key, equals, values = setting.partition("=")
+    path, equals, values = setting.partition("=")
     if not equals or not values:
         raise ConfigError(f"{setting!r} sets nothing; write {preset}:over_provision=1.5, say.")
-    if key not in _SETTINGS:
-        near = get_close_matches(key, sorted(_SETTINGS), n=1, cutoff=0.0)[0]
-        raise ConfigError(f"{key!r} is no setting of a scheduler; the nearest one is {near}.")
-    return [(key, _value(text)) for text in values.split("|")]
+    known = path_names()
+    if path not in known:
+        near = get_close_matches(path, known, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"{path!r} is no setting of a scheduler; the nearest one is {near}.")
+    return [(path, _value(text)) for text in values.split("|")]
 
 
 def _value(text: str) -> Any:
@@ -97,7 +112,3 @@ def _value(text: str) -> Any:
         except ValueError:
             continue
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
-
-
-def _values(config: SchedulerConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in _SETTINGS}

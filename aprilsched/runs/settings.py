@@ -1,7 +1,7 @@
-"""Everything that decides what a run does, as plain data: the command line's flags, config.toml.
+"""Everything that decides what a run does, as plain data: what flags and config.toml set.
 
-The classes here check nothing, so that a mistake is reported once, in one sentence, by the class
-it is meant for (:class:`SchedulerConfig`, :class:`LongTailWorkload`, :class:`SimFleet`).
+The classes here check little, so that a mistake is reported once, in one sentence, by the class
+that the value is for (:class:`SchedulerConfig`, :class:`LongTailWorkload`, :class:`SimFleet`).
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from aprilsched.config import RefillRule, SchedulerConfig, StopUnit
+from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.trackers.writers import tracker_names
-from aprilsched.types import SamplingParams
 from aprilsched.workload import LengthLaw, LongTailWorkload
 
 __all__ = [
     "CAP",
     "VOCABULARY",
     "RunSettings",
-    "SamplingFlags",
-    "SchedulerFlags",
     "SimSettings",
     "WorkloadSettings",
 ]
@@ -30,41 +27,6 @@ __all__ = [
 CAP = 6000
 VOCABULARY = 32_000
 """Of the built-in workload, where neither the user nor a server says anything else."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingFlags(SamplingParams):
-    """The fields of SamplingParams, not checked yet."""
-
-    def __post_init__(self) -> None:
-        pass
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerFlags(SchedulerConfig):
-    """The fields of SchedulerConfig, not checked yet. Policies have their names here."""
-
-    refill: RefillRule = "wave"
-    """"wave": once at the begin of each batch (APRIL); "pool": a constant number in flight;
-    "rounds": of a store of open groups those of like expected length run together."""
-    stop: StopUnit = "groups"
-    """What fills a batch: batch_groups groups, or whole groups that hold at least
-    batch_samples rollouts or batch_tokens response tokens."""
-    sampling: SamplingFlags = field(default_factory=SamplingFlags)
-    """For prompts that bring none of their own."""
-
-    def __post_init__(self) -> None:
-        pass
-
-    def checked(self) -> SchedulerConfig:
-        """The configuration itself.
-
-        Raises:
-            ConfigError: if something in it cannot be.
-        """
-        values = _values(self)
-        values["sampling"] = SamplingParams(**_values(self.sampling))
-        return SchedulerConfig(**values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,9 +134,10 @@ class RunSettings:
     workload: Annotated[WorkloadSettings, tyro.conf.arg(name="")] = field(
         default_factory=WorkloadSettings
     )
-    scheduler: Annotated[SchedulerFlags, tyro.conf.arg(name="")] = field(
-        default_factory=SchedulerFlags
+    scheduler: Annotated[SchedulerConfig, tyro.conf.Fixed, tyro.conf.Suppress] = field(
+        default_factory=SchedulerConfig
     )
+    """How rollouts are scheduled. Its flags are in :mod:`aprilsched.cli.scheduler_flags`."""
 
     @property
     def simulated(self) -> bool:

@@ -59,7 +59,7 @@ def prepare(settings: RunSettings) -> Setup:
         ConfigError: if a setting is wrong, or if a file that it names cannot be used.
     """
     settings.check()
-    config = settings.scheduler.checked()
+    config = settings.scheduler
     workload = settings.workload.checked(seed=settings.seed, group_size=config.group_size)
     built_in = settings.prompts is None
     return Setup(

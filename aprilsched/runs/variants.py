@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.presets import PRESETS
 from aprilsched.runs.policies import chosen
-from aprilsched.runs.settings import SchedulerFlags
 
 __all__ = ["RECORDED", "Variant", "variants"]
 
 RECORDED = "recorded"
 """Name of the policy that is the run's own settings."""
-
-_DECIDED = (
-    "max_staleness", "over_provision", "pace", "refill", "refill_groups", "refill_until",
-    "resume_order",
-)  # fmt: skip
-"""Settings that a preset decides. A preset begins with the defaults of these settings, and with
-the run's own values of all others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +23,10 @@ class Variant:
     name: str
     folder: str
     what: str
-    scheduler: SchedulerFlags
+    scheduler: SchedulerConfig
 
 
-def variants(names: str, run: SchedulerFlags) -> Sequence[Variant]:
+def variants(names: str, run: SchedulerConfig) -> Sequence[Variant]:
     """The run's own settings, and then the policies in `names`, a list with commas.
 
     Presets keep the settings that they do not decide (group size, stragglers, sampling and others)
@@ -60,7 +53,7 @@ def variants(names: str, run: SchedulerFlags) -> Sequence[Variant]:
     return found
 
 
-def _variants(name: str, run: SchedulerFlags) -> list[Variant]:
+def _variants(name: str, run: SchedulerConfig) -> list[Variant]:
     preset, colon, changes = name.partition(":")
     if preset == RECORDED:
         # The changes are parsed with any preset as the name, and applied to the run's settings.
@@ -70,12 +63,20 @@ def _variants(name: str, run: SchedulerFlags) -> list[Variant]:
                 name=policy.name.replace(stand_in, RECORDED, 1),
                 folder=policy.folder.replace(stand_in, RECORDED, 1),
                 what="Its own settings but for what is named.",
-                scheduler=replace(run, **dict(policy.changes)),
+                scheduler=policy.changed(run),
             )
             for policy in chosen(f"{stand_in}{colon}{changes}")
         ]
-    defaults = SchedulerFlags()
-    base = replace(run, **{name: getattr(defaults, name) for name in _DECIDED})
+    defaults = SchedulerConfig()
+    # What a preset may decide begins with its default, and everything else with the run's value.
+    base = replace(
+        run,
+        max_staleness=defaults.max_staleness,
+        over_provision=defaults.over_provision,
+        pace=defaults.pace,
+        refill=defaults.refill,
+        dispatch=replace(run.dispatch, order=defaults.dispatch.order),
+    )
     return [
         Variant(name=p.name, folder=p.folder, what=p.what, scheduler=p.apply(base))
         for p in chosen(name)

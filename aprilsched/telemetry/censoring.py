@@ -113,7 +113,7 @@ def warning_of(reasons: Sequence[str], rollouts: int, effect: float | None) -> s
     shift = "longer" if effect is not None and effect > 0 else "shorter"
     return (
         f"{rollouts} rollouts were dropped ({', '.join(reasons)}), which makes what is delivered "
-        f"{shift}{size} for good; raise max_staleness or set staleness_rule to mask or finish for "
+        f"{shift}{size} for good; raise max_staleness or set its rule to mask or finish for "
         "stale ones, and mend the cause of failed ones."
     )
 

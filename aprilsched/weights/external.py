@@ -44,7 +44,7 @@ class Handshake:
 
     From the moment in which :meth:`paused` returns, the weights of the engines count as
     inconsistent. They are in use again when :meth:`done` was called and they report the version. If
-    the trainer fails, or says nothing for `refit_timeout_s`, the engines stand by and the next
+    the trainer fails, or says nothing for `timeouts.refit_s`, the engines stand by and the next
     update, with a new handshake, repairs them.
 
     Args:
@@ -89,7 +89,7 @@ class Handshake:
         Raises:
             ConfigError: if the engines are not paused yet.
             RefitError: if the update is over already, because this came later than
-                `refit_timeout_s` allows.
+                `timeouts.refit_s` allows.
         """
         if not self._engines.done():
             raise ConfigError("the engines are not paused yet; wait for paused() before loading.")

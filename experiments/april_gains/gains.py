@@ -29,7 +29,7 @@ _BASE = SchedulerConfig(batch_groups=32, group_size=8, straggler="abort")
 POLICIES: dict[str, SchedulerConfig] = {
     "sync": sync(_BASE),
     "april": april(_BASE),
-    "rounds": replace(_BASE, refill="rounds", over_provision=1.69),
+    "rounds": replace(_BASE, refill="buckets", over_provision=1.69),
     "auto": auto(_BASE),
 }
 _ANCHORED = {"low": (440.0, 0.80), "middle": (530.0, 0.83), "high": (612.0, 0.87)}

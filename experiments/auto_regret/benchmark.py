@@ -70,9 +70,10 @@ def measure(base: LongTailWorkload, drift: Drift, kv: str) -> dict[str, Any]:
         "auto": asdict(run(replace(common, over_provision="auto"))),
         "wave": {ratio: asdict(run(replace(common, over_provision=ratio))) for ratio in RATIOS},
     }
-    refill: RefillRule = "rounds" if kv == "recompute" else "pool"
+    refill: RefillRule = "buckets" if kv == "recompute" else "pool"
     other = replace(common, refill=refill)
-    row[refill] = {ratio: asdict(run(replace(other, over_provision=ratio))) for ratio in RATIOS}
+    name = "rounds" if refill == "buckets" else refill
+    row[name] = {ratio: asdict(run(replace(other, over_provision=ratio))) for ratio in RATIOS}
     return row
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from aprilsched.analysis.equivalence import Equivalence, StatisticName, equivalence
 from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure, save
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import SchedulerConfig, Staleness
 from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.presets import april, auto, pool
 from aprilsched.simulation import Simulation
@@ -30,10 +30,10 @@ Ints = NDArray[np.int64]
 CARRIES: dict[str, SchedulerConfig] = {
     "APRIL, waves of 2": april(SchedulerConfig()),
     "pool of 1, KV kept": pool(SchedulerConfig(straggler="in_place")),
-    "rounds of 1.7": SchedulerConfig(refill="rounds", over_provision=1.6875),
+    "rounds of 1.7": SchedulerConfig(refill="buckets", over_provision=1.6875),
     "auto": auto(SchedulerConfig()),
 }
-EVICTS = SchedulerConfig(over_provision=2.0, max_staleness=1, staleness_rule="evict")
+EVICTS = SchedulerConfig(over_provision=2.0, max_staleness=Staleness(1, rule="evict"))
 
 
 class Lengths:

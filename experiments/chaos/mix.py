@@ -12,6 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from aprilsched import SchedulerConfig
+from aprilsched.config import (
+    Dispatch,
+    Health,
+    KvTarget,
+    LengthBuckets,
+    Pool,
+    Retries,
+    Samples,
+    Staleness,
+    StartUp,
+    Timeouts,
+    Tokens,
+)
 from aprilsched.engines.sim import SimConfig
 from aprilsched.timing.model import H200_QWEN3_4B
 from experiments.chaos.truth import TruthModel
@@ -109,7 +122,7 @@ class Mix:
         return random.Random(f"{self.seed}/{role}")
 
     def config(self) -> SchedulerConfig:
-        return SchedulerConfig(**self.settings)
+        return SchedulerConfig(**_tree(self.settings))
 
     def of_next_life(self, life: int) -> Mix:
         """The same run after a restart, with other settings if the seed has that."""
@@ -231,6 +244,49 @@ def _settings(draw: random.Random, *, stops: bool) -> dict[str, Any]:
         "refit_timeout_s": draw.choice([5.0, 60.0]),
     }
     return _allowed(settings, draw)
+
+
+def _tree(drawn: dict[str, Any]) -> dict[str, Any]:
+    """What was drawn, as the fields of the configuration: policies and parts."""
+    policies: dict[tuple[str, object], Any] = {
+        ("refill", "pool"): Pool(together=drawn["refill_groups"], until=drawn["refill_until"]),
+        ("refill", "rounds"): LengthBuckets(
+            store=drawn["store_batches"], probes=drawn["probes"], oldest=drawn["oldest_batches"]
+        ),
+        ("over_provision", "kv"): KvTarget(drawn["kv_target"]),
+        ("stop", "tokens"): Tokens(drawn["batch_tokens"] or 0),
+    }
+    if drawn["batch_samples"] is not None:
+        policies["stop", "samples"] = Samples(drawn["batch_samples"])
+    plain = (
+        *("batch_groups", "group_size", "over_provision", "refill", "stop", "straggler"),
+        *("kv_after_refit", "pace", "ready_batches", "save_interval_s"),
+    )
+    return {
+        **{name: policies.get((name, drawn[name]), drawn[name]) for name in plain},
+        "max_staleness": Staleness(drawn["max_staleness"], rule=drawn["staleness_rule"]),
+        "start_up": StartUp(drawn["start_up"], batches=drawn["start_up_batches"]),
+        "dispatch": Dispatch(
+            order=drawn["resume_order"],
+            placement=drawn["placement"],
+            max_in_flight=drawn["max_in_flight"],
+            rate=drawn["dispatch_rate"],
+            rebalance=drawn["rebalance"],
+        ),
+        "retries": Retries(
+            attempts=drawn["max_attempts"],
+            interruptions=drawn["max_breaks"],
+            failed_groups=drawn["max_failed_groups"],
+        ),
+        "health": Health(
+            stall_s=drawn["stall_timeout_s"],
+            slow_share=drawn["slow_share"],
+            fleet_wait_s=drawn["fleet_wait_s"],
+        ),
+        "timeouts": Timeouts(
+            control_s=drawn["control_timeout_s"], refit_s=drawn["refit_timeout_s"]
+        ),
+    }
 
 
 _KV = {

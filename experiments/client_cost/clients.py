@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SGLangFleet
+from aprilsched.config import Pool
 from aprilsched.store import Store
 from aprilsched.telemetry.base import AnyListener
 
@@ -141,8 +142,7 @@ def scheduler(
         batch_groups=groups,
         group_size=GROUP_SIZE,
         over_provision=1.0,
-        refill="pool",
-        refill_groups=min(4, groups),
+        refill=Pool(together=min(4, groups)),
         pace="asynchronous",
     )
     return RolloutScheduler(

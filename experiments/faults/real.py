@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet  # noqa: E402
+from aprilsched.config import Health, Timeouts  # noqa: E402
 from aprilsched.core.messages.facts import (  # noqa: E402
     AttemptSent,
     EngineAdmitted,
@@ -96,8 +97,8 @@ async def run(servers: list[CpuServer], kind: str, seed: int) -> dict[str, Any]:
             over_provision=draw.choice([1.5, 2.0]),
             pace=draw.choice(["synchronous", "asynchronous"]),  # type: ignore[arg-type]
             straggler=draw.choice(["retract", "abort"]),  # type: ignore[arg-type]
-            stall_timeout_s=6.0,
-            control_timeout_s=15.0,
+            health=Health(stall_s=6.0),
+            timeouts=Timeouts(control_s=15.0),
         )
         rollouts = await stack.enter_async_context(
             RolloutScheduler(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.config import Health, Pool
 from aprilsched.engines.base import Engine
 from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.refit import RefitFromDisk
@@ -156,18 +157,18 @@ def configuration(seed: int) -> SchedulerConfig:
     synchronous = bool(rng.random() < 0.5)
     refills = ["wave", "pool"]
     if synchronous and straggler in ("retract", "abort"):
-        refills.append("rounds")
+        refills.append("buckets")
+    ratio = float(rng.choice([1.0, 1.5, 2.5]))
+    refill = str(rng.choice(refills))
     return SchedulerConfig(
         batch_groups=GROUPS,
         group_size=GROUP_SIZE,
-        over_provision=float(rng.choice([1.0, 1.5, 2.5])),
-        refill=str(rng.choice(refills)),  # type: ignore[arg-type]
-        refill_groups=2,
+        over_provision=ratio,
+        refill=Pool(together=2) if refill == "pool" else refill,  # type: ignore[arg-type]
         straggler=straggler,  # type: ignore[arg-type]
         pace="synchronous" if synchronous else "asynchronous",
         max_staleness=int(rng.choice([2, 8])) if rng.random() < 0.5 else None,
-        staleness_rule="mask",
-        fleet_wait_s=FLEET_WAIT_S,
+        health=Health(fleet_wait_s=FLEET_WAIT_S),
     )
 
 

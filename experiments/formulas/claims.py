@@ -9,7 +9,6 @@ import numpy as np
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.facts import BatchDelivered, DeliveredRollout, Fact, PromptsReceived
-from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.schedule import Schedule
@@ -31,7 +30,7 @@ def bound() -> Iterator[Row]:
     for ratio in (1.0, 1.5, 2.0):
         for together in (4, 16):
             config = SchedulerConfig(
-                over_provision=ratio, refill="pool", refill_groups=together, straggler="in_place"
+                over_provision=ratio, refill=Pool(together=together), straggler="in_place"
             )
             found = _mean(config)
             at = f"pool of {round(256 * ratio)}, {8 * together} refilled together, KV kept"
@@ -69,7 +68,7 @@ def transients() -> Iterator[Row]:
 
     In flight is what was fetched and not delivered: what waits unopened has the mean length.
     """
-    rounds = replace(SchedulerConfig(), refill="rounds", over_provision=1.69)
+    rounds = replace(SchedulerConfig(), refill="buckets", over_provision=1.69)
     several = {"waves, rho = 2": SchedulerConfig(over_provision=2.0), "rounds, rho = 1.69": rounds}
     for name, config in several.items():
         keys, workload = _Keys(), LongTailWorkload()
@@ -126,20 +125,7 @@ def _both(straggler: StragglerRule) -> tuple[Schedule, Schedule]:
 def _config(schedule: Schedule, straggler: StragglerRule) -> SchedulerConfig:
     assert isinstance(schedule.over_provision, FixedRatio)
     config = SchedulerConfig(straggler=straggler, over_provision=schedule.over_provision.ratio)
-    refill = schedule.refill
-    if isinstance(refill, LengthBuckets):
-        return replace(
-            config,
-            refill="rounds",
-            store_batches=refill.store,
-            probes=refill.probes,
-            oldest_batches=refill.oldest,
-        )
-    if isinstance(refill, Pool):
-        return replace(
-            config, refill="pool", refill_groups=refill.together, refill_until=refill.until
-        )
-    return config
+    return replace(config, refill=schedule.refill)
 
 
 def _mean(config: SchedulerConfig) -> Figures:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import Pool, SchedulerConfig
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload
@@ -104,8 +104,7 @@ def lone(
         batch_groups=n,
         group_size=1,
         over_provision=ratio,
-        refill="pool" if together else "wave",
-        refill_groups=max(1, together),
+        refill=Pool(together=together) if together else "wave",
         straggler=straggler,
     )
     return [

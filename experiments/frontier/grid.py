@@ -20,7 +20,7 @@ responses are cut off (in the logarithm)."""
 
 POLICIES: dict[str, SchedulerConfig] = {
     **{name: PRESETS[name](SchedulerConfig()) for name in ("sync", "april", "copris")},
-    "rounds": replace(SchedulerConfig(), refill="rounds", over_provision=1.69),
+    "rounds": replace(SchedulerConfig(), refill="buckets", over_provision=1.69),
     "auto": PRESETS["auto"](SchedulerConfig()),
 }
 

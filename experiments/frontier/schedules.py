@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import LengthBuckets, Pool, SchedulerConfig
 from aprilsched.presets import PRESETS
 
 __all__ = ["Candidate", "keeping_kv", "recomputing"]
@@ -41,18 +41,18 @@ def _common(base: SchedulerConfig, pools: Iterable[float]) -> Iterator[Candidate
     for name in _PRESETS:
         config = PRESETS[name](base)
         ratio = config.over_provision
-        yield Candidate(name, "preset", 0.0 if isinstance(ratio, str) else ratio, config)
+        yield Candidate(name, "preset", ratio if isinstance(ratio, float) else 0.0, config)
     yield from _along("waves", _WAVES, lambda x: replace(base, over_provision=x, refill="wave"))
     yield from _along("pool", pools, lambda x: replace(base, over_provision=x, refill="pool"))
     yield from _along(
         "taper",
         (1.0, 1.25),
-        lambda x: replace(base, over_provision=x, refill="pool", refill_until=0.25),
+        lambda x: replace(base, over_provision=x, refill=Pool(until=0.25)),
     )
 
 
 def _rounds(base: SchedulerConfig) -> Iterator[Candidate]:
-    rounds = replace(base, refill="rounds", store_batches=5, probes=1, oldest_batches=16)
+    rounds = replace(base, refill=LengthBuckets(store=5, probes=1, oldest=16))
     yield from _along("rounds", _ROUNDS, lambda x: replace(rounds, over_provision=x))
 
 

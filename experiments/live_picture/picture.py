@@ -15,9 +15,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
+from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.facts import Fact
 from aprilsched.engines.sim import SimConfig
-from aprilsched.runs.settings import RunSettings, SchedulerFlags, SimSettings
+from aprilsched.runs.settings import RunSettings, SimSettings
 from aprilsched.runs.setup import prepare
 from aprilsched.runs.summary import summary_of
 from aprilsched.simulation import Costs, Simulation
@@ -36,7 +37,7 @@ SETTINGS = RunSettings(
     seed=0,
     train_seconds=2.0,
     sim=SimSettings(engines=ENGINES, refit_seconds=0.5, stream_interval=16, reward_seconds=1.0),
-    scheduler=SchedulerFlags(
+    scheduler=SchedulerConfig(
         batch_groups=256,
         group_size=8,
         over_provision=1.5,

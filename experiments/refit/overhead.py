@@ -26,6 +26,7 @@ from typing import Any
 from timeline import TimedPublisher, Timeline, empty_checkpoint
 
 from aprilsched import DiskPublisher, Prompt, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.config import Pool
 from aprilsched.engines.base import Fleet
 from aprilsched.engines.sim import SimFleet
 from aprilsched.engines.sim.publisher import SimPublisher
@@ -122,8 +123,7 @@ async def generating(fleet: Fleet, timeline: Timeline) -> AsyncIterator[RolloutS
         batch_groups=IN_FLIGHT,
         group_size=1,
         over_provision=1.0,
-        refill="pool",
-        refill_groups=1,
+        refill=Pool(together=1),
         pace="asynchronous",
         straggler="retract",
     )

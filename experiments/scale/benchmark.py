@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import Dispatch, Pool, SchedulerConfig
 from aprilsched.core.messages.facts import BatchRequested, Fact, TokensReceived
 from aprilsched.presets import april, pool
 from aprilsched.simulation import Simulation, rare_collections
@@ -62,13 +62,15 @@ RUNS: tuple[Run, ...] = (
 def configuration(run: Run) -> SchedulerConfig:
     config = SchedulerConfig(
         batch_groups=run.groups * run.engines,
-        placement="spread" if "spread" in run.variant else "prefix",
-        rebalance="rebalance" in run.variant,
+        dispatch=Dispatch(
+            placement="spread" if "spread" in run.variant else "prefix",
+            rebalance="rebalance" in run.variant,
+        ),
     )
     if run.policy == "april":
         return april(config)
     together = max(1, min(4, run.groups // 4)) * run.engines
-    return replace(pool(config), refill_groups=together)
+    return replace(pool(config), refill=Pool(together=together))
 
 
 class Work:

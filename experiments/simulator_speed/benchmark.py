@@ -72,7 +72,7 @@ class Events:
 def configuration(policy: str, engines: int) -> SchedulerConfig:
     config = SchedulerConfig(batch_groups=_GROUPS * engines)
     if policy == "rounds":
-        return replace(config, refill="rounds", over_provision=1.5)
+        return replace(config, refill="buckets", over_provision=1.5)
     return {"sync": sync, "april": april, "pool": pool}[policy](config)
 
 

@@ -37,7 +37,7 @@ HOSTILE = "<img src=x onerror=window.hit=1></script><script>window.hit=1</script
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Runs of two engines: a synchronous one, and one that carries and evicts stale rollouts."""
     root = tmp_path_factory.mktemp("runs") / "simulated"
-    policies = "sync,april:max_staleness=1:staleness_rule=evict"
+    policies = "sync,april:max_staleness=1:max_staleness.rule=evict"
     engines = ["--sim.engines", "2", "--sim.stream-interval", "8", "--sim.refit-seconds", "1"]
     arguments = ["--policy", policies, "--batches", "8", "--quiet", "--out", str(root)]
     # Without an event loop: the browser's own runs in this thread.

@@ -21,6 +21,8 @@ from aprildocs.tables import (
     fact_lines,
     metrics,
     sampled_figures,
+    setting_parts,
+    setting_policies,
     settings,
     summary_figures,
     usage_parts,
@@ -195,7 +197,12 @@ def test_the_event_log_is_described_line_by_line():
 def test_every_setting_is_there_with_its_default_and_what_it_does():
     table = settings()
     assert rows(table) == set(SchedulerConfig.__dataclass_fields__)
-    assert '| `refill` | `"wave"` | "wave": once at the begin of each batch' in table
+    assert '| `refill` | `"wave"` | When new groups are started: "wave" starts them once' in table
+    assert rows(setting_parts()) >= {"max_in_flight", "interruptions", "stall_s", "refit_s"}
+    assert rows(setting_policies()) == {
+        *("amount", "ratio", "target", "step", "back_off", "together", "until"),
+        *("store", "probes", "oldest", "bound", "rule", "batches"),
+    }
 
 
 def test_the_figures_are_there_to_the_bottom():

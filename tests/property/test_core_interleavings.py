@@ -20,7 +20,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from aprilsched.config import RefillRule, SchedulerConfig, StopUnit
+from aprilsched.config import (
+    Dispatch,
+    Health,
+    RefillRule,
+    Retries,
+    Samples,
+    SchedulerConfig,
+    Staleness,
+    Stop,
+    StopUnit,
+    Tokens,
+)
 from aprilsched.core.config import Pace, RewardScope
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.length_buckets import LengthBuckets
@@ -52,7 +63,7 @@ class Interleavings(RuleBasedStateMachine):
     @initialize(
         straggler=st.sampled_from(list(BEHAVIOURS)),
         pace=st.sampled_from(["synchronous", "asynchronous"]),
-        refill=st.sampled_from(["wave", "pool", "rounds"]),
+        refill=st.sampled_from(["wave", Pool(together=2), LengthBuckets(store=2.5)]),
         order=st.sampled_from(["carried", "shortest", "longest"]),
         spread=st.booleans(),
         rebalance=st.booleans(),
@@ -71,13 +82,13 @@ class Interleavings(RuleBasedStateMachine):
         bad=st.booleans(),
         dries=st.booleans(),
         sizes=st.sampled_from([(None,), (None,), (1, None, 3), (5, 1)]),
-        stop=st.sampled_from([("groups", None), ("samples", 5), ("tokens", 3), ("tokens", 15)]),
+        stop=st.sampled_from(["groups", Samples(5), Tokens(3), Tokens(15)]),
     )
     def begin(
         self,
         straggler: StragglerRule,
         pace: Pace,
-        refill: RefillRule,
+        refill: RefillRule | Refill,
         order: ResumeOrder,
         spread: bool,
         rebalance: bool,
@@ -96,34 +107,26 @@ class Interleavings(RuleBasedStateMachine):
         bad: bool,
         dries: bool,
         sizes: tuple[int | None, ...],
-        stop: tuple[StopUnit, int | None],
+        stop: StopUnit | Stop,
     ) -> None:
         if (pace, straggler) not in (("synchronous", "retract"), ("synchronous", "abort")):
-            refill = "pool" if refill == "rounds" else refill
+            refill = Pool(together=2) if isinstance(refill, LengthBuckets) else refill
         config = SchedulerConfig(
             batch_groups=2,
             group_size=2,
-            stop=stop[0],
-            batch_samples=stop[1] if stop[0] == "samples" else None,
-            batch_tokens=stop[1] if stop[0] == "tokens" else None,
+            stop=stop,
             over_provision="auto" if automatic else ratio,
             straggler=straggler,
             pace=pace,
             refill=refill,
-            refill_groups=2,
-            store_batches=2.5,
-            resume_order=order,
-            placement="spread" if spread else "prefix",
-            rebalance=rebalance,
-            max_staleness=bound,
-            staleness_rule="mask" if bound is None else rule_,
-            max_attempts=2,
-            max_breaks=4,
-            stall_timeout_s=20,
-            fleet_wait_s=60,
-            sampling=SamplingParams(max_new_tokens=1_000_000),
+            dispatch=Dispatch(
+                order=order, placement="spread" if spread else "prefix", rebalance=rebalance
+            ),
+            max_staleness=Staleness(bound, rule="mask" if bound is None else rule_),
             # Being given up is an end of its own, tested elsewhere.
-            max_failed_groups=10**9,
+            retries=Retries(attempts=2, interruptions=4, failed_groups=10**9),
+            health=Health(stall_s=20, fleet_wait_s=60),
+            sampling=SamplingParams(max_new_tokens=1_000_000),
         )
         self.driver = Driver(
             config,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.config import Health, Timeouts
 from aprilsched.core.messages.commands import LoseEngine
 from aprilsched.engines.http.address import ServerAddress
 from aprilsched.errors import PromptsExhausted
@@ -34,8 +35,8 @@ def scheduler(servers: list[CpuServer], recorder: Recorder, groups: int) -> Roll
             group_size=4,
             over_provision=2.0,
             pace="asynchronous",
-            stall_timeout_s=8.0,
-            control_timeout_s=20.0,
+            health=Health(stall_s=8.0),
+            timeouts=Timeouts(control_s=20.0),
         ),
         listeners=[recorder],
     )

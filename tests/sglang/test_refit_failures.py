@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from aprilsched import DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.config import Timeouts
 from aprilsched.core.messages.commands import Command, Pause
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sglang import SGLangEngine
@@ -70,7 +71,7 @@ async def test_the_server_goes_on_under_the_old_version_and_the_next_update_work
             group_size=4,
             over_provision=2.0,
             pace="asynchronous",
-            refit_timeout_s=2.0 if failing == "hangs" else 60.0,
+            timeouts=Timeouts(refit_s=2.0 if failing == "hangs" else 60.0),
         ),
         listeners=[recorder],
     )

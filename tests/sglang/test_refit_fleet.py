@@ -18,6 +18,7 @@ import pytest
 from torch import Tensor
 
 from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.config import Pool
 from aprilsched.core.messages.commands import Command, Continue, Pause
 from aprilsched.core.messages.events import Event
 from aprilsched.engines.sglang import SGLangEngine
@@ -60,8 +61,7 @@ async def scheduled(
             batch_groups=4,
             group_size=4,
             over_provision=2.0,
-            refill="pool",
-            refill_groups=2,
+            refill=Pool(together=2),
             pace="asynchronous",
             straggler="retract",
         ),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from aprilsched import Batch, DiskPublisher, Prompt, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.config import Timeouts
 from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.base import Engine
 from aprilsched.engines.http.address import ServerAddress
@@ -29,7 +30,11 @@ def name(server: CpuServer) -> str:
 
 def scheduler(servers: Pair, recorder: Recorder, **changes: object) -> RolloutScheduler:
     """Greedy, so that each token can be checked against the model of its version."""
-    values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "control_timeout_s": 30.0}
+    values: dict[str, object] = {
+        "batch_groups": 4,
+        "group_size": 4,
+        "timeouts": Timeouts(control_s=30.0),
+    }
     opened = RolloutScheduler(
         SGLangFleet([s.url for s in servers], admin_key=ADMIN_KEY, stream_interval=8),
         long_tail(400, longest=400, temperature=0.0, every=2),

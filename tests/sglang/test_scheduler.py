@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from aprilsched import DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.config import Dispatch, LengthBuckets
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.testing.streams import until
 from aprilsched.types import Rollout
@@ -35,8 +36,8 @@ KINDS: dict[str, tuple[StragglerRule, dict[str, object]]] = {
     "retract": ("retract", {}),
     "in_place": ("in_place", {}),
     "abort": ("abort", {}),
-    "choose": ("choose", {"rebalance": True, "resume_order": "longest"}),
-    "rounds": ("retract", {"refill": "rounds", "store_batches": 3.0, "over_provision": 1.5}),
+    "choose": ("choose", {"dispatch": Dispatch(rebalance=True, order="longest")}),
+    "rounds": ("retract", {"refill": LengthBuckets(store=3.0), "over_provision": 1.5}),
 }
 """Straggler rules with settings, including schedules that combine several ways."""
 

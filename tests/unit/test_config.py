@@ -5,16 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from aprilsched.config import (
+    Dispatch,
+    FixedRatio,
     Groups,
+    Health,
+    KvTarget,
     LengthBuckets,
     Pool,
     Prices,
     Refill,
+    Retries,
     Samples,
     SchedulerConfig,
+    Staleness,
+    StartUp,
+    Timeouts,
     Tokens,
     Wave,
 )
@@ -24,27 +33,24 @@ from tests.support.driver import Driver
 
 
 @pytest.mark.parametrize(
-    ("value", "named"),
+    ("short", "whole"),
     [
-        ({"refill": Wave()}, {"refill": "wave"}),
-        (
-            {"refill": Pool(together=2, until=0.5)},
-            {"refill": "pool", "refill_groups": 2, "refill_until": 0.5},
-        ),
-        (
-            {"refill": LengthBuckets(store=3.0, probes=2, oldest=6)},
-            {"refill": "rounds", "store_batches": 3.0, "probes": 2, "oldest_batches": 6},
-        ),
-        ({"stop": Samples(40)}, {"stop": "samples", "batch_samples": 40}),
-        ({"stop": Tokens(4000)}, {"stop": "tokens", "batch_tokens": 4000}),
+        ({"refill": "wave"}, {"refill": Wave()}),
+        ({"refill": "pool"}, {"refill": Pool(together=4, until=1.0)}),
+        ({"refill": "buckets"}, {"refill": LengthBuckets(store=5.0, probes=1, oldest=16)}),
+        ({"stop": "groups"}, {"stop": Groups(32)}),
+        ({"stop": "samples", "group_size": 4}, {"stop": Samples(128), "group_size": 4}),
+        ({"over_provision": 2}, {"over_provision": FixedRatio(2)}),
+        ({"over_provision": "kv"}, {"over_provision": KvTarget(0.8)}),
+        ({"max_staleness": 2}, {"max_staleness": Staleness(2, rule="mask")}),
+        ({"start_up": "wait"}, {"start_up": StartUp("wait", batches=8)}),
     ],
 )
-def test_a_value_is_what_its_name_and_settings_stand_for(
-    value: dict[str, object], named: dict[str, object]
+def test_a_shorthand_stands_for_a_policy(
+    short: dict[str, object], whole: dict[str, object]
 ) -> None:
-    first, second = SchedulerConfig(**value), SchedulerConfig(**named)  # type: ignore[arg-type]
-    assert first.refill_policy == second.refill_policy
-    assert first.stop_policy == second.stop_policy
+    first, second = SchedulerConfig(**short), SchedulerConfig(**whole)  # type: ignore[arg-type]
+    assert first.policies == second.policies
 
 
 @pytest.mark.parametrize(
@@ -58,6 +64,50 @@ def test_a_value_is_what_its_name_and_settings_stand_for(
         ),
         ({"refill": LengthBuckets(probes=-1)}, "refill.probes is -1; give 0 or more."),
         ({"stop": Tokens(0)}, "stop.amount is 0; give 1 or more."),
+        (
+            {"over_provision": 0.5},
+            "over_provision is 0.5; give a ratio from 1 (wait for all) to 64.",
+        ),
+        (
+            {"over_provision": KvTarget(2)},
+            "over_provision.target is 2; give a share above 0 and at most 1.",
+        ),
+        ({"max_staleness": -1}, "max_staleness is -1; give 0 or more."),
+        ({"max_staleness": Staleness(-1)}, "max_staleness.bound is -1; give 0 or more."),
+        ({"start_up": StartUp("ramp", batches=0)}, "start_up.batches is 0; give 1 or more."),
+        ({"dispatch": Dispatch(max_in_flight=0)}, "dispatch.max_in_flight is 0; give 1 or more."),
+        ({"retries": Retries(attempts=0)}, "retries.attempts is 0; give 1 or more."),
+        (
+            {"health": Health(slow_share=1)},
+            "health.slow_share is 1; give a share below 1, or 0 for never.",
+        ),
+        ({"timeouts": Timeouts(refit_s=0)}, "timeouts.refit_s is 0; give 0.001 or more."),
+        ({"batch_groups": "32"}, "batch_groups is '32'; give a whole number, 1 or more."),
+        ({"batch_groups": True}, "batch_groups is True; give a whole number, 1 or more."),
+        (
+            {"refill": "rounds"},
+            "refill is 'rounds'; choose one of wave, pool, buckets, an instance of Refill.",
+        ),
+        ({"dispatch": {"rate": 5}}, "dispatch is {'rate': 5}; give an instance of Dispatch."),
+        (
+            {"max_staleness": Staleness(2, rule="drop")},  # type: ignore[arg-type]
+            "max_staleness.rule is 'drop'; choose one of mask, evict, finish.",
+        ),
+        (
+            {"max_staleness": Staleness(rule="evict")},
+            'max_staleness.rule is "evict" without a bound; set max_staleness to a number of '
+            "versions too.",
+        ),
+        (
+            {"stop": Groups(4)},
+            "stop.amount is 4 groups, and batch_groups is 32; set batch_groups alone, or another "
+            "unit than groups as stop.",
+        ),
+        (
+            {"stop": "tokens"},
+            'stop="tokens" does not say how many tokens fill a batch; set stop.amount, or give '
+            "Tokens(100_000), say.",
+        ),
         (
             {"prices": Prices(prefill_tokens_per_s=float("nan"))},
             "prices.prefill_tokens_per_s is nan; give a number above 0.",
@@ -104,6 +154,23 @@ def test_a_refill_rule_of_the_callers_own_is_followed() -> None:
     [{"refill": Groups(4)}, {"stop": Pool()}, {"straggler": Pool()}, {"pace": Groups(4)}],
     ids=lambda setting: next(iter(setting)),
 )
-def test_a_rule_is_taken_only_by_the_setting_that_it_is_for(setting: dict[str, Any]):
+def test_a_rule_is_taken_only_by_the_setting_that_it_is_for(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="choose one of"):
         SchedulerConfig(**setting)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = SchedulerConfig(
+        batch_groups=np.int64(3),
+        over_provision=np.float32(1.5),  # type: ignore[arg-type]
+    )
+    assert config.policies.stop == Groups(3)
+
+
+def test_a_rule_whose_types_only_the_type_checker_knows_is_taken() -> None:
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Typed(OneByOne):
+        count: UnknownAtRunTime = 1  # type: ignore[name-defined] # noqa: F821
+        most: int = 1
+
+    assert SchedulerConfig(refill=Typed()).policies.refill == Typed()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import Pool, Retries, Samples, SchedulerConfig, Stop, Tokens
 from aprilsched.core.messages import events as ev
 from aprilsched.types import RefusedPrompt, Score
 from tests.support.driver import Driver, prompts
@@ -70,7 +70,7 @@ def test_surplus_groups_open_the_next_batch():
 
 
 def test_a_pool_is_refilled_by_whole_groups_together():
-    driver = Driver(config(refill="pool", over_provision=1.0, refill_groups=2))
+    driver = Driver(config(refill=Pool(together=2), over_provision=1.0))
     driver.request_batch()
     ids = driver.group_ids()
     assert driver.state.in_flight.counters.launched == 8
@@ -98,9 +98,9 @@ def test_a_rejected_group_is_replaced_without_a_full_wave():
     assert len(driver.batches[0].groups) == 4
 
 
-@pytest.mark.parametrize(("unit", "amount", "groups"), [("samples", 5, 3), ("tokens", 11, 2)])
-def test_stop_by_samples_and_by_tokens_delivers_whole_groups(unit: str, amount: int, groups: int):
-    driver = Driver(config(stop=unit, **{f"batch_{unit}": amount}))
+@pytest.mark.parametrize(("stop", "groups"), [(Samples(5), 3), (Tokens(11), 2)])
+def test_stop_by_samples_and_by_tokens_delivers_whole_groups(stop: Stop, groups: int):
+    driver = Driver(config(stop=stop))
     driver.request_batch()
     for group_id in driver.group_ids()[:groups]:
         assert not driver.batches
@@ -109,7 +109,7 @@ def test_stop_by_samples_and_by_tokens_delivers_whole_groups(unit: str, amount: 
 
 
 def test_stop_by_tokens_launches_more_when_everything_is_in_and_it_is_not_enough():
-    driver = Driver(config(stop="tokens", batch_tokens=100, over_provision=1.0))
+    driver = Driver(config(stop=Tokens(100), over_provision=1.0))
     driver.request_batch()
     for group_id in driver.group_ids():
         driver.finish_group(group_id, count=1)
@@ -166,7 +166,7 @@ def test_the_end_of_the_prompts_delivers_a_smaller_last_batch_and_then_ends():
 
 
 def test_asynchronous_pace_holds_a_bounded_number_of_ready_batches():
-    driver = Driver(config(pace="asynchronous", refill="pool", refill_groups=1, ready_batches=2))
+    driver = Driver(config(pace="asynchronous", refill=Pool(together=1), ready_batches=2))
     for _ in range(100):
         if not driver.sends:
             break
@@ -191,12 +191,13 @@ def test_an_evaluation_runs_to_its_end_and_is_neither_filtered_nor_carried():
     assert driver.state.weights.versions.trainer == 1
 
 
-@pytest.mark.parametrize("refill", ["wave", "pool", "rounds"])
+@pytest.mark.parametrize("refill", ["wave", "pool", "buckets"])
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
 def test_a_source_that_is_dry_for_now_does_not_stop_what_can_run(refill: str, pace: str):
-    if (refill, pace) == ("rounds", "asynchronous"):
+    if (refill, pace) == ("buckets", "asynchronous"):
         pytest.skip("length buckets are synchronous")
-    settings = config(batch_groups=4, over_provision=1.5, refill=refill, refill_groups=2, pace=pace)
+    rule = Pool(together=2) if refill == "pool" else refill
+    settings = config(batch_groups=4, over_provision=1.5, refill=rule, pace=pace)
     driver = Driver(settings, auto_prompts=False)
     if pace == "synchronous":
         driver.request_batch()
@@ -236,7 +237,9 @@ def test_a_prompt_that_cannot_be_used_is_one_entry_and_is_replaced():
 
 
 def test_a_source_of_bad_prompts_only_ends_the_run():
-    driver = Driver(config(pace="synchronous", max_failed_groups=3), auto_prompts=False)
+    driver = Driver(
+        config(pace="synchronous", retries=Retries(failed_groups=3)), auto_prompts=False
+    )
     driver.request_batch()
     bad = RefusedPrompt(cause="it has no tokens")
     driver.feed(ev.PromptsArrived(prompts=(bad,) * 8))

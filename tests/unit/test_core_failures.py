@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import Dispatch, Retries, SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.ledger import Reason
 from tests.support.driver import Driver
@@ -26,7 +26,7 @@ def test_a_failed_attempt_is_sent_again_elsewhere_with_its_tokens():
 
 
 def test_after_the_last_attempt_the_whole_group_is_in_the_ledger_and_replaced():
-    driver = Driver(config(max_attempts=2))
+    driver = Driver(config(retries=Retries(attempts=2)))
     driver.request_batch()
     key = driver.attempts()[0]
     group_id = driver.sends[key].group_id
@@ -42,7 +42,7 @@ def test_after_the_last_attempt_the_whole_group_is_in_the_ledger_and_replaced():
 
 
 def test_a_failed_request_goes_to_an_engine_on_which_it_has_not_failed():
-    driver = Driver(config(max_attempts=9), engines=("a", "b", "c"))
+    driver = Driver(config(retries=Retries(attempts=9)), engines=("a", "b", "c"))
     driver.request_batch()
     request = driver.attempts()[0][0]
 
@@ -105,7 +105,10 @@ def test_an_engine_that_refuses_what_others_take_is_lost():
 
 
 def test_an_attempt_that_brought_a_token_counts_apart_from_those_in_a_row_that_did_not():
-    driver = Driver(config(batch_groups=4, max_attempts=2, max_breaks=4), engines=tuple("abcdefgh"))
+    driver = Driver(
+        config(batch_groups=4, retries=Retries(attempts=2, interruptions=4)),
+        engines=tuple("abcdefgh"),
+    )
     driver.request_batch()
     request = driver.attempts()[0][0]
 
@@ -124,7 +127,7 @@ def test_an_attempt_that_brought_a_token_counts_apart_from_those_in_a_row_that_d
 
 
 def test_a_request_that_never_reached_its_engine_has_not_failed():
-    driver = Driver(config(max_attempts=1))
+    driver = Driver(config(retries=Retries(attempts=1)))
     driver.request_batch()
     key = driver.attempts()[0]
     driver.feed(
@@ -135,7 +138,7 @@ def test_a_request_that_never_reached_its_engine_has_not_failed():
 
 
 def test_a_request_that_ends_every_engine_it_meets_is_dropped_in_the_end():
-    driver = Driver(config(max_breaks=3), engines=("a", "b", "c", "d"))
+    driver = Driver(config(retries=Retries(interruptions=3)), engines=("a", "b", "c", "d"))
     driver.request_batch()
     request = driver.attempts()[0][0]
     for _ in range(3):
@@ -160,7 +163,7 @@ def test_late_tokens_of_a_dropped_rollout_are_counted_as_discarded():
 
 
 def test_an_engine_that_fails_again_and_again_is_lost_and_draws_no_more_requests():
-    driver = Driver(config(batch_groups=4, max_attempts=9))
+    driver = Driver(config(batch_groups=4, retries=Retries(attempts=9)))
     driver.request_batch()
     request = next(k[0] for k, send in driver.sends.items() if send.engine == "a")
     for _ in range(5):
@@ -171,7 +174,7 @@ def test_an_engine_that_fails_again_and_again_is_lost_and_draws_no_more_requests
 
 
 def test_what_breaks_off_together_is_one_failure_of_its_engine():
-    driver = Driver(config(batch_groups=4, max_attempts=9))
+    driver = Driver(config(batch_groups=4, retries=Retries(attempts=9)))
     driver.request_batch()
     for key in driver.attempts():
         driver.fail(key)
@@ -198,7 +201,7 @@ def test_the_last_engine_lost_is_said_to_be_the_last():
 
 
 def test_max_in_flight_bounds_what_is_with_the_engines():
-    driver = Driver(config(batch_groups=2, over_provision=4.0, max_in_flight=4))
+    driver = Driver(config(batch_groups=2, over_provision=4.0, dispatch=Dispatch(max_in_flight=4)))
     driver.request_batch()
     assert len(driver.sends) == 4
     driver.finish(driver.attempts()[0])
@@ -232,7 +235,7 @@ def test_carried_rollouts_are_sent_first():
 
 
 def test_a_run_in_which_group_after_group_fails_is_given_up_and_launches_nothing_more():
-    driver = Driver(config(max_failed_groups=3), engines=("a",))
+    driver = Driver(config(retries=Retries(failed_groups=3)), engines=("a",))
     driver.request_batch()
     for _ in range(3):
         assert not driver.given_up
@@ -246,7 +249,7 @@ def test_a_run_in_which_group_after_group_fails_is_given_up_and_launches_nothing
 
 
 def test_an_accepted_group_ends_a_row_of_failures():
-    driver = Driver(config(max_failed_groups=2, over_provision=2.0), engines=("a",))
+    driver = Driver(config(retries=Retries(failed_groups=2), over_provision=2.0), engines=("a",))
     driver.request_batch()
     for _ in range(3):
         driver.fail(driver.attempts()[0], final=True)

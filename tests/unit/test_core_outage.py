@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aprilsched.config import Health
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.ledger import Reason
@@ -34,7 +35,7 @@ def evaluate(driver: Driver) -> None:
 
 
 def test_the_wait_is_said_with_every_cause_then_each_minute_and_has_an_end():
-    driver = Driver(config(fleet_wait_s=200))
+    driver = Driver(config(health=Health(fleet_wait_s=200)))
     commands = lose_all(driver)
     assert commands[-1] == do.AwaitFleet(
         lost=(("a", "burnt"), ("b", "burnt")), waited_s=0.0, left_s=200.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import LengthBuckets, Pool, Samples, SchedulerConfig, Staleness, Tokens
 from aprilsched.core.messages.events import Filtered
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.schedule import Schedule
@@ -56,7 +56,7 @@ def test_the_gate_lets_a_trainer_take_several_batches_under_one_version():
 
 
 def test_mask_delivers_old_tokens_with_loss_mask_0():
-    driver = Driver(config(staleness_rule="mask"))
+    driver = Driver(config())
     driver.request_batch()
     slow = driver.group_ids()[0]
     for _ in range(3):
@@ -73,7 +73,7 @@ def test_mask_delivers_old_tokens_with_loss_mask_0():
 
 
 def test_evict_names_the_group_in_the_ledger_at_the_update_that_makes_it_too_old():
-    driver = Driver(config(staleness_rule="evict"))
+    driver = Driver(config(max_staleness=Staleness(1, rule="evict")))
     driver.request_batch()
     slow = driver.group_ids()[0]
     step(driver, keep=slow)
@@ -85,7 +85,7 @@ def test_evict_names_the_group_in_the_ledger_at_the_update_that_makes_it_too_old
 
 
 def test_finish_holds_the_batch_for_what_would_be_too_old_afterwards():
-    driver = Driver(config(staleness_rule="finish"))
+    driver = Driver(config(max_staleness=Staleness(1, rule="finish")))
     driver.request_batch()
     slow = driver.group_ids()[0]
     step(driver, keep=slow)
@@ -99,7 +99,9 @@ def test_finish_holds_the_batch_for_what_would_be_too_old_afterwards():
 
 
 def test_finish_keeps_the_bound_over_many_steps():
-    driver = Driver(config(staleness_rule="finish", batch_groups=3, over_provision=3.0))
+    driver = Driver(
+        config(max_staleness=Staleness(1, rule="finish"), batch_groups=3, over_provision=3.0)
+    )
     for turn in range(30):
         before = len(driver.batches)
         driver.request_batch()
@@ -136,16 +138,16 @@ def until_batch(driver: Driver, *, most: int = 2_000) -> None:
 
 
 STOPS = [
-    {"stop": "samples", "batch_samples": 20},
-    {"stop": "samples", "batch_samples": 3},
-    {"stop": "tokens", "batch_tokens": 150},
-    {"stop": "tokens", "batch_tokens": 7},
+    {"stop": Samples(20)},
+    {"stop": Samples(3)},
+    {"stop": Tokens(150)},
+    {"stop": Tokens(7)},
 ]
 REFILLS = [
     {"refill": "wave"},
-    {"refill": "pool", "refill_groups": 3},
-    {"refill": "pool", "refill_groups": 3, "refill_until": 0.5},
-    {"refill": "rounds", "store_batches": 2.0},
+    {"refill": Pool(together=3)},
+    {"refill": Pool(together=3, until=0.5)},
+    {"refill": LengthBuckets(store=2.0)},
     {"over_provision": "kv"},
     {"over_provision": "auto"},
     {"over_provision": 1.0},
@@ -155,8 +157,8 @@ REFILLS = [
 BOUNDS = [
     {},
     {"max_staleness": 0},
-    {"max_staleness": 1, "staleness_rule": "evict"},
-    {"max_staleness": 1, "staleness_rule": "finish"},
+    {"max_staleness": Staleness(1, rule="evict")},
+    {"max_staleness": Staleness(1, rule="finish")},
 ]
 
 
@@ -169,7 +171,7 @@ def test_no_gate_makes_a_batch_impossible(
     """This is tested for every stop unit: when all launched requests have finished, there is a
     batch."""
     for pace in ("synchronous", "asynchronous"):
-        if (pace, refill.get("refill")) == ("asynchronous", "rounds"):
+        if pace == "asynchronous" and isinstance(refill.get("refill"), LengthBuckets):
             continue
         settings = {"pace": pace, "over_provision": 1.5, "max_staleness": None}
         driver = Driver(config(**{**settings, **bound, **refill, **stop}))
@@ -177,7 +179,7 @@ def test_no_gate_makes_a_batch_impossible(
             until_batch(driver)
             driver.settle()
             driver.update()
-        if bound.get("staleness_rule") == "finish":
+        if bound.get("max_staleness") == Staleness(1, rule="finish"):
             worst = max(r.staleness(b.version) for b in driver.batches for r in b.rollouts)
             assert worst <= 1
             assert driver.state.in_flight.counters.tokens_masked == 0
@@ -210,7 +212,7 @@ def test_no_gate_waits_for_what_is_refused(stop: dict[str, object], pace: str, s
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
 def test_a_batch_by_samples_is_planned_as_the_groups_that_it_takes(pace: str):
     """batch_groups is not used if a batch is full by samples."""
-    driver = Driver(config(stop="samples", batch_samples=21, group_size=4, pace=pace))
+    driver = Driver(config(stop=Samples(21), group_size=4, pace=pace))
     driver.request_batch()
     assert driver.state.batch_groups == 6
     assert driver.state.plan.target_groups == 24
@@ -218,9 +220,7 @@ def test_a_batch_by_samples_is_planned_as_the_groups_that_it_takes(pace: str):
 
 
 def test_a_batch_by_tokens_takes_what_the_lengths_say():
-    settings = config(
-        stop="tokens", batch_tokens=600, max_staleness=None, over_provision=1.5, group_size=2
-    )
+    settings = config(stop=Tokens(600), max_staleness=None, over_provision=1.5, group_size=2)
     driver = Driver(settings)
     driver.request_batch()
     assert len(driver.group_ids()) == 3, "batch_groups is what is known at first"
@@ -236,9 +236,7 @@ def test_a_batch_by_tokens_takes_what_the_lengths_say():
 
 def test_ready_batches_are_counted_as_they_are_delivered():
     """The trainer is slow: two batches by samples are held for it, and no more."""
-    settings = config(
-        stop="samples", batch_samples=10, pace="asynchronous", max_staleness=None, group_size=2
-    )
+    settings = config(stop=Samples(10), pace="asynchronous", max_staleness=None, group_size=2)
     driver = Driver(settings)
     driver.request_batch()
     for _ in range(200):
@@ -257,5 +255,5 @@ def test_a_schedule_is_planned_for_the_batch_that_stops(stop: dict[str, object])
     (plan,) = driver.plans
     assert plan.batch_groups == driver.state.batch_groups
     setting = Planner().setting(plan, driver.config)
-    assert setting.full_at == driver.config.stop_policy
+    assert setting.full_at == driver.config.policies.stop
     assert try_out(Schedule(over_provision=FixedRatio(ratio=1.5), refill=Wave()), setting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from aprilsched.config import Health
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.engine_health import EngineHealth, Window
@@ -15,7 +16,8 @@ LONG = SamplingParams(max_new_tokens=1_000_000)
 
 
 def driver(engines: tuple[str, ...] = ("a", "b"), **changes: object) -> Driver:
-    settings = config(batch_groups=4, stall_timeout_s=60, sampling=LONG, **changes)
+    values: dict[str, object] = {"health": Health(stall_s=60), **changes}
+    settings = config(batch_groups=4, sampling=LONG, **values)
     fleet = Driver(settings, engines=engines)
     fleet.feed(ev.Tick())
     return fleet
@@ -148,10 +150,10 @@ def test_half_the_usual_rate_is_slow_only_where_the_share_says_so():
     fleet = three()
     generate(fleet, 200, each=slower)
     assert not fleet.lost
-    fleet = three(slow_share=0.5)
+    fleet = three(health=Health(stall_s=60, slow_share=0.5))
     generate(fleet, 46, each=slower)
     assert [loss.engine for loss in fleet.lost] == ["b"]
-    fleet = three(slow_share=0.0)
+    fleet = three(health=Health(stall_s=60, slow_share=0.0))
     generate(fleet, 200, each={**FAST, "b": 1})
     assert not fleet.lost
 

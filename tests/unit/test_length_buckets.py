@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import Dispatch, SchedulerConfig, Tokens
 from aprilsched.core.lengths.log_law import LogLaw, rest_of_groups
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
@@ -193,8 +193,7 @@ def config(**changes: object) -> SchedulerConfig:
         "batch_groups": 2,
         "group_size": 2,
         "over_provision": 1.5,
-        "refill": "rounds",
-        "store_batches": 5.0,
+        "refill": LengthBuckets(store=5.0),
         "pace": "synchronous",
         "straggler": "retract",
     }
@@ -239,7 +238,7 @@ def test_the_store_is_opened_and_the_chosen_groups_and_the_probes_are_sent() -> 
 def test_as_many_members_are_probes_as_are_asked_for_but_at_most_half(
     group_size: int, probes: int, sent: int
 ) -> None:
-    driver = Driver(config(group_size=group_size, probes=probes))
+    driver = Driver(config(group_size=group_size, refill=LengthBuckets(probes=probes)))
     driver.request_batch()
     assert len(driver.sends) == sent
 
@@ -317,7 +316,7 @@ def test_groups_that_are_new_in_the_store_are_probed_once() -> None:
 def test_a_group_runs_when_its_first_token_is_so_many_batches_old(oldest: int, runs: bool) -> None:
     """The group is by far the longest, so no window has it as long as there are neighbours that
     waited longer."""
-    driver = Driver(config(over_provision=1.0, oldest_batches=oldest))
+    driver = Driver(config(over_provision=1.0, refill=LengthBuckets(oldest=oldest)))
     driver.request_batch()
     longest = max(driver.group_ids())
     driver.progress(driver.attempts(longest)[0], 900)
@@ -385,7 +384,7 @@ def test_a_rejected_bucket_is_followed_by_another_one_in_the_same_batch() -> Non
 
 @pytest.mark.parametrize("store", [1.0, 5.0])
 def test_a_store_that_is_rejected_to_its_last_group_is_filled_again(store: float) -> None:
-    driver = Driver(config(store_batches=store, over_provision=1.0), accepts=True)
+    driver = Driver(config(refill=LengthBuckets(store=store), over_provision=1.0), accepts=True)
     driver.request_batch()
     first = set(driver.state.in_flight.groups)
     for _ in range(20):
@@ -405,7 +404,7 @@ def test_a_store_that_is_rejected_to_its_last_group_is_filled_again(store: float
 
 
 def test_a_batch_of_more_tokens_than_the_store_has_is_filled() -> None:
-    driver = Driver(config(stop="tokens", batch_tokens=50, store_batches=1.0, over_provision=1.0))
+    driver = Driver(config(stop=Tokens(50), refill=LengthBuckets(store=1.0), over_provision=1.0))
     driver.request_batch()
     for _ in range(40):
         if driver.batches:
@@ -600,11 +599,11 @@ def test_a_group_longer_than_the_others_goes_last() -> None:
         ({"straggler": "run"}, 'set pace="synchronous" and straggler="retract" or "abort"'),
         ({"straggler": "choose"}, 'set pace="synchronous" and straggler="retract" or "abort"'),
         ({"pace": "asynchronous"}, 'set pace="synchronous" and straggler="retract" or "abort"'),
-        ({"start_up": "wait"}, 'leave it "at_once"'),
-        ({"start_up": "ramp"}, 'leave it "at_once"'),
-        ({"store_batches": 0.5}, "store_batches is 0.5"),
-        ({"probes": -1}, "probes is -1"),
-        ({"oldest_batches": 0}, "oldest_batches is 0"),
+        ({"start_up": "wait"}, 'leave start_up "at_once"'),
+        ({"start_up": "ramp"}, 'leave start_up "at_once"'),
+        ({"refill": LengthBuckets(store=0.5)}, "refill.store is 0.5"),
+        ({"refill": LengthBuckets(probes=-1)}, "refill.probes is -1"),
+        ({"refill": LengthBuckets(oldest=0)}, "refill.oldest is 0"),
     ],
     ids=str,
 )
@@ -616,7 +615,7 @@ def test_settings_that_length_buckets_cannot_work_with_are_refused(
 
 
 def test_only_what_is_with_an_engine_is_called_back() -> None:
-    driver = Driver(config(over_provision=5.0, max_in_flight=4))
+    driver = Driver(config(over_provision=5.0, dispatch=Dispatch(max_in_flight=4)))
     driver.request_batch()
     assert len(driver.sends) == 4
     commands: list[do.Command] = driver.feed(ev.BatchWithdrawn())

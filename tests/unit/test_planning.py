@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import Samples, SchedulerConfig, StartUp, Tokens
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
@@ -21,6 +21,7 @@ from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.policies.start_up import StartUpRule
 from aprilsched.core.policies.wave import Wave
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.planning import Planner
@@ -240,15 +241,14 @@ def test_from_waves_to_length_buckets_what_runs_goes_on(straggler: str) -> None:
 )
 @pytest.mark.parametrize("refill", ["wave", "pool"])
 def test_over_provisioning_begins_as_asked_for(
-    start_up: str, targets: list[int], refill: str
+    start_up: StartUpRule, targets: list[int], refill: str
 ) -> None:
     driver = Driver(
         config(
             batch_groups=4,
             over_provision=1.75,
             refill=refill,
-            start_up=start_up,
-            start_up_batches=4,
+            start_up=StartUp(start_up, batches=4),
         )
     )
     seen: list[int] = []
@@ -266,7 +266,9 @@ def test_over_provisioning_begins_as_asked_for(
 def test_a_run_that_waits_at_first_holds_nothing_between_those_batches(refill: str) -> None:
     driver = Driver(
         config(
-            over_provision=2.0, refill=refill, refill_groups=1, start_up="wait", start_up_batches=3
+            over_provision=2.0,
+            refill=Pool(together=1) if refill == "pool" else "wave",
+            start_up=StartUp("wait", batches=3),
         )
     )
     for _ in range(3):
@@ -278,8 +280,8 @@ def test_a_run_that_waits_at_first_holds_nothing_between_those_batches(refill: s
 
 
 @pytest.mark.parametrize("start_up", ["wait", "ramp"])
-def test_nothing_is_planned_before_the_run_has_started_up(start_up: str) -> None:
-    driver = Driver(config(start_up=start_up, start_up_batches=4))
+def test_nothing_is_planned_before_the_run_has_started_up(start_up: StartUpRule) -> None:
+    driver = Driver(config(start_up=StartUp(start_up, batches=4)))
     assert batches(driver, 13) == [4, 12]
 
 
@@ -327,14 +329,14 @@ class Meter:
         ("retract", {"over_provision": 1.25}),
         ("retract", {"over_provision": 2.0}),
         ("retract", {"over_provision": 1.25, "refill": "pool"}),
-        ("retract", {"over_provision": 1.625, "refill": "rounds"}),
+        ("retract", {"over_provision": 1.625, "refill": "buckets"}),
         ("in_place", {"over_provision": 1.25}),
         ("in_place", {"over_provision": 2.0}),
         ("in_place", {"over_provision": 1.25, "refill": "pool"}),
         ("retract", {"over_provision": 1.5, "kv": 100_000}),
         ("in_place", {"over_provision": 1.25, "kv": 100_000}),
-        ("retract", {"over_provision": 1.5, "stop": "tokens", "batch_tokens": 250_000}),
-        ("retract", {"over_provision": 1.5, "stop": "samples", "batch_samples": 100}),
+        ("retract", {"over_provision": 1.5, "stop": Tokens(250_000)}),
+        ("retract", {"over_provision": 1.5, "stop": Samples(100)}),
     ],
     ids=str,
 )
@@ -349,9 +351,11 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
     simulation = Simulation(settings, WORKLOAD, batches=BATCHES, engine=engine, listeners=[meter])
     meter.engines = list(simulation.engines.values())
     simulation.run()
-    defers = settings.refill_policy.defers
+    policies = settings.policies
+    assert policies.over_provision is not None
+    defers = policies.refill.defers
     outcome = try_out(
-        Schedule(over_provision=settings.over_provision_policy, refill=settings.refill_policy),
+        Schedule(over_provision=policies.over_provision, refill=policies.refill),
         Setting(
             lengths=drawn(32 * (BATCHES + 8)),
             batch_groups=32,
@@ -361,7 +365,7 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
             batches=BATCHES - BURN_IN,
             burn_in=BURN_IN // 3 if defers else BURN_IN,
             kv_tokens=kv,
-            stop=settings.stop_policy,
+            stop=policies.stop,
         ),
     )
     seconds = meter.now[-1] - meter.now[BURN_IN - 1]
@@ -369,7 +373,7 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
     stale, tokens = np.sum(meter.tokens[BURN_IN:], axis=0)
     # A trial knows only roughly in which order a full pool lets requests go on, and from the first
     # batch on how many groups hold so many tokens.
-    near = 0.03 if defers or kv is not None or settings.stop == "tokens" else 0.005
+    near = 0.03 if defers or kv is not None or isinstance(policies.stop, Tokens) else 0.005
     assert outcome.efficiency == pytest.approx(efficiency, rel=near)
     assert outcome.off_policy_share == pytest.approx(stale / tokens, abs=near)
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import Dispatch, SchedulerConfig
 from aprilsched.coordinator.opening import check_engines
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, PoolLoad
@@ -91,9 +91,7 @@ def test_a_tapered_batch_still_fills_when_everything_else_has_ended() -> None:
             batch_groups=4,
             group_size=2,
             over_provision=1.0,
-            refill="pool",
-            refill_groups=1,
-            refill_until=0.25,
+            refill=Pool(together=1, until=0.25),
         ),
         accepts=True,
     )
@@ -246,7 +244,7 @@ def interrupted(order: ResumeOrder, tokens: Sequence[int]) -> Driver:
             group_size=2,
             over_provision=4.0,
             straggler="abort",
-            resume_order=order,
+            dispatch=Dispatch(order=order),
         )
     )
     driver.request_batch()
@@ -309,7 +307,11 @@ def test_what_a_finished_sibling_took_decides_about_the_others(
 ) -> None:
     driver = Driver(
         SchedulerConfig(
-            batch_groups=2, group_size=2, over_provision=2.0, straggler="abort", resume_order=order
+            batch_groups=2,
+            group_size=2,
+            over_provision=2.0,
+            straggler="abort",
+            dispatch=Dispatch(order=order),
         )
     )
     driver.request_batch()

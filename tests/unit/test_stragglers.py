@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import Dispatch, SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.straggler import Prices
 from tests.support.driver import Driver, Key, names, prompts
@@ -161,7 +161,7 @@ def test_an_update_within_a_batch_lets_them_run_out_too() -> None:
 
 
 def test_nothing_new_is_sent_while_they_run_out() -> None:
-    driver = Driver(config(over_provision=4.0, max_in_flight=4))
+    driver = Driver(config(over_provision=4.0, dispatch=Dispatch(max_in_flight=4)))
     driver.request_batch()
     for key in driver.attempts():
         driver.progress(key, 50)
@@ -287,7 +287,7 @@ def overloaded(straggler: str = "retract", **changes: object) -> Driver:
     values: dict[str, object] = {
         "over_provision": 8.0,
         "straggler": straggler,
-        "rebalance": True,
+        "dispatch": Dispatch(rebalance=True),
         "prices": WAITING_IS_DEAR,
     }
     driver = Driver(config(**{**values, **changes}), engines=("a",))
@@ -348,7 +348,9 @@ def test_what_was_called_back_goes_on_at_the_other_engine_with_its_tokens(stragg
 
 
 def test_balanced_engines_are_left_alone() -> None:
-    driver = Driver(config(straggler="retract", over_provision=8.0, rebalance=True))
+    driver = Driver(
+        config(straggler="retract", over_provision=8.0, dispatch=Dispatch(rebalance=True))
+    )
     driver.request_batch()
     for group_id in driver.group_ids()[:2]:
         driver.finish_group(group_id)
@@ -357,7 +359,7 @@ def test_balanced_engines_are_left_alone() -> None:
 
 
 def test_without_rebalancing_an_overloaded_engine_keeps_what_it_has() -> None:
-    driver = overloaded(rebalance=False)
+    driver = overloaded(dispatch=Dispatch(rebalance=False))
     assert not driver.aborts
     driver.settle()
     assert {send.engine for send in driver.sends.values()} == {"a"}

@@ -31,7 +31,6 @@ from aprilsched.errors import PromptsExhausted
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.runs.policies import chosen
-from aprilsched.runs.settings import SchedulerFlags
 from aprilsched.runs.summary import remainder
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry.figures import RunSummary, SteadyState
@@ -362,8 +361,7 @@ def test_a_preset_runs(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_policy_on_the_command_line_is_its_preset(name: str) -> None:
     (policy,) = chosen(name)
-    flags = policy.apply(SchedulerFlags())
-    assert flags == PRESETS[name](SchedulerFlags())
+    assert policy.apply(SchedulerConfig()) == PRESETS[name](SchedulerConfig())
     assert policy.what in (PRESETS[name].__doc__ or "")
 
 

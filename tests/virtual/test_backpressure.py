@@ -22,6 +22,7 @@ from aprilsched import (
     SimPublisher,
     Turn,
 )
+from aprilsched.config import Pool
 from aprilsched.core.invariants import check
 from aprilsched.core.messages.commands import Command, Launch
 from aprilsched.core.messages.events import Event
@@ -76,8 +77,7 @@ def run(program: Program, *, changes: dict[str, Any] | None = None, **parts: Any
         "group_size": SIZE,
         "over_provision": float(RATIO),
         "pace": "asynchronous",
-        "refill": "pool",
-        "refill_groups": 1,
+        "refill": Pool(together=1),
         "ready_batches": READY,
     }
     watching = Watching()

@@ -52,7 +52,7 @@ def test_nothing_is_lost(tmp_path: Path, straggler: str, pace: str):
 
 
 def test_dropped_rollouts_are_named(tmp_path: Path):
-    arguments = ["--batches", "8", "--max-staleness", "1", "--staleness-rule", "evict"]
+    arguments = ["--batches", "8", "--max-staleness", "1", "--max-staleness.rule", "evict"]
     rollouts = run(tmp_path, *arguments)["rollouts"]
     assert rollouts["dropped"]["stale"] > 0
     assert rollouts["lost"] == 0

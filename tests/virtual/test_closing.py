@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.config import Dispatch
 from aprilsched.engines.base import Chunk, GenerationRequest, PauseMode
 from aprilsched.engines.http.failures import Answer
 from aprilsched.engines.http.limits import HttpLimits
@@ -333,7 +334,10 @@ async def holding(
     machine = SimConfig(stream_interval=INTERVAL, vocab_size=512, stream_at_pause=False)
     prompts = LongTailWorkload(median=300, sigma=1.0, cap=2_000, group_size=4, vocab_size=512)
     settings = config(
-        batch_groups=count // 12, over_provision=3.0, pace="synchronous", dispatch_rate=100_000
+        batch_groups=count // 12,
+        over_provision=3.0,
+        pace="synchronous",
+        dispatch=Dispatch(rate=100_000),
     )
     async with SimServer(machine, faults=script.of_engine(0)) as server:
         fleet = SGLangFleet([server.url], stream_interval=INTERVAL, limits=limits)
@@ -419,7 +423,7 @@ def test_requests_that_are_called_back_together_are_aborted_a_few_at_a_time(
 
     async def main() -> None:
         prompts = LongTailWorkload(median=300, sigma=1.0, cap=2_000, group_size=4, vocab_size=512)
-        settings = config(batch_groups=30, straggler="abort", dispatch_rate=100_000)
+        settings = config(batch_groups=30, straggler="abort", dispatch=Dispatch(rate=100_000))
         async with SimServer(CONFIG) as server:
             fleet = SGLangFleet([server.url], stream_interval=INTERVAL)
             async with RolloutScheduler(fleet, prompts, config=settings) as rollouts:

@@ -21,6 +21,7 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
+from aprilsched.config import Dispatch, Health, Retries, Timeouts
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import EngineLost, Event, Finished
@@ -259,7 +260,7 @@ def test_a_reward_that_always_raises_ends_the_wait_with_its_reason():
 
     async def main() -> None:
         async with RolloutScheduler(
-            SimFleet(1), workload(), reward=score, config=config(max_failed_groups=9)
+            SimFleet(1), workload(), reward=score, config=config(retries=Retries(failed_groups=9))
         ) as rollouts:
             with pytest.raises(RunGivenUp, match=r"9 groups in a row failed.*KeyError"):
                 await rollouts.next_batch()
@@ -376,7 +377,7 @@ class Hanging(Broken):
 def test_a_publisher_that_hangs_is_given_up_at_its_deadline():
     async def main() -> None:
         async with RolloutScheduler(
-            SimFleet(1), workload(), config=config(refit_timeout_s=30)
+            SimFleet(1), workload(), config=config(timeouts=Timeouts(refit_s=30))
         ) as rollouts:
             await rollouts.next_batch()
             with pytest.raises(RefitError, match="did not finish within 30 s"):
@@ -456,7 +457,7 @@ def test_prompts_that_are_none_end_the_run_with_the_reason():
 
 def test_the_loss_of_the_last_engine_is_raised():
     async def main() -> None:
-        settings = config(fleet_wait_s=0)
+        settings = config(health=Health(fleet_wait_s=0))
         async with RolloutScheduler(SimFleet(1), workload(), config=settings) as rollouts:
             waiting = asyncio.create_task(rollouts.next_batch())
             await asyncio.sleep(0.1)
@@ -503,7 +504,9 @@ def test_sends_are_paced():
         async with RolloutScheduler(
             SimFleet(1),
             prompts,
-            config=config(batch_groups=40, group_size=1, over_provision=1.0, dispatch_rate=rate),
+            config=config(
+                batch_groups=40, group_size=1, over_provision=1.0, dispatch=Dispatch(rate=rate)
+            ),
             listeners=[listener],
         ) as rollouts:
             await rollouts.next_batch()

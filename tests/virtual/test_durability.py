@@ -32,6 +32,7 @@ from aprilsched import (
     SqliteStore,
     Turn,
 )
+from aprilsched.config import Health
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.messages.commands import Command, Send
 from aprilsched.core.messages.events import Event, Finished
@@ -115,7 +116,7 @@ def left_behind(store: SqliteStore, to: Path) -> None:
     [
         ("synchronous", "wave"),
         ("synchronous", "pool"),
-        ("synchronous", "rounds"),
+        ("synchronous", "buckets"),
         ("asynchronous", "wave"),
         ("asynchronous", "pool"),
     ],
@@ -817,7 +818,7 @@ def test_a_lost_fleet_ends_the_scheduler_and_not_the_run(monkeypatch: pytest.Mon
     fleet = SimFleet(2, stream_interval=8)
 
     async def first_life() -> list[Batch]:
-        settings = config(fleet_wait_s=5.0)
+        settings = config(health=Health(fleet_wait_s=5.0))
         async with scheduler(store, fleet=fleet, config=settings) as rollouts:
             batches = [await rollouts.next_batch()]
             batches[0].acknowledge()

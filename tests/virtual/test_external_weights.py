@@ -25,6 +25,7 @@ from aprilsched import (
     SchedulerConfig,
     SimFleet,
 )
+from aprilsched.config import Timeouts
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.engines.base import PauseMode
@@ -408,7 +409,7 @@ def test_a_trainer_that_never_says_done_is_given_up():
     fleet = SimFleet(2)
 
     async def main() -> None:
-        async with running(fleet, refit_timeout_s=30.0) as rollouts:
+        async with running(fleet, timeouts=Timeouts(refit_s=30.0)) as rollouts:
             batches = [await rollouts.next_batch()]
             with pytest.raises(RefitError, match="the publisher did not finish within 30 s"):
                 async with rollouts.paused_for_weights():

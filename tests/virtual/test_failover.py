@@ -21,6 +21,7 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
+from aprilsched.config import Health, Timeouts
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.engines.base import Chunk, Engine, GenerationRequest
@@ -40,7 +41,7 @@ def config(**changes: object) -> SchedulerConfig:
         "group_size": 4,
         "over_provision": 2.0,
         "pace": "asynchronous",
-        "stall_timeout_s": 20.0,
+        "health": Health(stall_s=20.0),
     }
     return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -281,7 +282,7 @@ def test_an_engine_that_answers_but_does_not_work_stays_out_until_it_does(fault:
     fleet = Servers(2)
 
     async def main() -> None:
-        async with running(fleet, control_timeout_s=15.0) as rollouts:
+        async with running(fleet, timeouts=Timeouts(control_s=15.0)) as rollouts:
             rollouts._feed(ev.EngineLost(engine="sim-1", cause="unplugged"))
             fleet.spoilt.fault = fault
             if fault == "hung":
@@ -331,7 +332,7 @@ def test_a_fleet_that_does_not_come_back_ends_every_call_in_the_end():
     fleet = Servers(2)
 
     async def main() -> None:
-        async with running(fleet, fleet_wait_s=300.0) as rollouts:
+        async with running(fleet, health=Health(stall_s=20.0, fleet_wait_s=300.0)) as rollouts:
             calls: list[asyncio.Task[object]] = [
                 asyncio.create_task(rollouts.next_batch()),
                 asyncio.create_task(rollouts.evaluate(prompts())),

@@ -27,6 +27,7 @@ from aprilsched.analysis.lengths_of_run import read_record
 from aprilsched.analysis.rebuild import summary_of_run
 from aprilsched.analysis.report.words import ran
 from aprilsched.cli.main import main
+from aprilsched.config import Dispatch, Groups, Samples, Stop, Tokens
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
 from aprilsched.planning import Planner
@@ -87,35 +88,28 @@ async def run(
     return batches
 
 
-STOPS: list[tuple[str, int]] = [("groups", 4), ("samples", 9), ("tokens", 200)]
-
-
-@pytest.mark.parametrize(("stop", "amount"), STOPS, ids=[stop for stop, _ in STOPS])
+@pytest.mark.parametrize("stop", [Groups(4), Samples(9), Tokens(200)], ids=lambda stop: stop.name)
 @pytest.mark.parametrize(
     "settings",
     [
         {"refill": "wave"},
         {"refill": "pool", "pace": "asynchronous", "max_staleness": 1},
-        {"refill": "rounds", "straggler": "abort"},
+        {"refill": "buckets", "straggler": "abort"},
         {"over_provision": "auto"},
-        {"over_provision": "kv", "rebalance": True},
+        {"over_provision": "kv", "dispatch": Dispatch(rebalance=True)},
     ],
-    ids=["wave", "pool", "rounds", "auto", "kv"],
+    ids=["wave", "pool", "buckets", "auto", "kv"],
 )
-def test_every_rule_delivers_whole_groups_of_their_own_size(
-    settings: dict[str, Any], stop: str, amount: int
-):
-    if stop != "groups":
-        settings = {**settings, "stop": stop, f"batch_{stop}": amount}
-    batches = run_virtual(run(6, settings))
+def test_every_rule_delivers_whole_groups_of_their_own_size(settings: dict[str, Any], stop: Stop):
+    batches = run_virtual(run(6, {**settings, "stop": stop}))
     check(batches)
     for batch in batches:
         counted = {
             "groups": len(batch.groups),
             "samples": sum(1 for _ in batch.rollouts),
             "tokens": batch.tokens,
-        }[stop]
-        assert counted >= amount
+        }[stop.name]
+        assert counted >= stop.amount
 
 
 def test_rewards_of_groups_and_evaluations_have_the_size_of_their_prompt():
@@ -190,8 +184,7 @@ def test_samples_are_filled_by_the_size_that_groups_really_have():
             group_size=4,
             over_provision=1.0,
             pace="synchronous",
-            stop="samples",
-            batch_samples=12,
+            stop=Samples(12),
         ),
     )
     driver.sizes = (1,)

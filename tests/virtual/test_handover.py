@@ -22,9 +22,11 @@ from aprilsched import (
     SimPublisher,
     SqliteStore,
 )
+from aprilsched.config import Staleness
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.messages.commands import Command, Offer, WithdrawOffer
 from aprilsched.core.messages.events import Event, UpdateRequested
+from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.state.saved import Snapshot
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import StoreError
@@ -144,12 +146,12 @@ def test_a_batch_whose_wait_is_cancelled_as_it_is_offered_is_not_taken(saved: bo
 
 
 @pytest.mark.parametrize("rule", ["mask", "evict", "finish"])
-def test_an_update_withdraws_what_was_not_taken_and_staleness_is_bounded(rule: str):
+def test_an_update_withdraws_what_was_not_taken_and_staleness_is_bounded(rule: StalenessRule):
     cancelling = Cancelling()
 
     async def main() -> None:
         async with scheduler(
-            MemoryStore(), listeners=(cancelling,), max_staleness=0, staleness_rule=rule
+            MemoryStore(), listeners=(cancelling,), max_staleness=Staleness(0, rule=rule)
         ) as rollouts:
             cancelling.task = asyncio.create_task(rollouts.next_batch())
             with pytest.raises(asyncio.CancelledError):

@@ -9,6 +9,7 @@ import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
 from aprilsched.blocking import RolloutScheduler as BlockingScheduler
+from aprilsched.config import Staleness
 from aprilsched.coordinator import BiasNow
 from aprilsched.engines.sim import run_virtual
 
@@ -73,7 +74,7 @@ def test_after_many_batches_little_is_left():
 
 def test_a_policy_that_censors_is_named_once(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, logger="aprilsched"):
-        now, _ = bias(20, max_staleness=1, staleness_rule="evict")
+        now, _ = bias(20, max_staleness=Staleness(1, rule="evict"))
     assert now.warning is not None
     assert "stale" in now.warning
     assert "shorter by at least" in now.warning

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
 from aprilsched.analysis.usage import usage_of
 from aprilsched.cli.main import main
+from aprilsched.config import Staleness
 from aprilsched.core.messages.facts import Fact
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
@@ -68,8 +69,7 @@ def driven(
         batch_groups=4,
         group_size=4,
         over_provision=2.0,
-        max_staleness=1,
-        staleness_rule="evict",
+        max_staleness=Staleness(1, rule="evict"),
         pace=pace,
     )
     workload = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)

@@ -29,6 +29,7 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
+from aprilsched.config import Dispatch, LengthBuckets, Samples, Staleness, StartUp, Tokens
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
@@ -49,10 +50,10 @@ async def accept(group: Group) -> bool:
     return len(group.rollouts[0].token_ids) % 3 > 0
 
 
-FINISH = {"max_staleness": 1, "staleness_rule": "finish"}
+FINISH = {"max_staleness": Staleness(1, rule="finish")}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "rounds": {"refill": "rounds", "store_batches": 3.0},
+    "rounds": {"refill": LengthBuckets(store=3.0)},
     "pool": {"refill": "pool"},
     "auto": {"over_provision": "auto"},
     "auto in place": {"over_provision": "auto", "straggler": "in_place"},
@@ -60,27 +61,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "waiting": {"over_provision": 1.0},
     "in place": {"straggler": "in_place", "over_provision": 2.0},
     "abort apart": {"straggler": "abort", "kv_after_refit": "apart"},
-    "rounds abort": {"refill": "rounds", "store_batches": 3.0, "straggler": "abort"},
+    "rounds abort": {"refill": LengthBuckets(store=3.0), "straggler": "abort"},
     "run": {"straggler": "run"},
     "choose": {"straggler": "choose", "kv_after_refit": "apart"},
     "asynchronous": {"pace": "asynchronous"},
     "asynchronous auto": {"pace": "asynchronous", "over_provision": "auto"},
     "asynchronous pool": {"pace": "asynchronous", "refill": "pool", **FINISH},
     "finish": FINISH,
-    "evict": {"max_staleness": 1, "staleness_rule": "evict"},
+    "evict": {"max_staleness": Staleness(1, rule="evict")},
     "mask": {"max_staleness": 0},
     "large batch": {"batch_groups": 11},
     "small batch": {"batch_groups": 1},
-    "samples": {"stop": "samples", "batch_samples": 30},
-    "asynchronous tokens": {"stop": "tokens", "batch_tokens": 3000, "pace": "asynchronous"},
-    "rounds tokens": {"stop": "tokens", "batch_tokens": 2000, "refill": "rounds"},
-    "auto samples": {"stop": "samples", "batch_samples": 30, "over_provision": "auto"},
+    "samples": {"stop": Samples(30)},
+    "asynchronous tokens": {"stop": Tokens(3000), "pace": "asynchronous"},
+    "rounds tokens": {"stop": Tokens(2000), "refill": "buckets"},
+    "auto samples": {"stop": Samples(30), "over_provision": "auto"},
     "pairs": {"group_size": 2},
     "groups of six": {"group_size": 6, "over_provision": "auto"},
-    "ramp": {"start_up": "ramp", "start_up_batches": 3},
-    "start with waiting": {"start_up": "wait", "start_up_batches": 3},
+    "ramp": {"start_up": StartUp("ramp", batches=3)},
+    "start with waiting": {"start_up": StartUp("wait", batches=3)},
     "reward": {"reward": reward},
-    "reward of rounds": {"reward": reward, "refill": "rounds"},
+    "reward of rounds": {"reward": reward, "refill": "buckets"},
     "reward of groups": {"reward": group_reward, "reward_scope": "group"},
     "accept": {"accept": accept},
     "accept rewarded": {"accept": accept, "reward": reward},
@@ -187,7 +188,7 @@ def test_one_request_at_a_time_fills_batches(name: str) -> None:
     """Requests that `max_in_flight` holds back are sent when others end, so any batch fits."""
 
     async def live() -> None:
-        async with scheduler(name, MemoryStore(), max_in_flight=1) as rollouts:
+        async with scheduler(name, MemoryStore(), dispatch=Dispatch(max_in_flight=1)) as rollouts:
             for _ in range(3):
                 batch = await asyncio.wait_for(rollouts.next_batch(), 6000)
                 assert list(batch.rollouts)

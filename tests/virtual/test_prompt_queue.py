@@ -22,6 +22,7 @@ from aprilsched import (
     SimPublisher,
     blocking,
 )
+from aprilsched.config import Pool, Samples, StartUp
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.planning import Planner
@@ -33,18 +34,18 @@ LONG_S = 10_000
 SCHEDULES: dict[str, dict[str, Any]] = {
     "wave": {"over_provision": 1.5},
     "a large wave": {"over_provision": 4.0},
-    "pool": {"refill": "pool", "over_provision": 2.0, "refill_groups": 3},
-    "pool with a taper": {"refill": "pool", "over_provision": 3.0, "refill_until": 0.25},
+    "pool": {"refill": Pool(together=3), "over_provision": 2.0},
+    "pool with a taper": {"refill": Pool(until=0.25), "over_provision": 3.0},
     "auto": {"over_provision": "auto"},
     "kv": {"over_provision": "kv"},
-    "ramp": {"over_provision": 2.0, "start_up": "ramp", "start_up_batches": 3},
-    "wait": {"over_provision": 2.0, "start_up": "wait", "start_up_batches": 3},
+    "ramp": {"over_provision": 2.0, "start_up": StartUp("ramp", batches=3)},
+    "wait": {"over_provision": 2.0, "start_up": StartUp("wait", batches=3)},
     "staleness": {"over_provision": 2.0, "max_staleness": 0},
-    "samples": {"over_provision": 2.0, "stop": "samples", "batch_samples": 2 * GROUPS},
+    "samples": {"over_provision": 2.0, "stop": Samples(2 * GROUPS)},
     "abort": {"over_provision": 2.0, "straggler": "abort"},
 }
 SYNCHRONOUS: dict[str, dict[str, Any]] = {
-    "rounds": {"refill": "rounds", "over_provision": 1.5},
+    "rounds": {"refill": "buckets", "over_provision": 1.5},
     "auto with abort": {"over_provision": "auto", "straggler": "abort"},
 }
 

@@ -48,9 +48,9 @@ SHORT = ["--median", "60", "--cap", "600"]
 RUNS: dict[str, tuple[list[str], Callable[[RunSummary], object]]] = {
     "waves": ([], lambda own: own.rollouts.in_flight),
     "pool": (["--refill", "pool"], lambda own: own.tokens.reprefilled),
-    "rounds": (["--refill", "rounds", "--probes", "1"], lambda own: own.rollouts.in_flight),
+    "rounds": (["--refill", "buckets", "--refill.probes", "1"], lambda own: own.rollouts.in_flight),
     "evict": (
-        ["--max-staleness", "1", "--staleness-rule", "evict"],
+        ["--max-staleness", "1", "--max-staleness.rule", "evict"],
         lambda own: own.rollouts.dropped["stale"] and own.tokens.discarded,
     ),
     "mask": (
@@ -63,7 +63,7 @@ RUNS: dict[str, tuple[list[str], Callable[[RunSummary], object]]] = {
     "run": (["--straggler", "run"], lambda own: own.staleness.max),
     "auto": (["--over-provision", "auto"], lambda own: own.efficiency),
     "a full fleet": (
-        ["--max-in-flight", "20", "--sim.engines", "2"], lambda own: own.rollouts.in_flight
+        ["--dispatch.max-in-flight", "20", "--sim.engines", "2"], lambda own: own.rollouts.in_flight
     ),
     "a trainer": (
         ["--train-seconds", "5", "--update-every", "2", "--burn-in", "1"],
@@ -135,7 +135,9 @@ def test_a_log_of_version_1_says_what_its_run_said():
     assert own.rollouts.dropped["stale"]
     assert own.rollouts.in_flight
     rebuilt = replace(rebuilt_summary(RUN_OF_VERSION_1), error=None)
-    assert differences(rebuilt, own) == {}
+    found = differences(rebuilt, own)
+    # The sentence names a setting, which has another name today.
+    assert set(found) == {".bias.censoring.warning"}
 
 
 def test_a_run_of_version_1_that_goes_on_is_read_whole(tmp_path: Path):

@@ -19,12 +19,14 @@ from aprilsched.analysis.lengths_of_run import read_record
 from aprilsched.analysis.rebuild import rebuilt_summary
 from aprilsched.analysis.run import read_run
 from aprilsched.cli.main import main
+from aprilsched.config import SchedulerConfig, Staleness
 from aprilsched.core.messages.facts import BatchDelivered, BatchRequested
+from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.engines.sim import SimFleet
 from aprilsched.errors import ConfigError, RunFolderError
 from aprilsched.runs.config_file import read_settings
 from aprilsched.runs.drive import Run
-from aprilsched.runs.settings import RunSettings, SchedulerFlags, WorkloadSettings
+from aprilsched.runs.settings import RunSettings, WorkloadSettings
 from aprilsched.runs.setup import prepare
 from aprilsched.store.sqlite import SqliteStore
 from aprilsched.telemetry.event_log import EventLog
@@ -71,7 +73,7 @@ class DyingFleet(SimFleet):
 
     def _wait_for_log(self, logged: int) -> None:
         """Block the event loop, so that the log's thread catches up and virtual time stands."""
-        while deliveries(self._run) < logged:
+        while not (self._run / EVENTS).exists() or deliveries(self._run) < logged:
             time.sleep(0.001)
 
 
@@ -82,7 +84,7 @@ def begin(
 
     `logged` holds, for each time, how many deliveries the copied log has at least.
     """
-    scheduler = SchedulerFlags(
+    scheduler = SchedulerConfig(
         batch_groups=4, group_size=4, over_provision=2.0, save_interval_s=0.3, **changes
     )
     settings = RunSettings(
@@ -146,9 +148,9 @@ def check_everything(run: Path, *, incarnations: int, batches: int = BATCHES) ->
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize("rule", ["mask", "evict"])
-def test_a_run_that_died_goes_on(tmp_path: Path, pace: str, rule: str):
+def test_a_run_that_died_goes_on(tmp_path: Path, pace: str, rule: StalenessRule):
     remains = begin(
-        tmp_path / "a", [0.5, 1.7, 3.3], pace=pace, max_staleness=1, staleness_rule=rule
+        tmp_path / "a", [0.5, 1.7, 3.3], pace=pace, max_staleness=Staleness(1, rule=rule)
     )
     assert len(remains) == 3
     for left in remains:

@@ -26,6 +26,7 @@ from aprilsched import (
     SqliteStore,
     Turn,
 )
+from aprilsched.config import Retries
 from aprilsched.core.messages.facts import RolloutScored
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import State
@@ -40,7 +41,9 @@ from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.summary import Summary
 from aprilsched.telemetry.trackers import StepTracker
 
-CONFIG = SchedulerConfig(batch_groups=2, group_size=2, over_provision=2.0, max_failed_groups=3)
+CONFIG = SchedulerConfig(
+    batch_groups=2, group_size=2, over_provision=2.0, retries=Retries(failed_groups=3)
+)
 SHORT = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import Dispatch, SchedulerConfig
 from aprilsched.coordinator import RolloutScheduler
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages.commands import Command
@@ -49,7 +49,7 @@ def config(**changes: object) -> SchedulerConfig:
         "batch_groups": 8,
         "group_size": 4,
         "over_provision": 2.0,
-        "dispatch_rate": 10**9,
+        "dispatch": Dispatch(rate=10**9),
     }
     return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -133,7 +133,7 @@ def test_no_engine_draws_the_whole_wave_after_a_pause() -> None:
 def test_carried_contexts_are_spread_over_all_engines() -> None:
     """Nothing is sent until all engines are back. Otherwise the first one would get all carried
     requests."""
-    settings = config(batch_groups=32, refill="rounds", over_provision=1.5)
+    settings = config(batch_groups=32, refill="buckets", over_provision=1.5)
     simulation = Simulation(settings, WORKLOAD, engines=4, engine=MODEL, batches=BATCHES)
     simulation.run()
     prefilled = [engine.batcher.counters.prefilled for engine in simulation.engines.values()]

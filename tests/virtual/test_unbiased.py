@@ -35,6 +35,7 @@ from aprilsched.analysis.observations import delivered_lengths, lengths_by_batch
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.transients import Transient, live_transient, realised_transient
 from aprilsched.cli.main import main
+from aprilsched.config import Dispatch, Staleness
 from aprilsched.core.lengths.groups import GroupLengths, pooled
 from aprilsched.core.messages.commands import Send
 from aprilsched.core.messages.events import Event
@@ -96,7 +97,7 @@ def outcome(
         "batch_groups": BATCH_GROUPS,
         "group_size": GROUP,
         "over_provision": 2.0,
-        "dispatch_rate": 100_000,
+        "dispatch": Dispatch(rate=100_000),
     }
     config = SchedulerConfig(**{**values, **changes})
     listener = Sent()
@@ -158,7 +159,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "wave": {},
     "pool": {"refill": "pool", "straggler": "in_place"},
     "abort": {"straggler": "abort"},
-    "rounds": {"refill": "rounds", "over_provision": 1.5},
+    "rounds": {"refill": "buckets", "over_provision": 1.5},
 }
 
 
@@ -246,7 +247,7 @@ def test_the_first_of_each_group_fail():
 
 
 def test_evicting_the_stale_fails():
-    run = outcome(batches=50, max_staleness=1, staleness_rule="evict")
+    run = outcome(batches=50, max_staleness=Staleness(1, rule="evict"))
     assert run.evicted
     assert conservation(
         run.sent,
@@ -262,7 +263,7 @@ def test_evicting_the_stale_fails():
 
 def test_finishing_the_stale_first_does_not():
     """Such a bound kept by another rule is no censor; short and long batches take turns."""
-    run = outcome(batches=50, max_staleness=2, staleness_rule="finish")
+    run = outcome(batches=50, max_staleness=Staleness(2, rule="finish"))
     assert run.evicted == []
     assert compared(run.lengths, block=4)["mean"].equivalent
 
@@ -305,7 +306,7 @@ def test_a_planted_reward_keeps_its_baseline_and_its_advantage(name: str):
 
 
 def test_evicting_the_stale_bends_the_planted_reward():
-    baseline, _ = offsets(outcome(batches=50, max_staleness=1, staleness_rule="evict").batches)
+    baseline, _ = offsets(outcome(batches=50, max_staleness=Staleness(1, rule="evict")).batches)
     assert baseline < -8
 
 

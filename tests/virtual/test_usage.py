@@ -36,14 +36,14 @@ RUNS: dict[str, tuple[list[str], set[str]]] = {
     "waves": ([], {"tail", "re_prefill", "pause"}),
     "no over-provisioning": (["--over-provision", "1"], {"tail"}),
     "pool": (["--refill", "pool"], {"re_prefill"}),
-    "rounds": (["--refill", "rounds", "--probes", "1"], {"tail"}),
+    "rounds": (["--refill", "buckets", "--refill.probes", "1"], {"tail"}),
     "asynchronous": (["--pace", "asynchronous", "--train-seconds", "30"], {"trainer"}),
     "synchronous": (["--train-seconds", "30"], {"trainer"}),
     "in place": (["--straggler", "in_place"], {"tail"}),
     "abort": (["--straggler", "abort"], {"re_prefill"}),
     "run": (["--straggler", "run"], {"tail"}),
     "refits": (["--sim.refit-seconds", "3"], {"refit"}),
-    "two engines": (["--sim.engines", "2", "--max-in-flight", "20"], {"tail"}),
+    "two engines": (["--sim.engines", "2", "--dispatch.max-in-flight", "20"], {"tail"}),
 }
 # fmt: on
 """Arguments of ``aprilsched run``, and parts that must be there."""

@@ -23,6 +23,7 @@ from aprilsched import (
     SimPublisher,
     Turn,
 )
+from aprilsched.config import Dispatch, Pool, Retries
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.core.state.ledger import Reason
 from aprilsched.engines.base import Engine
@@ -57,7 +58,7 @@ def config(**changes: object) -> SchedulerConfig:
         "batch_groups": 2,
         "group_size": 2,
         "over_provision": 1.0,
-        "max_failed_groups": 4,
+        "retries": Retries(failed_groups=4),
     }
     return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -538,12 +539,12 @@ def test_a_trainer_that_pushes_a_batch_of_prompts_at_a_time_gets_its_batches():
     for changes in (
         {},
         {"pace": "asynchronous"},
-        {"refill": "pool", "refill_groups": 2},
-        {"refill": "pool", "refill_groups": 2, "pace": "asynchronous"},
-        {"refill": "rounds"},
+        {"refill": Pool(together=2)},
+        {"refill": Pool(together=2), "pace": "asynchronous"},
+        {"refill": "buckets"},
         {"max_staleness": 1},
         {"max_staleness": 1, "pace": "asynchronous"},
-        {"straggler": "abort", "max_in_flight": 8},
+        {"straggler": "abort", "dispatch": Dispatch(max_in_flight=8)},
     ):
         run_virtual(main(**dict[str, Any](changes)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.telemetry.figures import RunSummary
@@ -73,8 +73,10 @@ def _engines(config: Mapping[str, Any], summary: RunSummary) -> str:
 def _batches(scheduler: Mapping[str, Any], summary: RunSummary) -> str:
     groups, size = scheduler.get("batch_groups"), scheduler.get("group_size")
     delivered = f"{_several(summary.batches, 'batch', 'batches')} delivered"
-    if scheduler.get("stop", "groups") != "groups":
-        return f"Batches: full by {scheduler.get('stop')}; {delivered}."
+    unit, stop = _rule(scheduler.get("stop", "groups"))
+    if unit != "groups":
+        full = f"{_plain(stop['amount'])} {unit}" if "amount" in stop else unit
+        return f"Batches: full by {full}; {delivered}."
     if not isinstance(groups, int) or not isinstance(size, int):
         return f"Batches: {delivered}."
     if any(batch.rollouts != size * batch.groups for batch in summary.per_batch):
@@ -89,7 +91,8 @@ def _batches(scheduler: Mapping[str, Any], summary: RunSummary) -> str:
 
 
 def _policy(scheduler: Mapping[str, Any]) -> str:
-    ratio, refill = scheduler.get("over_provision"), scheduler.get("refill")
+    ratio, _ = _rule(scheduler.get("over_provision"))
+    refill, settings = _rule(scheduler.get("refill"))
     if ratio == "auto":
         return "Policy: the scheduler chooses how much to start, and when, while the run goes on."
     much = (
@@ -103,10 +106,13 @@ def _policy(scheduler: Mapping[str, Any]) -> str:
         case "wave":
             return f"Policy: start up to {much}, hand over the first batch that is complete."
         case "pool":
-            by = _counted(scheduler.get("refill_groups"), "prompt", "prompts")
+            by = _counted(settings.get("together"), "prompt", "prompts")
             return f"Policy: keep {much} generating at any time, refilled {by} at a time."
-        case "rounds":
-            return "Policy: of a store of open prompts, run those of like expected length together."
+        case "buckets":
+            return (
+                "Policy: keep more prompts open than run, and run those of similar expected length "
+                "together."
+            )
         case _:
             return ""
 
@@ -134,10 +140,12 @@ def _pace(config: Mapping[str, Any], scheduler: Mapping[str, Any]) -> str:
 
 
 def _staleness(scheduler: Mapping[str, Any]) -> str:
-    bound, rule = scheduler.get("max_staleness"), scheduler.get("staleness_rule")
-    if bound is None:
+    given = scheduler.get("max_staleness")
+    if given is None:
         return "Staleness: no bound."
-    return f"Staleness: at most {_counted(bound, 'version', 'versions')} (rule: {rule})."
+    rule, settings = _rule(given)
+    bound = _counted(settings.get("bound", given), "version", "versions")
+    return f"Staleness: at most {bound} (rule: {rule if settings else 'mask'})."
 
 
 def _prompts(config: Mapping[str, Any]) -> str:
@@ -150,6 +158,14 @@ def _prompts(config: Mapping[str, Any]) -> str:
         f"Prompts: the built-in long-tail workload (median {median} tokens, at most {cap}), "
         f"seed {seed}."
     )
+
+
+def _rule(given: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The name or the number of a policy, and its settings."""
+    if isinstance(given, Mapping):
+        table = cast("Mapping[str, Any]", given)
+        return table.get("rule"), table
+    return given, {}
 
 
 def _counted(value: Any, one: str, many: str) -> str:

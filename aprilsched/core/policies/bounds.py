@@ -1,33 +1,45 @@
-"""The range of a setting, declared beside its field.
+"""Checks settings against what their fields declare: types, choices and ranges.
 
-``batch_groups: Annotated[int, AT_LEAST_1] = 32`` is checked by :func:`check_bounds` when the
-configuration is made; None, where a field may be that, has no range.
+A range stands in the annotation of its field (``batch_groups: Annotated[int, AT_LEAST_1] = 32``),
+and the choices of a setting are the members of its ``Literal``. :func:`check_settings` reads both,
+so no range or choice is written down a second time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, cast, get_args, get_type_hints
+from numbers import Integral, Real
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from aprilsched.errors import ConfigError
 
-__all__ = ["ABOVE_0", "AT_LEAST_0", "AT_LEAST_1", "SHARE", "Bound", "check_bounds"]
+__all__ = [
+    "ABOVE_0",
+    "AT_LEAST_0",
+    "AT_LEAST_1",
+    "SHARE",
+    "SHARE_BELOW_1",
+    "Bound",
+    "check_settings",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """A value is at least `least`, or above `above`, and at most `most`, or below `below`."""
+    """The range of a number: at least `least` or above `above`, and at most `most` or below
+    `below`."""
 
     words: str
-    """What to give, for the error."""
+    """What to give instead, for the error."""
     least: float | None = None
     above: float | None = None
     most: float | None = None
     below: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Is the value in the range? A number that is none (NaN) is not."""
+        """Whether the value is in the range. NaN is in no range."""
         return (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
@@ -40,34 +52,88 @@ AT_LEAST_0 = Bound(least=0, words="0 or more")
 AT_LEAST_1 = Bound(least=1, words="1 or more")
 ABOVE_0 = Bound(above=0, words="a number above 0")
 SHARE = Bound(above=0, most=1, words="a share above 0 and at most 1")
+SHARE_BELOW_1 = Bound(above=0, below=1, words="a share above 0 and below 1")
 
 
-def check_bounds(settings: Any, path: str = "") -> None:
-    """Check every field of a dataclass that has a bound, and those of its parts.
+def check_settings(settings: Any, path: str = "") -> None:
+    """Check every field of a dataclass, and the fields of its parts.
+
+    Args:
+        settings: an instance of a dataclass.
+        path: what stands before a field's name in an error, such as ``"refill."``.
 
     Raises:
-        ConfigError: naming the path of the first setting that is out of its range.
+        ConfigError: if a value has a wrong type, is none of the choices or is out of its range; the
+            message names the path of the setting.
     """
-    bounds = _bounds(cast("type[object]", type(settings)))
-    for name, bound in bounds.items():
-        value = getattr(settings, name)
-        if isinstance(value, int | float) and not bound.holds(value):
-            raise ConfigError(f"{path}{name} is {value}; give {bound.words}.")
+    hints = _hints(cast("type[object]", type(settings)))
     for field in fields(settings):
-        part = getattr(settings, field.name)
-        if is_dataclass(part):
-            check_bounds(part, f"{path}{field.name}.")
+        value, name, hint = getattr(settings, field.name), f"{path}{field.name}", hints[field.name]
+        bound = next((found for found in _leaves(hint) if isinstance(found, Bound)), None)
+        if bound is not None and _is_number(value, Real) and not bound.holds(float(value)):
+            raise ConfigError(f"{name} is {value}; give {bound.words}.")
+        if not any(_fits(value, leaf) for leaf in _leaves(hint)):
+            raise ConfigError(f"{name} is {value!r}; {_advice(hint)}.")
+        if is_dataclass(value):
+            check_settings(value, f"{name}.")
 
 
 @cache
-def _bounds(kind: type[object]) -> dict[str, Bound]:
-    hints = get_type_hints(kind, include_extras=True)
-    found = {name: _bound(hint) for name, hint in hints.items()}
-    return {name: bound for name, bound in found.items() if bound is not None}
+def _hints(kind: type[object]) -> dict[str, Any]:
+    """The annotations of a dataclass; Any where a caller's own class has one that only the type
+    checker can resolve."""
+    try:
+        return get_type_hints(kind, include_extras=True)
+    except NameError:
+        return {field.name: Any for field in fields(cast("Any", kind))}
 
 
-def _bound(hint: Any) -> Bound | None:
-    """That of an annotation, or of one in it (``Annotated[int, bound] | None``)."""
-    if isinstance(hint, Bound):
-        return hint
-    return next(filter(None, map(_bound, get_args(hint))), None)
+def _leaves(hint: Any) -> list[Any]:
+    """What an annotation consists of: classes, the members of literals, and bounds."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType, Annotated):
+        return [leaf for part in get_args(hint) for leaf in _leaves(part)]
+    if origin is Literal:
+        return list(get_args(hint))
+    return [hint if origin is None else origin]
+
+
+def _fits(value: Any, leaf: Any) -> bool:
+    if isinstance(leaf, str):
+        return isinstance(value, str) and value == leaf
+    if leaf in (int, float):
+        return _is_number(value, Integral if leaf is int else Real)
+    if isinstance(leaf, Bound):
+        return False
+    if not isinstance(leaf, type) or leaf is Any:
+        return True
+    try:
+        return isinstance(value, leaf)
+    except TypeError:  # a Protocol of the caller's that is not made for this question
+        return True
+
+
+def _is_number(value: Any, kind: type[Any]) -> bool:
+    """Whether a value, which may be NumPy's, is such a number; True and False are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _advice(hint: Any) -> str:
+    """What to give for an annotation."""
+    leaves = _leaves(hint)
+    bound = next((leaf.words for leaf in leaves if isinstance(leaf, Bound)), "a number")
+    words: list[str] = [leaf for leaf in leaves if isinstance(leaf, str)]
+    for leaf in leaves:
+        if leaf is bool:
+            words.append("True or False")
+        elif leaf is int:
+            words.append(f"a whole number, {bound}")
+        elif leaf is float:
+            words.append(bound)
+        elif leaf is type(None):
+            words.append("None")
+        elif isinstance(leaf, type):
+            words.append(f"an instance of {leaf.__name__}")
+    if len(words) == 1:
+        return f"give {words[0]}"
+    return f"choose one of {', '.join(words)}"

@@ -1,21 +1,34 @@
-"""The policies by the names that they have in stores."""
+"""The policies that have a name, which is what flags, config.toml and stores call them.
+
+A new refill rule gets a name by one line of :data:`REFILLS` and one member of :data:`RefillRule`. A
+rule without a name is used as a value, ``SchedulerConfig(refill=MyRule())``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, OverProvision
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
+from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
 from aprilsched.core.policies.wave import Wave
 
-__all__ = ["OVER_PROVISIONS", "REFILLS"]
+__all__ = ["OVER_PROVISIONS", "REFILLS", "STOPS", "RefillRule", "StopUnit"]
+
+RefillRule: TypeAlias = Literal["wave", "pool", "buckets"]
+
+StopUnit: TypeAlias = Literal["groups", "samples", "tokens"]
 
 REFILLS: Mapping[str, type[Refill]] = MappingProxyType(
     {kind.name: kind for kind in (Wave, Pool, LengthBuckets)}
 )
 OVER_PROVISIONS: Mapping[str, type[OverProvision]] = MappingProxyType(
     {kind.name: kind for kind in (FixedRatio, KvTarget)}
+)
+STOPS: Mapping[str, type[Stop]] = MappingProxyType(
+    {kind.name: kind for kind in (Groups, Samples, Tokens)}
 )

@@ -5,20 +5,24 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-__all__ = ["FixedRatio", "KvTarget", "OverProvision", "PoolLoad"]
+from aprilsched.core.policies.bounds import ABOVE_0, SHARE, SHARE_BELOW_1, Bound
+
+__all__ = ["RATIO", "FixedRatio", "KvTarget", "OverProvision", "PoolLoad"]
+
+RATIO = Bound(least=1, most=64, words="a ratio from 1 (wait for all) to 64")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolLoad:
-    """What an over-provisioning rule sees at the begin of a batch.
+    """What an over-provisioning rule sees when a batch begins.
 
     Attributes:
-        batch_groups: groups in a batch.
-        current: groups that were kept open for the last one.
-        kv_share: the most that was in use of the fleet's KV pool since then, 0 to 1; None where
-            the engines do not say how large it is.
+        batch_groups: number of groups in a batch.
+        current: number of groups that were kept open for the batch before.
+        kv_share: largest share of the fleet's KV pool that was in use since then, from 0 to 1; None
+            if the engines do not report the size of the pool.
     """
 
     batch_groups: int
@@ -27,7 +31,7 @@ class PoolLoad:
 
 
 class OverProvision(ABC):
-    """A rule for how many groups are open. Rules are frozen dataclasses of their settings."""
+    """A rule for the number of open groups. A rule is a frozen dataclass of its settings."""
 
     __slots__ = ()
 
@@ -40,16 +44,17 @@ class OverProvision(ABC):
     @property
     @abstractmethod
     def told(self) -> str:
-        """How many batches of groups, in words."""
+        """How many batches of groups are kept open, in words."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FixedRatio(OverProvision):
     """A constant ratio rho = C / N (APRIL's over-sampling; 2 in its paper)."""
 
     name: ClassVar[str] = "fixed"
 
-    ratio: float
+    ratio: Annotated[float, RATIO]
+    """Ratio of groups kept open to groups in a batch."""
 
     def target_groups(self, load: PoolLoad) -> int:
         # Guards against 1.1 * 10 = 11.000000000000002 rounding up to 12.
@@ -60,22 +65,23 @@ class FixedRatio(OverProvision):
         return f"{self.ratio:g}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class KvTarget(OverProvision):
-    """Additive increase, multiplicative decrease towards a share of the KV pool (a baseline).
+    """Additive increase and multiplicative decrease towards a share of the KV pool.
 
-    As congestion control does (Chiu and Jain, 1989), and prime-rl for its cap in flight: it fills
-    the memory, whatever that does to staleness and prefill.
+    Congestion control works like this (Chiu and Jain, 1989), and so does prime-rl's limit of
+    requests in flight. It is a baseline: it fills the memory, whatever this does to staleness and
+    prefill.
     """
 
     name: ClassVar[str] = "kv"
 
-    target: float = 0.8
-    """Share of the KV pool that should be in use at a batch's peak."""
-    step: float = 0.125
-    """Increase, in batches, while the peak is below the target."""
-    back_off: float = 0.75
-    """Factor once it is above."""
+    target: Annotated[float, SHARE] = 0.8
+    """Share of the KV pool that should be in use at the peak of a batch."""
+    step: Annotated[float, ABOVE_0] = 0.125
+    """Number of batches by which the open groups grow while the peak is below `target`."""
+    back_off: Annotated[float, SHARE_BELOW_1] = 0.75
+    """Factor by which the open groups shrink once the peak is above `target`."""
 
     def target_groups(self, load: PoolLoad) -> int:
         current = max(load.current, load.batch_groups)

@@ -1,4 +1,4 @@
-"""The order in which waiting requests are sent (``resume_order``).
+"""The order in which waiting requests are sent (``dispatch.order``).
 
 ==========  ============================================================================
 carried     interrupted requests first, then the others in the order of their launch (APRIL,

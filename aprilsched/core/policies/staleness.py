@@ -16,19 +16,24 @@ masked.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
+
+from aprilsched.core.policies.bounds import AT_LEAST_0
 
 __all__ = ["Staleness", "StalenessRule"]
 
 StalenessRule: TypeAlias = Literal["mask", "evict", "finish"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Staleness:
-    """The bound (None: unbounded) and the rule for what would pass it."""
+    """A bound on staleness, and what happens to the rollouts that would pass it."""
 
-    bound: int | None = None
+    bound: Annotated[int, AT_LEAST_0] | None = None
+    """Largest staleness of a delivered token with loss mask 1, in versions; None for no bound."""
     rule: StalenessRule = "mask"
+    """What happens to tokens that would pass the bound: "mask" gives them loss mask 0, "evict"
+    drops their groups at the update, and "finish" delivers no batch without their groups."""
 
     def admissible(
         self, *, batch_groups: int, outstanding: int, batches_since_update: int, wanted: bool

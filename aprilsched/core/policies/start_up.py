@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
+
+from aprilsched.core.policies.bounds import AT_LEAST_1
 
 __all__ = ["StartUp", "StartUpRule"]
 
 StartUpRule: TypeAlias = Literal["at_once", "ramp", "wait"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StartUp:
-    """How the run begins: "at_once" with all groups, whose shortest make the first batches;
-    "wait" for every response of the first `batches`, which are then not biased; "ramp":
-    over-provisioning grows over them, and the bias is spread evenly."""
+    """How a run begins."""
 
     rule: StartUpRule = "at_once"
-    batches: int = 8
+    """"at_once" launches all groups together, so the first batches consist of the shortest
+    responses. "wait" waits for every response of the first batches, which are then not biased.
+    "ramp" lets over-provisioning grow over the first batches, which spreads the bias evenly."""
+    batches: Annotated[int, AT_LEAST_1] = 8
+    """Number of batches that the start takes, for "wait" and "ramp"."""
 
     @property
     def at_once(self) -> bool:

@@ -6,7 +6,7 @@ what one is expected to count in the unit of the rule. It is exact for groups an
 
 A new unit is one class here, which a configuration takes as a value; everything that depends on the
 unit, automatic over-provisioning too, asks the class. It must be a sum over complete groups. A name
-for the command line and for files is a choice of ``stop`` in :mod:`aprilsched.core.config`.
+for the command line and for files is a line of :mod:`aprilsched.core.policies.kinds`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Stop(ABC):
     """A batch is full when its groups hold at least `amount` of the rule's unit."""
 
     amount: Annotated[int, AT_LEAST_1]
+    """Number of groups, rollouts or response tokens that fill a batch."""
 
     name: ClassVar[str]
     fixed_groups: ClassVar[bool] = False

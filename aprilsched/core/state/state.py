@@ -218,9 +218,10 @@ class SchedulerState:
     def __init__(self, config: SchedulerConfig, caller: Caller | None = None) -> None:
         self.config = config
         self.caller = caller or Caller()
-        self.stop = config.stop_policy
-        self.staleness = config.staleness_policy
-        self.start_up = config.start_up_policy
+        policies = config.policies
+        self.stop = policies.stop
+        self.staleness = policies.staleness
+        self.start_up = policies.start_up
         self.now = 0.0
         self.commands: list[Command] = []
         self.facts: list[Fact] = []
@@ -233,10 +234,8 @@ class SchedulerState:
         self.plan = Plan(
             schedule=(
                 first_schedule(may_defer=config.may_defer)
-                if config.automatic
-                else Schedule(
-                    over_provision=config.over_provision_policy, refill=config.refill_policy
-                )
+                if policies.over_provision is None
+                else Schedule(over_provision=policies.over_provision, refill=policies.refill)
             ),
             usual_group=self.stop.amount / config.batch_groups,
             wave_pending=config.pace == "asynchronous",
@@ -256,7 +255,7 @@ class SchedulerState:
         """Where the request goes among those that wait to be sent."""
         rollout = request.rollout
         return place_of(
-            self.config.resume_order,
+            self.config.dispatch.order,
             training=rollout.group.evaluation_id is None,
             carried=rollout.carried,
             group_id=rollout.group.group_id,
@@ -319,7 +318,7 @@ class SchedulerState:
     @property
     def given_up(self) -> bool:
         """Whether nothing new is launched, because too many groups failed in a row."""
-        return self.prompts.consecutive_failures >= self.config.max_failed_groups
+        return self.prompts.consecutive_failures >= self.config.retries.failed_groups
 
     @property
     def asynchronous(self) -> bool:

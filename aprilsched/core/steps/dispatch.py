@@ -53,7 +53,7 @@ def dispatch(state: SchedulerState) -> None:
     in_flight, config = state.in_flight, state.config
     if not in_flight.queue or _goal(state).kind != "run":
         return
-    training, limit = training_runs(state), config.max_in_flight
+    training, limit = training_runs(state), config.dispatch.max_in_flight
     if in_flight.queue.first(training=training) is None:
         return
     engines = state.fleet.control.engines
@@ -66,7 +66,7 @@ def dispatch(state: SchedulerState) -> None:
         # Otherwise the first engine that continues after a pause would get the whole wave, or, if
         # it took only its share, all carried requests, which have the longest contexts.
         return
-    free, near = Places(loads), config.placement == "prefix"
+    free, near = Places(loads), config.dispatch.placement == "prefix"
     while limit is None or in_flight.open_attempts < limit:
         request = in_flight.queue.first(training=training)
         if request is None:

@@ -2,9 +2,10 @@
 
 The number of tries of a request is bounded only here, and the last cause is kept. An attempt that
 failed without a token may be the request's own fault, so a few of these in a row are enough to give
-it up (``max_attempts``). An attempt that broke off after new tokens, never reached its engine, or
-was lost with its engine is probably not the request's fault. Such interruptions have a higher bound
-of their own (``max_breaks``), because a request may also crash every engine that gets it.
+it up (``retries.attempts``). An attempt that broke off after new tokens, never reached its engine,
+or was lost with its engine is probably not the request's fault. Such interruptions have a higher
+bound of their own (``retries.interruptions``), because a request may also crash every engine that
+gets it.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _count_failure(state: SchedulerState, cause: str) -> None:
     waits forever.
     """
     state.prompts.consecutive_failures += 1
-    if state.prompts.consecutive_failures == state.config.max_failed_groups:
+    if state.prompts.consecutive_failures == state.config.retries.failed_groups:
         state.tell(GroupsFailed(groups=state.prompts.consecutive_failures, cause=cause))
         state.commands.append(GiveUp(groups=state.prompts.consecutive_failures, cause=cause))
 
@@ -121,7 +122,7 @@ def count_failure(request: RequestRecord, config: SchedulerConfig, event: Failed
     if request.gained or event.unsent:
         return count_interruption(request, config, event.cause)
     request.failures += 1
-    if request.failures < config.max_attempts:
+    if request.failures < config.retries.attempts:
         return ""
     count = f"{request.failures} attempts in a row failed without a new token"
     return f"{count}, the last: {event.cause}"
@@ -133,6 +134,6 @@ def count_interruption(request: RequestRecord, config: SchedulerConfig, cause: s
     if request.gained:
         request.failures = 0
     request.interruptions += 1
-    if request.interruptions < config.max_breaks:
+    if request.interruptions < config.retries.interruptions:
         return ""
     return f"{request.interruptions} attempts broke off, the last: {cause}"

@@ -33,7 +33,7 @@ def on_tick(state: SchedulerState, _: Tick) -> None:
             health.silence = 0.0
             continue
         health.silence += seconds
-        if health.silence >= state.config.stall_timeout_s and _stalled(state, engine, health):
+        if health.silence >= state.config.health.stall_s and _stalled(state, engine, health):
             requests = "1 open request" if waiting == 1 else f"{waiting} open requests"
             lose(state, engine, f"no token for {health.silence:.0f} s from {requests}")
         elif (window := health.window(state.now)) is not None:
@@ -48,7 +48,7 @@ def _stalled(state: SchedulerState, engine: str, health: EngineHealth) -> bool:
         for request in state.in_flight.open_requests(engine)
         if request.pending_prefill or not request.gained
     )
-    return health.silence >= state.config.stall_timeout_s + context / PREFILL_TOKENS_PER_S
+    return health.silence >= state.config.health.stall_s + context / PREFILL_TOKENS_PER_S
 
 
 def _compare_rates(
@@ -56,7 +56,7 @@ def _compare_rates(
 ) -> None:
     if not window.rate:
         return  # a silent engine has a timeout of its own
-    share, usual = state.config.slow_share, health.usual_at(window.octave)
+    share, usual = state.config.health.slow_share, health.usual_at(window.octave)
     if window.fair is None or usual is None or window.fair >= share * usual:
         health.slow, health.reported = 0, False
         health.learn(window)

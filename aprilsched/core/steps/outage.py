@@ -4,7 +4,7 @@ Nothing in flight is lost in an outage. Requests wait with the tokens known so f
 waits for an engine that can take it. Once an engine is back with the fleet's version, everything
 goes on. Otherwise the outage ends in one of two ways:
 
-- There is no engine for ``fleet_wait_s``: the fleet is given up.
+- There is no engine for ``health.fleet_wait_s``: the fleet is given up.
 - Engines are back without the fleet's weights, and these weights cannot be published again: the
   calls that wait for tokens end with an error that says to publish a version, and the scheduler
   continues after that.
@@ -78,7 +78,10 @@ def _await(state: SchedulerState, outage: Outage) -> None:
     now = state.now
     if outage.since is None:
         outage.since = now
-    lost, left = tuple(state.fleet.lost.items()), outage.since + state.config.fleet_wait_s - now
+    lost, left = (
+        tuple(state.fleet.lost.items()),
+        outage.since + state.config.health.fleet_wait_s - now,
+    )
     if left <= 0:
         outage.given_up = True
         state.tell(FleetGivenUp(lost=lost, waited_s=now - outage.since))

@@ -26,7 +26,7 @@ def resolve_stragglers(state: SchedulerState) -> None:
     if state.stragglers.run_on or state.stragglers.calling_back:
         _prune(state)
     defers = state.plan.schedule.refill.defers
-    if not (defers or state.config.behaviour.decide or state.config.rebalance):
+    if not (defers or state.config.behaviour.decide or state.config.dispatch.rebalance):
         return
     if training_runs(state):
         state.stragglers.resolved = False
@@ -44,7 +44,7 @@ def resolve_stragglers(state: SchedulerState) -> None:
             _call_back(state, request)
         return
     _decide(state, stragglers)
-    if state.config.rebalance:
+    if state.config.dispatch.rebalance:
         _rebalance(state, stragglers)
 
 

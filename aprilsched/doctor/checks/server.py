@@ -120,7 +120,7 @@ CHECKS: Sequence[Check] = (
         name="room",
         judge=room,
         meaning="A batch larger than this cannot run all at once.",
-        action="leaves the rest in the server's queue; set max_in_flight to bound it",
+        action="leaves the rest in the server's queue; set dispatch.max_in_flight to bound it",
     ),
     Check(
         name="weight version",

@@ -27,6 +27,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "moves": lambda: moves_table(MOVES),
     "samples": tables.sampled_figures,
     "sampling": tables.sampling_settings,
+    "setting_parts": tables.setting_parts,
+    "setting_policies": tables.setting_policies,
     "settings": tables.settings,
     "summary": tables.summary_figures,
     "tracked": tables.tracked_figures,

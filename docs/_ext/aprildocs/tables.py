@@ -17,6 +17,7 @@ from aprildocs.documented import cell, field_texts, type_text
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.events import LogprobComparison, LogprobDifferences
 from aprilsched.core.messages.facts import DeliveredRollout, DroppedRollout, RestoredLengths
+from aprilsched.runs.config_tree import POLICIES
 from aprilsched.telemetry import figures
 from aprilsched.telemetry.event_log.format import KINDS
 from aprilsched.telemetry.metrics.table import METRICS
@@ -31,6 +32,8 @@ __all__ = [
     "metrics",
     "sampled_figures",
     "sampling_settings",
+    "setting_parts",
+    "setting_policies",
     "settings",
     "summary_figures",
     "tracked_figures",
@@ -52,6 +55,27 @@ _OF_TOKENS = frozenset({"asked", "key", "input_ids", "token_ids", "logprobs"})
 def settings() -> str:
     """Every field of the scheduler's configuration."""
     return _settings(SchedulerConfig)
+
+
+def setting_parts() -> str:
+    """Every field of the configuration's parts, but for the sampling parameters."""
+    found: list[str] = []
+    for part in fields(SchedulerConfig):
+        if part.default_factory is not MISSING and part.default_factory is not SamplingParams:
+            kind: Any = part.default_factory
+            found += [f"### `{part.name}`: {kind.__name__}", _doc(kind), _settings(kind)]
+    return "\n\n".join(found)
+
+
+def setting_policies() -> str:
+    """Every field of the policies that have any."""
+    found: list[str] = []
+    for name, kinds in POLICIES.items():
+        for rule, kind in kinds.items():
+            short = f' (`"{rule}"`)' if rule else ""
+            found += [f"### `{name}`: {kind.__name__}{short}", _doc(kind)]
+            found += [_settings(kind)] if fields(kind) else []
+    return "\n\n".join(found)
 
 
 def sampling_settings() -> str:

@@ -1,0 +1,262 @@
+"""SchedulerConfig as a table, as config.toml and as flags: the same tree, and the same names."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import tyro
+
+from aprilsched.cli.scheduler_flags import SchedulerFlags, config_of_flags, flags_of
+from aprilsched.config import (
+    Dispatch,
+    FixedRatio,
+    Health,
+    KvTarget,
+    LengthBuckets,
+    Pool,
+    Prices,
+    Retries,
+    Samples,
+    SamplingParams,
+    SchedulerConfig,
+    Staleness,
+    StartUp,
+    Timeouts,
+    Tokens,
+)
+from aprilsched.errors import ConfigError
+from aprilsched.runs.config_file import as_toml, read_settings
+from aprilsched.runs.config_tree import changed, config_of, path_names, table_of
+from aprilsched.runs.policies import chosen
+from aprilsched.runs.settings import RunSettings
+
+RECORDED = Path(__file__).resolve().parents[1] / "data" / "run_of_version_1" / "config.toml"
+
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"over_provision": "auto"},
+    {"over_provision": FixedRatio(2.5), "refill": Pool(together=2, until=0.5)},
+    {"over_provision": KvTarget(0.5), "stop": Tokens(3000)},
+    {"refill": LengthBuckets(store=3.0, probes=2, oldest=6), "stop": Samples(30)},
+    {"refill": "pool", "stop": "samples", "over_provision": "kv", "start_up": "wait"},
+    {"max_staleness": Staleness(2, rule="finish"), "start_up": StartUp("ramp", batches=3)},
+    {"max_staleness": 0, "pace": "asynchronous", "straggler": "choose"},
+    {
+        "dispatch": Dispatch(order="longest", max_in_flight=7, rebalance=True),
+        "retries": Retries(attempts=5, interruptions=2, failed_groups=9),
+        "health": Health(stall_s=9.5, slow_share=0.0, fleet_wait_s=3),
+        "timeouts": Timeouts(control_s=3, refit_s=4),
+        "prices": Prices(step_seconds=1e-3),
+        "sampling": SamplingParams(max_new_tokens=77, stop_token_ids=(3, 4)),
+        "save_interval_s": 0.5,
+        "allow_inexact_versions": True,
+    },
+]
+
+
+def same(first: SchedulerConfig, second: SchedulerConfig) -> bool:
+    """Do both schedule in the same way, whatever is a shorthand in them?"""
+    assert first.policies == second.policies
+    assert table_of(first) == table_of(second)
+    return first.automatic == second.automatic
+
+
+@pytest.mark.parametrize("values", CONFIGS, ids=lambda values: ",".join(values) or "defaults")
+def test_a_config_file_gives_what_was_written(values: dict[str, Any], tmp_path: Path) -> None:
+    settings = RunSettings(batches=3, scheduler=SchedulerConfig(**values))
+    path = tmp_path / "config.toml"
+    path.write_text(tomli_w.dumps(as_toml(settings)))
+    found = read_settings(path)
+    assert same(found.scheduler, settings.scheduler)
+    assert replace(found, scheduler=settings.scheduler) == settings
+    assert as_toml(found) == as_toml(settings)
+
+
+@pytest.mark.parametrize("values", CONFIGS, ids=lambda values: ",".join(values) or "defaults")
+def test_flags_that_change_nothing_change_nothing(values: dict[str, Any]) -> None:
+    config = SchedulerConfig(**values)
+    assert same(config_of_flags(flags_of(config), config), config)
+
+
+def flags(line: str, base: SchedulerConfig | None = None) -> SchedulerConfig:
+    """A configuration after the flags of a command line."""
+    base = base or SchedulerConfig()
+    options = (tyro.conf.FlagCreatePairsOff,)
+    parsed = tyro.cli(SchedulerFlags, args=line.split(), default=flags_of(base), config=options)
+    return config_of_flags(parsed, base)
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("--refill pool --refill.together 2", {"refill": Pool(together=2)}),
+        ("--refill buckets --refill.probes 0", {"refill": LengthBuckets(probes=0)}),
+        ("--stop tokens --stop.amount 500", {"stop": Tokens(500)}),
+        ("--stop samples", {"stop": Samples(256)}),
+        ("--over-provision 2", {"over_provision": 2.0}),
+        (
+            "--over-provision kv --over-provision.target 0.5",
+            {"over_provision": KvTarget(0.5)},
+        ),
+        (
+            "--max-staleness 2 --max-staleness.rule evict",
+            {"max_staleness": Staleness(2, rule="evict")},
+        ),
+        ("--start-up ramp --start-up.batches 3", {"start_up": StartUp("ramp", batches=3)}),
+        (
+            "--dispatch.max-in-flight 5 --dispatch.rebalance",
+            {"dispatch": Dispatch(max_in_flight=5, rebalance=True)},
+        ),
+        ("--retries.attempts 1", {"retries": Retries(attempts=1)}),
+        ("--sampling.temperature 0", {"sampling": SamplingParams(temperature=0)}),
+    ],
+)
+def test_a_flag_is_the_path_of_its_setting(line: str, values: dict[str, Any]) -> None:
+    assert same(flags(line), SchedulerConfig(**values))
+
+
+def test_flags_override_a_file_and_keep_what_belongs_to_the_same_policy() -> None:
+    base = SchedulerConfig(
+        refill=Pool(together=2, until=0.5), max_staleness=Staleness(1, rule="evict")
+    )
+    assert flags("--refill.until 0.25", base).refill == Pool(together=2, until=0.25)
+    assert flags("--refill pool", base).refill == Pool(together=2, until=0.5)
+    assert flags("--refill wave", base).refill == "wave"
+    assert flags("--refill buckets", base).policies.refill == LengthBuckets()
+    assert flags("--max-staleness 3", base).max_staleness == Staleness(3, rule="evict")
+
+
+def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    shorthands = {"over_provision.ratio", "max_staleness.bound", "start_up.rule"}
+    with pytest.raises(SystemExit):
+        flags("--help")
+    shown = capsys.readouterr().out
+    for path in set(path_names()) - shorthands:
+        assert f"--{path.replace('_', '-')} " in shown, path
+    assert "--refill.until" in shown
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"refil": "pool"}, "unknown key refil; the nearest known one is refill."),
+        (
+            {"refill": {"rule": "pool", "toghether": 2}},
+            "unknown key refill.toghether; the nearest known one is refill.together.",
+        ),
+        (
+            {"refill": {"rule": "wave", "together": 2}},
+            'refill.together is a setting of pool, and refill is "wave"; set refill too.',
+        ),
+        (
+            {"refill": {"together": 2}},
+            "refill.rule is missing; choose one of wave, pool, buckets.",
+        ),
+        (
+            {"refill": {"rule": "rounds", "store": 2}},
+            "refill.rule is 'rounds'; choose one of wave, pool, buckets.",
+        ),
+        ({"over_provision": {"rule": "auto", "target": 0.5}}, "AUTO"),
+        ({"refill": {"rule": "pool", "until": 1.4}}, "refill.until is 1.4; give a share above 0"),
+        ({"retries": {"attempts": 0}}, "retries.attempts is 0; give 1 or more."),
+        ({"retries": 3}, "retries is 3; give an instance of Retries."),
+    ],
+)
+def test_a_wrong_table_is_refused_in_one_sentence(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of(table)
+    message = message.replace("AUTO", "over_provision.rule is 'auto'; choose one of fixed, kv.")
+    assert str(refused.value).startswith(message)
+
+
+def test_another_rule_begins_with_its_own_defaults() -> None:
+    table = table_of(SchedulerConfig(refill=Pool(together=2)))
+    assert config_of(changed(table, {"refill": "buckets"})).policies.refill == LengthBuckets()
+    both = {"refill.store": 3.0, "refill": "buckets"}
+    assert config_of(changed(table, both)).policies.refill == LengthBuckets(store=3.0)
+
+
+def test_a_policy_by_name_takes_settings_by_their_paths() -> None:
+    one, other = chosen("pool:refill.until=0.25|0.5:dispatch.order=shortest")
+    assert one.name == "pool:refill.until=0.25:dispatch.order=shortest"
+    for policy, until in ((one, 0.25), (other, 0.5)):
+        config = policy.apply(SchedulerConfig(max_staleness=1))
+        assert config.refill == Pool(together=4, until=until)
+        assert config.dispatch == Dispatch(order="shortest")
+        assert config.policies.staleness == Staleness(1)
+
+
+# --- files of older versions ---------------------------------------------------------------------
+
+
+def test_a_recorded_file_with_flat_settings_is_read() -> None:
+    found = read_settings(RECORDED)
+    expected = SchedulerConfig(
+        batch_groups=2,
+        group_size=2,
+        over_provision=2.0,
+        max_staleness=Staleness(1, rule="evict"),
+    )
+    assert same(found.scheduler, expected)
+    assert (found.batches, found.seed, found.workload.cap) == (6, 7, 200)
+
+
+def test_every_flat_setting_has_a_place(tmp_path: Path) -> None:
+    content = tomllib.loads(RECORDED.read_text())
+    content["scheduler"] |= {
+        "refill": "rounds",
+        "store_batches": 3.0,
+        "probes": 2,
+        "oldest_batches": 4,
+        "over_provision": "kv",
+        "kv_target": 0.5,
+        "stop": "tokens",
+        "batch_tokens": 900,
+        "staleness_rule": "finish",
+        "resume_order": "longest",
+        "placement": "spread",
+        "rebalance": True,
+        "max_in_flight": 9,
+        "dispatch_rate": 5,
+        "max_attempts": 1,
+        "max_breaks": 2,
+        "max_failed_groups": 3,
+        "stall_timeout_s": 4.0,
+        "slow_share": 0.5,
+        "fleet_wait_s": 6.0,
+        "control_timeout_s": 7.0,
+        "refit_timeout_s": 8.0,
+    }
+    path = tmp_path / "config.toml"
+    path.write_text(tomli_w.dumps(content))
+    expected = SchedulerConfig(
+        batch_groups=2,
+        group_size=2,
+        refill=LengthBuckets(store=3.0, probes=2, oldest=4),
+        over_provision=KvTarget(0.5),
+        stop=Tokens(900),
+        max_staleness=Staleness(1, rule="finish"),
+        dispatch=Dispatch(
+            order="longest", placement="spread", rebalance=True, max_in_flight=9, rate=5
+        ),
+        retries=Retries(attempts=1, interruptions=2, failed_groups=3),
+        health=Health(stall_s=4.0, slow_share=0.5, fleet_wait_s=6.0),
+        timeouts=Timeouts(control_s=7.0, refit_s=8.0),
+    )
+    assert same(read_settings(path).scheduler, expected)
+    content["scheduler"] |= {"refill": "pool", "refill_groups": 2, "refill_until": 0.5}
+    content["scheduler"] |= {"start_up": "ramp", "start_up_batches": 5}
+    content["scheduler"] |= {"stop": "samples", "batch_samples": 7}
+    path.write_text(tomli_w.dumps(content))
+    other = replace(
+        expected,
+        refill=Pool(together=2, until=0.5),
+        start_up=StartUp("ramp", batches=5),
+        stop=Samples(7),
+    )
+    assert same(read_settings(path).scheduler, other)
