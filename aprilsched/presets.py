@@ -1,8 +1,8 @@
-"""Known recipes as settings: each sets what its source sets and leaves the rest as it is.
+"""Known recipes as settings: each one sets what its source sets, and leaves the rest as it is.
 
-Used as ``april(SchedulerConfig(batch_groups=64))``, or by name on the command line. What happens
-to stragglers (`straggler`) stays the configuration's own in all of them: retract with recompute,
-in_place with KV kept, or abort, which is what most of the sources do.
+A recipe takes a configuration to change, ``april(SchedulerConfig(batch_groups=64))``, and has a
+name on the command line. None of them changes what happens to stragglers (`straggler`), which is
+"abort" in most of the sources.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def sync(config: SchedulerConfig) -> SchedulerConfig:
 
 
 def april(config: SchedulerConfig) -> SchedulerConfig:
-    """Launch twice the batch, hand over the first half, carry the rest.
+    """Launch twice the batch, deliver the first half, and carry the rest.
 
     Source: APRIL (arXiv 2509.18521), with the ratio of its experiments: 64 prompts for a batch
     of 32.
@@ -39,18 +39,19 @@ def april(config: SchedulerConfig) -> SchedulerConfig:
 
 
 def slime(config: SchedulerConfig) -> SchedulerConfig:
-    """Launch half a batch too many, carry what is left over.
+    """Launch half a batch more than needed, and carry what is left over.
 
     Source: THUDM/slime, ``--partial-rollout`` with an ``--over-sampling-batch-size`` above the
     batch size, which is a free choice there (1.5 batches here).
-    Known cost: as APRIL's, for less of both. Its ``--mask-offpolicy-in-partial-rollout`` is not
-    part of this: it leaves carried tokens, which are those of long responses, out of the loss.
+    Known cost: the same as APRIL's, but less of both. Its ``--mask-offpolicy-in-partial-rollout``
+    is not part of this: it leaves carried tokens, which are those of long responses, out of the
+    loss.
     """
     return replace(config, over_provision=1.5, refill="wave")
 
 
 def areal(config: SchedulerConfig) -> SchedulerConfig:
-    """Generate on while the trainer trains, up to four versions stale, one group at a time.
+    """Keep generating while the trainer trains, up to four versions stale, one group at a time.
 
     Source: AReaL (arXiv 2505.24298), ``max_head_offpolicyness=4`` as in its documentation, and
     one batch's worth of rollouts at the same time.
@@ -71,8 +72,8 @@ def copris(config: SchedulerConfig) -> SchedulerConfig:
 
     Source: CoPRIS (arXiv 2511.05589), which keeps a fixed number of rollouts in flight, ends the
     batch early and resumes unfinished ones first; its number is a setting (1.5 batches here).
-    Known cost: all of the pool is interrupted at each update. Refilled one by one it also makes
-    a prefill pass for each group.
+    Known cost: the whole pool is interrupted at each update. It also makes a prefill pass for each
+    group, because groups are started one by one.
     """
     return replace(
         config,
@@ -86,17 +87,17 @@ def pool(config: SchedulerConfig) -> SchedulerConfig:
     """Keep one batch's worth generating, refilled four groups at a time.
 
     Source: the constant pool of fully asynchronous trainers, with coalesced refills.
-    Known cost: nearly everything is in flight at a refit: most prefill again, most staleness.
+    Known cost: nearly everything is in flight at a refit, so it recomputes most and is most stale.
     """
     return replace(config, over_provision=1.0, refill=Pool(together=4))
 
 
 def auto(config: SchedulerConfig) -> SchedulerConfig:
-    """Choose ratio and refill while the run goes on.
+    """Choose the ratio and the refill rule during the run.
 
-    Source: this project. The least stale schedule within 2 % of the fastest, by trying each out
-    on lengths like those seen, again whenever they drift (:mod:`aprilsched.planning`).
-    Known cost: a second of one core for each choice, and a step-time model of the engines.
+    Source: this project. It takes the least stale schedule within 2 % of the fastest, by trials on
+    lengths like those seen, and chooses again when lengths drift (:mod:`aprilsched.planning`).
+    Known cost: a second of one core for each choice. It needs a step-time model of the engines.
     """
     return replace(config, over_provision="auto")
 
@@ -110,4 +111,4 @@ PRESETS: dict[str, Preset] = {
     "pool": pool,
     "auto": auto,
 }
-"""By name."""
+"""The recipes by name."""

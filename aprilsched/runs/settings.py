@@ -26,7 +26,7 @@ __all__ = [
 
 CAP = 6000
 VOCABULARY = 32_000
-"""Of the built-in workload, where neither the user nor a server says anything else."""
+"""Number of token ids of the built-in workload, if neither the user nor a server gives another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,22 +34,22 @@ class WorkloadSettings:
     """The built-in long-tail workload, used where no prompts are given."""
 
     median: float = 700.0
-    """Of the response lengths, in tokens, before the cap."""
+    """Median of the response lengths, in tokens, before the cap."""
     sigma: float = 0.9
     """Standard deviation of the log length."""
     cap: int | None = None
-    """The longest response; 6,000 tokens if not given, or what the servers have room for."""
+    """Tokens of the longest response; 6,000 if not given, or what the servers have room for."""
     within_group: float = 0.5
-    """Share of the log length's variance that the responses of one prompt have in common."""
+    """Share of the variance of the log length that the responses of one prompt have in common."""
     law: LengthLaw = "lognormal"
-    """"log_t" has a heavier tail."""
+    """Law of the log length: "lognormal" is a normal law, and "log_t" has a heavier tail."""
     dof: float = 4.0
-    """Degrees of freedom of "log_t"."""
+    """Degrees of freedom, for law "log_t"."""
     prompt_tokens: int = 8
-    """Tokens of every prompt."""
+    """Number of tokens of each prompt."""
     vocab_size: int | None = None
-    """Token ids are below it; the served model's vocabulary if not given, and 32,000 with the
-    embedded engine."""
+    """Number of token ids; that of the served model if not given, and 32,000 with the embedded
+    engine."""
 
     def checked(self, *, seed: int, group_size: int) -> LongTailWorkload:
         """The workload itself.
@@ -68,62 +68,64 @@ class SimSettings:
     """The embedded engine: SGLang on one H200 with a 4B model, as a fitted time model."""
 
     engines: int = 1
-    """How many of them."""
+    """Number of embedded engines."""
     max_running: int = 512
-    """Most requests that one decodes together."""
+    """Largest number of requests that one engine decodes together."""
     kv_tokens: int = 1_000_000
-    """Tokens in one's KV pool."""
+    """Number of tokens in the KV pool of one engine."""
     stream_interval: int = 64
-    """Tokens between two chunks of a response."""
+    """Number of tokens between two chunks of a response."""
     prefix_cache: bool = False
-    """A group's prompt is prefilled once, and a request sent again finds what was not flushed;
-    simulate only."""
+    """Whether engines have a prefix cache: the prompt of a group is prefilled once, and a request
+    that is sent again finds what was not flushed. Only simulate uses it."""
     refit_seconds: float = 0.0
-    """That new weights need to get in."""
+    """Seconds for loading new weights."""
     reward_seconds: float = 0.0
-    """That scoring one rollout takes; simulate only."""
+    """Seconds for scoring one rollout. Only simulate uses it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """What a run does."""
+    """Everything that decides what a run does."""
 
     engine: tuple[str, ...] = ("sim",)
     """"sim", the embedded engine under a virtual clock, or the URLs of SGLang servers."""
     prompts: str | None = None
-    """A JSONL file of prompts: input_ids (or text), and perhaps key and sampling, in each line.
-    Without it the built-in long-tail workload is used."""
+    """A JSONL file of prompts. Each line has input_ids or text, and optionally key and sampling.
+    Without a file the built-in long-tail workload is used."""
     tokenizer: str | None = None
     """A folder with the model's tokenizer.json, for prompts that are text."""
     batches: int = 10
-    """How many to deliver."""
+    """Number of batches to deliver."""
     seed: int = 0
-    """Of the built-in workload."""
+    """Seed of the built-in workload."""
     update_every: int = 1
-    """Batches between two policy versions; 0 for one version all along."""
+    """Number of batches between two policy versions; 0 for one version during the whole run."""
     train_seconds: float = 0.0
-    """What the trainer takes over a batch."""
+    """Seconds that the trainer takes for a batch."""
     burn_in: int | None = None
-    """Batches left out of the steady-state figures; a quarter of them if not given."""
+    """Number of batches left out of the steady-state figures; a quarter of the batches if not
+    given."""
     weights: str | None = None
-    """A checkpoint (a folder that every server sees) that SGLang servers load as each new version;
-    without it they keep the weights they have."""
+    """A checkpoint that SGLang servers load as each new version, as a folder that all of them see.
+    Without it they keep the weights that they have."""
     model: str | None = None
     """A TOML file that aprilsched calibrate wrote: the engines' step times, for automatic
     over-provisioning and, with servers, for their efficiency."""
     log_tokens: bool = False
-    """Write prompts and outputs into events.jsonl: token ids, logprobs and prompt keys. Without it
-    only their lengths are there."""
+    """Write prompts and outputs into events.jsonl: token ids, logprobs and prompt keys. Otherwise
+    the file has only their lengths."""
     sample: float = 1.0
-    """Seconds between two samples of the engines' load and of the GPUs, in samples.jsonl; 0 for
-    none."""
+    """Seconds between two samples of the engines' load and of the GPUs in samples.jsonl; 0 for no
+    samples."""
     gpu: Literal["auto", "on", "off"] = "auto"
-    """Whether this machine's GPUs are sampled by NVML; "auto": where they and nvidia-ml-py are."""
+    """Whether the GPUs of this machine are sampled with NVML. "auto" samples them if there are any
+    and nvidia-ml-py is installed."""
     metrics_port: int = 0
-    """Serve metrics for Prometheus on this port of 127.0.0.1 while the run goes on; 0 for none."""
+    """Serve metrics for Prometheus on this port of 127.0.0.1 during the run; 0 for no metrics."""
     track: str = ""
-    """Trackers that each batch's figures are written to, with commas between them: tensorboard,
-    trackio, wandb."""
+    """Trackers that get the figures of each batch, with commas between them: tensorboard, trackio,
+    wandb."""
     otel: bool = False
     """Send spans to the OpenTelemetry collector that OTEL_EXPORTER_OTLP_ENDPOINT names."""
     admin_key_env: str | None = None
@@ -144,7 +146,7 @@ class RunSettings:
         return self.engine == ("sim",)
 
     def check(self) -> None:
-        """Refuse what no other class looks at.
+        """Check the settings that no other class checks.
 
         Raises:
             ConfigError: naming the setting and what to change.

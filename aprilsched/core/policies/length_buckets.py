@@ -1,13 +1,14 @@
-"""Length buckets: of the open groups, those of like expected length run together.
+"""Length buckets: of the open groups, those of similar expected length run together.
 
-More groups are kept open than run. At each batch's begin those run that are expected to need
-about the same number of further steps, so that no batch waits for one long response and few
-siblings of a long one go stale in vain. What is not chosen is deferred: it waits with its tokens,
-which cost nothing until it runs again. Of every deferred group some members run once as probes:
-half of a response's log variance is typically its prompt's, so one finished sibling tells a lot.
+More groups are kept open than run. When a batch begins, those groups run that are expected to need
+about the same number of further steps. So no batch waits for one long response, and few siblings
+of a long response become stale for nothing. The groups that are not chosen are deferred: they wait
+with their tokens, which cost nothing until the groups run again. Some members of each deferred
+group run once as probes, because one finished sibling tells much about a length: typically half of
+the variance of a response's log length comes from its prompt.
 
-What a group is expected to need: :func:`aprilsched.core.lengths.log_law.rest_of_groups`. Found by
-search over schedules on the built-in workload (experiments/frontier).
+:func:`aprilsched.core.lengths.log_law.rest_of_groups` estimates what a group still needs. The rule
+was found by a search over schedules on the built-in workload (experiments/frontier).
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ __all__ = ["LengthBuckets", "window"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthBuckets(Refill):
-    """Of a store of open groups those of like expected length run together. How many of them run
-    is the over-provision ratio's."""
+    """Keeps more groups open than run, and runs those of similar expected length together. The
+    over-provision ratio says how many of them run."""
 
     name: ClassVar[str] = "buckets"
     defers: ClassVar[bool] = True
 
     store: Annotated[float, AT_LEAST_1] = 5.0
-    """Groups kept open, in batches."""
+    """Number of batches of groups that are kept open."""
     probes: Annotated[int, AT_LEAST_0] = 1
-    """Members of a deferred group that run once, as evidence of its length."""
+    """Number of members of a deferred group that run once, as evidence of its length."""
     oldest: Annotated[int, AT_LEAST_1] = 16
-    """Batches after its first token at which a group runs, whatever its length: the bound on
-    staleness, but for the batches that it then takes."""
+    """Number of batches after its first token at which a group runs, whatever its length. This
+    bounds the staleness of its tokens, except for the batches that it then takes."""
 
     def launches(self, view: PoolView) -> int:
-        """Groups to open.
+        """Number of groups to open now.
 
-        Within a batch only if none is left: all were rejected, or were too few of the samples or
-        tokens that fill it, and the trainer would wait for ever.
+        Within a batch this is 0 as long as a group is open. If none is left (all were rejected, or
+        did not have enough samples or tokens for the batch), the trainer would wait for ever.
         """
         dry = view.batch_open and view.open_groups == 0
         if not (view.wave_due or dry):
@@ -66,13 +67,19 @@ class LengthBuckets(Refill):
         return np.where(runs, groups.sizes, probes)
 
     def told(self, ratio: str) -> str:
-        return f"rounds of {ratio} batches of like length, out of {self.store:g} open ones"
+        return f"{ratio} batches of groups of similar length, out of {self.store:g} open batches"
 
 
 def window(rest: NDArray[np.float64], age: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """The `count` groups of neighbouring `rest` that have waited longest in the mean.
+    """The `count` groups with neighbouring values of `rest` whose mean age is highest.
 
-    Places int64 in the arguments, float64 [G] and int64 [G] (batches since they were opened).
+    Args:
+        rest: what each group is expected to need still, float64 [G].
+        age: number of batches since each group was opened, int64 [G].
+        count: number of groups to choose.
+
+    Returns:
+        Indices of the groups, int64 [count].
     """
     order = np.argsort(rest, kind="stable")
     if count >= len(order):

@@ -1,4 +1,4 @@
-"""On which engine a request goes: the least loaded, with a group's prefix kept on one."""
+"""Chooses the engine for a request: the least loaded one, or the one with the group's prefix."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ Placement: TypeAlias = Literal["prefix", "spread"]
 
 
 class Places:
-    """The engines that take requests now.
+    """The engines that take requests now, with their loads.
 
-    Invariant: the heap has exactly one entry for each engine; its load is the engine's or, where
-    a request was put there by preference, less (mended when it comes up).
+    Invariant: the heap has exactly one entry for each engine. The load of an entry is that of the
+    engine, or less if a request was put there by preference; it is corrected when the entry comes
+    to the top.
 
     Args:
-        loads: open requests of each engine that takes any.
+        loads: number of open requests of each engine that takes requests.
     """
 
     def __init__(self, loads: Mapping[str, int]) -> None:
@@ -27,13 +28,15 @@ class Places:
         heapq.heapify(self._heap)
 
     def take(self, *, prefer: str, slack: int, avoid: Collection[str]) -> str | None:
-        """The engine for one request, which counts from now on; None if there is none.
+        """The engine for one request, or None if no engine takes requests. The request counts as a
+        load of the engine from now on.
 
         Args:
-            prefer: where the prompt's prefix is cached.
-            slack: how many more requests than the least loaded one that engine may have and still
-                be preferred; -1 for never.
-            avoid: the engines that just failed the request; taken only if there is no other.
+            prefer: name of the engine that has the prompt's prefix in its cache.
+            slack: how many more requests than the least loaded engine that engine may have and
+                still be preferred; -1 for never.
+            avoid: names of engines that failed the request. They are chosen only if there is no
+                other.
         """
         least = self._least(avoid)
         if least is None:

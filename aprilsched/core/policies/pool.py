@@ -13,17 +13,17 @@ __all__ = ["Pool"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pool(Refill):
-    """Keep the same number of rollouts generating, refilled `together` groups at a time.
+    """Keeps the same number of rollouts generating, and refills several groups together.
 
-    `until`: the share of a batch that is complete when refilling ends for that batch (a taper).
-    What is started near a batch's end is interrupted at once, so under recompute it costs more
-    prefill than it fills idle steps.
+    Refilling may end before a batch is full (a taper). A rollout that is started near the end of a
+    batch is interrupted soon, so with "recompute" it costs more prefill than it fills idle steps.
     """
 
     name: ClassVar[str] = "pool"
 
     together: Annotated[int, AT_LEAST_1] = 4
-    """Groups that are started together; one by one costs a third of the throughput."""
+    """Number of groups that are started together. Starting them one by one costs a third of the
+    throughput."""
     until: Annotated[float, SHARE] = 1.0
     """Share of a batch that is complete when its pool is no longer refilled."""
 

@@ -1,8 +1,8 @@
-"""When to start new groups, and which of the open ones run: what a refill rule is.
+"""Refill rules: when new groups are started, and which of the open groups run.
 
-Every arriving request costs the running ones a prefill pass (hazard 15 of SGLang's: 19 ms for a
-4B model), so a trickle of single requests can cost a third of the throughput. All rules start
-whole groups, many together.
+Each request that arrives costs the running ones a prefill pass (19 ms for a 4B model, hazard 15 of
+``aprilsched doctor``), so single requests that arrive one after the other can cost a third of the
+throughput. All rules start whole groups, and many of them together.
 
 A new rule is a subclass of :class:`Refill` in a file of its own, and a line in
 :mod:`aprilsched.core.policies.kinds` if it shall have a name on the command line and in stores.
@@ -26,71 +26,80 @@ __all__ = ["OpenGroups", "PoolView", "Refill"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolView:
-    """What a refill rule sees. `open_groups` still generate; `ready_groups` are complete, not
-    rejected and not delivered; `target_groups` is the over-provisioned batch. Where a batch is
-    full by samples or tokens, `batch_groups` are those that it takes, and `ready_groups` are as
-    many usual groups as count as much."""
+    """What a refill rule sees of the scheduler."""
 
     batch_groups: int
+    """Number of groups in a batch; if samples or tokens fill it, the number that it is expected to
+    take."""
     group_size: float
-    """Rollouts of a group; their mean where prompts have sizes of their own."""
+    """Number of rollouts of a group; the mean if prompts have sizes of their own."""
     target_groups: int
+    """Number of groups that should be open for a batch, by the over-provision ratio."""
     open_groups: int
+    """Number of groups that still generate."""
     ready_groups: int
+    """Number of groups that are complete, not rejected and not delivered; if samples or tokens fill
+    a batch, the number of groups of the expected size that hold as much."""
     in_flight: int
-    """Rollouts still generating."""
+    """Number of rollouts that still generate."""
     wave_due: bool
-    """A batch begins."""
+    """Whether a batch begins."""
     batch_open: bool
-    """The batch in work is not full."""
+    """Whether the batch in work is not full yet."""
     asynchronous: bool
-    """Generation goes on behind a full batch."""
+    """Whether generation continues behind a full batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OpenGroups:
-    """What a rule that defers groups sees of the open ones when a batch begins: one row each."""
+    """What a rule that defers groups sees of the open groups when a batch begins.
+
+    Each array has one row for each group.
+    """
 
     tokens: NDArray[np.int64]
-    """int64 [groups, members]: so far; 0 if the member was not started."""
+    """Number of tokens of each member so far, int64 [groups, members]; 0 for a member that was not
+    started."""
     finished: NDArray[np.bool_]
-    """bool [groups, members]: also where a smaller group has no member."""
+    """Whether each member has finished, bool [groups, members]; also True where a smaller group has
+    no member."""
     sizes: NDArray[np.int64]
-    """int64 [groups]: members of each."""
+    """Number of members of each group, int64 [groups]."""
     ages: NDArray[np.int64]
-    """int64 [groups]: batches since it was opened."""
+    """Number of batches since each group was opened, int64 [groups]."""
     since_first_run: NDArray[np.int64]
-    """int64 [groups]: batches since a member first ran; -1 if none has."""
+    """Number of batches since a member of each group first ran, int64 [groups]; -1 if none has."""
     running: NDArray[np.bool_]
-    """bool [groups]: whether a member is with an engine."""
+    """Whether an engine has a member of each group, bool [groups]."""
     wanted: int
-    """Groups that should run for the batch."""
+    """Number of groups that should run for the batch."""
     law: LogLaw
-    """Of the lengths, as far as they are known."""
+    """The law of the lengths, as far as they are known."""
 
 
 class Refill(ABC):
-    """A refill rule. Rules are frozen dataclasses of their settings."""
+    """A refill rule. A rule is a frozen dataclass of its settings."""
 
     __slots__ = ()
 
     name: ClassVar[str]
-    """What the configuration calls it."""
+    """Name of the rule in flags, config.toml and stores."""
     defers: ClassVar[bool] = False
-    """More groups are open than run: a rollout waits, with its tokens, until :meth:`members`
-    starts it, and is called back when its batch is full."""
+    """Whether more groups are open than run. If so, a rollout waits with its tokens until
+    :meth:`members` starts it, and is called back when its batch is full."""
 
     @abstractmethod
     def launches(self, view: PoolView) -> int:
-        """Groups to start now."""
+        """Number of groups to start now."""
 
     def members(self, groups: OpenGroups) -> NDArray[np.int64]:
-        """How many members of each group run now, from its first one on; for a rule that defers.
+        """Number of members of each group that run now, from its first one on, int64 [groups].
 
-        Asked for when a batch begins, and when all that was started has ended.
+        Only a rule that defers groups is asked this: when a batch begins, and when everything that
+        was started has ended.
         """
         raise NotImplementedError(f"{type(self).__name__} defers nothing")
 
     @abstractmethod
     def told(self, ratio: str) -> str:
-        """What it does with `ratio` batches of groups, in a few words."""
+        """What the rule does with `ratio` batches of groups, in a few words."""

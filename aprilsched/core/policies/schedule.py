@@ -1,4 +1,4 @@
-"""What automatic over-provisioning chooses: the part of the rules that may change during a run."""
+"""What automatic over-provisioning chooses: the policies that may change during a run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from aprilsched.core.policies.wave import Wave
 __all__ = ["Schedule", "first_schedule"]
 
 FIRST_RATIO = 1.5
-"""Near every optimum's flat part, and never very stale."""
+"""Near the flat part of every optimum that was measured, and never very stale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """A schedule and what it is expected to do (None where nothing is known yet).
+    """How much is started and when, with what this is expected to do (None if it is not known).
 
     Attributes:
         over_provision: how many groups are kept open.
-        refill: when new ones are started.
-        efficiency: expected T_bound / T.
-        off_policy_share: expected share of delivered tokens of an older version.
-        why: one sentence for people.
+        refill: when new groups are started.
+        efficiency: expected efficiency, T_bound / T.
+        off_policy_share: expected share of delivered tokens that are of an older version.
+        why: the reason of the choice, as one sentence.
     """
 
     over_provision: OverProvision
@@ -34,15 +34,16 @@ class Schedule:
     why: str = ""
 
     def same_as(self, other: Schedule) -> bool:
-        """Does it do the same, whatever is expected of it?"""
+        """Whether both have the same policies, whatever is expected of them."""
         return self.over_provision == other.over_provision and self.refill == other.refill
 
 
 def first_schedule(*, may_defer: bool) -> Schedule:
-    """What is in force until something is known of the lengths.
+    """The schedule that is used until some lengths are known.
 
-    `may_defer`: length buckets can be had. Their store takes batches to fill, so that is begun at
-    once.
+    Args:
+        may_defer: length buckets are possible. Their many open groups take several batches to
+            open, so this begins at once.
     """
     return Schedule(
         over_provision=FixedRatio(ratio=FIRST_RATIO),

@@ -1,16 +1,17 @@
-"""Keeping the staleness of samples within a bound.
+"""Keeps the staleness of samples within a bound.
 
-The staleness of a token is the version that consumes it minus the version that sampled it; a
-sample's is the largest of its tokens. Two gates keep it below ``bound``: admission (how many
-groups may be outstanding) and, for what is in flight when it comes due, a rule.
+The staleness of a token is the version that consumes it minus the version that sampled it. The
+staleness of a sample is the largest of its tokens. Two things keep it within the bound: admission,
+which limits the number of outstanding groups, and a rule for rollouts that reach the bound while
+they are in flight:
 
 * ``finish``: a batch is not delivered without the groups that would be too stale afterwards.
-  As long as there is one update per batch, the admission gate guarantees that they fit.
-* ``mask``: tokens beyond the bound keep their place with loss mask 0.
-* ``evict``: at the update the whole group goes to the ledger. This censors long responses.
+  As long as there is one update for each batch, admission guarantees that they fit.
+* ``mask``: tokens beyond the bound keep their place, with loss mask 0.
+* ``evict``: the whole group is dropped at the update. This censors long responses.
 
-Whatever passes the bound under ``finish`` all the same (several updates between two batches) is
-masked.
+Tokens that pass the bound under ``finish`` nevertheless, because there were several updates between
+two batches, are masked.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class Staleness:
     def admissible(
         self, *, batch_groups: int, outstanding: int, batches_since_update: int, wanted: bool
     ) -> int | None:
-        """Groups that may still be started; None if there is no bound.
+        """Number of groups that may still be started; None if there is no bound.
 
-        AReaL's gate, (bound + version + 1) * N minus delivered and in flight, written relative
-        to the last update. It is not kept below one batch while one is waited for: a trainer
-        that takes several batches under one version would otherwise wait for ever. `outstanding`
-        counts complete groups as usual ones, so that it is below a batch while nothing is open
-        and the batch is not full.
+        This is AReaL's gate, (bound + version + 1) * N minus the delivered groups and those in
+        flight, written relative to the last update. While the trainer waits for a batch, at least
+        one batch is admitted: a trainer that takes several batches under one version would
+        otherwise wait for ever. `outstanding` counts complete groups as usual groups, so it is
+        below a batch as long as no group is open and the batch is not full.
         """
         if self.bound is None:
             return None
@@ -55,20 +56,23 @@ class Staleness:
 
     @property
     def finishes(self) -> bool:
-        """Must groups that come due be in the next batch?"""
+        """Whether groups that reach the bound must be in the next batch."""
         return self.rule == "finish"
 
     def due(self, oldest: int | None, version: int) -> bool:
-        """Rule ``finish``: must this be in the batch that `version` consumes?"""
+        """Whether a group whose oldest token is of version `oldest` must be in the batch that
+        `version` consumes, by the rule ``finish``."""
         return self.finishes and self._reaches(oldest, version, self.bound)
 
     def evicts(self, oldest: int | None, version: int) -> bool:
-        """Rule ``evict``: is this too stale for `version`?"""
+        """Whether a group whose oldest token is of version `oldest` is too stale for `version`, by
+        the rule ``evict``."""
         beyond = None if self.bound is None else self.bound + 1
         return self.rule == "evict" and self._reaches(oldest, version, beyond)
 
     def oldest_unmasked(self, version: int) -> int | None:
-        """Tokens of versions below this get loss mask 0 in a batch consumed at `version`."""
+        """The oldest version whose tokens keep loss mask 1 in a batch that `version` consumes; None
+        if there is no bound."""
         return None if self.bound is None else version - self.bound
 
     @staticmethod

@@ -1,10 +1,10 @@
 """How a run begins.
 
-A run that begins with all groups at once delivers the shortest first: a bias of lengths that
-goes away only with the number of batches (:mod:`aprilsched.core.lengths.identity`). While it
-starts up with "wait", each batch is launched alone and waited for, so there is no bias until then;
-with "ramp" the ratio grows from 1 to its value over the batches, which spreads the same bias
-evenly over them. Both cost the speed that the missing groups would have bought.
+A run that begins with all groups at once delivers the shortest responses first. This bias of the
+lengths disappears only with the number of batches (:mod:`aprilsched.core.lengths.identity`). With
+"wait" each of the first batches is launched alone and waited for, so there is no bias during that
+time. With "ramp" the ratio grows from 1 to its value, which spreads the same bias evenly over the
+first batches. Both are slower at first, because fewer groups are open.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class StartUp:
         return self.rule == "at_once"
 
     def lasts(self, batches: int) -> bool:
-        """Is a run that has delivered so many batches still beginning?"""
+        """Whether the start of a run is not over yet after so many delivered batches."""
         return not self.at_once and batches < self.batches
 
     def target_groups(self, batches: int, *, batch_groups: int, target: int) -> int:
-        """Groups to keep open while it lasts, instead of `target`."""
+        """Number of groups to keep open during the start, instead of `target`."""
         if self.rule == "wait":
             return batch_groups
         share = batches / self.batches

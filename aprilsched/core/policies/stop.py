@@ -1,12 +1,13 @@
-"""When a batch is full: enough whole groups, counted as groups, as samples or as tokens.
+"""Stop rules: a batch is full when it has enough whole groups, samples or tokens.
 
-Everything else thinks in groups: gates, refill rules and ratios. How many of them a batch takes,
-and how many the complete ones stand for, is computed here, from the *usual* group:
-what one is expected to count in the unit of the rule. It is exact for groups and samples.
+Gates, refill rules and ratios count groups. How many groups a batch takes, and how many groups the
+complete ones stand for, is computed here from the *usual* group: what one group is expected to
+count in the unit of the rule. This is exact for groups, and for samples if all prompts have the
+same group size.
 
-A new unit is one class here, which a configuration takes as a value; everything that depends on the
-unit, automatic over-provisioning too, asks the class. It must be a sum over complete groups. A name
-for the command line and for files is a line of :mod:`aprilsched.core.policies.kinds`.
+A new unit is one class here, which a configuration takes as a value. Everything that depends on the
+unit, automatic over-provisioning included, asks the class. It must be a sum over complete groups. A
+name for the command line and for files is a line of :mod:`aprilsched.core.policies.kinds`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["GroupSize", "Groups", "Held", "Samples", "Stop", "Tokens"]
 
 
 class GroupSize(Protocol):
-    """What the rule looks at in a complete group."""
+    """What the rule reads of a complete group."""
 
     @property
     def members(self) -> Sequence[object]: ...
@@ -32,7 +33,7 @@ class GroupSize(Protocol):
 
 
 class Held(Protocol):
-    """What the rule looks at in all complete groups."""
+    """What the rule reads of all complete groups."""
 
     samples: int
     tokens: int
@@ -51,17 +52,19 @@ class Stop(ABC):
     fixed_groups: ClassVar[bool] = False
     """Every batch has the same number of groups."""
     learns: ClassVar[bool] = False
-    """What a group counts is known better and better while the run goes on."""
+    """What a group counts becomes known during the run."""
 
     @abstractmethod
     def usual_group(
         self, group_size: float, group_tokens: Callable[[], float | None]
     ) -> float | None:
-        """What one group counts; None while that is not known.
+        """What one group is expected to count; None as long as that is not known.
 
         Args:
-            group_size: rollouts of one prompt, as a mean where prompts have sizes of their own.
-            group_tokens: gives the mean tokens of a group, None while no length is known.
+            group_size: number of rollouts of one prompt; the mean if prompts have sizes of their
+                own.
+            group_tokens: returns the mean number of tokens of a group, or None as long as no length
+                is known.
         """
 
     @abstractmethod
@@ -73,21 +76,22 @@ class Stop(ABC):
         """What one complete group counts."""
 
     def enough(self, held: Held, *, batches: int = 1) -> bool:
-        """Are there so many batches in all of `held`?"""
+        """Whether the complete groups are enough for so many batches."""
         return self.held(held) >= batches * self.amount
 
     def batch_groups(self, usual: float) -> int:
-        """Groups that a batch takes if each counts `usual`."""
+        """Number of groups that a batch takes if each counts `usual`."""
         # Guards against rounding up what is whole but for the last place.
         return max(1, math.ceil(self.amount / usual - 1e-9))
 
     def as_groups(self, held: Held, usual: float) -> int:
-        """For how many usual groups `held` stands: fewer than a batch takes, if it is not enough
-        for one."""
+        """Number of usual groups that count as much as the complete ones. It is smaller than the
+        number that a batch takes if they are not enough for one."""
         return math.floor(self.held(held) / usual + 1e-9)
 
     def take(self, groups: Sequence[GroupSize]) -> int | None:
-        """How many of `groups`, from the front, make a batch; None if all are not enough."""
+        """How many of `groups`, beginning with the first, make a batch; None if all of them are not
+        enough."""
         held = 0
         for count, group in enumerate(groups, 1):
             held += self.measure(group)
@@ -98,7 +102,7 @@ class Stop(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Groups(Stop):
-    """A number of groups."""
+    """A batch is full when it has `amount` groups."""
 
     name: ClassVar[str] = "groups"
     fixed_groups: ClassVar[bool] = True
@@ -121,7 +125,7 @@ class Groups(Stop):
 
 @dataclass(frozen=True, slots=True)
 class Samples(Stop):
-    """Whole groups that hold at least so many rollouts."""
+    """A batch is full when its whole groups have at least `amount` rollouts."""
 
     name: ClassVar[str] = "samples"
     learns: ClassVar[bool] = True
@@ -138,7 +142,7 @@ class Samples(Stop):
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Stop):
-    """Whole groups that hold at least so many response tokens."""
+    """A batch is full when its whole groups have at least `amount` response tokens."""
 
     name: ClassVar[str] = "tokens"
     learns: ClassVar[bool] = True

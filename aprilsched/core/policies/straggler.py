@@ -1,10 +1,10 @@
-"""What happens to the rollouts that still run when their batch is full, or at an update.
+"""What happens to the rollouts that still generate when their batch is full, or at an update.
 
-Each behaviour is one entry of :data:`BEHAVIOURS`, and everything that depends on it asks that
-entry: the core (when engines are paused, what is called back, what a refit or a sleep waits for),
-the configuration (which settings of the cached KV are possible), the check of the engines when a
-run begins, and the report. So a new behaviour is one entry here and one name in
-:data:`StragglerRule`. If it decides for each rollout, it has a function as ``decide``.
+Each behaviour is one entry of :data:`BEHAVIOURS`, and everything that depends on the behaviour asks
+that entry: the core (when engines are paused, what is called back, what a refit or a sleep waits
+for), the configuration (what may happen to the cached KV), the check of the engines when a run
+begins, and the report. So a new behaviour is one entry here and one name in :data:`StragglerRule`.
+If it decides for each rollout, it has a function as ``decide``.
 
 ========  =============================================  ===========================
 rule      when a synchronous batch is full               at an update
@@ -16,10 +16,11 @@ run       nothing: they run on, nothing new is sent      waited for; none is mix
 choose    some run on up to a limit, the others stay     as for those that stay
 ========  =============================================  ===========================
 
-What ``choose`` compares, all in seconds of an engine: to interrupt a rollout costs the prefill of
-its context later (context / prefill rate) and the staleness of its group's tokens (their price);
-to let it run costs the steps that the engine makes for fewer sequences than it could, t0 for each.
-Where the KV can stay (kept apart by version), a token that attends to stale keys has a price too.
+``choose`` compares two costs, both in seconds of an engine. Interrupting a rollout costs the
+prefill of its context later (context / prefill rate) and the staleness of its group's tokens (at
+their price). Letting it run costs the steps that the engine makes for fewer sequences than it
+could, each with the fixed part t0 of a step. If the KV can stay (kept apart by version), a token
+that attends to stale keys has a price too.
 """
 
 from __future__ import annotations
@@ -77,85 +78,92 @@ class Straggler:
     """A rollout that still generates when its batch is full. Lengths are in tokens."""
 
     context: int
-    """Prompt and response so far: prefilled again if it is interrupted."""
+    """Number of tokens of its prompt and its response so far. An interruption costs their
+    prefill."""
     group_tokens: int
-    """Of its group, on-policy until the update; 0 if it is not the group's last."""
+    """Number of tokens of its group that are on-policy until the update; 0 if another rollout of
+    the group is not finished either."""
     ends_within: Callable[[int], float]
-    """The probability that it ends within so many more tokens."""
+    """Returns the probability that it ends within so many more tokens."""
     remaining: Callable[[], float]
-    """The tokens that it is expected to need still."""
+    """Returns the number of tokens that it is expected to need still."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """What a behaviour that decides for each straggler knows beside the stragglers."""
+    """What a behaviour that decides for each straggler knows, beside the stragglers."""
 
     prices: Prices
+    """What interrupting and waiting cost."""
     usual: float
-    """How many sequences decode together in the mean of a batch."""
+    """Mean number of sequences that decode together during a batch."""
     kv: CachedKV
-    """What becomes of the cached KV at a refit."""
+    """What happens to the cached KV at a refit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What becomes of one straggler. Without either it stays inside the paused engine."""
+    """What happens to one straggler. By default it stays inside the paused engine."""
 
     run_on: int = 0
-    """How many more tokens it may generate before its engine is paused."""
+    """Number of tokens that it may still generate before its engine is paused."""
     call_back: bool = False
-    """It comes back with its tokens before the pause, and is sent again afterwards."""
+    """Whether it is called back with its tokens before the pause, and sent again afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Behaviour:
     """One way to treat stragglers: everything that the rest of the program asks about it.
 
-    Requests that are always called back never wait inside, and only where requests wait inside can
-    there be a decision for each of them.
+    Requests that are always called back never wait inside an engine. A behaviour can decide for
+    each straggler only if requests wait inside.
     """
 
     told: str
-    """What happens to unfinished responses, for a report: a sentence."""
+    """What happens to unfinished responses, as a sentence for a report."""
     kv: tuple[CachedKV, ...]
-    """What may become of the cached KV at a refit; the first is what "auto" means."""
+    """What may happen to the cached KV at a refit; the first entry is what "auto" means."""
     waits_inside: bool
-    """Requests wait inside their paused engine until the next batch, and through a refit.
+    """Whether requests wait inside their paused engine until the next batch, and during a refit.
     Otherwise engines are left running, and a refit waits until they are empty."""
     waits_asleep: bool = False
-    """They also wait there while memory is released, where the engines can do that."""
+    """Whether requests also wait inside while the memory is released, if the engine can do that."""
     called_back: Literal["always", "for sleep", "never"] = "for sleep"
     """When open requests are aborted to come back with their tokens: whenever no training rollout
-    should run, before memory is released under them, or never (they are waited for)."""
+    should run, only before memory is released under them, or never, so that they are waited for."""
     deferrable: bool = False
-    """A rollout may be called back and kept waiting for batches, as length buckets do it."""
+    """Whether a rollout may be called back and wait for several batches, as with length buckets."""
     decide: Callable[[Sequence[Straggler], Situation], Sequence[Decision]] | None = None
-    """Decides for each straggler once, when the batch is full or an update begins."""
+    """Decides for each straggler once, when the batch is full or an update begins; None if all are
+    treated alike."""
 
     def pause_mode(self, kv: CachedKV) -> Literal["retract", "in_place"]:
         """How engines are paused around a refit.
 
-        Retract lets the cache be flushed, so that no later request finds a prefix computed under
-        older weights. In place is for requests inside that keep their KV.
+        After "retract" the cache can be flushed, so that no later request finds a prefix that older
+        weights computed. "in_place" is for requests that wait inside and keep their KV.
         """
         return "in_place" if self.waits_inside and kv != "recompute" else "retract"
 
     @property
     def needs_spans(self) -> bool:
-        """The engines must tell the version of each token, since a request that waits through a
-        refit has tokens of several."""
+        """Whether the engines must tell the version of each token, because a request that waits
+        during a refit has tokens of several versions."""
         return self.waits_inside
 
     def needs_flush_while_paused(self, kv: CachedKV) -> bool:
-        """The engines must be able to flush the cache around requests that wait inside them."""
+        """Whether the engines must be able to flush the cache while requests wait inside them."""
         return self.waits_inside and kv == "recompute"
 
 
 def run_out_tokens(stragglers: Sequence[Straggler], prices: Prices, *, usual: float) -> int:
-    """How many more tokens the stragglers may run before they are interrupted; 0 for none.
+    """Number of tokens that the stragglers may still generate before they are interrupted.
 
-    `usual` is how many sequences decode together in the mean of a batch: a step for fewer wastes
-    that share of its fixed part.
+    Args:
+        stragglers: the stragglers of one engine.
+        prices: what interrupting and waiting cost.
+        usual: mean number of sequences that decode together during a batch. A step for fewer
+            sequences wastes the missing share of its fixed part.
     """
     best, gain = 0, 0.0
     for horizon in _HORIZONS:
@@ -165,7 +173,7 @@ def run_out_tokens(stragglers: Sequence[Straggler], prices: Prices, *, usual: fl
             saved += ends * straggler.context / prices.prefill_tokens_per_s
             saved += ends * straggler.group_tokens * prices.stale_token_seconds
             ending += ends
-        # Those that end leave the steps emptier: half of them on average.
+        # Rollouts that end leave emptier steps behind; on average half of them have ended.
         busy = max(0.0, len(stragglers) - ending / 2)
         idle = max(0.0, 1 - busy / usual) if usual else 1.0
         net = saved - horizon * prices.step_seconds * idle
@@ -175,7 +183,7 @@ def run_out_tokens(stragglers: Sequence[Straggler], prices: Prices, *, usual: fl
 
 
 def keeps_kv(*, context: int, remaining: float, prices: Prices) -> bool:
-    """Is it cheaper to keep the KV of older weights than to compute it again?"""
+    """Whether keeping the KV of older weights is cheaper than recomputing it."""
     return remaining * prices.stale_key_seconds <= context / prices.prefill_tokens_per_s
 
 
@@ -194,8 +202,8 @@ def _cheapest(stragglers: Sequence[Straggler], situation: Situation) -> list[Dec
 BEHAVIOURS: Mapping[StragglerRule, Behaviour] = MappingProxyType(
     {
         "retract": Behaviour(
-            told="Unfinished responses are carried over: they pause while new weights come in, "
-            "their context is read again, and they go on.",
+            told="Unfinished responses are carried over: they pause while new weights are loaded, "
+            "their context is recomputed, and they continue.",
             # A retracted request finds its own older prefix in a cache that was not flushed.
             kv=("recompute",),
             waits_inside=True,
@@ -203,37 +211,38 @@ BEHAVIOURS: Mapping[StragglerRule, Behaviour] = MappingProxyType(
             deferrable=True,
         ),
         "in_place": Behaviour(
-            told="Unfinished responses are carried over and keep their KV: new weights come in "
-            "under them.",
+            told="Unfinished responses are carried over and keep their KV while new weights are "
+            "loaded.",
             # Nothing can be flushed while requests keep their KV.
             kv=("keep", "apart"),
             waits_inside=True,
         ),
         "abort": Behaviour(
-            told="Unfinished responses are called back when a batch is full, and go on from what "
-            "they have in the next one.",
+            told="Unfinished responses are called back when a batch is full, and continue in the "
+            "next one with their tokens.",
             kv=("recompute", "apart"),
             waits_inside=False,
             called_back="always",
             deferrable=True,
         ),
         "run": Behaviour(
-            told="Unfinished responses run on under the weights they began with.",
+            told="Unfinished responses run to their end with the weights that they began with.",
             kv=("recompute", "apart"),
             waits_inside=False,
             called_back="never",
         ),
         "choose": Behaviour(
-            told="What happens to unfinished responses is chosen for each by its price.",
+            told="What happens to an unfinished response is chosen for each one by its cost.",
             kv=("recompute", "apart"),
             waits_inside=True,
             decide=_cheapest,
         ),
     }
 )
-"""By the name that the configuration has for it."""
+"""The behaviours, by their names in the configuration."""
 
 
 def rules_that(holds: Callable[[Behaviour], bool]) -> tuple[StragglerRule, ...]:
-    """The names of those of which something holds, for an error that says what to choose."""
+    """The names of the behaviours for which something holds, for an error that says what to
+    choose."""
     return tuple(name for name, behaviour in BEHAVIOURS.items() if holds(behaviour))

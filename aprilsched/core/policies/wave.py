@@ -13,10 +13,10 @@ __all__ = ["Wave"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wave(Refill):
-    """One wave at the begin of each batch, as APRIL and slime do; carried rollouts count.
+    """Starts groups once, when a batch begins, as APRIL and slime do; carried rollouts count.
 
-    Within a batch only what rejections and failures have taken is started again, times the
-    over-provision ratio, never a full extra wave.
+    Within a batch it only replaces the groups that were rejected or failed, times the
+    over-provision ratio. It never starts a full extra wave.
     """
 
     name: ClassVar[str] = "wave"
