@@ -1,4 +1,4 @@
-"""Samples of GPUs and engines beside a run, and what they mean."""
+"""Samples of GPUs and engines during a run, and what the figures mean."""
 
 from aprilsched.telemetry.sampling.labels import NVML_UTILIZATION
 from aprilsched.telemetry.sampling.sampler import Sampler

@@ -1,7 +1,8 @@
-"""Asks every engine of a fleet for its load, again and again, and waits for none of them.
+"""Asks the engines of a fleet for their load at regular times, without waiting for any of them.
 
-Invariants: an engine has one question at a time, so one that hangs is asked nothing more until it
-answers or its time is up; an engine that tells nothing is named once, and asked again.
+Invariants: an engine has one open question at a time, so one that hangs is not asked again before
+it answers or its time is over. An engine that does not tell its load is named once, and is asked
+again.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ __all__ = ["EngineLoads", "HasEngines"]
 log = logging.getLogger("aprilsched")
 
 _ANSWER_SECONDS = 10.0
-"""Above the time that an engine allows itself."""
+"""More than the time that an engine allows itself."""
 SERIES_SECONDS = 5.0
-"""Between two looks at a metrics endpoint: its page is made for a scrape every few seconds, by
-the very process that streams the responses."""
+"""Seconds between two looks at a metrics endpoint. Its page is made for a scrape every few seconds,
+by the same process that streams the responses."""
 
 
 class HasEngines(Protocol):
-    """A fleet; who its engines are may change."""
+    """A fleet, whose engines may change."""
 
     @property
     def engines(self) -> Sequence[object]: ...
 
 
 class EngineLoads:
-    """Of the engines that tell it (:class:`~aprilsched.engines.load.ReportsLoad`).
+    """Asks the engines that tell their load (:class:`~aprilsched.engines.load.ReportsLoad`).
 
     Args:
-        fleet: whose engines; it should be open.
-        interval: seconds, on the running loop's clock.
+        fleet: the fleet of the engines; it should be open.
+        interval: seconds between two questions, on the running loop's clock.
         clock: gives the time of a sample.
-        take: takes each line.
+        take: is called with each line.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class EngineLoads:
         self._named: set[str] = set()
 
     async def work(self) -> None:
-        """Until it is cancelled."""
+        """Ask until this is cancelled."""
         loop = asyncio.get_running_loop()
         due = series_due = loop.time()
         async with asyncio.TaskGroup() as tasks:

@@ -1,4 +1,4 @@
-"""What the sampled figures mean, in the words that stand wherever they are shown."""
+"""What the sampled figures mean: the sentences that are shown with them everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NVML, by nvidia-ml-py: the GPUs of this machine, as their driver sees them.
+"""Samples the GPUs of this machine by NVML, the library of their driver (nvidia-ml-py).
 
 A call may block, and a driver that hangs must hold nobody up. Therefore :class:`GpuThread` makes
 all calls in a daemon thread. A figure that a GPU does not have is None; for example, a MIG slice
@@ -30,10 +30,10 @@ _STOP_SECONDS = 1.0
 
 
 class Nvml:
-    """The library, from here to :meth:`close`.
+    """Holds the library open until :meth:`close`.
 
     Raises:
-        ConfigError: if it is not there, in one sentence.
+        ConfigError: if the package or the driver is not there.
     """
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class Nvml:
         self._handles = {index: handle for index, handle in found.items() if handle is not None}
 
     def close(self) -> None:
-        """Let go of it; others in this process keep their hold."""
+        """Close the library. Others in this process may still have it open."""
         self._told(self._api.nvmlShutdown)
 
     def devices(self, t: float) -> list[DeviceLine]:
-        """The GPUs that there are."""
+        """A line for each GPU, which describes it."""
         api = self._api
         return [
             DeviceLine(
@@ -75,10 +75,10 @@ class Nvml:
         ]
 
     def sample(self, t: float) -> list[GpuLine]:
-        """Each of them now.
+        """A line for each GPU, with its figures now.
 
         Raises:
-            OSError: if none of them tells anything any more.
+            OSError: if no GPU tells anything any more.
         """
         lines = [self._line(t, index, handle) for index, handle in self._handles.items()]
         if lines and all(line == GpuLine(t=t, device=line.device) for line in lines):
@@ -109,7 +109,7 @@ class Nvml:
         return dict(largest) or None
 
     def _told(self, call: Callable[..., _T], *arguments: object) -> _T | None:
-        """None for what this GPU does not tell."""
+        """What the call returns; None if this GPU does not tell it."""
         try:
             return call(*arguments)
         except self._api.NVMLError:
@@ -125,7 +125,7 @@ def _over(value: float | None, parts: int) -> float | None:
 
 
 def _text(value: Any) -> str:
-    """Older versions of the package give bytes."""
+    """The text; older versions of the package return bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
 
 

@@ -1,4 +1,4 @@
-"""From an engine's counters to what it did between two samples."""
+"""Computes what an engine did between two samples, from its counters."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _DIGITS = 4
 
 
 class Rates:
-    """Of one engine, whose samples come in order.
+    """Makes the lines of one engine from its samples, which come in order.
 
-    A rate is over the time between the moments at which the two figures were true; where that time
-    is nothing (in a pause they stand still) there is no rate. An engine without requests publishes
-    nothing new either, and there its last figures go on being true. Counters that went back are
-    those of a server that was restarted.
+    A rate is taken over the time between the moments at which two figures were true. If they were
+    true at the same moment, as in a pause, there is no rate. An engine without requests publishes
+    no new figures either, but its last ones remain true. Counters that went back are those of a
+    server that was restarted.
     """
 
     def __init__(self) -> None:
         self._before: tuple[float, EngineLoad] | None = None
 
     def line(self, engine: str, t: float, load: EngineLoad) -> EngineLine:
-        """`load` as it arrived at `t`."""
+        """The line of `load`, which arrived at `t` on the run's clock."""
         at = t - load.age_s if load.running or load.queued else t
         tokens, share = self._since_before(at, load)
         self._before = at, load

@@ -1,8 +1,8 @@
-"""The lines of samples.jsonl, and what their fields mean: the file's first line says the latter.
+"""The lines of samples.jsonl, and the meaning of their fields, which the first line contains.
 
-``t`` is in seconds on the run's clock, as in events.jsonl. A field that nobody told is left out.
-Lines of a former process that come after the time of a "resumed" line are void, as in
-events.jsonl.
+``t`` is in seconds on the run's clock, as in events.jsonl. A figure that is not known is left out.
+If a process resumes the run, lines of the prior process with a later time than the "resumed" line
+are void, as in events.jsonl.
 """
 
 from __future__ import annotations
@@ -28,54 +28,54 @@ LABELS = {"utilization": NVML_UTILIZATION, "step_share": STEP_SHARE}
 
 FIELDS: dict[str, dict[str, str]] = {
     "engine": {
-        "engine": "its name",
+        "engine": "name of the engine",
         "running": "requests in the decoding batch",
         "queued": "requests that wait for a place in it",
-        "max_running": "most requests that decode together",
+        "max_running": "largest number of requests that decode together",
         "kv_tokens": "tokens with a place in the KV pool",
-        "kv_share": "of the KV pool, from 0 to 1",
-        "tokens_per_s": "decoded since the sample before, or what an engine without counters says",
-        "step_share": "of the time since the sample before in which it computed steps, 0 to 1",
-        "cache_hit_rate": "of the prefix cache, from 0 to 1",
-        "age_s": "how old the figures were when the engine told them; they stand still in a pause",
+        "kv_share": "share of the KV pool that is used, from 0 to 1",
+        "tokens_per_s": "tokens decoded a second since the sample before, or the engine's own rate "
+        "if it has no counters",
+        "step_share": "share of the time since the sample before with steps computed, from 0 to 1",
+        "cache_hit_rate": "hit rate of the prefix cache, from 0 to 1",
+        "age_s": "age of the figures when the engine told them; in a pause they do not change",
         "series": "gauges of the engine's own metrics endpoint",
-        "error": "why it told nothing, once for each time that it began to",
+        "error": "why the engine told nothing, once for each time that this began",
     },
     "device": {
         "device": "NVML's index of the GPU",
-        "name": "of the product",
-        "uuid": "of the GPU",
-        "memory_total": "bytes",
-        "power_limit_w": "watts",
+        "name": "name of the product",
+        "uuid": "unique id of the GPU",
+        "memory_total": "memory of the GPU, in bytes",
+        "power_limit_w": "limit of its power, in watts",
     },
     "nvml": {
         "device": "NVML's index of the GPU",
         "utilization": "share of NVML's sample period in which at least one kernel ran, 0 to 1",
         "memory_utilization": "share of it in which the GPU's memory was read or written, 0 to 1",
-        "memory_used": "bytes",
-        "power_w": "watts",
-        "sm_clock_mhz": "of the multiprocessors",
-        "temperature_c": "degrees Celsius",
-        "processes": "bytes by process id, where NVML shows them",
+        "memory_used": "memory in use, in bytes",
+        "power_w": "power, in watts",
+        "sm_clock_mhz": "clock of the multiprocessors, in MHz",
+        "temperature_c": "temperature, in degrees Celsius",
+        "processes": "memory of each process in bytes, by process id, if NVML tells it",
     },
 }
-"""Of each source."""
+"""The meaning of each field, by the source of the line."""
 
 
 class DescriptionLine(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="source", tag="description"
 ):
-    """The first line."""
+    """The first line of the file. `interval` is the number of seconds between two samples."""
 
     t: float
     interval: float
-    """Seconds between two samples."""
     labels: dict[str, str] = msgspec.field(default_factory=LABELS.copy)
     fields: dict[str, dict[str, str]] = msgspec.field(default_factory=FIELDS.copy)
 
 
 class ResumedLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="source", tag="resumed"):
-    """Another process goes on."""
+    """The first line of a process that resumes the run."""
 
     t: float
 
@@ -88,7 +88,7 @@ class EngineLine(
     tag_field="source",
     tag="engine",
 ):
-    """One engine at one time; the fields are described in :data:`FIELDS`."""
+    """An engine at one time; :data:`FIELDS` describes the fields."""
 
     t: float
     engine: str
@@ -113,7 +113,7 @@ class DeviceLine(
     tag_field="source",
     tag="device",
 ):
-    """A GPU that is sampled from here on."""
+    """A GPU that is sampled from now on."""
 
     t: float
     device: int
@@ -131,7 +131,7 @@ class GpuLine(
     tag_field="source",
     tag="nvml",
 ):
-    """One GPU at one time; the fields are described in :data:`FIELDS`."""
+    """A GPU at one time; :data:`FIELDS` describes the fields."""
 
     t: float
     device: int

@@ -1,6 +1,6 @@
-"""samples.jsonl: written by a thread of its own, as the event log is, and never waited for.
+"""Writes samples.jsonl in a worker thread, as the event log is written.
 
-Invariant: whatever goes wrong while writing, the run goes on, and it is said once.
+Invariant: whatever goes wrong while writing, the run continues, and it is said once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ _TAIL_BYTES = 1 << 16
 
 
 class SampleLog:
-    """Appends lines to `path`, from any thread; a new file begins with their description.
+    """Appends lines to a file, from any thread. A new file begins with their description.
 
-    A `patient` one waits for a slow disk, as a run on a virtual clock should.
+    Args:
+        path: the file.
+        interval: seconds between two samples, for the description.
+        patient: wait for a slow disk instead of dropping lines, as a run on a virtual clock should.
     """
 
     def __init__(self, path: Path, *, interval: float, patient: bool = False) -> None:
@@ -37,7 +40,7 @@ class SampleLog:
         )
 
     def start(self, t: float) -> None:
-        """The first line of this process, at `t` on the run's clock."""
+        """Write the first line of this process, at `t` on the run's clock."""
         there = False
         try:
             there = self._cut_to_whole_lines() > 0
@@ -46,18 +49,19 @@ class SampleLog:
         self.write([ResumedLine(t=t) if there else DescriptionLine(t=t, interval=self._interval)])
 
     def write(self, lines: Sequence[SampleLine]) -> None:
-        """Hand `lines` over; those that a slow disk has no room for are dropped."""
+        """Write `lines`. If the disk is too slow for them, they are dropped."""
         block = b"".join(self._encoder.encode(line) + b"\n" for line in lines)
         if block and not self._closed:
             self._writer.put(block)
 
     def close(self) -> None:
-        """Write what is left, in bounded time; what comes later is passed over."""
+        """Write the remaining lines, in bounded time. Later lines are ignored."""
         self._closed = True
         self._writer.close()
 
     def _cut_to_whole_lines(self) -> int:
-        """A process that was killed may have left a piece of a line; the bytes that stay."""
+        """Cut off a piece of a line that a killed process may have left; returns the bytes that
+        remain."""
         if not self._path.exists():
             return 0
         size = self._path.stat().st_size

@@ -1,7 +1,7 @@
-"""Samples of GPUs and engines beside a run, in samples.jsonl.
+"""Samples the GPUs and the engines of a run into samples.jsonl.
 
-Invariant: a run never waits for it. Engines are asked by tasks of their own, NVML by a thread, the
-file is written by another one; what fails is said once and left out.
+Invariant: the run never waits for it. A task asks each engine, one thread asks NVML, and another
+one writes the file. What fails is said once in the log of the program, and left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TIME_DIGITS = 6
 
 
 class Sampler:
-    """Samples, for as long as its block lasts.
+    """Samples as long as its block lasts.
 
     ::
 
@@ -38,22 +38,27 @@ class Sampler:
             async for batch in rollouts:
                 ...
 
-    After the scheduler, so that the fleet is open. The figures are the engines' own
-    (``/v1/loads`` of SGLang, the exact state of the embedded engine) and NVML's, of this machine's
-    GPUs. What the latter's utilization means is in
-    :data:`~aprilsched.telemetry.sampling.labels.NVML_UTILIZATION`.
+    Enter it after the scheduler, so that the fleet is open. Engines tell their own figures
+    (``/v1/loads`` of SGLang, the exact state of the embedded engine), and NVML those of this
+    machine's GPUs. :data:`~aprilsched.telemetry.sampling.labels.NVML_UTILIZATION` says what NVML's
+    utilization means.
 
     Args:
-        path: of the file; one that is there is appended to.
-        fleet: whose engines are asked; None asks none.
-        interval: seconds between two samples, on the running loop's clock.
-        gpu: whether to ask NVML; None: where it is there.
-        clock: turns the loop's time into the run's (``EventLog.seconds``); without it the file's
-            time begins with the block.
+        path: the file; an existing file is appended to.
+        fleet: the fleet whose engines are asked; None asks no engine.
+        interval: seconds between two samples: on the running loop's clock for engines, on the
+            wall's for GPUs.
+        gpu: whether to ask NVML. None asks it if it is there.
+        clock: converts a time of the loop's clock to seconds since the run began
+            (``EventLog.seconds``). Without it, times count from the begin of the block.
         patient: wait for a slow disk instead of dropping samples, as on a virtual clock.
 
+    Attributes:
+        engines: the last sample of each engine, by name.
+        devices: the last sample of each GPU, by NVML's index.
+
     Raises:
-        ConfigError: if `interval` is not positive, or NVML is wanted and not there.
+        ConfigError: if `interval` is not positive, or if NVML is asked for and is not there.
     """
 
     def __init__(
@@ -71,9 +76,7 @@ class Sampler:
         if gpu:
             Nvml().close()
         self.engines: dict[str, EngineLine] = {}
-        """The last sample of each engine."""
         self.devices: dict[int, GpuLine] = {}
-        """The last sample of each GPU."""
         self._fleet = fleet
         self._interval = interval
         self._gpu = gpu
@@ -110,7 +113,7 @@ class Sampler:
             self._log.close()
 
     def _now(self) -> float:
-        """On the run's clock; from any thread."""
+        """The time on the run's clock, for any thread."""
         if self._loop is None:
             return 0.0
         now = self._loop.time()
