@@ -51,6 +51,8 @@ def _settings(content: Mapping[str, Any]) -> RunSettings:
     values: dict[str, Any] = {}
     for name, value in content.items():
         if name == "scheduler":
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"scheduler is {value!r}; give a table of its settings.")
             values[name] = config_of(cast("Mapping[str, Any]", value), "scheduler.")
             continue
         part = getattr(defaults, name)

@@ -93,7 +93,9 @@ def config_of(table: Mapping[str, Any], where: str = "") -> SchedulerConfig:
         path, default = f"{where}{name}.", getattr(defaults, name)
         if name in POLICIES and isinstance(value, Mapping):
             values[name] = _policy(name, cast("Mapping[str, Any]", value), path)
-        elif is_dataclass(default) and isinstance(value, Mapping):
+        elif is_dataclass(default):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where}{name} is {value!r}; give a table of its settings.")
             values[name] = _made(type(default), cast("Mapping[str, Any]", value), path)
         else:
             values[name] = value
@@ -139,7 +141,7 @@ def path_names() -> list[str]:
         elif default is None:
             found.append(field.name)
         elif not isinstance(default, SamplingParams):
-            found += [f"{field.name}.{own.name}" for own in fields(cast("Any", default))]
+            found += [f"{field.name}.{own.name}" for own in fields(default)]
     return found
 
 
@@ -193,7 +195,7 @@ def _policy(name: str, table: Mapping[str, Any], path: str) -> Any:
         raise ConfigError(f"{path}rule is missing; choose one of {', '.join(kinds)}.")
     if not own:
         return rule
-    if rule not in kinds:
+    if not isinstance(rule, str) or rule not in kinds:
         raise ConfigError(f"{path}rule is {rule!r}; choose one of {', '.join(kinds)}.")
     known = [field.name for field in fields(kinds[rule])]
     for key in own:

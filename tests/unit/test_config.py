@@ -160,11 +160,8 @@ def test_a_rule_is_taken_only_by_the_setting_that_it_is_for(setting: dict[str, A
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    config = SchedulerConfig(
-        batch_groups=np.int64(3),
-        over_provision=np.float32(1.5),  # type: ignore[arg-type]
-    )
-    assert config.policies.stop == Groups(3)
+    values: dict[str, Any] = {"batch_groups": np.int64(3), "over_provision": np.float32(1.5)}
+    assert SchedulerConfig(**values).policies.stop == Groups(3)
 
 
 def test_a_rule_whose_types_only_the_type_checker_knows_is_taken() -> None:

@@ -164,7 +164,14 @@ def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
         ({"over_provision": {"rule": "auto", "target": 0.5}}, "AUTO"),
         ({"refill": {"rule": "pool", "until": 1.4}}, "refill.until is 1.4; give a share above 0"),
         ({"retries": {"attempts": 0}}, "retries.attempts is 0; give 1 or more."),
-        ({"retries": 3}, "retries is 3; give an instance of Retries."),
+        ({"retries": 3}, "retries is 3; give a table of its settings."),
+        (
+            {"refill": {"rule": ["pool"], "together": 2}},
+            "refill.rule is ['pool']; choose one of wave, pool, buckets.",
+        ),
+        ({"refill": ["pool"]}, "refill is ['pool']; choose one of wave, pool, buckets"),
+        ({"refill": {}}, "refill.rule is missing; choose one of wave, pool, buckets."),
+        ({"max_staleness": {"bound": "two"}}, "max_staleness.bound is 'two'; choose one of"),
     ],
 )
 def test_a_wrong_table_is_refused_in_one_sentence(table: dict[str, Any], message: str) -> None:
@@ -172,6 +179,13 @@ def test_a_wrong_table_is_refused_in_one_sentence(table: dict[str, Any], message
         config_of(table)
     message = message.replace("AUTO", "over_provision.rule is 'auto'; choose one of fixed, kv.")
     assert str(refused.value).startswith(message)
+
+
+def test_a_file_whose_scheduler_is_no_table_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text("scheduler = 3")
+    with pytest.raises(ConfigError, match="scheduler is 3; give a table of its settings"):
+        read_settings(path)
 
 
 def test_another_rule_begins_with_its_own_defaults() -> None:
