@@ -15,6 +15,7 @@ from rich.console import Console
 
 from aprilsched.cli.everyday_help import asked_for_help, everyday_help
 from aprilsched.cli.scheduler_flags import SchedulerFlags, config_of_flags, flags_of
+from aprilsched.core.policies.kinds import REFILLS, STOPS
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.errors import ConfigError
 from aprilsched.runs.config_file import as_toml, read_settings
@@ -50,9 +51,9 @@ EVERYDAY = {
         "batch-groups": "groups (prompts) in a batch",
         "group-size": "rollouts of one prompt",
         "over-provision": 'groups kept open over groups in a batch; "auto" chooses',
-        "refill": "wave, pool or buckets: when new groups start",
+        "refill": f"{', '.join(REFILLS)}: when new groups start",
         "straggler": f"{', '.join(BEHAVIOURS)}: what happens to stragglers",
-        "stop": "groups, samples or tokens: the unit that fills a batch",
+        "stop": f"{', '.join(STOPS)}: the unit that fills a batch",
         "pace": "synchronous, or asynchronous: generate while the trainer trains",
         "max-staleness": "bound on the staleness of a token, in versions",
         "sampling.max-new-tokens": "tokens of the longest response",
