@@ -16,6 +16,7 @@ from aprilsched.analysis.report.page import write_report
 from aprilsched.cli.main import main
 from experiments.report_opening.long_log import write_long_run
 from tests.support.browser import DESKTOP, PHONE, ColorScheme, OpenPage, opened
+from tests.support.reported import with_reports
 
 PATIENCE_S = 120.0
 
@@ -99,6 +100,22 @@ def test_two_runs_side_by_side(
         assert page.overflow() == 0
         verdicts = "[...document.querySelectorAll('.compare td:last-child')].map(e => e.className)"
         assert {"better", "worse", "same"} <= set(page.evaluate(verdicts))
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_the_trainer_s_logprobs_are_drawn(
+    browser: Browser, folders: tuple[Path, Path], tmp_path: Path, viewport: tuple[int, int]
+):
+    engines = {"sim-0": 0.01, HOSTILE: 0.2}
+    folder = with_reports(folders[1], tmp_path / "reported", engines=engines)
+    path, _ = write_report(folder, out=tmp_path / "report.html")
+    with drawn(browser, path, viewport) as page:
+        assert page.errors == []
+        assert charts(page) == ONE_RUN + 3
+        assert page.evaluate(EMPTY) == []
+        assert page.overflow() == 0
+        assert page.evaluate("window.hit === undefined")
+        assert f"{HOSTILE} differs most" in page.page.inner_text("body")
 
 
 def test_the_theme_is_switched_in_page_and_charts(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +29,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.telemetry.usage.parts import BUSY, PARTS
 from aprilsched.types import SamplingParams
+from tests.support.reported import with_reports
 from tests.support.told import Told
 
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--median", "60", "--cap", "600"]
@@ -108,6 +111,53 @@ def test_the_size_of_a_report_does_not_grow_with_the_run(tmp_path: Path):
         assert main(["simulate", *SMALL, *few]) == 0
         sizes.append(len(page([report_data(out / "april")], library="")))
     assert sizes[1] < 1.5 * sizes[0]
+
+
+# --- the trainer's log-probabilities ---------------------------------------------------------
+
+
+def test_a_report_without_the_trainer_s_logprobs_says_nothing_of_them(
+    reports: Mapping[str, ReportData],
+):
+    assert reports["april"].alignment is None
+    assert "agree with the trainer" not in page([reports["april"]], library="")
+
+
+def test_a_mismatch_of_engines_is_shown(
+    folders: Mapping[str, Path], reports: Mapping[str, ReportData], tmp_path: Path
+):
+    off = {"sim-0": 0.01, "sim-1": 0.2}
+    report = report_data(with_reports(folders["april"], tmp_path / "off", engines=off))
+    assert report.alignment is not None
+    k3 = sum(math.exp(d) - 1 - d for d in off.values()) / 2
+    assert report.headline("alignment_k3").value == pytest.approx(k3)
+    assert report.alignment.whole.tokens == 200 * len(report.alignment.by_batch)
+    shown = page([report], library="")
+    assert f"differ by {k3:.2g} nats, and 50 % of the tokens by more than 0.1 nats" in shown
+    assert "sim-1 differs most, by 0.021 nats; sim-0 least, by 5e-05 nats." in shown
+    assert "differ most from position 256 to 511 of the response" in shown
+    # Beside a run that says nothing of it, and beside one that does.
+    assert "A: With the same weights" in page([report, reports["sync"]], library="")
+    assert "B: With the same weights" in page([reports["sync"], report], library="")
+    found = next(d for d in differences(report, report) if d.difference_text == "+0 nats")
+    assert found.verdict == "same"
+
+
+def test_a_run_of_stale_tokens_only_has_nothing_to_compare(
+    folders: Mapping[str, Path], tmp_path: Path
+):
+    folder = with_reports(folders["april"], tmp_path / "stale", engines={"sim-0": 0.2})
+    log = (folder / "events.jsonl").read_text()
+    (folder / "events.jsonl").write_text(
+        re.sub(
+            r'"by_engine": .*?"by_age": \[\{.*?\}',
+            '"by_engine": {}, "by_position": [], "by_age": [{}',
+            log,
+        )
+    )
+    shown = page([report_data(folder)], library="")
+    assert "No token of staleness 0 was compared." in shown
+    assert "agree at every position" not in shown
 
 
 # --- faults ----------------------------------------------------------------------------------

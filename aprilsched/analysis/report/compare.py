@@ -85,6 +85,8 @@ def _text(figure: Headline, change: float | None) -> str:
             return _signed(change, 2)
         case "reward":
             return _signed(change, 3)
+        case "nats":
+            return f"{change:+.2g} nats".replace("-", "\N{MINUS SIGN}", 1)
         case "seconds":
             return f"{_signed(change, 1)} s"
         case "count" | "rate":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from aprilsched.analysis.run import Run
 from aprilsched.analysis.series import bars
 from aprilsched.analysis.usage import RunUsage
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
+from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.telemetry.usage.parts import BUSY, PART_INDEX, PARTS
 from aprilsched.types import NO_VERSION
 
@@ -68,6 +70,7 @@ def report_data(folder: Path) -> ReportData:
         staleness=_staleness(run),
         bias=run.summary.bias,
         faults=material.faults,
+        alignment=_alignment(run),
         gpu=lines,
         gpu_label=label,
     )
@@ -265,6 +268,15 @@ def _staleness(run: Run) -> StalenessLedger:
 def _normal(counts: NDArray[np.float64]) -> list[float]:
     total = float(counts.sum()) or 1.0
     return [_figure(count / total) for count in counts]
+
+
+def _alignment(run: Run) -> AlignmentFigures | None:
+    """The summary's own, with its batches thinned."""
+    found = run.summary.alignment
+    if found is None:
+        return None
+    step = -(-len(found.by_batch) // _CURVE_POINTS)
+    return replace(found, by_batch=found.by_batch[::step])
 
 
 # --- numbers -------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aprilsched.analysis.report.report_data import Headline
-from aprilsched.analysis.report.words import amount, percent, seconds, signed_percent
+from aprilsched.analysis.report.words import amount, nats, percent, seconds, signed_percent
 from aprilsched.telemetry.figures import RunSummary
 
 __all__ = ["headlines"]
@@ -16,6 +16,7 @@ def headlines(summary: RunSummary, utilization: float) -> list[Headline]:
         *_speed(summary, utilization),
         *_price(summary),
         *_rewards(summary),
+        *_alignment(summary),
         *_conservation(summary),
     ]
 
@@ -129,6 +130,24 @@ def _rewards(summary: RunSummary) -> list[Headline]:
             if parts
             else "Of the delivered responses.",
             unit="reward",
+        )
+    ]
+
+
+def _alignment(summary: RunSummary) -> list[Headline]:
+    found = summary.alignment
+    if found is None:
+        return []
+    return [
+        Headline(
+            key="alignment_k3",
+            label="Mismatch of engine and trainer",
+            value=found.whole.k3,
+            text=nats(found.whole.k3),
+            explanation="Estimated KL divergence of their policies under the same weights; it "
+            "looks like off-policyness, and is not.",
+            better="lower",
+            unit="nats",
         )
     ]
 

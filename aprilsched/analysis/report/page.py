@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from aprilsched.analysis.report import batch_charts, sections, time_charts
+from aprilsched.analysis.report import alignment_charts, batch_charts, sections, time_charts
 from aprilsched.analysis.report.compare import differences, verdict
 from aprilsched.analysis.report.figure import Chart
 from aprilsched.analysis.report.gather import report_data
@@ -103,6 +103,21 @@ def _charts(runs: Sequence[ReportData]) -> dict[str, list[Chart]]:
         "ages": [batch_charts.ages(runs), batch_charts.versions(runs)],
         "batches": [batch_charts.ages_by_batch(run, x) for x, run in each],
         "bias": [batch_charts.bias(runs), batch_charts.deciles(runs)],
+        **_alignment(runs, each),
+    }
+
+
+def _alignment(
+    runs: Sequence[ReportData], each: Sequence[tuple[str, ReportData]]
+) -> dict[str, list[Chart]]:
+    """Charts of the runs whose trainer reported its log-probabilities."""
+    if all(run.alignment is None for run in runs):
+        return {"alignment": [], "alignment_engines": []}
+    return {
+        "alignment": [alignment_charts.by_staleness(runs), alignment_charts.by_position(runs)],
+        "alignment_engines": [
+            alignment_charts.by_engine(run, x) for x, run in each if run.alignment is not None
+        ],
     }
 
 

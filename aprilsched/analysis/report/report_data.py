@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from aprilsched.telemetry.figures import BiasFigures
+from aprilsched.telemetry.figures import AlignmentFigures, BiasFigures
 from aprilsched.telemetry.usage.parts import Part
 
 __all__ = [
@@ -50,7 +50,7 @@ class Headline:
     """The meaning of the figure, in one line."""
     better: Direction | None = None
     """Which values are better; None if none are."""
-    unit: Literal["share", "seconds", "count", "rate", "versions", "reward"] = "count"
+    unit: Literal["share", "seconds", "count", "rate", "versions", "reward", "nats"] = "count"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,6 +228,8 @@ class ReportData:
     staleness: StalenessLedger
     bias: BiasFigures
     faults: FaultLedger
+    alignment: AlignmentFigures | None = None
+    """None unless the trainer reported its log-probabilities."""
     gpu: list[GpuLine] = field(default_factory=list[GpuLine])
     gpu_label: str = ""
     """The meaning of the samples."""

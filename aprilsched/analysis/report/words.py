@@ -8,7 +8,7 @@ from typing import Any, cast
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.telemetry.figures import RunSummary
 
-__all__ = ["amount", "percent", "ran", "seconds", "signed_percent"]
+__all__ = ["amount", "nats", "percent", "ran", "seconds", "signed_percent"]
 
 _MINUTE, _HOUR = 60, 3600
 
@@ -31,6 +31,11 @@ def signed_percent(share: float | None) -> str:
 def amount(number: float | None, digits: int = 0) -> str:
     """A number with thousands separators."""
     return "unknown" if number is None else f"{number:,.{digits}f}"
+
+
+def nats(value: float | None) -> str:
+    """A divergence, which is mostly far below 1."""
+    return "unknown" if value is None else f"{value:.2g} nats"
 
 
 def seconds(value: float | None) -> str:
