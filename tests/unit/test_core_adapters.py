@@ -103,6 +103,18 @@ def test_a_lost_engine_takes_its_adapters_with_it():
     assert set(driver.state.weights.adapters) == {"a"}
 
 
+def test_an_engine_that_comes_into_use_with_the_first_adapter_takes_the_next_one_too():
+    driver = Driver(config())
+    driver.feed(ev.EngineLost(engine="a", cause="gone"))
+    driver.feed(ev.UpdateRequested(version=1, adapter=True))
+    driver.come_back("a")
+    driver.answer_refit(b=(0, "broken"))
+    assert set(driver.state.fleet.control.standby) == {"a"}
+    for version in (1, 2):
+        driver.update(adapter=True)
+        assert driver.state.weights.versions.engines == {"a": version, "b": version}
+
+
 def test_one_with_another_base_model_does_not():
     driver = Driver(config())
     driver.update()

@@ -286,10 +286,13 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
                 request.version = update.version
     state.weights.versions.publish(update.version)
     state.weights.republishable = update.republishable
+    if update.adapter:
+        # Before an engine comes into use with it: its full model is still the one from before, and
+        # would be taken for a model of this version, which no later adapter belongs to.
+        state.weights.adapter = update.version
     for engine in took & state.fleet.control.standby.keys():
         promote(state, engine)
     if update.adapter:
-        state.weights.adapter = update.version
         for engine in took:
             state.weights.adapters.setdefault(engine, set()).add(update.version)
     else:
