@@ -6,6 +6,7 @@ import json
 import logging
 import sqlite3
 import struct
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,39 @@ def test_a_tracker_that_fails_does_not_end_the_run(caplog: pytest.LogCaptureFixt
         assert len(driven([tracker])) == 4
     assert isinstance(tracker.error, OSError)
     assert "the tracker test_a_tracker" in caplog.text
+
+
+def test_a_tracker_is_closed_though_no_batch_came():
+    kept = Kept()
+    with StepTracker(kept):
+        pass
+    assert (kept.steps, kept.closed) == ({}, 1)
+
+
+def test_a_tracker_that_cannot_be_closed_does_not_end_the_run(caplog: pytest.LogCaptureFixture):
+    class Unclosable(Kept):
+        def close(self) -> None:
+            raise OSError("no route")
+
+    with caplog.at_level(logging.ERROR, logger="aprilsched"), StepTracker(Unclosable()) as tracker:
+        assert len(driven([tracker])) == 4
+    assert isinstance(tracker.error, OSError)
+    assert "the tracker test_a_tracker" in caplog.text
+
+
+def test_a_tracker_whose_closing_hangs_does_not_hold_up_the_end(caplog: pytest.LogCaptureFixture):
+    class Hanging(Kept):
+        def close(self) -> None:
+            may_go_on.wait()
+            super().close()
+
+    may_go_on, hanging = threading.Event(), Hanging()
+    with caplog.at_level(logging.WARNING, logger="aprilsched"):
+        with StepTracker(hanging, close_seconds=0.01):
+            pass
+        assert hanging.closed == 0
+    assert "not done after 0.01 s" in caplog.text
+    may_go_on.set()
 
 
 def test_tensorboard(tmp_path: Path):
