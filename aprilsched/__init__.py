@@ -1,8 +1,8 @@
 """aprilsched: keeps LLM rollout engines full while a trainer trains.
 
-Over-provisions rollouts, hands a batch over when enough have finished, pauses the stragglers,
-lets a new policy version into the engines, and goes on with the partial outputs, knowing for
-every token which version sampled it. The method is APRIL (arXiv 2509.18521).
+It over-provisions rollouts, delivers a batch when enough of them are complete, pauses the
+stragglers, loads a new policy version into the engines, and continues the partial responses. For
+every token it records which version sampled it. The method is APRIL (arXiv 2509.18521).
 """
 
 from aprilsched.config import SchedulerConfig

@@ -11,7 +11,7 @@
     │   ├── EngineRejected     the engine answered with an error status
     │   ├── ControlTimeout     the engine did not answer a control call in time
     │   ├── EngineRestarted    another process answers than the one that was opened
-    │   └── InconsistentWeights        an update failed halfway; the weights are neither old nor new
+    │   └── InconsistentWeights  an update failed halfway; the weights are neither old nor new
     ├── RefitError             no engine took the new weights; the old version stays in use
     ├── FleetLost              no engine is left to generate on, and none came back in time
     ├── RunGivenUp             too many groups in a row failed

@@ -24,7 +24,7 @@ __all__ = [
     "written_summary",
 ]
 
-NOT_ENDED = "The run was cut off or goes on; the figures are those of its event log so far."
+NOT_ENDED = "The run was killed or has not ended; the figures are those of its event log so far."
 
 
 def summary_of_run(folder: Path) -> RunSummary:

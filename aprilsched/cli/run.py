@@ -62,7 +62,7 @@ EVERYDAY = {
     "files and output": {
         "config": "a TOML file of settings, such as a run's config.toml",
         "out": "the run folder; runs/TIME-SEED if not given",
-        "resume": "resume the run in this folder, which was cut off",
+        "resume": "resume the interrupted run in this folder",
         "json": "print the summary as JSON on stdout",
         "quiet": "show only errors",
         "dry-run": "print the resolved settings as TOML and end",
@@ -82,7 +82,7 @@ class RunCommand:
     out: Path | None = None
     """The run folder; runs/TIME-SEED if not given. It must be new or empty."""
     resume: Path | None = None
-    """Resume the run in this folder, which was cut off, with its own settings. Only --batches,
+    """Resume the interrupted run in this folder with its own settings. Only --batches,
     --json, --no-report and --quiet may be given with it."""
     json: bool = False
     """Print the summary as JSON on stdout; everything else goes to stderr."""

@@ -26,7 +26,7 @@ class Setting:
         model: step-time model of one engine.
         max_running: largest number of requests that one engine decodes together.
         kv_tokens: size of one engine's KV pool; None if unlimited. Requests that do not fit wait,
-            or are preempted and prefilled again.
+            or are preempted and recomputed.
         prompt_tokens: mean prompt length.
         keeps_kv: whether a refit keeps the KV; otherwise every request in flight is recomputed.
         max_staleness: the user's bound; None without one.

@@ -9,7 +9,7 @@ Invariants:
   to others: what takes time but no step (prefill, pauses) moves only the clock.
 - `kv` is the sum of prompts and tokens so far over the running responses. It is at most the pool,
   except for a response that runs alone. A full pool has the same effect as on an engine: requests
-  wait, and the one admitted last is preempted and prefilled again.
+  wait, and the one admitted last is preempted and recomputed.
 
 Efficiency counts generated tokens and not delivered ones: in the long run both are the same, and
 over a few batches the delivered ones vary four times as much, with what is in flight.

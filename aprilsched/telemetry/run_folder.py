@@ -211,8 +211,8 @@ def _refuse_other(path: Path) -> None:
         for name in (CONFIG, EVENTS):
             if not (path / name).is_file():
                 raise RunFolderError(
-                    f"{path} holds no run that could go on (it has no {name}); name the folder of "
-                    "one that was cut off."
+                    f"{path} has no run that can be resumed (it has no {name}); name the folder of "
+                    "an interrupted run."
                 )
         read_tail(path / EVENTS)
     except OSError as error:

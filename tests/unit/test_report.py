@@ -89,7 +89,7 @@ def test_a_run_that_was_cut_off_has_the_same_report(
     assert report.time == whole.time
     assert report.lengths == whole.lengths
     assert report.headline("length_bias").value == whole.headline("length_bias").value
-    assert any("cut off" in warning for warning in report.warnings)
+    assert any("was killed" in warning for warning in report.warnings)
 
 
 def test_a_run_without_a_batch_has_a_page(folders: Mapping[str, Path], tmp_path: Path):

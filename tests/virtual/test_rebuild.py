@@ -111,7 +111,7 @@ def test_every_figure_is_rebuilt(tmp_path: Path, name: str):
     (tmp_path / "summary.json").unlink()
     rebuilt = read_run(tmp_path).summary
     assert rebuilt.error is not None
-    assert "was cut off" in rebuilt.error
+    assert "was killed" in rebuilt.error
     assert differences(replace(rebuilt, error=None), own) == {}
 
 

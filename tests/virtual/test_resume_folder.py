@@ -266,7 +266,7 @@ def test_only_a_run_can_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     folder = tmp_path / "a" / "run"
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     for arguments, what in (
-        ([str(tmp_path)], "holds no run that could go on (it has no config.toml)"),
+        ([str(tmp_path)], "has no run that can be resumed (it has no config.toml)"),
         ([], "--resume names no folder"),
         ([str(folder), "--seed", "3"], "--seed cannot be used with --resume"),
         ([str(folder), "--out=x"], "--out cannot be used with --resume"),

@@ -1,1 +1,2 @@
-"""What is known of response lengths: their law, the bias of a schedule, groups like those seen."""
+"""Estimates of response lengths: their law, the bias of a schedule, and groups like the observed
+ones."""

@@ -1,4 +1,4 @@
-"""What is known of the lengths of one group: the common coin of all that estimates lengths."""
+"""The lengths of one group so far, which all estimates of lengths take as their input."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["GroupLengths", "pooled"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GroupLengths:
-    """The lengths of a group's responses, in tokens, as far as they are known.
+    """The lengths of a group's responses so far, in tokens.
 
-    The tokens of unfinished members should be as new as the news of finished ones: after a pause
-    they are, and while engines decode they lag by up to a chunk. What lags is taken as looked at
-    earlier than it was, and laws come out too short by about as much.
+    The tokens of unfinished members should be as recent as the ends of finished ones. After a pause
+    they are; while engines decode, they are up to a chunk too few. The responses then seem to have
+    been observed up to an earlier time, and estimated laws are too short by about that much.
 
     Attributes:
-        launched: its place in the order of launches (a group id will do).
-        tokens: int64 [g]; tokens so far where a member has not finished.
+        launched: its position in the order of launches, for example its group id.
+        tokens: int64 [g], length of each finished member, and tokens so far of each other one.
         finished: bool [g].
     """
 
@@ -31,7 +31,7 @@ class GroupLengths:
 
     @staticmethod
     def whole(launched: int, lengths: Sequence[int]) -> GroupLengths:
-        """A group of which every member has finished."""
+        """A group whose members have all finished."""
         return GroupLengths(
             launched=launched,
             tokens=np.array(lengths, dtype=np.int64),
@@ -44,7 +44,7 @@ class GroupLengths:
 
 
 def pooled(groups: Sequence[GroupLengths]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Tokens int64 [n] and finished bool [n] of all members of all groups."""
+    """The tokens, int64 [n], and whether they are final, bool [n], of all members of all groups."""
     if not groups:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_)
     return (

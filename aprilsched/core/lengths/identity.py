@@ -1,12 +1,13 @@
-"""What a schedule does to the mean length, by conservation.
+"""Computes the effect of a schedule on the mean length, by a conservation identity.
 
-Of n responses with mean length mu, let m be somewhere else (in flight, or dropped), with mean
-final length l. The sum of all lengths is n * mu, so the others have
+Of n responses with mean length mu, let m not be among the delivered ones (in flight, or dropped),
+with mean final length l. The sum of all lengths is n * mu, so the delivered ones have exactly
 
     mean / mu - 1 = -m * (l / mu - 1) / (n - m)
 
-exactly. In flight and with a policy that does not change, m stays bounded while n - m grows: a
-transient. Dropped, m grows with n: the bias stays. Shares of mu, 0 is no bias, -0.1 is 10 % short.
+If the m responses are in flight and the policy does not change, m stays bounded while n - m grows,
+so the bias is a transient. If they are dropped, m grows with n, and the bias stays. A bias is a
+share of mu: 0 is none, and -0.1 is 10 % short.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ __all__ = ["batches_until", "bias_without", "expected_lengths"]
 
 
 def bias_without(absent: int, absent_mean: float, present: int, mean: float) -> float:
-    """The bias of the `present` responses, when `absent` ones of `absent_mean` are elsewhere.
+    """The bias of the `present` responses if `absent` others have the mean length `absent_mean`.
 
-    `mean` is that of the law; lengths in tokens. 0 if nothing is present or absent.
+    `mean` is the mean of the law; lengths are in tokens. The bias is 0 if nothing is present or
+    absent.
     """
     if not absent or not present or not mean:
         return 0.0
@@ -32,10 +34,10 @@ def bias_without(absent: int, absent_mean: float, present: int, mean: float) -> 
 
 
 def batches_until(bias: float, *, in_flight: int, excess: float, per_batch: float) -> int:
-    """Batches K after which the transient is at most `bias` (a share, above 0).
+    """Number K of batches after which the transient is at most `bias` (a share, above 0).
 
-    K = |in_flight * excess| / (bias * per_batch), rounded up, with `excess` = l / mu - 1 of
-    those in flight and `per_batch` responses in a batch.
+    K = |in_flight * excess| / (bias * per_batch), rounded up, where `excess` is l / mu - 1 of the
+    responses in flight and `per_batch` the number of responses in a batch.
 
     Raises:
         ValueError: if `bias` or `per_batch` is not above 0.
@@ -51,5 +53,6 @@ def batches_until(bias: float, *, in_flight: int, excess: float, per_batch: floa
 def expected_lengths(
     law: KaplanMeier, tokens: NDArray[np.int64], finished: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """Final lengths float64 [n]: known where `finished`, else tokens plus E[rest | tokens]."""
+    """Expected final lengths, float64 [n]: the length of a finished response, and tokens plus
+    E[rest | tokens] of an unfinished one."""
     return np.where(finished, tokens, tokens + law.residual_mean(tokens))

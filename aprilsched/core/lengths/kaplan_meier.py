@@ -26,17 +26,18 @@ __all__ = ["KaplanMeier", "kaplan_meier"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KaplanMeier:
-    """A length law. Lengths are in tokens; arrays have one entry for each length that was seen
-    to end a response, ascending, m in all.
+    """A length law. Lengths are in tokens. Arrays have m entries, one for each length at which a
+    response was seen to end, in ascending order.
 
     Attributes:
         lengths: int64 [m].
         survival: float64 [m], P(L > lengths).
-        variance: float64 [m], Greenwood's of `survival`: S**2 * sum d / (n * (n - d)). It takes
-            responses as independent, so within groups of like length it is too small.
-        observations: responses behind it, unfinished ones included.
-        tail: the mass beyond the longest finished response, 0 if none was unfinished there.
-        end: from here on survival is taken as 0.
+        variance: float64 [m], Greenwood's variance of `survival`: S**2 * sum d / (n * (n - d)). It
+            takes responses as independent, so it is too small if the responses of a group have
+            similar lengths.
+        observations: number of responses that were used, unfinished ones included.
+        tail: the mass beyond the longest finished response; 0 if no response was unfinished there.
+        end: length from which on the survival is taken as 0.
     """
 
     lengths: NDArray[np.int64]
@@ -47,28 +48,29 @@ class KaplanMeier:
     end: int
 
     def survival_at(self, at: ArrayLike) -> NDArray[np.float64]:
-        """P(L > at), of the shape of `at`."""
+        """P(L > at), in the shape of `at`."""
         times, steps = self._steps()
         return steps[np.searchsorted(times, np.asarray(at), side="right") - 1]
 
     def quantile(self, q: ArrayLike) -> NDArray[np.int64]:
-        """The shortest length t with P(L <= t) >= q, of the shape of `q` (0 to 1)."""
+        """The shortest length t with P(L <= t) >= q, in the shape of `q` (0 to 1)."""
         return self.residual_quantile(q, 0)
 
     def residual_quantile(self, q: ArrayLike, at: ArrayLike) -> NDArray[np.int64]:
-        """The same of the law of L given L > at: with uniform `q` these are draws from it.
+        """The quantile of the law of L given L > at; with uniform `q` the results are draws from
+        this law.
 
-        Beyond `end` the answer is the next token. `q` and `at` broadcast.
+        Beyond `end` the result is the next token. `q` and `at` are broadcast.
         """
         times, steps = self._steps()
         left = (1 - np.asarray(q, dtype=np.float64)) * self.survival_at(at)
-        # Products of many factors miss round numbers by some units of the last place.
+        # A product of many factors differs from a round number by some units in the last place.
         index = np.searchsorted(-steps, -left - 1e-12, side="left")
         found = times[np.minimum(index, len(times) - 1)]
         return np.maximum(found, np.asarray(at, dtype=np.int64) + 1)
 
     def mean(self) -> float:
-        """E[L], by the rule for the tail."""
+        """E[L], with Efron's rule for the tail."""
         return float(self._integral(np.array([0]))[0])
 
     def restricted_mean(self, cap: float) -> float:
@@ -77,7 +79,7 @@ class KaplanMeier:
         return float(whole - beyond)
 
     def residual_mean(self, at: ArrayLike) -> NDArray[np.float64]:
-        """E[L - at | L > at], of the shape of `at`; 1 from `end` on (the next token)."""
+        """E[L - at | L > at], in the shape of `at`; 1 from `end` on (the next token)."""
         start = np.asarray(at, dtype=np.float64)
         alive = self.survival_at(start)
         return np.divide(
@@ -85,7 +87,7 @@ class KaplanMeier:
         )
 
     def _steps(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Survival as a step function that begins with 1 at 0 and ends with 0 at `end`."""
+        """The survival as a step function that begins with 1 at 0 and ends with 0 at `end`."""
         last = [] if self.tail == 0 else [self.end]
         times = np.concatenate(([0], self.lengths, last)).astype(np.int64)
         return times, np.concatenate(([1.0], self.survival, [0.0] * len(last)))

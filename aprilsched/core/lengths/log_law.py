@@ -45,7 +45,8 @@ class LogLaw:
 
     @staticmethod
     def estimated(*, mean: float, deviation: float, shared: float, cap: float) -> LogLaw:
-        """From estimates, kept away from where one observation would decide everything."""
+        """A law from estimates, which are limited so that a single observation cannot decide
+        everything."""
         return LogLaw(
             mean=mean,
             deviation=max(deviation, _LEAST_DEVIATION),
@@ -57,7 +58,8 @@ class LogLaw:
 def rest_of_groups(
     tokens: NDArray[np.int64], finished: NDArray[np.bool_], law: LogLaw
 ) -> NDArray[np.float64]:
-    """Steps that each group is expected to need, float64 [G]; 0 where all have finished.
+    """Number of steps that each group is expected to need, float64 [G]; 0 if all members have
+    finished.
 
     Args:
         tokens: int64 [G, g], tokens so far of each member; 0 if it was not started.

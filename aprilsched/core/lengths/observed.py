@@ -1,4 +1,4 @@
-"""The lengths that a run has observed, and drawing groups like those observed."""
+"""Keeps the lengths that a run has observed, and draws groups like the observed ones."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ __all__ = [
 T = TypeVar("T", bound=np.generic)
 
 DEFAULT_WINDOW = 4096
-"""Responses: 16 batches of 32 groups of 8. Enough for a 99th percentile, few enough for drift."""
+"""Number of responses that are kept: 16 batches of 32 groups of 8. This is enough for a 99th
+percentile, and few enough to follow a drift."""
 
 
 class ObservedLengths:
-    """Groups that have ended, the last `window` responses of them in the order of launches.
+    """The groups that have ended: the last `window` responses of them in the order of launches.
 
-    Groups that are still open are not held; callers pass them as they are now.
+    Open groups are not kept; callers pass them in their present state.
 
     Raises:
         ValueError: if `window` is below 1.
@@ -42,15 +43,15 @@ class ObservedLengths:
         self._window = window
         self._size = 0
         self._heap: list[tuple[int, int, GroupLengths]] = []
-        """The one launched first is on top; the second number breaks ties."""
+        """A heap of groups with the earliest launch on top; the second number breaks ties."""
         self._added = 0
 
     def __len__(self) -> int:
-        """Responses held."""
+        """Number of responses that are kept."""
         return self._size
 
     def add_group(self, group: GroupLengths) -> None:
-        """A group has ended: complete, or dropped with the tokens that it had."""
+        """Add a group that has ended: complete, or dropped with the tokens that it had."""
         self._added += 1
         heapq.heappush(self._heap, (group.launched, self._added, group))
         self._size += len(group.tokens)
@@ -58,7 +59,8 @@ class ObservedLengths:
             self._size -= len(heapq.heappop(self._heap)[2].tokens)
 
     def cohort(self, open_groups: Sequence[GroupLengths] = ()) -> list[GroupLengths]:
-        """The groups launched last, oldest first: at least `window` responses if there are."""
+        """The groups that were launched last, oldest first: at least `window` responses if there
+        are so many."""
         ended = [group for _, _, group in self._heap]
         newest_first = sorted([*ended, *open_groups], key=lambda g: g.launched, reverse=True)
         taken: list[GroupLengths] = []
@@ -89,17 +91,17 @@ class ObservedLengths:
     ) -> NDArray[np.int64]:
         """Lengths int64 [count, group_size] of groups like those in the cohort.
 
-        Without a `group_size` each group keeps its own: the second dimension is the largest size,
-        and 0 stands where a smaller group has no member.
+        Without `group_size` each group keeps its own size. The second dimension is then the largest
+        size, and smaller groups have 0 at the places without a member.
 
-        Whole groups are resampled, so that what their members have in common stays. What had
-        not finished is drawn from the law given its tokens so far: without that, resampled
-        groups would be too short by those still open. (It is drawn without a look at its
-        siblings, which blurs what they share.) A group of more members gives its first ones;
-        smaller ones are passed over. The draws are a function of the arguments.
+        Whole groups are resampled, so that the members keep what they have in common. The length of
+        an unfinished member is drawn from the law given its tokens so far; otherwise the resampled
+        groups would be too short. (It is drawn without regard to its siblings, which weakens what
+        they have in common.) Of a group with more members the first ones are taken; smaller groups
+        are skipped. The draws are a function of the arguments.
 
         Raises:
-            ValueError: if nothing has finished, or no group has `group_size` members.
+            ValueError: if nothing has finished, or if no group has `group_size` members.
         """
         cohort = self.cohort(open_groups)
         law = self.law(open_groups)
@@ -130,20 +132,22 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def hashed_uniforms(shape: tuple[int, ...], *, seed: int) -> NDArray[np.float64]:
-    """Uniform numbers inside (0, 1) of this shape: SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """Uniform random numbers in (0, 1) of this shape, by SplitMix64 (Steele, Lea and Flood,
+    2014)."""
     count = math.prod(shape)
     key = _mixed(np.array([seed % 2**64], dtype=np.uint64) * _WEYL + _WEYL)
     words = _mixed(np.arange(1, count + 1, dtype=np.uint64) * _WEYL + key)
-    # 52 bits and a half: neither 0 nor 1, whose quantiles of an unbounded law are infinite.
+    # With 52 bits and a half, no number is 0 or 1, whose quantiles under an unbounded law are
+    # infinite.
     return (((words >> np.uint64(12)).astype(np.float64) + 0.5) / 2**52).reshape(shape)
 
 
 def resampled(population: int, count: int, *, seed: int) -> NDArray[np.int64]:
-    """Places int64 [count] below `population`, each as often as any other, in random order.
+    """Places int64 [count] below `population`, each equally often, in random order.
 
-    Systematic resampling: each place comes floor or ceil of count / population times, so that
-    no chance stands between the means of what is resampled and of what it is taken from, while
-    neighbours in the order are as unlike as in independent draws.
+    This is systematic resampling: each place comes floor or ceil of count / population times. So
+    the mean of the resample has no random error against the mean of the population, while
+    neighbours in the order are as independent as in independent draws.
     """
     uniform = hashed_uniforms((count + 1,), seed=seed)
     places = np.floor((np.arange(count) + uniform[0]) * population / count).astype(np.int64)
