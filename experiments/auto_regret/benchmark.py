@@ -24,7 +24,7 @@ from aprilsched.workload import LongTailWorkload
 
 BATCHES = 60
 BURN_IN = 15
-"""What a store of rounds takes to fill and mix."""
+"""Batches that the store of open groups of length buckets takes to fill and mix."""
 DRIFTS = (
     Drift(name="median doubles", begin=10, end=50, factor=2.0),
     Drift(name="median jumps by 1.6", begin=30, end=31, factor=1.6),
@@ -52,7 +52,7 @@ def cells() -> Iterator[tuple[LongTailWorkload, Drift, str]]:
 
 
 def measure(base: LongTailWorkload, drift: Drift, kv: str) -> dict[str, Any]:
-    """One cell: auto, and every ratio as waves and as rounds, or with KV kept as pools."""
+    """One cell: auto, and every ratio as waves and as length buckets, or with KV kept as pools."""
     prompts = list(islice(prompts_of(base, drift), (BATCHES + _STORE) * BATCH_GROUPS * 2))
     common = SchedulerConfig(
         batch_groups=BATCH_GROUPS, straggler="retract" if kv == "recompute" else "in_place"

@@ -33,8 +33,8 @@ def name(cell: dict[str, Any]) -> str:
 
 def table(cells: list[dict[str, Any]]) -> str:
     lines = [
-        "| lengths | KV | auto | best waves | regret | best rounds, or pool | regret "
-        "| by delivered tokens: waves, rounds |",
+        "| lengths | KV | auto | best waves | regret | best buckets, or pool | regret "
+        "| by delivered tokens: waves, buckets |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for cell in cells:

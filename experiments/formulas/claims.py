@@ -64,7 +64,7 @@ def _index(rollout: DeliveredRollout) -> int:
 
 
 def transients() -> Iterator[Row]:
-    """Mean length delivered, from what is in flight, for waves and rounds after 1 to 60 batches.
+    """Mean length delivered, from what is in flight, for waves and length buckets after 1 to 60 batches.
 
     In flight is what was fetched and not delivered: what waits unopened has the mean length.
     """
