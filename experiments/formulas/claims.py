@@ -64,9 +64,10 @@ def _index(rollout: DeliveredRollout) -> int:
 
 
 def transients() -> Iterator[Row]:
-    """Mean length delivered, from what is in flight, for waves and length buckets after 1 to 60 batches.
+    """Mean delivered length, predicted from the responses in flight, for waves and length buckets.
 
-    In flight is what was fetched and not delivered: what waits unopened has the mean length.
+    The predictions are for 1 to 60 batches. In flight is what was fetched and not delivered;
+    prompts that wait unopened have the mean length.
     """
     rounds = replace(SchedulerConfig(), refill="buckets", over_provision=1.69)
     several = {"waves, rho = 2": SchedulerConfig(over_provision=2.0), "rounds, rho = 1.69": rounds}
