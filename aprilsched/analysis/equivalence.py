@@ -46,7 +46,8 @@ class Statistic:
 
     Attributes:
         estimate: delivered / drawn - 1; for the truncation rate, delivered minus drawn.
-        low, high: the 90 % confidence interval of the estimate.
+        low: the lower end of the estimate's 90 % confidence interval.
+        high: the upper end of that interval.
         margin: the largest difference that counts as equal.
     """
 
