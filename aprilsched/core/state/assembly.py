@@ -36,7 +36,7 @@ def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> 
         reward=record.reward,
         reward_parts=dict(record.reward_parts),
         # A copy, so that nothing that the caller does to a rollout changes what is saved of it.
-        info=deepcopy(record.info),
+        info=deepcopy(record.info) if record.info else {},
         turns=record.turns,
     )
 

@@ -15,6 +15,7 @@ from aprilsched.core.messages.events import EvaluationRequested
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.policies.resume_order import Place, place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
+from aprilsched.core.policies.straggler import CachedKV
 from aprilsched.core.state.engine_control import CUDA_GRAPH, WEIGHTS, FleetControl, Mode
 from aprilsched.core.state.engine_health import FleetHealth
 from aprilsched.core.state.expectation import Expectations
@@ -208,6 +209,9 @@ class SchedulerState:
     Attributes:
         config: the settings; they never change.
         caller: what is known of the caller's functions.
+        behaviour: how stragglers are treated.
+        cached_kv: what becomes of cached KV at a refit.
+        asynchronous: whether generation goes on while the trainer trains.
         now: the time of the event that is being handled, in seconds.
         commands: what the shell is to do, in order.
         facts: what the event has made true, in order.
@@ -222,6 +226,9 @@ class SchedulerState:
         self.stop = policies.stop
         self.staleness = policies.staleness
         self.start_up = policies.start_up
+        self.behaviour = config.behaviour
+        self.cached_kv: CachedKV = config.cached_kv
+        self.asynchronous = config.pace == "asynchronous"
         self.now = 0.0
         self.commands: list[Command] = []
         self.facts: list[Fact] = []
@@ -245,8 +252,8 @@ class SchedulerState:
         self.weights = Weights()
         self.fleet = Fleet(
             control=FleetControl(
-                pause_mode=config.behaviour.pause_mode(config.cached_kv),
-                flushes=config.cached_kv == "recompute",
+                pause_mode=self.behaviour.pause_mode(self.cached_kv),
+                flushes=self.cached_kv == "recompute",
                 tell=self.tell,
             )
         )
@@ -319,8 +326,3 @@ class SchedulerState:
     def given_up(self) -> bool:
         """Whether nothing new is launched, because too many groups failed in a row."""
         return self.prompts.consecutive_failures >= self.config.retries.failed_groups
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether generation goes on while the trainer trains."""
-        return self.config.pace == "asynchronous"

@@ -28,7 +28,7 @@ def interrupt(state: SchedulerState) -> None:
     in_flight = state.in_flight
     # Memory cannot be released under requests, unless the engine can hold them in a pause.
     releasing = state.fleet.sleep is not None and not state.fleet.sleep.inside
-    rule = state.config.behaviour.called_back
+    rule = state.behaviour.called_back
     if (
         not (rule == "always" or (rule == "for sleep" and releasing))
         or in_flight.called_back == in_flight.open_attempts
@@ -109,7 +109,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
             tokens=len(context),
             max_new_tokens=sampling.max_new_tokens,
             adapter=state.weights.adapter,
-            cache_version=version if state.config.cached_kv == "apart" else None,
+            cache_version=version if state.cached_kv == "apart" else None,
             input_ids=context.tolist() if state.tells_tokens else None,
         )
     )
@@ -124,7 +124,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
             input_ids=context,
             sampling=sampling,
             adapter=state.weights.adapter,
-            cache_version=version if state.config.cached_kv == "apart" else None,
+            cache_version=version if state.cached_kv == "apart" else None,
         )
     )
 
@@ -141,6 +141,6 @@ def _goal(state: SchedulerState) -> Goal:
         return Goal(kind="refit", away=sleep.away_in_refit if sleep else frozenset())
     if sleep is not None and not sleep.waking:
         return Goal(kind="pause", away=sleep.away) if sleep.may_pause else RUN
-    if not state.config.behaviour.waits_inside or state.evaluations.running or training_runs(state):
+    if not state.behaviour.waits_inside or state.evaluations.running or training_runs(state):
         return RUN
     return Goal(kind="pause")

@@ -142,7 +142,7 @@ def advance(state: SchedulerState) -> None:
     elif not update.may_pause:
         # An evaluation has one version, so it ends first. So do requests that cannot wait inside
         # a paused engine.
-        inside = update.adapter or state.config.behaviour.waits_inside
+        inside = update.adapter or state.behaviour.waits_inside
         update.may_pause = not state.evaluations.running and (
             inside or not state.in_flight.open_attempts
         )
@@ -320,7 +320,7 @@ def _cross(state: SchedulerState, request: RequestRecord, update: Update) -> Non
 def _keeps_keys(state: SchedulerState, control: EngineControl, update: Update) -> bool:
     """Whether the requests in the engine went on with keys of the older weights. Of a pause that
     somebody else has made, only the setting says whether the cache was flushed in it."""
-    return state.config.cached_kv != "recompute" if update.external else control.keeps_keys
+    return state.cached_kv != "recompute" if update.external else control.keeps_keys
 
 
 def _uncross(state: SchedulerState, engine: str, update: Update) -> None:

@@ -32,7 +32,7 @@ def on_sleep_requested(state: SchedulerState, event: SleepRequested) -> None:
         raise InvariantViolation("sleep was asked for during a sleep or an update")
     state.tell(SleepFact(tags=event.tags))
     holds = all(control.holds_stragglers for control in state.fleet.control.engines.values())
-    inside = state.config.behaviour.waits_asleep and holds
+    inside = state.behaviour.waits_asleep and holds
     state.fleet.sleep = Sleep(tags=frozenset(event.tags), inside=inside)
 
 

@@ -26,7 +26,7 @@ def resolve_stragglers(state: SchedulerState) -> None:
     if state.stragglers.run_on or state.stragglers.calling_back:
         _prune(state)
     defers = state.plan.schedule.refill.defers
-    if not (defers or state.config.behaviour.decide or state.config.dispatch.rebalance):
+    if not (defers or state.behaviour.decide or state.config.dispatch.rebalance):
         return
     if training_runs(state):
         state.stragglers.resolved = False
@@ -67,11 +67,11 @@ def _prune(state: SchedulerState) -> None:
 
 def _decide(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
     config = state.config
-    if config.behaviour.decide is None:
+    if state.behaviour.decide is None:
         return
-    decisions = config.behaviour.decide(
+    decisions = state.behaviour.decide(
         [_view(state, request) for request in stragglers],
-        Situation(prices=config.prices, usual=state.usual_running, kv=config.cached_kv),
+        Situation(prices=config.prices, usual=state.usual_running, kv=state.cached_kv),
     )
     for request, decision in zip(stragglers, decisions, strict=True):
         if decision.call_back:
