@@ -117,13 +117,13 @@ class Worker:
                 while self._open and not self._fits(size):
                     self._changed.wait()
             full = self._open and not self._fits(size)
-            accepted = self._open and not full and self._start()
-            if accepted:
+            if self._open and not full and (self._thread is not None or self._start()):
+                if not self._calls:
+                    self._changed.notify_all()  # the thread waits only while there are no calls
                 self._calls.append((call, arguments, size))
                 self._pending += size
-                self._changed.notify_all()
-            else:
-                self.dropped += size
+                return True
+            self.dropped += size
             say_full = full and not self._said_full
             self._said_full |= full
         if say_full:
@@ -134,7 +134,7 @@ class Worker:
                 self._unit,
             )
         self._tell_error()
-        return accepted
+        return False
 
     def close(self) -> bool:
         """Make the calls that wait, for a bounded time, and take no more.
@@ -220,7 +220,8 @@ class Worker:
                 return None
             waiting = self._calls.popleft()
             self._pending -= waiting[2]
-            self._changed.notify_all()
+            if self._patient:
+                self._changed.notify_all()
             return waiting
 
     def _end_with(self, error: BaseException) -> None:
