@@ -189,14 +189,22 @@ class RolloutScheduler:
         return self._wait(lambda: self._rollouts.evaluate(prompts, group_size=group_size))
 
     def update_weights(
-        self, publisher: WeightPublisher, *, version: int | None = None
+        self,
+        publisher: WeightPublisher,
+        *,
+        version: int | None = None,
+        acknowledge: bool = True,
     ) -> RefitReport:
         """Bring new weights into every engine: pause, refit, verify, continue.
 
         When the wait is interrupted (KeyboardInterrupt) before any weights were loaded, nothing
         changes. After that, the update runs to its end. :attr:`version` tells which case it was.
         """
-        return self._wait(lambda: self._rollouts.update_weights(publisher, version=version))
+        return self._wait(
+            lambda: self._rollouts.update_weights(
+                publisher, version=version, acknowledge=acknowledge
+            )
+        )
 
     def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
         """Write the scheduler's state to a file, for the trainer's own checkpoint.

@@ -391,7 +391,8 @@ class Batch:
         """Tell the scheduler that this batch need not be delivered again after a restart.
 
         Call it when the result of training on the batch is saved. The next update of the weights
-        acknowledges the batch too. Without a store, acknowledging has no effect.
+        acknowledges the batch too, unless it is told not to. Without a store, acknowledging has no
+        effect.
 
         Raises:
             ConfigError: in any process but the scheduler's.

@@ -329,7 +329,11 @@ class RolloutScheduler:
     # --- weights -------------------------------------------------------------------------------
 
     async def update_weights(
-        self, publisher: WeightPublisher, *, version: int | None = None
+        self,
+        publisher: WeightPublisher,
+        *,
+        version: int | None = None,
+        acknowledge: bool = True,
     ) -> RefitReport:
         """Bring the trainer's new weights into every engine: pause, refit, verify, continue.
 
@@ -342,13 +346,16 @@ class RolloutScheduler:
         Args:
             publisher: moves the weights.
             version: number of the new version; by default one more than the last.
+            acknowledge: True if the trainer has trained on all batches that it has taken. If False,
+                :meth:`~aprilsched.Batch.acknowledge` acknowledges each of them. That is for a
+                trainer that takes batches ahead of its training. It needs a store.
 
         Raises:
             RefitError: if no engine took the version; generation continues under the old one.
             ConfigError: if `version` is not newer than the one in use, or if full weights are
                 published while adapters are in use.
         """
-        return await self._updates.update(publisher, version)
+        return await self._updates.update(publisher, version, acknowledge=acknowledge)
 
     def paused_for_weights(
         self, *, version: int | None = None, label: bool = False

@@ -51,15 +51,19 @@ class Updates:
 
     # --- updates -------------------------------------------------------------------------------
 
-    async def update(self, publisher: WeightPublisher, version: int | None) -> RefitReport:
+    async def update(
+        self, publisher: WeightPublisher, version: int | None, *, acknowledge: bool
+    ) -> RefitReport:
         """See :meth:`RolloutScheduler.update_weights`."""
         try:
-            return await self._update(publisher, version)
+            return await self._update(publisher, version, acknowledge)
         finally:
             if isinstance(publisher, ConcludingPublisher):
                 await self._session.refits.conclude(publisher)
 
-    async def _update(self, publisher: WeightPublisher, version: int | None) -> RefitReport:
+    async def _update(
+        self, publisher: WeightPublisher, version: int | None, acknowledge: bool
+    ) -> RefitReport:
         session = self._session
         session.check_open()
         started = asyncio.get_running_loop().time()
@@ -75,7 +79,7 @@ class Updates:
                 # so this is not needed.
                 seconds = asyncio.get_running_loop().time() - started
                 return RefitReport(version=new, quarantined={}, seconds=seconds)
-            result = await self._run(publisher, new)
+            result = await self._run(publisher, new, acknowledge)
         if result.cause:
             raise self._error(result) from session.refits.failure
         await session.durability.safe()
@@ -107,7 +111,9 @@ class Updates:
         if adapter and state.fleet.sleep is not None:
             raise ConfigError("the engines are asleep; publish adapters outside of asleep().")
 
-    async def _run(self, publisher: WeightPublisher, new: int) -> do.FinishUpdate:
+    async def _run(
+        self, publisher: WeightPublisher, new: int, acknowledge: bool
+    ) -> do.FinishUpdate:
         session = self._session
         adapter = isinstance(publisher, AdapterPublisher)
         name = called_now(_PUBLISHER, publisher.adapter_name, new) if adapter else None
@@ -134,7 +140,7 @@ class Updates:
                 external=external,
                 labelled=labelled,
                 republishable=bool(holds),
-                acknowledges=session.durability.trained_on(),
+                acknowledges=session.durability.trained_on() if acknowledge else (),
             )
         )
         try:
@@ -164,7 +170,7 @@ class Updates:
     ) -> AsyncGenerator[tuple[str, ...]]:
         """See :meth:`RolloutScheduler.paused_for_weights`."""
         handshake = Handshake(label=label)
-        update = asyncio.create_task(self.update(handshake, version))
+        update = asyncio.create_task(self.update(handshake, version, acknowledge=True))
         try:
             engines = await handshake.paused()
         except RefitError:

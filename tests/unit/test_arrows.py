@@ -28,6 +28,7 @@ LAZY = (
     frozenset(
         {
             "checkpoint_engine",
+            "datasets",
             "jinja2",
             "looptime",
             "opentelemetry",
@@ -44,6 +45,7 @@ LAZY = (
             "torch",
             "trackio",
             "transformers",
+            "trl",
             "tyro",
             "wandb",
         }

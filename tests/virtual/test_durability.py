@@ -381,6 +381,28 @@ def test_a_checkpoint_may_keep_what_was_not_acknowledged(tmp_path: Path):
     assert run_virtual(second("all")) == [(2, False), (3, False)]
 
 
+def test_an_update_may_leave_acknowledging_to_a_trainer_that_takes_batches_ahead(tmp_path: Path):
+    """The trainer has two batches and has trained on one of them when the weights are updated."""
+
+    async def first() -> None:
+        async with scheduler(MemoryStore()) as rollouts:
+            ahead = [await rollouts.next_batch() for _ in range(2)]
+            ahead[0].acknowledge()
+            await rollouts.update_weights(SimPublisher(), acknowledge=False)
+            await rollouts.checkpoint(tmp_path / "kept", acknowledge=False)
+
+    async def second() -> list[tuple[int, bool]]:
+        rollouts = scheduler(None)
+        rollouts.restore(tmp_path / "kept")
+        async with rollouts:
+            await rollouts.update_weights(SimPublisher(), version=rollouts.version)
+            batches = [await rollouts.next_batch() for _ in range(2)]
+        return [(batch.index, batch.redelivered) for batch in batches]
+
+    run_virtual(first())
+    assert run_virtual(second()) == [(1, True), (2, False)]
+
+
 def test_restoring_comes_before_the_block_and_needs_a_checkpoint(tmp_path: Path):
     async def main() -> None:
         rollouts = scheduler(None)

@@ -1,0 +1,613 @@
+"""Rollouts for TRL's AsyncGRPOTrainer from SGLang engines.
+
+:class:`RolloutWorker` takes the place of two parts of TRL that need vLLM: the worker that generates
+and scores rollouts, and the transfer of weights. It is written for TRL 1.16, whose AsyncGRPOTrainer
+is experimental.
+
+- The rollouts of a batch are those of one optimizer step. A batch is taken from the scheduler only
+  when the trainer asks for its first rollout, because rollouts that wait in a queue become stale
+  where no bound on staleness sees them.
+- A batch is acknowledged when the step that trains on it has ended. accelerate fetches rollouts one
+  step ahead, so a checkpoint of the trainer is written when the next batch is taken and not trained
+  on; the scheduler's checkpoint keeps that batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import inspect
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+
+import numpy as np
+
+from aprilsched.blocking import RolloutScheduler
+from aprilsched.config import SchedulerConfig
+from aprilsched.coordinator import Accept
+from aprilsched.engines.base import Fleet
+from aprilsched.errors import ConfigError
+from aprilsched.extras import extra
+from aprilsched.store import MemoryStore
+from aprilsched.telemetry.base import AnyListener
+from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score
+from aprilsched.weights.base import WeightPublisher
+from aprilsched.weights.distributed import DistributedPublisher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import TrainerCallback
+    from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+__all__ = ["RolloutWorker"]
+
+Named: TypeAlias = "Iterator[tuple[str, Tensor]]"
+
+_FILE = "aprilsched.checkpoint"
+"""Name of the scheduler's file in a checkpoint folder of the trainer."""
+_NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
+"""Columns of the dataset that reward functions get under other names, or not at all."""
+_PARSED_BY = ("template", "schema")
+"""A tokenizer that can take responses apart has `response_template` or `response_schema`."""
+_AHEAD = 2
+"""Largest number of batches that the trainer has at a time: one that it trains on, and one that
+accelerate has fetched ahead."""
+
+
+class Dataset(Protocol):
+    """A dataset with a length, such as ``datasets.Dataset`` or a list of dictionaries."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+class RolloutWorker:
+    """Both `rollout_worker` and `weight_transfer` of TRL's AsyncGRPOTrainer.
+
+    .. code-block:: python
+
+        worker = RolloutWorker(fleet, args=args, train_dataset=dataset, processing_class=tokenizer,
+                               reward_funcs=[accuracy_reward])
+        trainer = AsyncGRPOTrainer(model, args=args, train_dataset=dataset,
+                                   processing_class=tokenizer, rollout_worker=worker,
+                                   weight_transfer=worker, callbacks=[worker.callback])
+        trainer.train()
+
+    Args:
+        fleet: the engines.
+        args: the trainer's arguments. They give the size of a group and of a batch, the parameters
+            of sampling, and the bound on staleness.
+        train_dataset: the trainer's dataset. Column "prompt" has a conversation or a text; the
+            other columns are arguments of the reward functions. It is repeated for ever.
+        processing_class: the tokenizer, with its chat template.
+        reward_funcs: reward functions as TRL calls them, plain or asynchronous.
+        reward_weights: factors of their rewards in the sum; 1 for each by default.
+        config: settings of the scheduler. `group_size`, `batch_groups` and `sampling` are replaced
+            by those of `args`. Without a `max_staleness`, the bound is ``args.max_staleness - 1``,
+            because accelerate fetches each batch one step before it is trained on.
+        publisher: makes the publisher from a function that returns the trainer's weights, an
+            iterator of (name, tensor). The default broadcasts them over NCCL.
+        accept: keeps or rejects a scored group (dynamic sampling).
+        listeners: telemetry of the scheduler.
+
+    Raises:
+        ConfigError: if `args` and `config` would give wrong or lost rollouts.
+        MissingExtra: if trl is not installed.
+    """
+
+    callback: TrainerCallback
+    """Tells the scheduler what is trained on, and saves its state with the trainer's checkpoints.
+    It must be among the trainer's callbacks."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        args: AsyncGRPOConfig,
+        train_dataset: Dataset,
+        processing_class: Any,
+        reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]],
+        reward_weights: Sequence[float] | None = None,
+        config: SchedulerConfig | None = None,
+        publisher: Callable[[Callable[[], Named]], WeightPublisher] = DistributedPublisher,
+        accept: Accept | None = None,
+        listeners: Sequence[AnyListener] = (),
+    ) -> None:
+        _check_args(args)
+        self._args = args
+        self._fleet = fleet
+        given: Any = args
+        self._chat = _Chat(processing_class, given.chat_template_kwargs or {})
+        self._rewards = _Rewards(reward_funcs, reward_weights, train_dataset, self._chat)
+        self._dataset = train_dataset
+        self._config = _settings(config or SchedulerConfig(pace="asynchronous"), args)
+        self._publisher = publisher(self._weights)
+        self._accept = accept
+        self._listeners = listeners
+        self._epochs = args.max_steps <= 0
+        self._rollouts: RolloutScheduler | None = None
+        self._restored: Path | None = None
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._samples: deque[RolloutSample] = deque()
+        self._untrained: deque[Batch] = deque()
+        self._given: Named | None = None
+        self._ahead_of_trl = 0
+        """The scheduler's version minus the trainer's, which begins at 0 again in a new process."""
+        # TRL declares its own types of queues for both, and uses get() and qsize() alone.
+        self.rollout_buffer: Any = self
+        self.metrics_queue: Any = queue.Queue[dict[str, Any]](maxsize=4096)
+        self.callback = _callback(self)
+
+    # --- the scheduler's life ------------------------------------------------------------------
+
+    def init_weight_transfer(self) -> None:
+        """Open the engines. The trainer sends its weights next, and calls :meth:`start` then."""
+        self._started = concurrent.futures.Future()
+        self._samples.clear()
+        self._untrained.clear()
+        rollouts = RolloutScheduler(
+            self._fleet,
+            _Prompts(self._dataset, self._chat.prompt_ids, self._started),
+            reward=self._rewards.score,
+            reward_scope="group",
+            accept=self._accept,
+            config=self._config,
+            listeners=self._listeners,
+            # The store keeps the batch that is taken and not trained on, for a checkpoint.
+            store=MemoryStore(),
+        )
+        if self._restored is not None:
+            rollouts.restore(self._restored)
+        rollouts.__enter__()
+        self._rollouts = rollouts
+
+    def start(self) -> None:
+        """Begin to generate, since the engines have the trainer's weights now."""
+        self._open()
+        self._started.set_result(None)
+
+    def stop(self) -> None:
+        """Abort what is in flight and release the engines."""
+        rollouts, self._rollouts = self._rollouts, None
+        if rollouts is not None:
+            with contextlib.ExitStack() as end:
+                end.callback(rollouts.close)
+                if (leave := getattr(self._publisher, "aclose", None)) is not None:
+                    rollouts._wait(leave)  # pyright: ignore[reportPrivateUsage]
+
+    def destroy(self) -> None:
+        """Do nothing: :meth:`stop` has left the engines' groups."""
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Do nothing: the scheduler watches its engines, and :meth:`get` raises what ended it."""
+
+    def _open(self) -> RolloutScheduler:
+        if self._rollouts is None:
+            raise ConfigError(
+                "the engines are not open; give this object to AsyncGRPOTrainer as weight_transfer "
+                "and as rollout_worker."
+            )
+        return self._rollouts
+
+    # --- rollouts ------------------------------------------------------------------------------
+
+    def get(self, timeout: float | None = None) -> RolloutSample:
+        """The next rollout, within `timeout` seconds.
+
+        Raises:
+            queue.Empty: if none is there within that time; nothing is lost.
+            ConfigError: if the trainer does not have :attr:`callback`.
+        """
+        rollouts = self._open()
+        if not self._samples:
+            if len(self._untrained) == _AHEAD:
+                raise ConfigError(
+                    f"the trainer asks for another batch and has ended no step with {_AHEAD}; give "
+                    "callbacks=[worker.callback] to AsyncGRPOTrainer."
+                )
+            try:
+                batch = rollouts.next_batch(timeout=timeout)
+            except TimeoutError:
+                raise queue.Empty from None
+            self._untrained.append(batch)
+            self._measure(batch)
+            for group in batch.groups:
+                self._samples.extend(self._trl_samples(group, batch.version))
+        return self._samples.popleft()
+
+    def qsize(self) -> int:
+        """Number of rollouts that can be taken without waiting for the engines."""
+        return len(self._samples)
+
+    def _trl_samples(self, group: Group, version: int) -> Iterator[RolloutSample]:
+        """The rollouts of a group, with TRL's advantage and metrics."""
+        with extra("trl"):
+            from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+        prompt = self._dataset[_row(group)]["prompt"]
+        rewards, advantages = _advantages(group)
+        spread = float(np.nanstd(rewards)) if np.isfinite(rewards).any() else float("nan")
+        for rollout, reward, advantage in zip(group.rollouts, rewards, advantages, strict=True):
+            known = np.zeros(len(rollout.prompt_ids), dtype=np.int64)
+            counts = rollout.loss_mask.copy()
+            oldest = version
+            if counts.any():
+                oldest = int(rollout.versions[counts].min())
+            else:
+                # TRL fails on a micro-batch without a token. One token without an advantage gives
+                # no gradient.
+                counts[-1], advantage = True, 0.0
+            parts = {
+                f"rewards/{name}": rollout.reward_parts.get(name, float("nan"))
+                for name in self._rewards.names
+            }
+            yield RolloutSample(
+                prompt=prompt,
+                completion=self._chat.completion(prompt, rollout),
+                input_ids=np.concatenate([rollout.prompt_ids, rollout.token_ids]).astype(np.int64),
+                completion_mask=np.concatenate([known, counts]).astype(np.int64),
+                old_log_probs=np.concatenate([known, rollout.logprobs]).astype(np.float32),
+                advantage=float(advantage),
+                model_version=oldest - self._ahead_of_trl,
+                group_id=rollout.group_id,
+                metrics={"reward": float(reward), "reward_std": spread, **parts},
+            )
+
+    def _measure(self, batch: Batch) -> None:
+        """Tell the trainer's log what the batch is like, in TRL's names where it has some."""
+        rollouts = list(batch.rollouts)
+        lengths = [len(rollout) for rollout in rollouts]
+        cut = [rollout.finish_reason == "length" for rollout in rollouts]
+        older = sum(int((r.versions[r.loss_mask] < batch.version).sum()) for r in rollouts)
+        counted = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
+        with contextlib.suppress(queue.Full):
+            self.metrics_queue.put_nowait(
+                {
+                    "completions/mean_length": (float(sum(lengths)), float(len(lengths))),
+                    "completions/max_length": float(max(lengths)),
+                    "completions/min_length": float(min(lengths)),
+                    "completions/clipped_ratio": (float(sum(cut)), float(len(cut))),
+                    "rollout/off_policy_tokens": (float(older), float(counted)),
+                }
+            )
+
+    # --- weights -------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Do nothing: pause, refit and continue are one call of the scheduler."""
+
+    def send_weights(self, iterator: Named) -> None:
+        """Bring the weights to every engine: pause, load, verify, continue.
+
+        Raises:
+            RefitError: if no engine took them.
+        """
+        rollouts = self._open()
+        restored, self._restored = self._restored, None
+        self._given = iterator
+        try:
+            if restored is None:
+                rollouts.update_weights(self._publisher, acknowledge=False)
+            elif not rollouts.state.fleet.control.engines:
+                # No engine has the checkpoint's weights, which are these. Engines that have them
+                # take part already. The same weights as one more version would make everything
+                # that was restored a version older, and TRL would drop some of it.
+                rollouts.update_weights(
+                    self._publisher, version=rollouts.version, acknowledge=False
+                )
+        finally:
+            self._given = None
+            # Each tensor may be gathered by all ranks, which wait for this one to take part.
+            for _ in iterator:
+                pass
+
+    def resume(self) -> None:
+        """Do nothing: the engines continue when they have the weights."""
+
+    def update_model_version(self, model_version: int) -> None:
+        """Note the trainer's number for the weights that the engines have."""
+        self._ahead_of_trl = self._open().version - model_version
+
+    def _weights(self) -> Named:
+        given, self._given = self._given, None
+        if given is None:
+            raise ConfigError(
+                "the trainer gives its weights once for each update, and the publisher asked for "
+                "them again, because an engine failed; train on from the last checkpoint."
+            )
+        # Another generator, because a publisher may close what it was given.
+        return (pair for pair in given)
+
+    # --- what the callback calls ---------------------------------------------------------------
+
+    def trained(self) -> None:
+        """Note that a step has ended, which trained on the oldest batch that the trainer has."""
+        if self._untrained:
+            self._untrained.popleft().acknowledge()
+
+    def save(self, folder: Path) -> None:
+        """Save what is in flight, and the batch that is not trained on, in `folder`."""
+        self._open().checkpoint(folder / _FILE, acknowledge=False)
+
+    def restore(self, folder: Path) -> None:
+        """Continue with what was saved in `folder`; the engines are not open yet.
+
+        Raises:
+            ConfigError: if there is no such file, or if the trainer would count its epochs anew.
+        """
+        if not (folder / _FILE).is_file():
+            raise ConfigError(
+                f"{folder} has no {_FILE}; resume from a checkpoint in args.output_dir that was "
+                "written with callbacks=[worker.callback]."
+            )
+        if self._epochs:
+            raise ConfigError(
+                "a resumed trainer counts the prompts of its epochs from 0 again; set max_steps."
+            )
+        self._restored = folder / _FILE
+
+
+class _Prompts:
+    """The dataset's prompts, again and again, from the `start`-th on.
+
+    The first one is given when `started` is done: before that the engines do not have the
+    trainer's weights.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        prompt_ids: Callable[[Any], Sequence[int]],
+        started: concurrent.futures.Future[None],
+        start: int = 0,
+    ) -> None:
+        self._dataset = dataset
+        self._prompt_ids = prompt_ids
+        self._started = started
+        self._start = start
+
+    def skip(self, count: int) -> _Prompts:
+        """The prompts without the first `count`."""
+        return _Prompts(self._dataset, self._prompt_ids, self._started, self._start + count)
+
+    async def __aiter__(self) -> AsyncIterator[Prompt]:
+        await asyncio.shield(asyncio.wrap_future(self._started))
+        for number in itertools.count(self._start):
+            row = number % len(self._dataset)
+            yield Prompt(input_ids=self._prompt_ids(self._dataset[row]["prompt"]), key=row)  # pyright: ignore[reportArgumentType]
+
+
+class _Chat:
+    """Turns prompts into tokens and responses into texts, as TRL's own worker does."""
+
+    def __init__(self, tokenizer: Any, template: Mapping[str, Any]) -> None:
+        with extra("trl"):
+            from trl import chat_template_utils
+
+        utils: Any = chat_template_utils
+        # TRL knows how the responses of some models are taken apart (a part for reasoning).
+        with contextlib.suppress(ValueError):
+            utils.add_response_schema(tokenizer)
+        self._parse: Callable[..., Mapping[str, Any]] = utils.parse_response
+        self._tokenizer = tokenizer
+        self._template = template
+        # A tokenizer of Hugging Face may raise "Already borrowed" when two threads use it.
+        self._alone = threading.Lock()
+
+    def prompt_ids(self, prompt: Any) -> Sequence[int]:
+        """The tokens of a conversation in the chat template, or of a text."""
+        with self._alone:
+            if isinstance(prompt, str):
+                return self._tokenizer(prompt)["input_ids"]
+            return self._tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, return_dict=False, **self._template
+            )
+
+    def completion(self, prompt: Any, rollout: Rollout) -> Any:
+        """The response as reward functions get it: a conversation, or a text for a text."""
+        ids = rollout.token_ids.tolist()
+        parts = any(getattr(self._tokenizer, f"response_{how}", None) for how in _PARSED_BY)
+        with self._alone:
+            if parts and not isinstance(prompt, str):
+                return [self._parse(self._tokenizer, ids, prefix=rollout.prompt_ids.tolist())]
+            text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+class _Rewards:
+    """TRL's reward functions, which score a group."""
+
+    def __init__(
+        self,
+        functions: Callable[..., Any] | Sequence[Callable[..., Any]],
+        weights: Sequence[float] | None,
+        dataset: Dataset,
+        chat: _Chat,
+    ) -> None:
+        self._functions = [functions] if callable(functions) else list(functions)
+        self.names = [_name(function) for function in self._functions]
+        if not self.names or len(set(self.names)) < len(self.names):
+            raise ConfigError(
+                f"the reward functions are {self.names}; give at least one, each with another name."
+            )
+        self._weights = [1.0] * len(self.names) if weights is None else list(weights)
+        if len(self._weights) != len(self.names):
+            raise ConfigError(
+                f"reward_weights has {len(self._weights)} numbers for {len(self.names)} reward "
+                "functions; give one for each."
+            )
+        self._dataset = dataset
+        self._chat = chat
+
+    async def score(self, group: Group) -> list[Score]:
+        """Score a group; the parts of a score have the rewards that are not None."""
+        # Texts are made in a thread, because those of long responses take tens of milliseconds.
+        call = await asyncio.to_thread(self._arguments, group)
+        count = len(group.rollouts)
+        columns = await asyncio.gather(
+            *(_called(function, call, count) for function in self._functions)
+        )
+        scores: list[Score] = []
+        for rewards in zip(*columns, strict=True):
+            found = {
+                name: float(reward)
+                for name, reward in zip(self.names, rewards, strict=True)
+                if reward is not None and not np.isnan(reward)
+            }
+            weighted = zip(self.names, self._weights, strict=True)
+            total = sum(weight * found[name] for name, weight in weighted if name in found)
+            scores.append(Score(reward=total, parts=found))
+        return scores
+
+    def _arguments(self, group: Group) -> dict[str, Any]:
+        """What TRL calls reward functions with."""
+        row = self._dataset[_row(group)]
+        count = len(group.rollouts)
+        return {
+            "prompts": [row["prompt"]] * count,
+            "completions": [self._chat.completion(row["prompt"], each) for each in group.rollouts],
+            "completion_ids": [rollout.token_ids.tolist() for rollout in group.rollouts],
+            **{name: [row[name]] * count for name in row if name not in _NOT_COLUMNS},
+        }
+
+
+async def _called(function: Callable[..., Any], call: Mapping[str, Any], count: int) -> list[Any]:
+    """The rewards that `function` gives, one for each rollout.
+
+    A plain function runs in a thread. An asynchronous one only makes its coroutine there.
+    """
+    given: Any | Awaitable[Any] = await asyncio.to_thread(function, **call)
+    rewards = list(await given if inspect.isawaitable(given) else given)
+    if len(rewards) != count:
+        raise ValueError(f"{_name(function)} gave {len(rewards)} rewards for {count} rollouts")
+    return rewards
+
+
+def _name(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _row(group: Group) -> int:
+    """Index of the group's prompt in the dataset."""
+    return cast("int", group.prompt.key)
+
+
+def _advantages(group: Group) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The rewards and advantages of a group, as TRL's `_score_group` computes them.
+
+    A rollout for which every function returned None has the reward NaN and the advantage 0.
+    """
+    rewards = np.array(
+        [rollout.reward if rollout.reward_parts else np.nan for rollout in group.rollouts],
+        dtype=float,
+    )
+    scored = np.isfinite(rewards)
+    advantages = np.zeros_like(rewards)
+    if scored.any():
+        among = rewards[scored]
+        advantages[scored] = (among - among.mean()) / (among.std() + 1e-8)
+    return rewards, advantages
+
+
+def _check_args(args: Any) -> None:
+    with extra("trl"):
+        from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
+
+    if not isinstance(args, AsyncGRPOConfig):
+        raise ConfigError(
+            f"args is a {type(args).__name__}; use AsyncGRPOTrainer and its AsyncGRPOConfig, "
+            "because GRPOTrainer ignores the logprobs of a rollout_func without vLLM, and stale "
+            "tokens would not be corrected."
+        )
+    if args.token_budget is None:
+        raise ConfigError(
+            "token_budget is None, for which TRL asks a vLLM server; set it to 0, and bound the "
+            "memory by per_device_train_batch_size."
+        )
+    if args.token_budget > 0:
+        raise ConfigError(
+            f"token_budget is {args.token_budget}, so a step takes a number of rollouts that is "
+            "not known before, and no checkpoint can say which ones it took; set it to 0, and "
+            "bound the memory by per_device_train_batch_size."
+        )
+    if args.max_staleness < 1:
+        raise ConfigError(
+            "max_staleness is 0, and accelerate fetches each batch one step before it is trained "
+            "on; set 1 or more."
+        )
+
+
+def _settings(config: SchedulerConfig, args: Any) -> SchedulerConfig:
+    """The scheduler's settings with the sizes, the sampling and the bound of the trainer."""
+    step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    if step % args.num_generations:
+        raise ConfigError(
+            f"a step takes {step} rollouts (per_device_train_batch_size x "
+            f"gradient_accumulation_steps x processes), and groups have {args.num_generations}; "
+            "set num_generations to a divisor of it."
+        )
+    if config.stop != "groups":
+        raise ConfigError(
+            f"stop is {config.stop!r}, and a step of TRL takes a fixed number of rollouts; leave "
+            'it at "groups".'
+        )
+    bound = args.max_staleness - 1
+    own = config.policies.staleness.bound
+    if own is None:
+        config = replace(config, max_staleness=bound)
+    elif own > bound:
+        raise ConfigError(
+            f"max_staleness is {own}, and TRL drops what it fetches one step ahead with more than "
+            f"{args.max_staleness}; set max_staleness of AsyncGRPOConfig to {own + 1} or more."
+        )
+    penalty = args.repetition_penalty
+    return replace(
+        config,
+        group_size=args.num_generations,
+        batch_groups=step // args.num_generations,
+        sampling=SamplingParams(
+            max_new_tokens=args.max_completion_length,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k or -1,
+            min_p=args.min_p or 0.0,
+            extra={} if penalty == 1 else {"repetition_penalty": penalty},
+        ),
+    )
+
+
+def _callback(worker: RolloutWorker) -> TrainerCallback:
+    """The part of `worker` that the trainer calls at its steps and checkpoints."""
+    with extra("trl"):
+        from transformers import TrainerCallback
+
+    class Checkpoints(TrainerCallback):
+        # It comes before TRL's own callbacks, so that a checkpoint is restored before the engines
+        # are opened.
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.is_world_process_zero and state.global_step:
+                worker.restore(_folder(args, state))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            worker.trained()
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.is_world_process_zero:
+                worker.save(_folder(args, state))
+
+    return Checkpoints()
+
+
+def _folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"

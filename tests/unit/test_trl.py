@@ -1,0 +1,505 @@
+"""TRL's own trainer and its rewards, with rollouts from the embedded engine."""
+
+# pyright: basic
+# The packages have no complete types.
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import queue
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched import Group, Prompt, SchedulerConfig, Segment, SimFleet, SimPublisher
+from aprilsched.config import Samples, Staleness
+from aprilsched.errors import ConfigError, RefitError
+from aprilsched.integrations.trl import RolloutWorker
+from aprilsched.types import Rollout, Score
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason="could not import 'trl'"
+)
+
+STEP = 8
+"""Rollouts of one step: 2 groups of 4."""
+DATA: Any = [
+    {"prompt": [{"role": "user", "content": f"w{i + 10} w{i + 11}"}], "target": i}
+    for i in range(12)
+]
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Iterator[Any]:
+    """The helpers of :mod:`tests.support.trl_on_cpu`, with TRL's GPU calls replaced."""
+    torch = pytest.importorskip("torch")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # Their imports warn of experimental and of deprecated modules.
+        warnings.simplefilter("ignore")
+        patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+        import trl.experimental.async_grpo.async_grpo_trainer  # noqa: F401
+
+        from tests.support import trl_on_cpu
+
+        trl_on_cpu.on_cpu(patch)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield trl_on_cpu
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(cpu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cpu.write_model(tmp_path_factory.mktemp("model"))
+
+
+def arguments(folder: Path, **changes: Any) -> Any:
+    from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
+
+    values: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 8,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "max_completion_length": 60,
+        "token_budget": 0,
+        "max_staleness": 3,
+        "learning_rate": 1e-3,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
+    return AsyncGRPOConfig(**{**values, **changes})
+
+
+def near(completion_ids: list[list[int]], target: list[int], **_: Any) -> list[float]:
+    return [
+        1 / (1 + abs(len(ids) - 4 * goal)) for ids, goal in zip(completion_ids, target, strict=True)
+    ]
+
+
+async def brief(completions: list[Any], **_: Any) -> list[float | None]:
+    """It does not apply to responses with an odd number of words."""
+    words = [len(completion[0]["content"].split()) for completion in completions]
+    return [None if count % 2 else 1 / (1 + count) for count in words]
+
+
+class Spy(RolloutWorker):
+    """Notes every rollout that the trainer was given."""
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self.seen: list[Any] = []
+
+    def get(self, timeout: float | None = None) -> Any:
+        sample = super().get(timeout)
+        self.seen.append(sample)
+        return sample
+
+
+def worker(
+    cpu: Any,
+    folder: Path,
+    args: dict[str, Any] | None = None,
+    fleet: SimFleet | None = None,
+    **changes: Any,
+) -> Spy:
+    values: dict[str, Any] = {
+        "args": arguments(folder, **(args or {})),
+        "train_dataset": DATA,
+        "processing_class": cpu.tokenizer(),
+        "reward_funcs": [near, brief],
+        "reward_weights": [1.0, 0.5],
+        "config": SchedulerConfig(over_provision=2.0, pace="asynchronous"),
+        "publisher": lambda weights: SimPublisher(),
+    }
+    embedded = SimFleet(1, time_scale=0.01, vocab_size=cpu.VOCABULARY, eos_token_id=0)
+    return Spy(fleet or embedded, **{**values, **changes})
+
+
+def began(made: Spy) -> Spy:
+    """Do what the trainer does before its first step."""
+    made.init_weight_transfer()
+    made.pause()
+    made.send_weights(iter([]))
+    made.resume()
+    made.update_model_version(1)
+    made.start()
+    return made
+
+
+def train(made: Spy, model: Path, **changes: Any) -> Any:
+    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
+
+    trainer = AsyncGRPOTrainer(
+        str(model),
+        args=made._args,
+        train_dataset=DATA,
+        processing_class=made._chat._tokenizer,
+        rollout_worker=made,
+        weight_transfer=made,
+        callbacks=[made.callback],
+    )
+    trainer.train(**changes)
+    return trainer
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+def test_the_trainer_trains_and_what_it_trains_on_is_not_older_than_promised(
+    cpu: Any, model: Path, tmp_path: Path, pace: Any
+):
+    made = worker(cpu, tmp_path, config=SchedulerConfig(over_provision=2.0, pace=pace))
+    trainer = train(made, model)
+    assert trainer.state.global_step == 8
+    # accelerate fetches the first micro-batch of the next step.
+    assert len(made.seen) == 8 * STEP + STEP // 2
+    assert max(logged(trainer, "sample/staleness_max")) <= 3
+    assert not logged(trainer, "sample/dropped_stale_total")
+    for number, sample in enumerate(made.seen):
+        # The step that trains on it begins with version step + 1, which TRL counts from 1.
+        assert number // STEP + 1 - sample.model_version <= 3
+        assert sample.input_ids.dtype == sample.completion_mask.dtype == np.int64
+        assert sample.old_log_probs.dtype == np.float32
+        counts = sample.completion_mask == 1
+        assert len(sample.input_ids) == len(counts) == len(sample.old_log_probs)
+        assert counts.any()
+        assert not sample.old_log_probs[~counts].any()
+        assert (sample.old_log_probs[counts] < 0).any()
+    groups = [sample.group_id for sample in made.seen]
+    for begin in range(0, 8 * STEP, 4):
+        assert len(set(groups[begin : begin + 4])) == 1, "a group is in one piece"
+    assert len(set(groups)) == len(groups) / 4
+    assert logged(trainer, "rewards/near")
+    assert logged(trainer, "completions/mean_length")
+
+
+def test_a_resumed_trainer_gets_everything_that_was_in_flight(
+    cpu: Any, model: Path, tmp_path: Path
+):
+    """The first trainer is stopped after step 5. Its checkpoint is of step 4, and it had fetched
+    rollouts of the fifth and the sixth step."""
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    first = worker(cpu, tmp_path, args={**saving, "max_steps": 5})
+    train(first, model)
+    second = worker(cpu, tmp_path, args={**saving, "max_steps": 10})
+    known: dict[str, Any] = {}
+
+    def at_the_end(*_: Any, **__: Any) -> None:
+        assert second._rollouts is not None
+        known["flying"] = set(second._rollouts.state.in_flight.groups)
+        known["launched"] = second._rollouts.state.in_flight.counters.launched // 4
+
+    second.callback.on_train_end = at_the_end  # type: ignore[method-assign]
+    trainer = train(second, model, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert trainer.state.global_step == 10
+    # The fifth batch was taken and not trained on, so it comes again as it was.
+    again = zip(first.seen[4 * STEP : 5 * STEP], second.seen[:STEP], strict=True)
+    for before, after in again:
+        assert before.group_id == after.group_id
+        assert np.array_equal(before.input_ids, after.input_ids)
+        assert np.array_equal(before.old_log_probs, after.old_log_probs)
+        assert before.advantage == after.advantage
+        assert before.metrics == pytest.approx(after.metrics, nan_ok=True)
+    trained = [s.group_id for s in first.seen[: 4 * STEP] + second.seen[: 6 * STEP]]
+    ahead = {s.group_id for s in [*second.seen[6 * STEP :], *second._samples]}
+    assert len(set(trained)) == len(trained) / 4, "nothing was trained on twice"
+    # Every group that was ever launched was trained on, or is with the trainer or in flight.
+    assert len(set(trained) | ahead | known["flying"]) == known["launched"]
+    for number, sample in enumerate(second.seen):
+        assert number // STEP + 1 - sample.model_version <= 3
+
+
+def test_servers_that_have_the_checkpoints_weights_do_not_make_it_a_version_older(
+    cpu: Any, model: Path, tmp_path: Path
+):
+    """The second trainer finds the servers as the first one has left them after its last step."""
+    saving = {"save_strategy": "steps", "save_steps": 6, "max_staleness": 1}
+    first = worker(cpu, tmp_path, args={**saving, "max_steps": 6})
+    train(first, model)
+    second = worker(cpu, tmp_path, args={**saving, "max_steps": 9}, fleet=first._fleet)
+    trainer = train(second, model, resume_from_checkpoint=True)
+    assert trainer.state.global_step == 9
+    assert not logged(trainer, "sample/dropped_stale_total")
+    assert np.array_equal(first.seen[6 * STEP].input_ids, second.seen[0].input_ids)
+    for number, sample in enumerate(second.seen):
+        assert number // STEP + 1 - sample.model_version <= 1
+
+
+def test_advantages_and_metrics_are_those_of_trls_own_worker(cpu: Any, tmp_path: Path):
+    from trl.experimental.async_grpo import async_rollout_worker as theirs
+
+    made = began(worker(cpu, tmp_path, reward_weights=None))
+    try:
+        samples = [made.get() for _ in range(2 * STEP)]
+    finally:
+        made.stop()
+    loop: Any = object.__new__(theirs._AsyncRolloutLoop)
+    loop.reward_funcs, loop.reward_func_names = [near, brief], ["near", "brief"]
+    loop._env_reward_types = []
+    for begin in range(0, len(samples), 4):
+        ours = samples[begin : begin + 4]
+        row = next(row for row in DATA if row["prompt"] == ours[0].prompt)
+        ids = [s.input_ids[s.completion_mask == 1].tolist() for s in ours]
+        group = theirs.RolloutGroup(
+            prompts=[s.prompt for s in ours],
+            reward_kwargs={"target": [row["target"]] * 4},
+            completions=[s.completion for s in ours],
+            completions_ids=ids,
+            completions_sequences=[
+                [theirs.TrainingSequence(s.input_ids, s.completion_mask, s.old_log_probs, "")]
+                for s in ours
+            ],
+            tool_call_counts=[0] * 4,
+            tool_failure_counts=[0] * 4,
+            model_version=0,
+            group_id=0,
+            env_rewards=[],
+            rollout_rewards=[],
+        )
+        right = asyncio.run(loop._score_group(group))
+        for our, their in zip(ours, right, strict=True):
+            assert our.advantage == pytest.approx(their.advantage)
+            assert our.metrics == pytest.approx(their.metrics, nan_ok=True)
+
+
+def of_versions(*versions: int, masked: bool = False, score: Score | None = None) -> Rollout:
+    count = len(versions)
+    found = score or Score(reward=0.0)
+    return Rollout(
+        rollout_id=0,
+        group_id=3,
+        index=0,
+        prompt_ids=np.array([1, 2], dtype=np.int32),
+        token_ids=np.arange(count, dtype=np.int32) + 5,
+        logprobs=np.full(count, -0.5, dtype=np.float32),
+        versions=np.array(versions, dtype=np.int32),
+        loss_mask=np.full(count, not masked),
+        segments=(Segment(start=0, end=count, version=versions[0], engine="a"),),
+        versions_exact=True,
+        finish_reason="stop",
+        reward=found.reward,
+        reward_parts=found.parts,
+    )
+
+
+def test_a_rollout_that_is_masked_as_a_whole_gives_no_gradient(cpu: Any, tmp_path: Path):
+    """TRL drops it if its version is too old, and fails on a micro-batch without a token."""
+    made = worker(cpu, tmp_path, reward_weights=[1.0, 2.0])
+    rollouts = (
+        of_versions(7, 8, score=Score(reward=1.0, parts={"near": 1.0})),
+        of_versions(1, 1, masked=True, score=Score(reward=3.0, parts={"near": 1.0, "brief": 1.0})),
+        of_versions(6, 6, score=Score(reward=0.0)),
+    )
+    group = Group(group_id=3, prompt=Prompt(input_ids=np.array([1, 2]), key=5), rollouts=rollouts)
+    young, masked, unscored = made._trl_samples(group, version=9)
+    assert young.completion_mask.tolist() == [0, 0, 1, 1]
+    assert (young.model_version, young.advantage) == (7, pytest.approx(-1.0))
+    assert masked.completion_mask.tolist() == [0, 0, 0, 1]
+    assert (masked.model_version, masked.advantage) == (9, 0.0)
+    assert masked.metrics["reward"] == 3.0
+    assert (unscored.advantage, np.isnan(unscored.metrics["reward"])) == (0.0, True)
+
+
+def test_a_wait_without_a_batch_is_an_empty_queue_and_loses_nothing(cpu: Any, tmp_path: Path):
+    made = began(worker(cpu, tmp_path))
+    try:
+        while True:
+            try:
+                made.get(0.0)
+                break
+            except queue.Empty:
+                pass
+        assert made.qsize() == STEP - 1
+    finally:
+        made.stop()
+
+
+def test_a_reward_function_that_raises_ends_the_training_with_its_error(cpu: Any, tmp_path: Path):
+    def wrong(**_: Any) -> list[float]:
+        return [1.0]
+
+    made = began(worker(cpu, tmp_path, reward_funcs=wrong, reward_weights=None))
+    try:
+        with pytest.raises(Exception, match="wrong gave 1 rewards for 4 rollouts"):
+            made.get()
+    finally:
+        made.stop()
+
+
+def test_a_trainer_without_the_callback_is_told_so(cpu: Any, tmp_path: Path):
+    made = began(worker(cpu, tmp_path))
+    try:
+        for _ in range(2 * STEP):
+            made.get()
+        with pytest.raises(ConfigError, match=r"give callbacks=\[worker\.callback\]"):
+            made.get()
+    finally:
+        made.stop()
+
+
+def test_the_worker_alone_is_told_that_it_is_the_weight_transfer_too(cpu: Any, tmp_path: Path):
+    with pytest.raises(ConfigError, match="as weight_transfer and as rollout_worker"):
+        worker(cpu, tmp_path).start()
+
+
+class Failing:
+    """A publisher that fails after it has read some of the weights, or reads them twice."""
+
+    def __init__(self, weights: Callable[[], Iterator[Any]], *, twice: bool) -> None:
+        self._weights = weights
+        self._twice = twice
+
+    async def prepare(self, version: int) -> None: ...
+
+    async def publish(self, version: int, engines: Any) -> Any:
+        next(self._weights())
+        if self._twice:
+            self._weights()
+        raise OSError("the network is gone")
+
+
+@pytest.mark.parametrize(("twice", "cause"), [(False, "network is gone"), (True, "gives its")])
+def test_weights_that_no_engine_takes_are_read_to_their_end(
+    cpu: Any, tmp_path: Path, twice: bool, cause: str
+):
+    """Every rank takes part in gathering each tensor, and would wait for rank 0 for ever."""
+    made = worker(cpu, tmp_path, publisher=lambda weights: Failing(weights, twice=twice))
+    weights: Any = iter([("a", 1), ("b", 2), ("c", 3)])
+    made.init_weight_transfer()
+    try:
+        with pytest.raises((RefitError, ConfigError), match=cause):
+            made.send_weights(weights)
+        assert list(weights) == []
+    finally:
+        made.stop()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"token_budget": None}, "asks a vLLM server"),
+        ({"token_budget": 4096}, "no checkpoint can say"),
+        ({"max_staleness": 0}, "set 1 or more"),
+        ({"num_generations": 3}, "a step takes 8 rollouts .* and groups have 3"),
+    ],
+)
+def test_arguments_that_would_lose_rollouts_are_refused(
+    cpu: Any, tmp_path: Path, changes: dict[str, Any], error: str
+):
+    with pytest.raises(ConfigError, match=error):
+        worker(cpu, tmp_path, args=changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"config": SchedulerConfig(max_staleness=3)}, "set max_staleness of AsyncGRPOConfig to 4"),
+        ({"config": SchedulerConfig(stop=Samples(8))}, "takes a fixed number of rollouts"),
+        ({"reward_weights": [1.0]}, "1 numbers for 2 reward functions"),
+        ({"reward_funcs": [near, near]}, "each with another name"),
+        ({"reward_funcs": []}, "give at least one"),
+        ({"args": SimpleNamespace()}, "GRPOTrainer ignores the logprobs"),
+    ],
+)
+def test_settings_that_contradict_the_trainer_are_refused(
+    cpu: Any, tmp_path: Path, changes: dict[str, Any], error: str
+):
+    settings = {"args": arguments(tmp_path), **changes}
+    with pytest.raises(ConfigError, match=error):
+        Spy(
+            SimFleet(1),
+            **{
+                "train_dataset": DATA,
+                "processing_class": cpu.tokenizer(),
+                "reward_funcs": [near, brief],
+                **settings,
+            },
+        )
+
+
+def test_the_trainers_arguments_are_those_of_the_scheduler(cpu: Any, tmp_path: Path):
+    made = worker(
+        cpu,
+        tmp_path,
+        args={"temperature": 0.7, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.5},
+    )
+    config = made._config
+    assert (config.batch_groups, config.group_size, config.max_staleness) == (2, 4, 2)
+    assert (config.sampling.temperature, config.sampling.top_k) == (0.7, 5)
+    assert (config.sampling.min_p, config.sampling.max_new_tokens) == (0.1, 60)
+    assert config.sampling.extra == {"repetition_penalty": 1.5}
+    stricter = SchedulerConfig(max_staleness=1)
+    assert worker(cpu, tmp_path, config=stricter)._config.max_staleness == 1
+    evicting = SchedulerConfig(max_staleness=Staleness(2, rule="evict"))
+    kept = worker(cpu, tmp_path, config=evicting)._config.max_staleness
+    assert kept == Staleness(2, rule="evict")
+
+
+def test_only_checkpoints_that_have_the_schedulers_state_can_be_resumed(cpu: Any, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"has no aprilsched\.checkpoint"):
+        worker(cpu, tmp_path).restore(tmp_path)
+    (tmp_path / "aprilsched.checkpoint").touch()
+    with pytest.raises(ConfigError, match="set max_steps"):
+        worker(cpu, tmp_path, args={"max_steps": -1, "num_train_epochs": 2}).restore(tmp_path)
+
+
+def test_prompts_are_texts_or_conversations(cpu: Any, tmp_path: Path):
+    """A text is not put into the chat template, and its completion is a text."""
+    seen: list[Any] = []
+
+    def noted(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+        seen.append((prompts[0], completions[0]))
+        return [0.0] * len(prompts)
+
+    data = [{"prompt": "w5 w6"}, {"prompt": [{"role": "user", "content": "w7"}]}]
+    made = began(worker(cpu, tmp_path, train_dataset=data, reward_funcs=noted, reward_weights=None))
+    try:
+        samples = [made.get() for _ in range(STEP)]
+    finally:
+        made.stop()
+    begins = {tuple(s.input_ids[s.completion_mask == 0].tolist()) for s in samples}
+    assert begins == {(5, 6), (3, 7, 4)}
+    for prompt, completion in seen:
+        assert isinstance(completion, str) == isinstance(prompt, str)
+
+
+def test_a_response_with_a_part_for_reasoning_is_taken_apart_as_by_trl(cpu: Any, tmp_path: Path):
+    from trl.chat_template_utils import qwen3_chat_template
+
+    tokenizer = cpu.tokenizer()
+    tokenizer.chat_template = qwen3_chat_template
+    tokenizer.add_tokens(["<think>", "</think>"])
+    made = worker(cpu, tmp_path, processing_class=tokenizer)
+    ids = tokenizer("<think> w7 w8 </think> w9")["input_ids"]
+    rollout = replace(of_versions(*[1] * len(ids)), token_ids=np.array(ids, dtype=np.int32))
+    (message,) = made._chat.completion([{"role": "user", "content": "w5"}], rollout)
+    assert message["content"].split() == ["w9"]
+    assert message["reasoning_content"].split() == ["w7", "w8"]
+
+
+def test_without_trl_the_extra_is_named():
+    program = (
+        "import sys; sys.modules['trl'] = None\n"
+        "from aprilsched.integrations.trl import RolloutWorker\n"
+        "RolloutWorker(None, args=None, train_dataset=[], processing_class=None, reward_funcs=[])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    wanted = r"MissingExtra: trl[.\w]* is not installed; pip install 'aprilsched\[trl\]'\.$"
+    assert re.search(wanted, ended.stderr.splitlines()[-1])
