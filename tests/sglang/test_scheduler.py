@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[StragglerRule, dict[str, object]]] = {
     "in_place": ("in_place", {}),
     "abort": ("abort", {}),
     "choose": ("choose", {"dispatch": Dispatch(rebalance=True, order="longest")}),
-    "rounds": ("retract", {"refill": LengthBuckets(store=3.0), "over_provision": 1.5}),
+    "buckets": ("retract", {"refill": LengthBuckets(store=3.0), "over_provision": 1.5}),
 }
 """Straggler rules with settings, including schedules that combine several ways."""
 
@@ -143,7 +143,7 @@ def _differences(
     return out
 
 
-@pytest.mark.parametrize("rule", ["retract", "abort", "choose", "rounds"])
+@pytest.mark.parametrize("rule", ["retract", "abort", "choose", "buckets"])
 def test_each_logprob_is_the_score_under_the_weights_of_its_own_version(
     runs: Callable[[str], Run],
     rule: str,

@@ -53,7 +53,7 @@ async def accept(group: Group) -> bool:
 FINISH = {"max_staleness": Staleness(1, rule="finish")}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "rounds": {"refill": LengthBuckets(store=3.0)},
+    "buckets": {"refill": LengthBuckets(store=3.0)},
     "pool": {"refill": "pool"},
     "auto": {"over_provision": "auto"},
     "auto in place": {"over_provision": "auto", "straggler": "in_place"},
@@ -61,7 +61,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "waiting": {"over_provision": 1.0},
     "in place": {"straggler": "in_place", "over_provision": 2.0},
     "abort apart": {"straggler": "abort", "kv_after_refit": "apart"},
-    "rounds abort": {"refill": LengthBuckets(store=3.0), "straggler": "abort"},
+    "buckets abort": {"refill": LengthBuckets(store=3.0), "straggler": "abort"},
     "run": {"straggler": "run"},
     "choose": {"straggler": "choose", "kv_after_refit": "apart"},
     "asynchronous": {"pace": "asynchronous"},
@@ -74,14 +74,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "small batch": {"batch_groups": 1},
     "samples": {"stop": Samples(30)},
     "asynchronous tokens": {"stop": Tokens(3000), "pace": "asynchronous"},
-    "rounds tokens": {"stop": Tokens(2000), "refill": "buckets"},
+    "buckets tokens": {"stop": Tokens(2000), "refill": "buckets"},
     "auto samples": {"stop": Samples(30), "over_provision": "auto"},
     "pairs": {"group_size": 2},
     "groups of six": {"group_size": 6, "over_provision": "auto"},
     "ramp": {"start_up": StartUp("ramp", batches=3)},
     "start with waiting": {"start_up": StartUp("wait", batches=3)},
     "reward": {"reward": reward},
-    "reward of rounds": {"reward": reward, "refill": "buckets"},
+    "reward of buckets": {"reward": reward, "refill": "buckets"},
     "reward of groups": {"reward": group_reward, "reward_scope": "group"},
     "accept": {"accept": accept},
     "accept rewarded": {"accept": accept, "reward": reward},
@@ -162,10 +162,10 @@ def pairs() -> Iterator[tuple[str, str]]:
     names = list(SETTINGS)
     for place, name in enumerate(names):
         yield name, names[(7 * place + 3) % len(names)]
-    for name in ("rounds", "auto", "kv", "reward", "reward of groups", "accept", "large batch"):
+    for name in ("buckets", "auto", "kv", "reward", "reward of groups", "accept", "large batch"):
         yield name, "plain"
     for name in ("pool", "in place", "auto in place", "asynchronous", "ramp", "run"):
-        yield "rounds", name
+        yield "buckets", name
 
 
 SOME = list(dict.fromkeys(pairs()))

@@ -45,7 +45,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "abort": {"over_provision": 2.0, "straggler": "abort"},
 }
 SYNCHRONOUS: dict[str, dict[str, Any]] = {
-    "rounds": {"refill": "buckets", "over_provision": 1.5},
+    "buckets": {"refill": "buckets", "over_provision": 1.5},
     "auto with abort": {"over_provision": "auto", "straggler": "abort"},
 }
 

@@ -48,7 +48,10 @@ SHORT = ["--median", "60", "--cap", "600"]
 RUNS: dict[str, tuple[list[str], Callable[[RunSummary], object]]] = {
     "waves": ([], lambda own: own.rollouts.in_flight),
     "pool": (["--refill", "pool"], lambda own: own.tokens.reprefilled),
-    "rounds": (["--refill", "buckets", "--refill.probes", "1"], lambda own: own.rollouts.in_flight),
+    "buckets": (
+        ["--refill", "buckets", "--refill.probes", "1"],
+        lambda own: own.rollouts.in_flight,
+    ),
     "evict": (
         ["--max-staleness", "1", "--max-staleness.rule", "evict"],
         lambda own: own.rollouts.dropped["stale"] and own.tokens.discarded,

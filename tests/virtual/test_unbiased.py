@@ -159,7 +159,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "wave": {},
     "pool": {"refill": "pool", "straggler": "in_place"},
     "abort": {"straggler": "abort"},
-    "rounds": {"refill": "buckets", "over_provision": 1.5},
+    "buckets": {"refill": "buckets", "over_provision": 1.5},
 }
 
 
@@ -167,7 +167,7 @@ AT_LENGTH = [
     "wave",
     pytest.param("pool", marks=pytest.mark.long),
     pytest.param("abort", marks=pytest.mark.long),
-    "rounds",
+    "buckets",
 ]
 """Of a property that only many batches show: the plainest schedule, and the one that chooses by
 length; the others at length. One drained run shows of each that all is delivered as drawn."""
@@ -203,7 +203,7 @@ def test_every_id_is_delivered_once_or_in_flight(name: str):
 @pytest.mark.parametrize("name", AT_LENGTH)
 def test_after_the_burn_in_delivered_equals_drawn(name: str):
     # Neighbouring batches of length buckets are unlike each other in length, by intention.
-    found = compared(outcome(**SCHEDULES[name]).lengths, block=8 if name == "rounds" else 1)
+    found = compared(outcome(**SCHEDULES[name]).lengths, block=8 if name == "buckets" else 1)
     assert found.equivalent, found
 
 
@@ -321,7 +321,7 @@ def test_the_first_of_each_group_bend_baseline_and_advantage():
 
 
 SEEDS = 5
-STOPPED_AFTER = {"wave": 4, "pool": 7, "abort": 4, "rounds": 6}
+STOPPED_AFTER = {"wave": 4, "pool": 7, "abort": 4, "buckets": 6}
 """Batches; soon enough that much is in flight, and late enough that the longest can have ended:
 a pool holds more, and what no response has reached yet is unknown to any estimate."""
 

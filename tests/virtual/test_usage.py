@@ -36,7 +36,7 @@ RUNS: dict[str, tuple[list[str], set[str]]] = {
     "waves": ([], {"tail", "re_prefill", "pause"}),
     "no over-provisioning": (["--over-provision", "1"], {"tail"}),
     "pool": (["--refill", "pool"], {"re_prefill"}),
-    "rounds": (["--refill", "buckets", "--refill.probes", "1"], {"tail"}),
+    "buckets": (["--refill", "buckets", "--refill.probes", "1"], {"tail"}),
     "asynchronous": (["--pace", "asynchronous", "--train-seconds", "30"], {"trainer"}),
     "synchronous": (["--train-seconds", "30"], {"trainer"}),
     "in place": (["--straggler", "in_place"], {"tail"}),
