@@ -22,6 +22,7 @@ from aprilsched.driver.callbacks import Overdue, called, raised
 from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineError, InconsistentWeights
 from aprilsched.weights.base import AdapterPublisher, ConcludingPublisher, WeightPublisher
+from aprilsched.weights.external import FollowedWeights
 
 __all__ = ["RefitReport", "Refits"]
 
@@ -84,6 +85,9 @@ class Refits:
     # --- commands ------------------------------------------------------------------------------
 
     def refit(self, command: Refit) -> None:
+        if command.followed:
+            self.publisher = FollowedWeights()
+            log.info("version %d was loaded by somebody else and is followed", command.version)
         publisher = self._fleets if command.catch_up else self.publisher
         # A catch-up refit ends with its engine; a refit of the fleet continues for the others.
         kind = ("control", command.engines[0]) if command.catch_up else ("control",)
@@ -186,7 +190,15 @@ class Refits:
             why = cause or str(error) or f"no answer within {self._call_timeout_s:g} s"
             self._feed(ControlFailed(engine=name, call="refit", cause=why))
             return
-        self._feed(Refitted(engine=name, version=version, cause=cause, catch_up=command.catch_up))
+        self._feed(
+            Refitted(
+                engine=name,
+                version=version,
+                cause=cause,
+                catch_up=command.catch_up,
+                followed=command.followed,
+            )
+        )
 
     async def _version(self, command: Refit, engine: Engine, cause: str) -> int:
         async with asyncio.timeout(self._call_timeout_s):

@@ -26,6 +26,7 @@ from aprilsched.coordinator.sharing import Claim, say_who_is_there
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.waits import Waits
 from aprilsched.coordinator.watchdog import Heartbeat
+from aprilsched.coordinator.watching import VersionWatch
 from aprilsched.coordinator.work import Work
 from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do
@@ -114,6 +115,9 @@ class Session:
             hand_back=self._hand_back,
         )
         self._heartbeat = Heartbeat(self.feed)
+        self._version_watch = VersionWatch(
+            engines=self.engines, silent=self._is_silent, feed=self.feed
+        )
         self._planning = Planning(planner=planner, config=config, feed=self.feed)
         self._stopping = asyncio.Event()
         self._opening: asyncio.Future[None] | None = None
@@ -215,6 +219,7 @@ class Session:
     async def _run(self, opened: ev.Opened, ready: asyncio.Future[None]) -> None:
         """Own every task of the scheduler from open to close."""
         released = False
+        watches = (self._version_watch,) if self.config.follow_weights else ()
         parts = (
             self.attempts,
             self._controls,
@@ -223,6 +228,7 @@ class Session:
             self._readmission,
             self._membership,
             self._heartbeat,
+            *watches,
             self._planning,
             self._work,
             self.durability,
@@ -241,7 +247,7 @@ class Session:
                 self._controls.stop()
                 self._hand_back.stop()
                 tasks.cancel_kind(("readmission",))
-                tasks.cancel(["membership", "heartbeat"])
+                tasks.cancel(["membership", "heartbeat", "version watch"])
                 await asyncio.sleep(0)
                 await self._release()
                 released = True
@@ -321,6 +327,14 @@ class Session:
                 do.DeliverEvaluation: waits.deliver_evaluation,
             }
         )
+
+    def _is_silent(self, engine: str) -> bool:
+        """Whether an engine in use has given no token for a second, or is known to be paused."""
+        control = self.state.fleet.control.engines.get(engine)
+        if control is None:
+            return False
+        silence = self.state.fleet.health.of(engine).silence
+        return silence >= 1.0 or control.paused_elsewhere is not None
 
     def _lose_engine(self, command: do.LoseEngine) -> None:
         how = "on standby until a refit reaches it" if command.standby else "out of use"

@@ -71,14 +71,17 @@ class Updates:
             await self._previous_update()
             new = session.state.weights.versions.trainer + 1 if version is None else version
             self._check(publisher, new)
+            again = new == session.state.weights.versions.trainer
             await called(_PUBLISHER, publisher.prepare, new)
             session.check_open()
             state = session.state
-            if new == state.weights.versions.trainer and state.fleet.control.engines:
-                # The same version was to be published once more. An engine that has it is back now,
-                # so this is not needed.
+            again = again or self._is_followed(publisher, new)
+            if again and new == state.weights.versions.trainer and state.fleet.control.engines:
+                # It was to be brought in once more, and an engine that has it is back by now; or
+                # the fleet has followed to it already.
                 seconds = asyncio.get_running_loop().time() - started
                 return RefitReport(version=new, quarantined={}, seconds=seconds)
+            self._check(publisher, new)  # The fleet may have followed to another version meanwhile.
             result = await self._run(publisher, new, acknowledge)
         if result.cause:
             raise self._error(result) from session.refits.failure
@@ -92,6 +95,8 @@ class Updates:
     def _check(self, publisher: WeightPublisher, new: int) -> None:
         state = self._session.state
         again = new == state.weights.versions.trainer and not state.fleet.control.engines
+        if self._is_followed(publisher, new):
+            return
         if new <= state.weights.versions.trainer and not again:
             raise ConfigError(
                 f"version {new} is not newer than {state.weights.versions.trainer}, which is in "
@@ -110,6 +115,12 @@ class Updates:
             )
         if adapter and state.fleet.sleep is not None:
             raise ConfigError("the engines are asleep; publish adapters outside of asleep().")
+
+    def _is_followed(self, publisher: WeightPublisher, new: int) -> bool:
+        """Whether the fleet has followed to the version that the trainer now says it has loaded."""
+        session = self._session
+        followed = new == session.state.weights.versions.trainer and session.config.follow_weights
+        return followed and isinstance(publisher, ExternalWeights)
 
     async def _run(
         self, publisher: WeightPublisher, new: int, acknowledge: bool

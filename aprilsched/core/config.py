@@ -206,6 +206,10 @@ class SchedulerConfig:
     tokens attend to stale keys, and "apart" uses a cache key for each version, for servers that
     cannot flush, so that new requests never meet older keys. "auto" keeps it for "in_place" and
     recomputes it for the other straggler rules."""
+    follow_weights: bool = False
+    """Whether the scheduler takes over newer weights that somebody else loads without telling it,
+    as soon as half of the engines show their version. Without this setting such an engine stands
+    by."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Sampling parameters of prompts that have none of their own."""
     dispatch: Dispatch = field(default_factory=Dispatch)
@@ -308,6 +312,13 @@ class SchedulerConfig:
             raise ConfigError(
                 f"stop.amount is {policies.stop.amount} groups, and batch_groups is "
                 f"{self.batch_groups}; set batch_groups alone, or another unit than groups as stop."
+            )
+        if self.follow_weights and self.pace == "synchronous" and behaviour.waits_inside:
+            able = " or ".join(f'"{name}"' for name in rules_that(lambda b: not b.waits_inside))
+            raise ConfigError(
+                f'straggler="{self.straggler}" with pace="synchronous" continues engines at each '
+                "batch, also those that somebody else has paused, so follow_weights=True is "
+                f'refused; set pace="asynchronous", or straggler={able}.'
             )
         if policies.refill.defers and not self._defers:
             able = " or ".join(f'"{name}"' for name in rules_that(lambda b: b.deferrable))

@@ -26,6 +26,7 @@ from aprilsched.core.steps import (
     buckets,
     dispatch,
     engines,
+    follow,
     health,
     launch,
     outage,
@@ -79,6 +80,7 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.Flushed: engines.on_flushed,
     events.Refitted: refit.on_refitted,
     events.Verified: verify.on_verified,
+    events.VersionSeen: follow.on_version_seen,
     events.Released: sleep.on_released,
     events.Woken: sleep.on_woken,
     events.Continued: engines.on_continued,
@@ -190,7 +192,12 @@ def _decides(state: SchedulerState, event: events.Event) -> bool:
     if isinstance(event, events.Progress):
         # New tokens matter to a straggler that may run on up to a limit. A label that costs an
         # engine its place gives a command. A run has sixteen such events for each rollout.
-        return bool(state.stragglers.run_on or state.commands)
+        # The same holds for a label that begins an update.
+        update = state.weights.update
+        asks = update is not None and update.followed and not update.refitting
+        return bool(state.stragglers.run_on or state.commands) or asks
+    if isinstance(event, events.VersionSeen):
+        return bool(state.facts)
     # A tick matters where it has shown an engine to be lost, and during an outage.
     return (
         not isinstance(event, events.Tick) or bool(state.commands) or state.fleet.outage is not None

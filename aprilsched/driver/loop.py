@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event, Tick
+from aprilsched.core.messages.events import Event, Tick, VersionSeen
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.driver.listeners import Listeners
 from aprilsched.telemetry.base import AnyListener
@@ -65,7 +65,7 @@ class EventLoop:
         commands = self.core.handle(event, now)
         if isinstance(event, Tick):
             self._listeners.release()
-        else:
+        elif not isinstance(event, VersionSeen):
             self._listeners.event(event, now)
         facts = self.core.facts
         if facts:

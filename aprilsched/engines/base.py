@@ -21,6 +21,7 @@ __all__ = [
     "GenerationRequest",
     "HasAddress",
     "PauseMode",
+    "TellsPause",
     "WatchesMembership",
 ]
 
@@ -181,6 +182,15 @@ class HasAddress(Protocol):
     @property
     def address(self) -> str:
         """Where the server listens."""
+        ...
+
+
+@runtime_checkable
+class TellsPause(Protocol):
+    """An engine that tells whether it is paused, by whomever."""
+
+    async def is_paused(self) -> bool | None:
+        """Whether the engine is paused; None where it cannot tell."""
         ...
 
 

@@ -15,18 +15,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Protocol, cast
 
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitElsewhere
-from aprilsched.errors import ConfigError, EngineRejected, RefitError
+from aprilsched.errors import ConfigError, EngineError, EngineRejected, RefitError
 
-__all__ = ["ExternalWeights", "Handshake"]
+__all__ = ["ExternalWeights", "FollowedWeights", "Handshake"]
 
 _OTHER_VERSION = 409
 """Status of an engine's answer that it has another version."""
 _FIRST_LOOK_SECONDS = 0.02
 _LAST_LOOK_SECONDS = 1.0
+_FOLLOW_SECONDS = 60.0
+"""Longest time between the first and the last engine that shows a version which is followed."""
 
 
 class Handshake:
@@ -181,6 +184,38 @@ class ExternalWeights:
     ) -> Mapping[str, Exception | None]:
         """Wait until every engine reports `version`; none of them needs to be paused."""
         return await _accept_all(version, engines, label=self.label, timeout_s=self._timeout_s)
+
+
+class FollowedWeights:
+    """Waits until engines have a version that another engine has shown, for a minute at most.
+
+    The scheduler uses it with ``follow_weights``. It says nothing of the engines: afterwards each
+    is asked for its version, as after every update.
+    """
+
+    async def prepare(self, version: int) -> None:
+        """Do nothing: the version is in some engine already."""
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        """Wait until every engine reports `version`, or a newer one."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FOLLOW_SECONDS):
+                await asyncio.gather(*(_reached(version, engine) for engine in engines))
+        return {}
+
+
+async def _reached(version: int, engine: Engine) -> None:
+    wait = _FIRST_LOOK_SECONDS
+    while True:
+        try:
+            if await engine.version() >= version:
+                return
+        except EngineError:
+            return  # The question that follows finds out whether it works.
+        await asyncio.sleep(wait)
+        wait = min(2 * wait, _LAST_LOOK_SECONDS)
 
 
 class _Taker(Engine, RefitElsewhere, Protocol):

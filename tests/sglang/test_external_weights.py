@@ -17,7 +17,10 @@ import aiohttp
 import pytest
 
 from aprilsched import Batch, ExternalWeights, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.config import Dispatch
+from aprilsched.core.messages.commands import LoseEngine
 from tests.sglang.conftest import ADMIN_KEY
+from tests.sglang.helpers import WAIT_SECONDS, until
 from tests.sglang.recorded import Recorder, check_greedy, long_tail
 from tests.sglang.server import CpuServer
 
@@ -59,9 +62,12 @@ class Trainer:
             weight_version=str(version) if label is None else label,
         )
 
-    async def update(self, version: int, *, mode: str, label: str | None = None) -> None:
+    async def update(
+        self, version: int, *, mode: str, label: str | None = None, flush: bool = True
+    ) -> None:
         await self.call("/pause_generation", mode=mode)
-        await self.flushed()
+        if flush:
+            await self.flushed()
         await self.load(version, label=label)
         await self.call("/continue_generation")
 
@@ -84,7 +90,7 @@ async def scheduled(
     scheduler = RolloutScheduler(
         SGLangFleet([s.url for s in servers], admin_key=ADMIN_KEY, stream_interval=16),
         long_tail(200, longest=900, temperature=0.0, every=2),
-        config=SchedulerConfig(placement="spread", **settings),  # type: ignore[arg-type]
+        config=SchedulerConfig(dispatch=Dispatch(placement="spread"), **settings),  # type: ignore[arg-type]
         listeners=[recorder],
     )
     recorder.scheduler = scheduler
@@ -106,6 +112,19 @@ def check(
     assert in_flight.counters.launched == len(delivered) + len(in_flight.rollouts)
     assert all(rollout.versions_exact for rollout in delivered)
     assert check_greedy(delivered, models, folder) > 0
+
+
+async def halfway(rollouts: RolloutScheduler, batches: list[Batch]) -> int:
+    """Wait for a response that has begun and goes on for long; returns the id of its rollout."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        while True:
+            for request in rollouts.state.in_flight.open_requests():
+                if request.generated >= 20 and request.remaining >= 500:
+                    return request.rollout.rollout_id
+            if rollouts.state.in_flight.open_attempts:
+                await asyncio.sleep(0.01)
+            else:  # Nothing is launched while batches wait to be taken.
+                batches.append(await rollouts.next_batch())
 
 
 async def test_the_trainer_says_afterwards_what_it_has_loaded(
@@ -168,3 +187,39 @@ async def test_the_trainer_loads_while_the_scheduler_holds_the_servers(
         batches.append(await rollouts.next_batch())
         assert rollouts.version == 4
         check(rollouts, batches, models, tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
+async def test_a_foreign_update_in_mid_generation_is_followed_without_a_word(
+    clean_pair: tuple[CpuServer, CpuServer],
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    mode: str,
+):
+    recorder = Recorder()
+    in_place = mode == "in_place"  # whose cache cannot be flushed
+    changes = {
+        "straggler": "in_place" if in_place else "retract",
+        "pace": "asynchronous",
+        "follow_weights": True,
+    }
+    async with (
+        Trainer(clean_pair, models) as trainer,
+        scheduled(clean_pair, recorder, **changes) as rollouts,
+    ):
+        engines = rollouts.state.weights.versions.engines
+        batches: list[Batch] = []
+        met: set[int] = set()
+        for version in (1, 2, 3):
+            met.add(await halfway(rollouts, batches))
+            await trainer.update(version, mode=mode, flush=not in_place)
+            await until(lambda version=version: list(engines.values()) == [version] * 2)
+        while not met <= {rollout.rollout_id for batch in batches for rollout in batch.rollouts}:
+            batches.append(await rollouts.next_batch())
+        delivered = [rollout for batch in batches for rollout in batch.rollouts]
+        for rollout in delivered:
+            assert rollout.versions.tolist() == recorder.reported(rollout)
+        assert any(len(set(rollout.versions.tolist())) > 1 for rollout in delivered)
+        if mode == "retract":
+            check(rollouts, batches, models, tmp_path)
+        assert not [command for command in recorder.commands if isinstance(command, LoseEngine)]

@@ -403,7 +403,13 @@ class Driver:
         for name in refit.engines:
             version, cause = failures.get(name, (refit.version, ""))
             self.feed(
-                ev.Refitted(engine=name, version=version, cause=cause, catch_up=refit.catch_up)
+                ev.Refitted(
+                    engine=name,
+                    version=version,
+                    cause=cause,
+                    catch_up=refit.catch_up,
+                    followed=refit.followed,
+                )
             )
 
     def settle(self) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from aprilsched.config import Health, Timeouts
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.ledger import Reason
+from aprilsched.errors import ConfigError
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, Key, config, prompts
 
@@ -182,3 +186,173 @@ def test_an_engine_that_says_that_it_kept_the_old_version_leaves_no_doubt_about_
     (rollout,) = driver.batches[0].rollouts
     assert rollout.versions.tolist() == [0, 0, 0, 1, 1]
     assert rollout.versions_exact
+
+
+# --- versions that are followed ------------------------------------------------------------------
+
+
+def following(*engines: str, **changes: object) -> Driver:
+    driver = Driver(config(follow_weights=True, **changes), engines=engines or ("a", "b"))
+    driver.request_batch()
+    return driver
+
+
+def sent_to(driver: Driver, engine: str) -> Key:
+    return next(key for key, send in driver.sends.items() if send.engine == engine)
+
+
+def refit_to(driver: Driver, version: int) -> None:
+    (refit,) = driver.refits
+    assert (refit.version, refit.external, refit.followed) == (version, True, True)
+
+
+def by_label(driver: Driver) -> None:
+    driver.progress(sent_to(driver, "a"), 2, label=4)
+
+
+def by_spans(driver: Driver) -> None:
+    driver.finish(sent_to(driver, "a"), 2, spans=(span(0, 1), span(4, 2, 1)))
+
+
+def by_watch(driver: Driver) -> None:
+    driver.feed(ev.VersionSeen(engine="a", version=4))
+
+
+def by_answer(driver: Driver) -> None:
+    driver.auto_verify = False
+    driver.fail(sent_to(driver, "a"))
+    driver.verify(4)
+
+
+@pytest.mark.parametrize("shows", [by_label, by_spans, by_watch, by_answer])
+def test_the_fleet_follows_however_the_version_shows(shows: Callable[[Driver], None]):
+    driver = following(straggler="abort")
+    shows(driver)
+    assert not driver.lost
+    refit_to(driver, 4)
+    driver.answer_refit()
+    assert driver.state.weights.versions.engines == {"a": 4, "b": 4}
+    assert not driver.controls
+    assert driver.state.in_flight.ledger.total == 0
+
+
+def test_without_the_setting_the_engine_stands_by():
+    driver = Driver(config(), engines=("a", "b"))
+    driver.request_batch()
+    by_watch(driver)
+    by_label(driver)
+    assert list(driver.state.fleet.control.standby) == ["a"]
+
+
+def test_a_label_leaves_the_tokens_to_the_spans():
+    driver = following("a", batch_groups=1, group_size=1)
+    key = driver.attempts()[0]
+    driver.progress(key, 3)
+    driver.progress(key, 2, label=4)
+    driver.answer_refit()
+    driver.finish(key, 1, spans=(span(0, 4), span(4, 6, 4)))
+    (rollout,) = driver.batches[0].rollouts
+    assert rollout.versions.tolist() == [0] * 4 + [4] * 2
+    assert rollout.versions_exact
+
+
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "choose"])
+def test_a_scheduler_that_pauses_at_each_batch_would_end_the_pauses_of_others(straggler: str):
+    with pytest.raises(ConfigError, match=r'straggler="abort" or "run"\.'):
+        config(follow_weights=True, pace="synchronous", straggler=straggler)
+
+
+def test_an_older_version_is_not_followed():
+    driver = Driver(config(follow_weights=True), engines=("a", "b"), version=3)
+    driver.request_batch()
+    driver.feed(ev.VersionSeen(engine="a", version=2))
+    driver.progress(sent_to(driver, "a"), 2, label=2)
+    assert list(driver.state.fleet.control.standby) == ["a"]
+    assert not driver.refits
+
+
+def test_one_of_two_leads_and_the_other_comes_into_use_when_it_has_moved_too():
+    driver = following()
+    by_label(driver)
+    driver.answer_refit(b=(0, ""))
+    assert driver.state.weights.versions.engines == {"a": 4}
+    assert list(driver.state.fleet.control.standby) == ["b"]
+    driver.feed(ev.VersionSeen(engine="b", version=0))
+    assert list(driver.state.fleet.control.standby) == ["b"]
+    driver.feed(ev.VersionSeen(engine="b", version=4))
+    assert driver.state.weights.versions.engines == {"a": 4, "b": 4}
+
+
+def test_one_of_three_does_not_lead_and_is_not_followed_later_either():
+    driver = following("a", "b", "c")
+    by_label(driver)
+    driver.answer_refit(b=(0, ""), c=(0, ""))
+    assert driver.state.weights.versions.engines == {"b": 0, "c": 0}
+    (lost,) = driver.lost
+    assert lost.standby
+    assert lost.cause == (
+        "1 of 3 engines have version 4 where the fleet has 0, so it was loaded by mistake"
+    )
+    driver.feed(ev.VersionSeen(engine="a", version=4))
+    assert not driver.refits
+    driver.feed(ev.VersionSeen(engine="b", version=4))  # the others were only slow
+    driver.answer_refit(c=(0, ""))
+    assert driver.state.weights.versions.engines == {"a": 4, "b": 4}
+
+
+def test_the_trainers_own_word_ends_the_following():
+    driver = following()
+    by_label(driver)
+    old = driver.refits.pop()
+    loaded(driver, version=4)
+    assert not driver.updates
+    for engine in old.engines:  # late answers to the first question
+        driver.feed(ev.Refitted(engine=engine, version=4, followed=True))
+    assert driver.state.weights.versions.trainer == 0
+    driver.answer_refit()
+    assert [update.version for update in driver.updates] == [4]
+    assert driver.state.weights.versions.engines == {"a": 4, "b": 4}
+
+
+def test_a_sleep_that_is_asked_for_ends_it_too_and_it_is_taken_up_afterwards():
+    driver = following()
+    by_label(driver)
+    driver.refits.clear()
+    driver.feed(ev.SleepRequested(tags=("kv_cache",)))
+    driver.settle()
+    by_watch(driver)
+    assert not driver.refits
+    driver.feed(ev.WakeRequested())
+    driver.settle()
+    by_watch(driver)
+    driver.settle()
+    assert driver.state.weights.versions.engines == {"a": 4, "b": 4}
+
+
+def test_a_pause_by_somebody_else_is_no_stall_for_as_long_as_an_update_may_take():
+    driver = following(timeouts=Timeouts(refit_s=300.0), health=Health(stall_s=10.0))
+    driver.feed(ev.VersionSeen(engine="a", version=0, paused=True))
+    for _ in range(250):
+        driver.now += 1.0
+        driver.progress(sent_to(driver, "b"), 1)
+        driver.feed(ev.Tick())
+        driver.feed(ev.VersionSeen(engine="a", version=0, paused=True))
+    assert not driver.lost
+    for _ in range(100):
+        driver.now += 1.0
+        driver.progress(sent_to(driver, "b"), 1)
+        driver.feed(ev.Tick())
+    (lost,) = driver.lost
+    assert lost.engine == "a"
+    assert lost.cause.startswith("no token for ")
+
+
+def test_an_engine_that_goes_on_after_such_a_pause_and_hangs_is_lost():
+    driver = following(health=Health(stall_s=10.0))
+    driver.feed(ev.VersionSeen(engine="a", version=0, paused=True))
+    driver.feed(ev.VersionSeen(engine="a", version=0, paused=False))
+    for _ in range(30):
+        driver.now += 1.0
+        driver.progress(sent_to(driver, "b"), 1)
+        driver.feed(ev.Tick())
+    assert [lost.engine for lost in driver.lost] == ["a"]

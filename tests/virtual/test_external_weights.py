@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import count
+from itertools import count, islice
 
 import numpy as np
 import pytest
@@ -24,8 +24,9 @@ from aprilsched import (
     SamplingParams,
     SchedulerConfig,
     SimFleet,
+    SimPublisher,
 )
-from aprilsched.config import Timeouts
+from aprilsched.config import Health, Timeouts
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.engines.base import PauseMode
@@ -116,14 +117,19 @@ def true_to_its_versions(rollout: Rollout) -> bool:
     return True
 
 
-def check_whole(rollouts: RolloutScheduler, batches: Sequence[Batch]) -> None:
-    """Check that nothing is lost, nothing is doubled, and every version is true."""
+def check_whole(
+    rollouts: RolloutScheduler, batches: Sequence[Batch], *, crashed: str | None = None
+) -> None:
+    """Check that nothing is lost, nothing is doubled, and every version is true. An engine that
+    crashed did not report the versions of what it had."""
     in_flight = rollouts.state.in_flight
     delivered = [rollout for batch in batches for rollout in batch.rollouts]
     assert len({rollout.rollout_id for rollout in delivered}) == len(delivered)
     assert in_flight.ledger.total == 0
     assert in_flight.counters.launched == len(delivered) + len(in_flight.rollouts)
     for rollout in delivered:
+        if crashed in {segment.engine for segment in rollout.segments[:-1]}:
+            continue
         assert rollout.versions_exact
         assert true_to_its_versions(rollout)
 
@@ -557,5 +563,229 @@ def test_who_waits_for_the_pause_hears_of_an_update_that_was_refused():
         with pytest.raises(SchedulerClosed):
             async with rollouts.paused_for_weights():
                 raise AssertionError("the engines were paused")
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "choose"])
+def test_engines_that_the_trainer_has_continued_are_paused_again_for_the_next_update(
+    straggler: str,
+):
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet, straggler=straggler) as rollouts:
+            for version in (1, 3, 5):
+                await rollouts.next_batch()
+                await move(fleet.engines, version)
+                await rollouts.update_weights(ExternalWeights(), version=version)
+                await rollouts.update_weights(SimPublisher(), version=version + 1)
+                assert set(rollouts.state.weights.versions.engines.values()) == {version + 1}
+
+    run_virtual(main())
+
+
+# --- following -----------------------------------------------------------------------------------
+
+
+async def until_at(rollouts: RolloutScheduler, version: int) -> None:
+    """Wait until every engine is in use at `version`."""
+    while True:
+        engines = rollouts.state.weights.versions.engines
+        if rollouts.version == version and set(engines.values()) == {version}:
+            return
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("straggler", "pace"),
+    [
+        *((rule, "asynchronous") for rule in ("retract", "abort", "run", "choose")),
+        *((rule, "synchronous") for rule in ("abort", "run")),
+    ],
+)
+def test_foreign_updates_are_followed_without_a_word(straggler: str, pace: str):
+    """They come when batches are complete, and in the middle of them."""
+    fleet, calls = SimFleet(2), Calls()
+
+    async def trainer() -> None:
+        for version in (1, 2, 5, 6):
+            await asyncio.sleep(1.5)
+            await move(fleet.engines, version, seconds=0.7)
+
+    async def main() -> None:
+        changes = {"straggler": straggler, "pace": pace, "follow_weights": True}
+        async with running(fleet, calls, **changes) as rollouts, asyncio.TaskGroup() as group:
+            moving = group.create_task(trainer())
+            batches: list[Batch] = []
+            while not moving.done():
+                batches.append(await rollouts.next_batch())
+                await asyncio.sleep(0.3)
+            await until_at(rollouts, 6)
+            batches.append(await rollouts.next_batch())
+            assert not calls.lost
+            assert len(versions(batches)) > 3
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_a_fleet_that_waits_for_the_next_version_is_watched():
+    """With this bound nothing is launched before the next version, so no token shows it."""
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(
+            fleet, straggler="abort", follow_weights=True, max_staleness=0
+        ) as rollouts:
+            batches: list[Batch] = []
+            for version in (1, 2, 3):
+                batches.append(await rollouts.next_batch())
+                await move(fleet.engines, version)
+                await until_at(rollouts, version)
+            batches.append(await rollouts.next_batch())
+            assert [batch.version for batch in batches] == [0, 1, 2, 3]
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_engines_that_are_moved_one_after_the_other_are_followed_together():
+    fleet, calls = SimFleet(4), Calls()
+
+    async def main() -> None:
+        async with running(fleet, calls, pace="asynchronous", follow_weights=True) as rollouts:
+            batches = [await rollouts.next_batch()]
+            for engine in fleet.engines:
+                await move([engine], 1)
+                await asyncio.sleep(5)
+            await until_at(rollouts, 1)
+            batches.append(await rollouts.next_batch())
+            assert not calls.lost
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("engines", "leads"), [(2, True), (3, False)])
+def test_one_engine_that_moves_alone(engines: int, leads: bool):
+    """The other of two stands by until it moves too; of three engines, it stands by itself."""
+    fleet = SimFleet(engines)
+
+    async def main() -> None:
+        async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
+            batches = [await rollouts.next_batch()]
+            await move(fleet.engines[:1], 1)
+            await asyncio.sleep(90)
+            assert rollouts.version == leads
+            assert ("sim-0" in rollouts.state.weights.versions.engines) is leads
+            assert len(rollouts.state.fleet.control.standby) == 1
+            batches.append(await rollouts.next_batch())
+            await move(fleet.engines[1:], 1)
+            await until_at(rollouts, 1)
+            await asyncio.sleep(2)
+            assert len(rollouts.state.weights.versions.engines) == engines
+            batches.append(await rollouts.next_batch())
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_a_restart_is_not_taken_for_an_update():
+    fleet, calls = SimFleet(2), Calls()
+
+    async def main() -> None:
+        async with running(fleet, calls, pace="asynchronous", follow_weights=True) as rollouts:
+            batches = [await rollouts.next_batch()]
+            await move(fleet.engines, 1)
+            await until_at(rollouts, 1)
+            fleet.engines[0].crash()
+            await fleet.engines[0].restart()
+            await asyncio.sleep(30)
+            assert rollouts.state.weights.versions.engines == {"sim-1": 1}
+            assert [lost.engine for lost in calls.lost] == ["sim-0"]
+            batches.append(await rollouts.next_batch())
+            await move(fleet.engines, 2)
+            await until_at(rollouts, 2)
+            await asyncio.sleep(2)
+            assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
+            check_whole(rollouts, batches, crashed="sim-0")
+
+    run_virtual(main())
+
+
+def test_a_long_foreign_pause_is_no_stall():
+    fleet, calls = SimFleet(2), Calls()
+
+    async def main() -> None:
+        async with running(
+            fleet,
+            calls,
+            pace="asynchronous",
+            follow_weights=True,
+            health=Health(stall_s=20.0),
+            timeouts=Timeouts(refit_s=300.0),
+        ) as rollouts:
+            batches = [await rollouts.next_batch()]
+            await move(fleet.engines, 1, seconds=250)
+            await until_at(rollouts, 1)
+            await asyncio.sleep(120)
+            assert not calls.lost
+            assert rollouts.state.weights.versions.engines == {"sim-0": 1, "sim-1": 1}
+            batches.append(await rollouts.next_batch())
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_a_trainer_may_say_what_it_has_loaded_although_it_is_followed():
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
+            for version, pause in ((1, 0.0), (2, 5.0)):
+                await rollouts.next_batch()
+                await move(fleet.engines, version)
+                await asyncio.sleep(pause)
+                report = await rollouts.update_weights(ExternalWeights(), version=version)
+                assert report.version == version
+                assert set(rollouts.state.weights.versions.engines.values()) == {version}
+            await rollouts.next_batch()
+
+    run_virtual(main())
+
+
+def test_an_engine_that_dies_while_it_is_followed_costs_nothing():
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
+            batches = [await rollouts.next_batch()]
+            await move(fleet.engines[:1], 1)
+            await asyncio.sleep(3)
+            assert rollouts.state.weights.update is not None
+            fleet.engines[1].crash()
+            await asyncio.sleep(5)
+            assert rollouts.state.weights.versions.engines == {"sim-0": 1}
+            await fleet.engines[1].restart()
+            batches.append(await rollouts.next_batch())
+            check_whole(rollouts, batches)
+
+    run_virtual(main())
+
+
+def test_an_evaluation_that_a_foreign_update_meets_is_of_one_version():
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
+            await rollouts.next_batch()
+            evaluation = asyncio.create_task(rollouts.evaluate(list(islice(prompts(), 12))))
+            await asyncio.sleep(1.0)
+            await move(fleet.engines, 1)
+            batch = await evaluation
+            assert batch.version == 1
+            assert versions([batch]) == {1}
+            assert len(batch.groups) == 12
 
     run_virtual(main())

@@ -148,6 +148,7 @@ class Refit:
         adapter: the version is an adapter, which is loaded while the engines run.
         external: somebody else has loaded the version; the engines are only asked for it. Without
             `adapter` and `external` all of these engines are paused.
+        followed: with `external`, nobody has asked for the version: some engine has shown it.
         catch_up: the version is the fleet's already, and is published again for an engine on
             standby.
     """
@@ -156,6 +157,7 @@ class Refit:
     engines: tuple[str, ...]
     adapter: bool = False
     external: bool = False
+    followed: bool = False
     catch_up: bool = False
 
 

@@ -61,6 +61,7 @@ __all__ = [
     "UpdateRequested",
     "UpdateWithdrawn",
     "Verified",
+    "VersionSeen",
     "WakeRequested",
     "Woken",
 ]
@@ -400,13 +401,14 @@ class Refitted:
         version: the version that the engine itself reports after the refit; None if its weights
             are inconsistent, neither old nor new.
         cause: what failed; empty on success.
-        catch_up: as in the command.
+        catch_up, followed: as in the command.
     """
 
     engine: str
     version: int | None
     cause: str = ""
     catch_up: bool = False
+    followed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -416,6 +418,21 @@ class Verified:
 
     engine: str
     version: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VersionSeen:
+    """What a watched engine reports once a second, where somebody else moves the weights. No
+    listener sees this event.
+
+    Attributes:
+        version: None if its weights are inconsistent.
+        paused: whether it is paused, by whomever; None if it was not asked, or cannot tell.
+    """
+
+    engine: str
+    version: int | None
+    paused: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -502,6 +519,7 @@ Event: TypeAlias = (
     | Flushed
     | Refitted
     | Verified
+    | VersionSeen
     | Released
     | Woken
     | Continued

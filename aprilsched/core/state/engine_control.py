@@ -62,9 +62,17 @@ class Mode(StrEnum):
 CHANGES: dict[Mode, frozenset[Mode]] = {
     Mode.RUNNING: frozenset({Mode.PAUSING, Mode.VERIFYING}),
     Mode.PAUSING: frozenset({Mode.PAUSED}),
-    # Every other call is given to a paused engine, one at a time. Only Continue ends the pause.
+    # Every other call is given to a paused engine, one at a time. Only Continue ends the pause. An
+    # engine that somebody else may have continued is paused once more.
     Mode.PAUSED: frozenset(
-        {Mode.FLUSHING, Mode.REFITTING, Mode.RELEASING, Mode.WAKING, Mode.CONTINUING}
+        {
+            Mode.FLUSHING,
+            Mode.REFITTING,
+            Mode.RELEASING,
+            Mode.WAKING,
+            Mode.CONTINUING,
+            Mode.PAUSING,
+        }
     ),
     Mode.FLUSHING: frozenset({Mode.PAUSED}),
     Mode.REFITTING: frozenset({Mode.PAUSED}),
@@ -109,6 +117,8 @@ class EngineControl:
     """The KV was flushed in this pause, so the engine recomputes its requests afterwards."""
     paused_by: PauseKind = "retract"
     """The kind of the latest pause."""
+    continued_elsewhere: bool = False
+    """Somebody else may have continued it since then, so a pause has to be made again."""
     released: frozenset[str] = frozenset()
     """Memory that the trainer has."""
     inconsistent: bool = False
@@ -125,6 +135,10 @@ class EngineControl:
     """It is on standby, and is being brought to the fleet's version alone."""
     failed_version: int = -1
     """The version that it failed to catch up with; -1 if it did not fail."""
+    not_followed: int = -1
+    """The newer version that it showed and to which too few other engines moved; -1 for none."""
+    paused_elsewhere: float | None = None
+    """When it was first seen to be paused by somebody else; None while it is not."""
     version_seen_at: float = 0.0
     """When it last showed that it has the fleet's version: by an answer, or by a finished
     response."""
@@ -256,6 +270,7 @@ class FleetControl:
         """Whether the engine is paused, flushed if needed, and has the memory of its weights."""
         return (
             control.mode is Mode.PAUSED
+            and not control.continued_elsewhere
             and not self._flushes(control)
             and WEIGHTS not in control.released
         )
@@ -283,9 +298,10 @@ class FleetControl:
         """The next call that brings the engine nearer to the goal, and its change of mode; None
         while a call is under way or nothing is to be done. It never loads weights."""
         name = control.name
-        if control.mode is Mode.RUNNING and goal.kind != "run":
+        again = control.mode is Mode.PAUSED and control.continued_elsewhere
+        if (control.mode is Mode.RUNNING or again) and goal.kind != "run":
             self.enter(control, Mode.PAUSING, pause=pause)
-            control.flushed = False
+            control.flushed = control.continued_elsewhere = False
             control.paused_by = pause
             return Pause(engine=name, mode=pause)
         if control.mode is not Mode.PAUSED:
@@ -298,6 +314,7 @@ class FleetControl:
         if goal.kind == "run" or (goal.away and control.paused_by != "retract"):
             # Memory is released only under a retract, so an engine that was paused in place when
             # its memory was asked for continues first.
+            control.continued_elsewhere = False
             self.enter(control, Mode.CONTINUING)
             return Continue(engine=name)
         if flush and (goal.kind == "refit" or goal.away):

@@ -286,6 +286,7 @@ class SchedulerState:
         control = self.fleet.control.engines.get(engine)
         if control is not None:
             works = control.mode in (Mode.RUNNING, Mode.PAUSING, Mode.VERIFYING)
+            works = works and control.paused_elsewhere is None
             self.fleet.health.of(engine).advance(
                 self.now, self.in_flight.open[engine] if works else 0
             )

@@ -70,6 +70,8 @@ class Update:
     external: bool = False
     """Somebody else has brought the version into the engines; they are asked for it and not
     paused."""
+    followed: bool = False
+    """Nobody has asked for the `external` version: some engine has shown it."""
     labelled: bool = True
     """The engines named the version of `external` weights from their first token on."""
     republishable: bool = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 from aprilsched.core.messages.commands import ReportSlow
 from aprilsched.core.messages.events import Tick
 from aprilsched.core.messages.facts import EngineSlow
-from aprilsched.core.state.engine_control import Mode
+from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.engine_health import (
     PREFILL_TOKENS_PER_S,
     SLOW_WINDOWS,
@@ -29,7 +29,7 @@ def on_tick(state: SchedulerState, _: Tick) -> None:
         engine, health = control.name, state.fleet.health.of(control.name)
         waiting = state.in_flight.open[engine]
         state.note_work(engine)
-        if control.mode is not Mode.RUNNING or not waiting:
+        if control.mode is not Mode.RUNNING or not waiting or _is_paused_elsewhere(state, control):
             health.silence = 0.0
             continue
         health.silence += seconds
@@ -38,6 +38,12 @@ def on_tick(state: SchedulerState, _: Tick) -> None:
             lose(state, engine, f"no token for {health.silence:.0f} s from {requests}")
         elif (window := health.window(state.now)) is not None:
             _compare_rates(state, engine, health, window)
+
+
+def _is_paused_elsewhere(state: SchedulerState, control: EngineControl) -> bool:
+    """Whether somebody else has paused the engine, for no longer than an update may take."""
+    since = control.paused_elsewhere
+    return since is not None and state.now - since < state.config.timeouts.refit_s
 
 
 def _stalled(state: SchedulerState, engine: str, health: EngineHealth) -> bool:

@@ -37,7 +37,9 @@ from aprilsched.errors import InvariantViolation
 
 __all__ = [
     "advance",
+    "begin",
     "catch_up",
+    "end_following",
     "on_refitted",
     "on_update_requested",
     "on_update_withdrawn",
@@ -47,6 +49,8 @@ __all__ = [
 
 
 def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
+    # What the trainer itself says counts more, also where it says the same.
+    end_following(state, f"version {event.version} was asked for meanwhile")
     # Where no engine has the fleet's version, as after a restart, it may be published once more.
     again = event.version == state.weights.versions.trainer and not state.fleet.control.engines
     if state.weights.update is not None or (
@@ -56,7 +60,34 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
             f"update to version {event.version} at version {state.weights.versions.trainer}, "
             f"with {state.weights.update} under way"
         )
-    state.tell(UpdateBegun(version=event.version, adapter=event.adapter, external=event.external))
+    begin(
+        state,
+        Update(
+            version=event.version,
+            adapter=event.adapter,
+            external=event.external,
+            labelled=event.labelled,
+            republishable=event.republishable,
+            acknowledges=event.acknowledges,
+            may_pause=event.external,
+        ),
+    )
+
+
+def end_following(state: SchedulerState, cause: str) -> None:
+    """Give up an update that nobody has asked for, if there is one. Engines that have its version
+    show it again."""
+    update = state.weights.update
+    if update is not None and update.followed:
+        state.weights.update = None
+        state.tell(UpdateFinished(version=update.version, cause=cause))
+
+
+def begin(state: SchedulerState, update: Update) -> None:
+    """Begin an update; there must be none under way."""
+    state.tell(
+        UpdateBegun(version=update.version, adapter=update.adapter, external=update.external)
+    )
     withdraw_offer(state)
     for control in state.fleet.control.standby.values():
         # The version that it was about to catch up with will soon be out of date.
@@ -67,21 +98,13 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
         ):
             control.catching_up = False
             state.fleet.control.touch(control.name)
-    state.weights.update = Update(
-        version=event.version,
-        adapter=event.adapter,
-        external=event.external,
-        labelled=event.labelled,
-        republishable=event.republishable,
-        acknowledges=event.acknowledges,
-        may_pause=event.external,
-    )
-    if event.external:
+    state.weights.update = update
+    if update.external:
         # A response that ends before the engines have answered may have tokens of both versions.
         for request in state.in_flight.open_requests():
             if not request.crossed:
-                state.weights.update.met.add(request.request_id)
-            _cross(state, request, state.weights.update)
+                update.met.add(request.request_id)
+            _cross(state, request, update)
 
 
 def on_update_withdrawn(state: SchedulerState, event: UpdateWithdrawn) -> None:
@@ -97,7 +120,7 @@ def on_refitted(state: SchedulerState, event: Refitted) -> None:
     control, update = state.fleet.control.of(event.engine), state.weights.update
     if control is None or control.catching_up != event.catch_up:
         return
-    if not event.catch_up and not _asked(update, event.engine):
+    if not event.catch_up and not _asked(update, event):
         return
     state.tell(
         EngineRefitted(
@@ -119,10 +142,16 @@ def on_refitted(state: SchedulerState, event: Refitted) -> None:
         update.answers[event.engine] = (version, event.cause)
 
 
-def _asked(update: Update | None, engine: str) -> bool:
-    """Whether an answer of the engine is expected. An engine that was lost and is back may still
-    answer a question from before; that answer is ignored."""
-    return update is not None and engine in update.refitting and engine not in update.answers
+def _asked(update: Update | None, event: Refitted) -> bool:
+    """Is this answer waited for? What an engine answers that was lost and is back, it was asked
+    before, and counts for nothing. So does an answer to a version that was followed until the
+    trainer asked for another."""
+    return (
+        update is not None
+        and update.followed == event.followed
+        and event.engine in update.refitting
+        and event.engine not in update.answers
+    )
 
 
 def _note_consistency(control: EngineControl, event: Refitted, wanted: int) -> None:
@@ -181,6 +210,7 @@ def refit(state: SchedulerState) -> None:
             engines=names,
             adapter=update.adapter,
             external=update.external,
+            followed=update.followed,
         )
     )
 
@@ -255,6 +285,8 @@ def _conclude(state: SchedulerState, update: Update) -> None:
     took = update.took() & {control.name for control in state.fleet.control.all()}
     failed = update.failed()
     old = state.weights.versions.trainer
+    if update.followed and _leads_astray(state, update, took):
+        return
     for engine, why in failed:
         kept_old = update.answers[engine][0] == old
         stays = not took and kept_old
@@ -271,6 +303,28 @@ def _conclude(state: SchedulerState, update: Update) -> None:
     _evict(state)
 
 
+def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -> bool:
+    """Whether too few engines have moved to a version that is followed. Then those stand by."""
+    there = list(state.fleet.control.all())
+    if took and 2 * len(took) >= len(there):
+        return False
+    cause = f"{len(took)} of {len(there)} engines have version {update.version}"
+    for control in there:
+        if control.name in took:
+            control.not_followed = control.base = update.version
+            if control.name in state.fleet.control.engines:
+                why = (
+                    f"{cause} where the fleet has {state.weights.base}, so it was loaded by mistake"
+                )
+                demote(state, control.name, why)
+        elif update.answers[control.name][0] == state.weights.versions.trainer:
+            _uncross(state, control.name, update)
+        elif control.name in state.fleet.control.engines:
+            demote(state, control.name, f"it did not say which version it has: {cause}")
+    _finish(state, update, cause=cause)
+    return True
+
+
 def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> None:
     """Make the version the fleet's, and note it for every engine that took it."""
     old = state.weights.versions.trainer
@@ -278,6 +332,10 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
         state.weights.versions.refitted(engine, update.version)
         control = state.fleet.control.engines[engine]
         control.version_seen_at, control.doubt = state.now, ""
+        if update.external:
+            # Whoever loaded the version has let the engine continue.
+            control.continued_elsewhere = control.mode is not Mode.RUNNING
+            state.fleet.control.touch(engine)
         if not update.adapter:
             for request in state.in_flight.open_requests(engine):
                 _cross(state, request, update)

@@ -14,6 +14,7 @@ from aprilsched.core.state.records import Refusal, RequestRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import count_failure, drop
 from aprilsched.core.steps.engines import lose
+from aprilsched.core.steps.follow import follow
 from aprilsched.core.steps.turns import end_turn, take_back
 from aprilsched.core.steps.verify import disown, foreign_label, foreign_span
 from aprilsched.types import VersionSpan
@@ -54,6 +55,8 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
     # Nearly every chunk has the expected label, so the comparison is made here first.
     same = event.label is None or event.label == request.version
     foreign = None if same else foreign_label(state, request, event.label)
+    if foreign is not None and follow(state, request.engine, foreign):
+        foreign = None
     if foreign is not None:
         _note_reported_version(state, request, foreign)
     state.in_flight.arrive(request, event.token_ids, event.logprobs)

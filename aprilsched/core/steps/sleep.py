@@ -16,6 +16,7 @@ from aprilsched.core.messages.facts import WakeRequested as WakeFact
 from aprilsched.core.state.engine_control import WEIGHTS, Mode
 from aprilsched.core.state.state import SchedulerState, Sleep
 from aprilsched.core.steps.engines import demote
+from aprilsched.core.steps.refit import end_following
 from aprilsched.errors import InvariantViolation
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
 
 
 def on_sleep_requested(state: SchedulerState, event: SleepRequested) -> None:
+    end_following(state, "the trainer asked for the engines' memory meanwhile")
     if state.fleet.sleep is not None or state.weights.update is not None:
         raise InvariantViolation("sleep was asked for during a sleep or an update")
     state.tell(SleepFact(tags=event.tags))

@@ -9,10 +9,11 @@ may also load weights without the scheduler. Four things show a wrong version:
 - the label on the tokens that the engine streams;
 - the spans at the end of a response.
 
-The engine is then on standby until it is brought to the fleet's version, and its requests continue
-on other engines with the tokens known so far. The tokens in question get the version that the
-engine reports. An evaluation has one version, so a group of it with such tokens is dropped, and its
-prompt is generated again.
+Where ``follow_weights`` is set, the fleet follows a newer version
+(:mod:`aprilsched.core.steps.follow`). Otherwise the engine is on standby until it is brought to
+the fleet's version, and its requests continue elsewhere with the tokens known so far. The tokens in
+question get the version that the engine reports. An evaluation is of one version, so its group with
+such tokens is dropped, and the prompt is generated again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import drop
 from aprilsched.core.steps.engines import demote
+from aprilsched.core.steps.follow import follow
 from aprilsched.core.steps.launch import launch_again
 from aprilsched.types import VersionSpan
 
@@ -41,7 +43,17 @@ def on_verified(state: SchedulerState, event: Verified) -> None:
         return
     has = "inconsistent weights" if event.version is None else f"version {event.version}"
     cause = f"it says that it has {has} {_wanted(state)}"
-    _stand_by(state, event.engine, event.version, cause)
+    _stand_by_or_follow(state, event.engine, event.version, cause)
+
+
+def _stand_by_or_follow(
+    state: SchedulerState, engine: str, version: int | None, cause: str
+) -> bool:
+    """Put the engine on standby, unless the fleet follows it; returns whether it does."""
+    followed = follow(state, engine, version)
+    if not followed:
+        _stand_by(state, engine, version, cause)
+    return followed
 
 
 def foreign_label(state: SchedulerState, request: RequestRecord, label: int | None) -> int | None:
@@ -63,13 +75,15 @@ def foreign_span(
 
 
 def disown(state: SchedulerState, request: RequestRecord, version: int) -> None:
-    """Put an engine on standby, because it sampled under a `version` that it should not have.
+    """Follow an engine that sampled under a `version` that it should not have, or put it on
+    standby.
 
     The attempt of `request` is still open, or was closed in this event.
     """
     engine, group = request.engine, request.rollout.group
     cause = f"it has sampled under version {version} {_wanted(state)}"
-    _stand_by(state, engine, version, cause)
+    if _stand_by_or_follow(state, engine, version, cause):
+        return  # An evaluation is generated again when the fleet has the version.
     # This comes after the engine is out of use, so that nothing is called back from it.
     if group.evaluation_id is not None and group.dropped is None:
         cause = f"{engine} had version {version}, which is not that of the evaluation"

@@ -239,6 +239,11 @@ class SimEngine:
         if self._process != self._opened:
             raise EngineRestarted(self._name, "was restarted since it was opened.")
 
+    async def is_paused(self) -> bool:
+        """Whether the engine is paused, by whomever."""
+        self._pacer.now()
+        return self._batcher.paused is not None
+
     async def load(self, *, metrics: bool = False) -> EngineLoad:
         """The load now, including the work in progress."""
         return load_of(self._batcher, self._pacer.now(), self._pacer.scale)

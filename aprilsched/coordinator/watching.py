@@ -1,0 +1,65 @@
+"""Watches the versions of all engines, where somebody else moves the weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from aprilsched.coordinator.tasks import Tasks
+from aprilsched.core.messages.events import Event, VersionSeen
+from aprilsched.engines.base import Engine, TellsPause
+from aprilsched.errors import EngineError, InconsistentWeights
+
+__all__ = ["VersionWatch"]
+
+_INTERVAL_S = 1.0
+_ANSWER_S = 10.0
+"""Seconds that an engine has for an answer. One that does not answer is no matter of this watch."""
+_AT_ONCE = 32
+
+
+class VersionWatch:
+    """Asks every engine for its version once a second, and whether it is paused if it is silent.
+
+    The labels on tokens are not enough: an engine without requests sends none, and a trainer that
+    waits for the next version launches none.
+    """
+
+    def __init__(
+        self,
+        *,
+        engines: Mapping[str, Engine],
+        silent: Callable[[str], bool],
+        feed: Callable[[Event], None],
+    ) -> None:
+        self._engines = engines
+        self._silent = silent
+        self._feed = feed
+        self._limit = asyncio.Semaphore(_AT_ONCE)
+
+    def start(self, tasks: Tasks) -> None:
+        tasks.start("version watch", self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            async with asyncio.TaskGroup() as group:
+                for engine in list(self._engines.values()):
+                    group.create_task(self._look(engine))
+
+    async def _look(self, engine: Engine) -> None:
+        async with self._limit:
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(_ANSWER_S):
+                    seen = await self._ask(engine)
+                self._feed(seen)
+
+    async def _ask(self, engine: Engine) -> VersionSeen:
+        paused = None
+        if isinstance(engine, TellsPause) and self._silent(engine.name):
+            paused = await engine.is_paused()
+        version: int | None = None
+        with suppress(InconsistentWeights):
+            version = await engine.version()
+        return VersionSeen(engine=engine.name, version=version, paused=paused)

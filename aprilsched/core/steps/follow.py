@@ -1,0 +1,70 @@
+"""Follows versions that somebody else loads without a word to the scheduler (``follow_weights``).
+
+A newer version than the trainer's is shown by the engine's answer when it is asked or watched, by
+the label on its tokens, or by the spans of a response. The first engine that shows one begins an
+update of its own kind: nothing is paused, and every engine is asked until it has the version or a
+minute has passed. Two things keep one engine from leading the fleet astray:
+
+- At least half of the engines must have moved. Otherwise those that have moved stand by, and the
+  others go on as they were.
+- An older version is never followed. It is that of a server that was restarted.
+
+An engine that moves later comes into use when it shows the fleet's version. A pause that somebody
+else makes counts as no silence of the engine, for as long as an update may take.
+"""
+
+from __future__ import annotations
+
+from aprilsched.core.messages.events import VersionSeen
+from aprilsched.core.state.engine_control import EngineControl, Mode
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.state.weights import Update
+from aprilsched.core.steps.engines import promote
+from aprilsched.core.steps.refit import begin
+
+__all__ = ["follow", "on_version_seen"]
+
+
+def follow(state: SchedulerState, engine: str, version: int | None) -> bool:
+    """Take it that `engine` has shown `version`; returns whether the fleet follows it now."""
+    control, update = state.fleet.control.of(engine), state.weights.update
+    newer = version is not None and version > state.weights.versions.trainer
+    if control is None or version is None or not (newer and state.config.follow_weights):
+        return False
+    if update is not None:
+        return update.followed
+    alone = version == control.not_followed
+    if alone or state.fleet.sleep is not None or state.weights.adapter is not None:
+        return False
+    begin(state, Update(version=version, external=True, followed=True, may_pause=True))
+    return True
+
+
+def on_version_seen(state: SchedulerState, event: VersionSeen) -> None:
+    control = state.fleet.control.of(event.engine)
+    if control is None:
+        return
+    _note_pause(state, control, event)
+    if event.version == state.weights.versions.trainer:
+        _join_in(state, control)
+    else:
+        follow(state, event.engine, event.version)
+
+
+def _note_pause(state: SchedulerState, control: EngineControl, event: VersionSeen) -> None:
+    """Note whether somebody else has paused an engine that should run."""
+    if event.paused is None:
+        return
+    state.note_work(control.name)
+    if not event.paused or control.mode is not Mode.RUNNING:
+        control.paused_elsewhere = None
+    elif control.paused_elsewhere is None:
+        control.paused_elsewhere = state.now
+
+
+def _join_in(state: SchedulerState, control: EngineControl) -> None:
+    """Bring an engine on standby into use, which has moved to the fleet's version by now."""
+    free = control.name in state.fleet.control.standby and not control.catching_up
+    full = state.weights.adapter is None and not control.inconsistent
+    if free and full and state.weights.update is None and state.fleet.sleep is None:
+        promote(state, control.name)
