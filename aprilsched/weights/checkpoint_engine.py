@@ -20,13 +20,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
 
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromSockets
 from aprilsched.errors import ConfigError, RefitError
+from aprilsched.weights.tensor_buckets import check_weights
 from aprilsched.weights.threads import in_daemon, in_thread, to_the_end
 
 if TYPE_CHECKING:
@@ -71,8 +72,9 @@ class CheckpointEnginePublisher:
     ever. The publisher gives it up after `patience` and then refuses to use it again.
 
     Args:
-        weights: returns this rank's tensors by their Hugging Face names; called again for each
-            version. They are copied to host memory in :meth:`prepare`, while the engines generate.
+        weights: returns this rank's tensors by their Hugging Face names, as a mapping or as an
+            iterator over (name, tensor), which is read once; called again for each version. They
+            are copied to host memory in :meth:`prepare`, while the engines generate.
             None if the trainer itself registers the checkpoint before each version.
         server: the trainer's parameter server; None to make one. One that is made here leaves
             the process group alone if torch.distributed is already initialized; otherwise it
@@ -82,12 +84,12 @@ class CheckpointEnginePublisher:
         patience: seconds for the parameter server to end after every engine has answered.
 
     Raises:
-        ConfigError: if `timeout` or `patience` is not above 0.
+        ConfigError: if `timeout` or `patience` is not above 0, or `weights` is no function.
     """
 
     def __init__(
         self,
-        weights: Callable[[], Mapping[str, Tensor]] | None = None,
+        weights: Callable[[], Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]] | None = None,
         *,
         server: ParameterServer | None = None,
         checkpoint: str = "aprilsched",
@@ -97,6 +99,8 @@ class CheckpointEnginePublisher:
         for name, seconds in (("timeout", timeout), ("patience", patience)):
             if not seconds > 0:
                 raise ConfigError(f"{name} is {seconds}; give a number above 0.")
+        if weights is not None:
+            check_weights(weights)
         self._weights = weights
         self._server = server
         self._checkpoint = checkpoint

@@ -24,6 +24,7 @@ __all__ = [
     "behind",
     "each",
     "leave",
+    "read_only_once",
     "together",
     "unexplained",
 ]
@@ -171,4 +172,13 @@ def unexplained(engine: str, cause: str) -> EngineError:
         engine,
         f"the broadcast to it broke off twice ({cause}); check the network between the trainer "
         "and the engines.",
+    )
+
+
+def read_only_once(engine: str, cause: str) -> EngineError:
+    """The error of an engine that misses the rest of weights which cannot be read again."""
+    return EngineError(
+        engine,
+        f"the broadcast to it broke off ({cause}), and weights with once=True are not read again; "
+        "call update_weights() again.",
     )

@@ -28,7 +28,8 @@ class DiskPublisher:
             itself the checkpoint, and is published as it is.
         save: function that writes the trainer's current weights and config.json into the empty
             directory that it is given. A plain function runs in a thread; a coroutine function
-            is awaited.
+            is awaited. It is called once for each ``update_weights()`` call whose version is
+            accepted, so it may be a collective in which every rank takes part.
         keep: number of versions that stay on the disk, including the published one.
 
     Raises:

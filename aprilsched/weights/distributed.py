@@ -34,11 +34,17 @@ from aprilsched.weights.collective import (
     GroupEngine,
     each,
     leave,
+    read_only_once,
     together,
     unexplained,
 )
 from aprilsched.weights.process_group import DEVICES, TrainerGroup, address_towards
-from aprilsched.weights.tensor_buckets import Bucket, iter_buckets, iter_buckets_async
+from aprilsched.weights.tensor_buckets import (
+    Bucket,
+    check_weights,
+    iter_buckets,
+    iter_buckets_async,
+)
 from aprilsched.weights.threads import in_thread
 
 if TYPE_CHECKING:
@@ -61,7 +67,7 @@ class DistributedPublisher:
     Args:
         weights: returns an iterator, plain or asynchronous, over (name, tensor) of all weights. It
             is called again for each broadcast, also when a failed one is repeated, so it must be
-            able to start from the beginning. A plain one runs in a thread.
+            able to start from the beginning, unless `once` is set. A plain one runs in a thread.
         backend: "nccl" between GPUs, "gloo" between CPUs; the engines use the same.
         address: address of this machine, as the engines reach it. None takes the address of the
             interface towards them, or loopback if they are on this machine. An SGLang server that
@@ -72,9 +78,14 @@ class DistributedPublisher:
         device: device on which the buckets are joined. None takes the device of the first tensor,
             if the backend can send from it.
         timeout_s: seconds for each step: joining, one bucket, one call of an engine.
+        once: True if the weights of a version can be read only once, or if every rank of the
+            trainer takes part in the iteration, as in gathering shards. `weights` is then called
+            exactly once for each ``update_weights()`` call and read to its end, whatever becomes
+            of the update, so that no other rank waits. A broadcast that breaks off cannot be
+            repeated: the engines that it has begun with wait for the next ``update_weights()``.
 
     Raises:
-        ConfigError: if an argument is out of its range.
+        ConfigError: if an argument is out of its range, or `weights` is no function.
     """
 
     def __init__(
@@ -88,7 +99,9 @@ class DistributedPublisher:
         group: str = "aprilsched",
         device: str | device | None = None,
         timeout_s: float = 120.0,
+        once: bool = False,
     ) -> None:
+        check_weights(weights)
         if backend not in DEVICES:
             raise ConfigError(f"backend is {backend!r}; give one of {', '.join(sorted(DEVICES))}.")
         if not 0 <= port < 2**16:
@@ -104,6 +117,9 @@ class DistributedPublisher:
         self._bucket_bytes = bucket_bytes
         self._device = device
         self._timeout_s = timeout_s
+        self._once = once
+        self._read = False
+        """The weights were read in the update under way."""
         # An engine keeps the groups of a trainer that was killed, and refuses their names.
         self._prefix = f"{group}-{secrets.token_hex(4)}"
         self._made = 0
@@ -146,6 +162,12 @@ class DistributedPublisher:
                 raise
         return outcomes
 
+    async def conclude(self) -> None:
+        """Read the weights with `once`, if nothing was published: other ranks take part."""
+        read, self._read = self._read, False
+        if self._once and not read:
+            await _Source(self._weights, self._bucket_bytes).drain()
+
     async def aclose(self) -> None:
         """Leave the group, on the engines' side too. A later publish makes a new group."""
         members, self._members = self._members, []
@@ -163,11 +185,24 @@ class DistributedPublisher:
     async def _until_whole(
         self, version: int, engines: list[GroupEngine]
     ) -> Mapping[str, Exception | None]:
+        source = _Source(self._weights, self._bucket_bytes)
+        self._read = True
+        try:
+            return await self._broadcast_until_whole(version, engines, source)
+        except BaseException:
+            self.close()  # The engines must not wait while the rest is read for the other ranks.
+            raise
+        finally:
+            await (source.drain() if self._once else source.close())
+
+    async def _broadcast_until_whole(
+        self, version: int, engines: list[GroupEngine], source: _Source
+    ) -> Mapping[str, Exception | None]:
         outcomes: dict[str, Exception | None] = dict.fromkeys(engine.name for engine in engines)
         unexplained_left = _UNEXPLAINED
         while engines:
             try:
-                outcomes.update(await self._broadcast(version, engines))
+                outcomes.update(await self._broadcast(version, engines, source))
                 break
             except BrokenOff as broken:
                 self.close()
@@ -181,6 +216,11 @@ class DistributedPublisher:
                     if isinstance(broken.failures.get(engine.name), EngineRejected | None)
                 ]
                 unexplained_left -= not broken.behind
+                if self._once and source.begun:
+                    for engine in engines:
+                        outcomes[engine.name] = read_only_once(engine.name, str(broken))
+                    break
+                await source.start_again()
                 if unexplained_left == 0:
                     for engine in engines:
                         outcomes[engine.name] = unexplained(engine.name, str(broken))
@@ -188,25 +228,22 @@ class DistributedPublisher:
         return outcomes
 
     async def _broadcast(
-        self, version: int, engines: Sequence[GroupEngine]
+        self, version: int, engines: Sequence[GroupEngine], source: _Source
     ) -> Mapping[str, Exception]:
         """Broadcast all weights from the beginning; return the failures at the final step."""
         group = await self._joined(engines)
-        source = _Source(self._weights, self._bucket_bytes)
-        try:
-            # The first bucket comes before any begin, so that a caller's mistake harms no engine.
+        # The first bucket comes before any begin, so that a caller's mistake harms no engine.
+        bucket = await source.next()
+        if bucket is None:
+            raise ConfigError("weights() gave no tensors; it has to give all, each time.")
+        failures = await self._each(engines, lambda engine: engine.begin_update())
+        if failures:
+            source.put_back(bucket)
+            raise BrokenOff("an engine did not begin", failures, set(failures))
+        while bucket is not None:
+            await self._hand_over(group, bucket, engines)
+            bucket = None  # It is dropped first, so that only one bucket takes memory.
             bucket = await source.next()
-            if bucket is None:
-                raise ConfigError("weights() gave no tensors; it has to give all, each time.")
-            failures = await self._each(engines, lambda engine: engine.begin_update())
-            if failures:
-                raise BrokenOff("an engine did not begin", failures, set(failures))
-            while bucket is not None:
-                await self._hand_over(group, bucket, engines)
-                bucket = None  # It is dropped first, so that only one bucket takes memory.
-                bucket = await source.next()
-        finally:
-            await source.close()
         return await self._each(engines, lambda engine: engine.end_update(version))
 
     async def _hand_over(
@@ -273,16 +310,41 @@ def rank_offsets(ranks: Sequence[int]) -> list[int]:
 
 
 class _Source:
-    """Gives the buckets of one broadcast."""
+    """Gives the buckets of one update, from the beginning again where a broadcast is repeated."""
 
     def __init__(self, weights: Weights, bucket_bytes: int) -> None:
         self._weights = weights
         self._bucket_bytes = bucket_bytes
         self._given: Any = None
         self._buckets: Any = None
+        self._kept: Bucket | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a bucket was given that was not put back."""
+        return self._buckets is not None and self._kept is None
+
+    def put_back(self, bucket: Bucket) -> None:
+        """Take the first bucket back, which was not sent."""
+        self._kept = bucket
+
+    async def start_again(self) -> None:
+        """Begin with the first bucket again."""
+        if self.begun:
+            await self.close()
+
+    async def drain(self) -> None:
+        """Read the rest of the weights."""
+        self._kept = None
+        while await self.next() is not None:
+            pass
+        await self.close()
 
     async def next(self) -> Bucket | None:
         """The next bucket; None after the last."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            return kept
         if self._buckets is None:
             given = await in_thread(self._weights)
             self._given = await given if inspect.isawaitable(given) else given
@@ -299,7 +361,7 @@ class _Source:
                 await part.aclose()
             elif inspect.isgenerator(part):
                 await in_thread(part.close)
-        self._buckets = self._given = None
+        self._buckets = self._given = self._kept = None
 
 
 def _asynchronous(given: object) -> bool:

@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromTensors
 from aprilsched.errors import ConfigError
-from aprilsched.weights.tensor_buckets import Bucket, Buckets, iter_buckets
+from aprilsched.weights.tensor_buckets import (
+    Bucket,
+    Buckets,
+    check_weights,
+    iter_buckets,
+    read_to_the_end,
+)
 from aprilsched.weights.threads import in_thread, to_the_end
 
 if TYPE_CHECKING:
@@ -46,14 +52,18 @@ class TensorPublisher:
 
     Args:
         weights: returns an iterator over (name, CUDA tensor) of all weights; called again for each
-            version. It runs in a thread, where it may gather shards.
+            version. It runs in a thread, where it may gather shards. It is read once for each
+            version, so the iterator may be a generator.
         bucket_bytes: bytes of tensors that are handed over at a time; a larger tensor goes alone.
         load_format: how the engine takes a bucket. "flattened_bucket" is one handle for all its
             tensors. "direct" (with the engine's own parameter names), or the name of a loader
             with which the server was started, is one handle for each tensor.
+        once: True if every rank of the trainer takes part in the iteration, as in gathering
+            shards. `weights` is then called exactly once for each ``update_weights()`` call and
+            read to its end, whatever becomes of the update, so that no other rank waits.
 
     Raises:
-        ConfigError: if `bucket_bytes` is below 1.
+        ConfigError: if `bucket_bytes` is below 1, or `weights` is no function.
     """
 
     def __init__(
@@ -62,8 +72,13 @@ class TensorPublisher:
         *,
         bucket_bytes: int = 512 * 2**20,
         load_format: str = _FLATTENED,
+        once: bool = False,
     ) -> None:
         Buckets(bucket_bytes)  # It refuses a wrong size now, and not at the first publish.
+        check_weights(weights)
+        self._once = once
+        self._read = False
+        """The weights were read in the update under way."""
         self._weights = weights
         self._bucket_bytes = bucket_bytes
         self._load_format = load_format
@@ -98,9 +113,30 @@ class TensorPublisher:
             await self._publish(version, _Takers(takers, outcomes))
         return outcomes
 
+    async def conclude(self) -> None:
+        """Read the weights with ``once``, if nothing was published: other ranks take part."""
+        read, self._read = self._read, False
+        if self._once and not read:
+            await in_thread(lambda: read_to_the_end(self._weights()))
+
     async def _publish(self, version: int, takers: _Takers) -> None:
         sglang = await in_thread(_sglang)
-        buckets = iter(iter_buckets(self._weights(), self._bucket_bytes))
+        self._read = True
+        weights = iter(self._weights())
+        try:
+            await self._hand_over_all(version, takers, sglang, weights)
+        finally:
+            if self._once:
+                await in_thread(read_to_the_end, weights)
+
+    async def _hand_over_all(
+        self,
+        version: int,
+        takers: _Takers,
+        sglang: _SGLang,
+        weights: Iterator[tuple[str, Tensor]],
+    ) -> None:
+        buckets = iter(iter_buckets(weights, self._bucket_bytes))
         # The first bucket comes before any begin, so that a caller's mistake harms no engine.
         bucket = await in_thread(_next, buckets)
         if bucket is None:

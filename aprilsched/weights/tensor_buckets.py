@@ -17,7 +17,14 @@ from aprilsched.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Bucket", "Buckets", "iter_buckets", "iter_buckets_async"]
+__all__ = [
+    "Bucket",
+    "Buckets",
+    "check_weights",
+    "iter_buckets",
+    "iter_buckets_async",
+    "read_to_the_end",
+]
 
 Bucket: TypeAlias = "Sequence[tuple[str, Tensor]]"
 
@@ -52,6 +59,25 @@ class Buckets:
         """Return the open bucket and empty it; None if it is empty already."""
         left, self._open, self._bytes = self._open, [], 0
         return left or None
+
+
+def check_weights(weights: object) -> None:
+    """Refuse weights themselves, where a function that returns them is needed.
+
+    Raises:
+        ConfigError: if `weights` is no function.
+    """
+    if not callable(weights):
+        raise ConfigError(
+            f"weights is a {type(weights).__name__}; give a function that returns one, because it "
+            "is called for each version."
+        )
+
+
+def read_to_the_end(weights: Iterable[object]) -> None:
+    """Read what is left, so that every rank of a collective iteration comes to its end."""
+    for _ in weights:
+        pass
 
 
 def iter_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:

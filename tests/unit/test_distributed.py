@@ -6,6 +6,7 @@ Real servers are tested in ``tests/sglang/test_distributed.py``.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, cast
 
@@ -228,3 +229,103 @@ def test_who_is_left_behind(
     failures: dict[str, Exception], before: list[str], own_failed: bool, expected: set[str]
 ):
     assert behind(failures, before=before, own_failed=own_failed) == expected
+
+
+# --- weights that are read once ------------------------------------------------------------------
+
+
+class Gathered:
+    """Weights that every rank gathers: counts how often they are begun and read to the end."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+
+    def __call__(self) -> Iterator[tuple[str, Tensor]]:
+        self.begun += 1
+        yield from WEIGHTS.items()
+        self.ended += 1
+
+    @property
+    def once(self) -> bool:
+        return (self.begun, self.ended) == (1, 1)
+
+
+async def test_weights_that_are_read_once_are_read_to_their_end_for_each_version():
+    given, member = Gathered(), GroupMember("m")
+    made = publisher(given, once=True)
+    for version in (1, 2):
+        await made.prepare(version)
+        assert await made.publish(version, fleet(member)) == {"m": None}
+        await made.conclude()
+        assert (given.begun, given.ended) == (version, version)
+        assert has_all(member)
+    made.close()
+
+
+@pytest.mark.parametrize("fail_at", ["join", "begin"])
+async def test_an_engine_that_fails_before_the_first_bucket_costs_no_second_reading(fail_at: str):
+    given, good, bad = Gathered(), GroupMember("good"), GroupMember("bad", fail_at=fail_at)
+    made = publisher(given, once=True)
+    outcome = await made.publish(1, fleet(good, bad))
+    await made.conclude()
+    assert outcome["good"] is None
+    assert isinstance(outcome["bad"], EngineError)
+    assert has_all(good)
+    assert given.once
+    made.close()
+
+
+@pytest.mark.parametrize("fail_at", ["receive 1", "receive 3"])
+async def test_what_was_sent_in_part_cannot_be_repeated_and_the_others_are_told(fail_at: str):
+    given, good, bad = Gathered(), GroupMember("good"), GroupMember("bad", fail_at=fail_at)
+    made = publisher(given, once=True)
+    outcome = await made.publish(1, fleet(good, bad))
+    await made.conclude()
+    assert given.once
+    assert good.version_now == 0
+    with pytest.raises(EngineError, match=r"are not read again; call update_weights\(\) again\."):
+        raise outcome["good"] or AssertionError
+    assert isinstance(outcome["bad"], EngineRejected)
+    assert await made.publish(2, fleet(good)) == {"good": None}
+    assert (given.begun, given.ended) == (2, 2)
+    made.close()
+
+
+async def test_other_ranks_are_not_left_alone_where_nothing_is_published():
+    given = Gathered()
+    made = publisher(given, once=True)
+    await made.prepare(1)
+    await made.conclude()
+    assert given.once
+    again = Gathered()
+    await publisher(again).conclude()
+    assert not again.begun
+
+
+async def test_a_cancelled_publish_reads_the_rest():
+    reached, may_go_on = threading.Event(), threading.Event()
+    given = Gathered()
+
+    def slow() -> Iterator[tuple[str, Tensor]]:
+        for pair in given():
+            if pair[0] == "d":
+                reached.set()
+                may_go_on.wait(60)
+            yield pair
+
+    made, member = publisher(slow, once=True), GroupMember("m")
+    task = asyncio.create_task(made.publish(1, fleet(member)))
+    await asyncio.to_thread(reached.wait, 60)
+    task.cancel()
+    await asyncio.sleep(0)
+    may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await made.conclude()
+    assert given.once
+    assert member.version_now == 0
+
+
+def test_weights_themselves_are_refused():
+    with pytest.raises(ConfigError, match="weights is a generator; give a function that returns"):
+        publisher(weights())

@@ -166,3 +166,26 @@ async def test_mistakes_are_named_before_an_engine_is_touched(
     with pytest.raises(ConfigError, match="a is on cpu"):
         module.require_cuda([("a", torch.zeros(1))])
     assert not engine.calls
+
+
+async def test_weights_that_every_rank_gathers_are_read_to_the_end_whatever_happens() -> None:
+    begun: list[str] = []
+    ended: list[str] = []
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        begun.append("")
+        yield from weights()
+        ended.append("")
+
+    made = TensorPublisher(gathered, bucket_bytes=16, once=True)
+    bad = TensorEngine("bad", fails_at=1)
+    outcomes = await made.publish(7, as_engines(bad))
+    await made.conclude()
+    assert isinstance(outcomes["bad"], EngineRejected)
+    assert (len(begun), len(ended)) == (1, 1)
+    await made.conclude()  # an update in which nothing was published
+    assert (len(begun), len(ended)) == (2, 2)
+    await TensorPublisher(gathered).conclude()
+    assert len(begun) == 2
+    with pytest.raises(ConfigError, match="weights is a generator; give a function"):
+        TensorPublisher(weights())  # type: ignore[arg-type]
