@@ -114,7 +114,7 @@ def worker(
     cpu: Any,
     folder: Path,
     args: dict[str, Any] | None = None,
-    fleet: SimFleet | None = None,
+    fleet: Any = None,
     **changes: Any,
 ) -> Spy:
     values: dict[str, Any] = {
