@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from aprilsched.engines.base import Capabilities
-from aprilsched.engines.http.failures import UNREADABLE
+from aprilsched.engines.http.failures import UNREADABLE, quoted
 from aprilsched.engines.http.transport import Transport
 from aprilsched.engines.sglang.wire import Labelled, ModelInfo, OpenApi, ServerInfo, ServerProcess
 from aprilsched.errors import EngineProtocolError, EngineRejected
@@ -78,7 +78,7 @@ def decode(engine: str, what: str, body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body, type=kind)
     except UNREADABLE as error:
         raise EngineProtocolError(
-            engine, f"does not answer {what} like SGLang ({error})."
+            engine, f"does not answer {what} like SGLang ({quoted(str(error))})."
         ) from error
 
 

@@ -68,7 +68,9 @@ class ChunkAssembler:
         try:
             event = _decoder.decode(payload)
         except UNREADABLE as error:
-            raise self._broken(f"sent an event that cannot be read ({error})") from error
+            raise self._broken(
+                f"sent an event that cannot be read ({quoted(str(error))})"
+            ) from error
         if event.error is not None:
             raise self._rejected(event.error.message, event.error.code)
         if event.meta_info is None or event.index != 0:

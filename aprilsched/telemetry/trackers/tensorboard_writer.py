@@ -1,6 +1,9 @@
 """Writes steps as TensorBoard event files. Needs the extra ``tensorboard``, and no torch."""
 
 # The package has no types, and its message classes are made when it is imported.
+# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false
 
 from __future__ import annotations
 

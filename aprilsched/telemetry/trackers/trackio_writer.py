@@ -2,6 +2,8 @@
 
 # The package cannot be in the environment of the checks, because it needs an older pillow than
 # matplotlib.
+# pyright: reportMissingImports=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
