@@ -73,7 +73,7 @@ class DyingFleet(SimFleet):
 
     def _wait_for_log(self, logged: int) -> None:
         """Block the event loop, so that the log's thread catches up and virtual time stands."""
-        while not (self._run / EVENTS).exists() or deliveries(self._run) < logged:
+        while not (self._run / "run" / EVENTS).exists() or deliveries(self._run) < logged:
             time.sleep(0.001)
 
 
