@@ -10,21 +10,56 @@ torch is imported only when a function is called, so that a scheduler runs witho
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.extras import extra
-from aprilsched.types import NO_VERSION, Batch, Rollout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PackedTensors", "PaddedTensors", "pack", "pad"]
+__all__ = ["PackedTensors", "PaddedTensors", "TokensOfRollout", "pack", "pad"]
+
+
+class TokensOfRollout(Protocol):
+    """What the tensors take from a :class:`~aprilsched.types.Rollout`: P prompt tokens and T
+    response tokens."""
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int32]:
+        """int32 [P]."""
+        ...
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """int32 [T]."""
+        ...
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """float32 [T]."""
+        ...
+
+    @property
+    def versions(self) -> NDArray[np.int32]:
+        """int32 [T], the policy version that sampled each token."""
+        ...
+
+    @property
+    def loss_mask(self) -> NDArray[np.bool_]:
+        """bool [T]."""
+        ...
+
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def group_id(self) -> int: ...
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -87,33 +122,33 @@ class PackedTensors:
     group_ids: Tensor
 
 
-def pad(batch: Batch, *, pad_id: int) -> PaddedTensors:
-    """`batch` with one row for each rollout, padded on the right with `pad_id`.
+def pad(rollouts: Sequence[TokensOfRollout], *, pad_id: int, no_version: int) -> PaddedTensors:
+    """One row for each rollout, padded on the right with `pad_id`. Tokens that no policy version
+    sampled have the version `no_version`.
 
     Raises:
         MissingExtra: if torch is not installed.
     """
     torch = _torch()
-    rollouts = tuple(batch.rollouts)
     lengths = _lengths(rollouts)
     taken = np.arange(int(lengths.max(initial=0))) < lengths[:, np.newaxis]
-    fill = {"input_ids": pad_id, "versions": NO_VERSION}
-    tokens = {name: _rows(flat, taken, fill.get(name, 0)) for name, flat in _flat(rollouts).items()}
+    fill = {"input_ids": pad_id, "versions": no_version}
+    flat = _flat(rollouts, no_version)
+    tokens = {name: _rows(values, taken, fill.get(name, 0)) for name, values in flat.items()}
     arrays = {**tokens, "attention_mask": taken.astype(np.int64), **_per_rollout(rollouts)}
     return PaddedTensors(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
-def pack(batch: Batch) -> PackedTensors:
-    """`batch` in one row without padding.
+def pack(rollouts: Sequence[TokensOfRollout], *, no_version: int) -> PackedTensors:
+    """All rollouts in one row without padding; `no_version` as in :func:`pad`.
 
     Raises:
         MissingExtra: if torch is not installed.
     """
     torch = _torch()
-    rollouts = tuple(batch.rollouts)
     lengths = _lengths(rollouts)
     starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    arrays = {**_flat(rollouts), "cu_seqlens": starts, **_per_rollout(rollouts)}
+    arrays = {**_flat(rollouts, no_version), "cu_seqlens": starts, **_per_rollout(rollouts)}
     tensors: dict[str, Tensor] = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return PackedTensors(**tensors, max_seqlen=int(lengths.max(initial=0)))
 
@@ -124,12 +159,12 @@ def _torch() -> ModuleType:
     return torch
 
 
-def _lengths(rollouts: Iterable[Rollout]) -> NDArray[np.int64]:
+def _lengths(rollouts: Iterable[TokensOfRollout]) -> NDArray[np.int64]:
     """Number of tokens of each rollout, prompt and response together."""
     return np.array([len(r.prompt_ids) + len(r) for r in rollouts], dtype=np.int64)
 
 
-def _flat(rollouts: tuple[Rollout, ...]) -> dict[str, NDArray[Any]]:
+def _flat(rollouts: Sequence[TokensOfRollout], no_version: int) -> dict[str, NDArray[Any]]:
     """Every per-token field, with one rollout after the other. The arrays are new and writable."""
     return {
         "input_ids": _join((part for r in rollouts for part in (r.prompt_ids, r.token_ids)), "i8"),
@@ -137,11 +172,11 @@ def _flat(rollouts: tuple[Rollout, ...]) -> dict[str, NDArray[Any]]:
         "response_mask": _join((_after(r, np.ones(len(r)), 0) for r in rollouts), "?"),
         "loss_mask": _join((_after(r, r.loss_mask, 0) for r in rollouts), "?"),
         "logprobs": _join((_after(r, r.logprobs, 0) for r in rollouts), "f4"),
-        "versions": _join((_after(r, r.versions, NO_VERSION) for r in rollouts), "i8"),
+        "versions": _join((_after(r, r.versions, no_version) for r in rollouts), "i8"),
     }
 
 
-def _per_rollout(rollouts: tuple[Rollout, ...]) -> dict[str, NDArray[Any]]:
+def _per_rollout(rollouts: Sequence[TokensOfRollout]) -> dict[str, NDArray[Any]]:
     rewards = [np.nan if r.reward is None else r.reward for r in rollouts]
     return {
         "prompt_lengths": np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int64),
@@ -156,7 +191,7 @@ def _join(parts: Iterable[NDArray[Any]], dtype: str) -> NDArray[Any]:
     return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="unsafe")
 
 
-def _after(rollout: Rollout, values: NDArray[Any], prompt: int) -> NDArray[Any]:
+def _after(rollout: TokensOfRollout, values: NDArray[Any], prompt: int) -> NDArray[Any]:
     """`values` of the response after one value `prompt` for each prompt token."""
     return np.concatenate((np.full(len(rollout.prompt_ids), prompt, values.dtype), values))
 

@@ -422,4 +422,7 @@ class Batch:
         """
         from aprilsched.tensors import pack, pad
 
-        return pack(self) if packed else pad(self, pad_id=pad_id)
+        rollouts = tuple(self.rollouts)
+        if packed:
+            return pack(rollouts, no_version=NO_VERSION)
+        return pad(rollouts, pad_id=pad_id, no_version=NO_VERSION)

@@ -93,7 +93,7 @@ RULES: dict[str, Rule] = {
     "aprilsched.sampling": Rule(
         ours=("aprilsched.checks", "aprilsched.errors", "aprilsched.types"), others=NUMPY
     ),
-    "aprilsched.tensors": Rule(ours=("aprilsched.extras", "aprilsched.types"), others=NUMPY),
+    "aprilsched.tensors": Rule(ours=("aprilsched.extras",), others=NUMPY),
     "aprilsched.corrections": Rule(ours=("aprilsched.errors",), others=NUMPY),
     "aprilsched.timing.model": Rule(others=NUMPY, pure=True),
     "aprilsched.workload": Rule(ours=("aprilsched.errors", "aprilsched.types"), others=NUMPY),

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 from aprilsched.errors import ConfigError
-from aprilsched.tensors import PackedTensors, PaddedTensors, pack, pad
+from aprilsched.tensors import PackedTensors, PaddedTensors
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
 
 PAD = 99
@@ -33,6 +33,18 @@ DTYPES = {
     "rewards": torch.float32,
     "group_ids": torch.int64,
 }
+
+
+def pad(given: Batch) -> PaddedTensors:
+    tensors = given.to_torch(pad_id=PAD)
+    assert isinstance(tensors, PaddedTensors)
+    return tensors
+
+
+def pack(given: Batch) -> PackedTensors:
+    tensors = given.to_torch(packed=True)
+    assert isinstance(tensors, PackedTensors)
+    return tensors
 
 
 def rollout(group_id: int, index: int, prompt: int, response: int, reward: float | None) -> Rollout:
@@ -89,7 +101,7 @@ every_shape = pytest.mark.parametrize("given", SHAPES.values(), ids=SHAPES.keys(
 
 @every_shape
 def test_a_padded_row_gives_the_rollout_back(given: Batch):
-    tensors = pad(given, pad_id=PAD)
+    tensors = pad(given)
     for row, wanted in enumerate(given.rollouts):
         prompt, end = len(wanted.prompt_ids), len(wanted.prompt_ids) + len(wanted)
         ids = tensors.input_ids[row].numpy()
@@ -107,7 +119,7 @@ def test_a_padded_row_gives_the_rollout_back(given: Batch):
 
 @every_shape
 def test_outside_of_a_response_everything_is_neutral(given: Batch):
-    tensors = pad(given, pad_id=PAD)
+    tensors = pad(given)
     lengths = tensors.prompt_lengths + tensors.response_lengths
     assert torch.equal(tensors.attention_mask.sum(1), lengths)
     padding = tensors.attention_mask == 0
@@ -121,7 +133,7 @@ def test_outside_of_a_response_everything_is_neutral(given: Batch):
 
 @every_shape
 def test_packed_is_padded_without_the_padding(given: Batch):
-    padded, packed = pad(given, pad_id=PAD), pack(given)
+    padded, packed = pad(given), pack(given)
     taken = padded.attention_mask.bool()
     for name in PER_TOKEN:
         assert torch.equal(getattr(packed, name), getattr(padded, name)[taken]), name
@@ -136,27 +148,27 @@ def test_packed_is_padded_without_the_padding(given: Batch):
 
 @every_shape
 def test_dtypes_do_not_depend_on_the_batch(given: Batch):
-    padded, packed = pad(given, pad_id=PAD), pack(given)
+    padded, packed = pad(given), pack(given)
     assert {name: getattr(padded, name).dtype for name in DTYPES} == DTYPES
     packed_names = (*PER_TOKEN, *PER_ROLLOUT)
     assert all(getattr(packed, name).dtype == DTYPES[name] for name in packed_names)
 
 
 def test_a_missing_reward_is_nan():
-    rewards = pad(RAGGED, pad_id=PAD).rewards
+    rewards = pad(RAGGED).rewards
     assert rewards[[0, 2]].tolist() == [0.5, 1.5]
     assert rewards[[1, 3]].isnan().all()
 
 
 def test_a_logprob_stands_at_its_own_token():
-    tensors = pad(RAGGED, pad_id=PAD)
+    tensors = pad(RAGGED)
     assert tensors.input_ids[0, 3] == 1000
     assert tensors.logprobs[0, 3] == -0.25
     assert tensors.logprobs[0, 2] == 0
 
 
 def test_a_token_of_an_environment_is_response_without_loss_or_version():
-    tensors = pad(RAGGED, pad_id=PAD)
+    tensors = pad(RAGGED)
     assert tensors.response_mask[0, 5]
     assert not tensors.loss_mask[0, 5]
     assert tensors.versions[0, 5] == -1
