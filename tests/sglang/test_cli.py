@@ -127,7 +127,7 @@ async def _started(arguments: str) -> tuple[int | None, str, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "aprilsched.cli.main",
+        "aprilsched",
         "run",
         *arguments.split(),
         env={**os.environ, "KEY": ADMIN_KEY},
