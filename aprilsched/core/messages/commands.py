@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from msgspec import Struct
+
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.types import Batch, Float32Array, Group, Int32Array, Prompt, Rollout, SamplingParams
@@ -76,8 +78,7 @@ class Launch:
 # --- requests --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Send:
+class Send(Struct, frozen=True, kw_only=True, eq=False):
     """Send an attempt of a request to an engine.
 
     Attributes:
@@ -98,8 +99,7 @@ class Send:
     cache_version: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Abort:
+class Abort(Struct, frozen=True, kw_only=True):
     """End an attempt early. It comes back as Interrupted, or as Finished if it ended first."""
 
     engine: str
