@@ -483,9 +483,13 @@ class _Rewards:
 async def _called(function: Callable[..., Any], call: Mapping[str, Any], count: int) -> list[Any]:
     """The rewards that `function` gives, one for each rollout.
 
-    A plain function runs in a thread. An asynchronous one only makes its coroutine there.
+    A plain function runs in a thread. An asynchronous one is called here: a coroutine that a thread
+    had made was never awaited if the scheduler was closed at that moment.
     """
-    given: Any | Awaitable[Any] = await asyncio.to_thread(function, **call)
+    if any(inspect.iscoroutinefunction(each) for each in (function, type(function).__call__)):
+        given: Any | Awaitable[Any] = function(**call)
+    else:
+        given = await asyncio.to_thread(function, **call)
     rewards = list(await given if inspect.isawaitable(given) else given)
     if len(rewards) != count:
         raise ValueError(f"{_name(function)} gave {len(rewards)} rewards for {count} rollouts")
