@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -134,19 +135,20 @@ def _adapters(why_not: str | None, loaded: dict[str, str]) -> web.Response:
 
 async def release(request: web.Request) -> web.Response:
     """POST /release_memory_occupation."""
-    body = decode(await request.read(), MemoryBody)
-    try:
-        await request.app[SERVED].engine.release(body.tags or TAGS)
-    except EngineRejected as error:
-        raise Crashed from error
-    return as_json(None)
+    return await _memory(request, request.app[SERVED].engine.release)
 
 
 async def wake(request: web.Request) -> web.Response:
     """POST /resume_memory_occupation."""
+    return await _memory(request, request.app[SERVED].engine.wake)
+
+
+async def _memory(
+    request: web.Request, call: Callable[[Sequence[str]], Awaitable[None]]
+) -> web.Response:
     body = decode(await request.read(), MemoryBody)
     try:
-        await request.app[SERVED].engine.wake(body.tags or TAGS)
+        await call(body.tags or TAGS)
     except EngineRejected as error:
         raise Crashed from error
     return as_json(None)
