@@ -1,10 +1,6 @@
 """Tests the corrections against the losses of trl and torchrl, run on the same numbers.
 
-The extra dev-torch brings trl. torchrl is no requirement, so without it its tests are skipped. It
-fits into the environment of the other tests; on Python 3.11 this installs it and runs the file::
-
-    .venv/bin/python -m pip install -c constraints.txt torchrl==0.14.1
-    .venv/bin/python -m pytest tests/unit/test_corrections_trainers.py
+The extra dev-torch brings both. In an environment without torch the tests are skipped.
 """
 
 from __future__ import annotations
