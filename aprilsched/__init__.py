@@ -13,7 +13,7 @@ from aprilsched.coordinator import (
     Turn,
     TurnOutput,
 )
-from aprilsched.engines.sglang.fleet import SGLangFleet
+from aprilsched.engines.sglang.fleet import SGLangFleet, SGLangListedFleet
 from aprilsched.engines.sglang.router import SGLangRouterFleet
 from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.errors import AprilschedError
@@ -48,6 +48,7 @@ __all__ = [
     "Rollout",
     "RolloutScheduler",
     "SGLangFleet",
+    "SGLangListedFleet",
     "SGLangRouterFleet",
     "SamplingParams",
     "SchedulerConfig",

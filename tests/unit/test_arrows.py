@@ -31,6 +31,7 @@ LAZY = (
             "datasets",
             "jinja2",
             "looptime",
+            "omegaconf",
             "opentelemetry",
             "prometheus_client",
             "pynvml",
@@ -46,9 +47,11 @@ LAZY = (
             "torch",
             "torchrl",
             "trackio",
+            "transfer_queue",
             "transformers",
             "trl",
             "tyro",
+            "verl",
             "wandb",
         }
     )

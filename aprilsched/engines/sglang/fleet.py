@@ -1,9 +1,10 @@
-"""A fleet of SGLang servers of one model, which can be added and removed while it is open."""
+"""Fleets of SGLang servers of one model, which join and leave while the fleet is open."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from aprilsched.engines.base import FleetChange
@@ -11,9 +12,19 @@ from aprilsched.engines.http.address import ServerAddress
 from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sglang.engine import SGLangEngine
 from aprilsched.engines.sglang.probe import ServerFacts
-from aprilsched.errors import ConfigError
+from aprilsched.errors import ConfigError, EngineError, EngineUnreachable
 
-__all__ = ["Members", "SGLangFleet", "check_fleet", "check_joiner"]
+__all__ = [
+    "ListedMembers",
+    "Members",
+    "SGLangFleet",
+    "SGLangListedFleet",
+    "check_fleet",
+    "check_joiner",
+]
+
+_log = logging.getLogger(__name__)
+_LISTINGS_UNTIL_GONE = 2
 
 
 class SGLangFleet:
@@ -112,6 +123,161 @@ class SGLangFleet:
             stream_interval=self._stream_interval,
             limits=self._limits,
         )
+
+
+class SGLangListedFleet:
+    """The SGLang servers that a function lists, as they come and go.
+
+    The function is asked when the fleet is opened, and again every `poll_s` seconds. A server that
+    is listed joins as soon as it answers. A server that is missing in two lists in a row has left,
+    unless it is the last one. An empty list, or a function that raises, changes nothing.
+
+    Args:
+        list_urls: ``async def list_urls()`` returns the URLs of the servers that run now, as
+            ``http://host:port``.
+        admin_key: the servers' ``--admin-api-key``, where they have one.
+        api_key: the servers' ``--api-key``, where they have one.
+        model_path: refuse servers that serve another model; None accepts any one model.
+        stream_interval: tokens between two events of a stream.
+        limits: timeouts and sizes, for each server.
+        poll_s: seconds between two calls of `list_urls`.
+
+    Raises:
+        ConfigError: if `poll_s` is not above 0.
+    """
+
+    def __init__(
+        self,
+        list_urls: Callable[[], Awaitable[Sequence[str]]],
+        *,
+        admin_key: str | None = None,
+        api_key: str | None = None,
+        model_path: str | None = None,
+        stream_interval: int = 64,
+        limits: HttpLimits | None = None,
+        poll_s: float = 5.0,
+    ) -> None:
+        if not poll_s > 0:
+            raise ConfigError(f"poll_s is {poll_s}; give a number of seconds above 0.")
+        self._list_urls = list_urls
+        self._admin_key = admin_key
+        self._api_key = api_key
+        self._model_path = model_path
+        self._stream_interval = stream_interval
+        self._limits = limits
+        self._poll_s = poll_s
+        self._listed = ListedMembers((), model_path)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({[engine.name for engine in self.engines]})"
+
+    @property
+    def engines(self) -> Sequence[SGLangEngine]:
+        """One engine for each server; known after :meth:`open`."""
+        return self._listed.members.engines
+
+    async def open(self) -> None:
+        """Ask for the list and open each server; close all of them if anything is wrong.
+
+        Raises:
+            EngineUnreachable: if the list is empty.
+            EngineError: if a server cannot be reached or is not an SGLang server.
+            ConfigError: if a URL is bad, or if the servers differ in model or weights.
+            Exception: any exception of the function that lists the servers.
+        """
+        urls = await self._list_urls()
+        if not urls:
+            raise EngineUnreachable("the list of servers", "is empty; start the servers first.")
+        engines = {engine.name: engine for engine in map(self._engine, urls)}
+        self._listed = ListedMembers(tuple(engines.values()), self._model_path)
+        await self._listed.members.open()
+
+    async def close(self) -> None:
+        """Close every server's connections."""
+        await self._listed.members.close()
+
+    async def watch(self) -> AsyncGenerator[FleetChange, None]:
+        """Yield the servers that have come into the list or are missing in it.
+
+        See :class:`aprilsched.engines.base.WatchesMembership`.
+        """
+        while True:
+            await asyncio.sleep(self._poll_s)
+            await self._look()
+            change = self._listed.members.take()
+            if change is not None:
+                yield change
+
+    async def _look(self) -> None:
+        try:
+            urls = await self._list_urls()
+            listed = {ServerAddress.parse(url).name: url for url in urls}
+        except Exception as error:  # The run goes on with the servers that it has.
+            self._listed.warn_once("", f"listing the servers failed: {error!r}")
+            return
+        if not listed:
+            self._listed.warn_once("", "the list of servers is empty.")
+            return
+        self._listed.fine("")
+        await self._listed.follow(
+            {name: lambda url=url: self._engine(url) for name, url in listed.items()}
+        )
+
+    def _engine(self, url: str) -> SGLangEngine:
+        return SGLangEngine(
+            url,
+            admin_key=self._admin_key,
+            api_key=self._api_key,
+            stream_interval=self._stream_interval,
+            limits=self._limits,
+        )
+
+
+class ListedMembers:
+    """Members of a fleet that follow a list which somebody else keeps."""
+
+    def __init__(self, engines: Sequence[SGLangEngine], model_path: str | None) -> None:
+        self.members = Members(engines, model_path)
+        self._missing: dict[str, int] = {}
+        """Number of lists in a row in which an engine was missing, by engine."""
+        self._warned: dict[str, str] = {}
+
+    async def follow(self, listed: Mapping[str, Callable[[], SGLangEngine] | None]) -> None:
+        """Take in what is listed, and let go what was missing in two lists in a row.
+
+        `listed` has a function that makes the engine for each name; None for an engine that is
+        listed and must not join now.
+        """
+        for name, engine in listed.items():
+            if engine is not None and not self._has(name):
+                await self._take_in(name, engine)
+        for engine in self.members.engines:
+            times = 0 if engine.name in listed else self._missing.get(engine.name, 0) + 1
+            self._missing[engine.name] = times
+            if times >= _LISTINGS_UNTIL_GONE and len(self.members.engines) > 1:
+                del self._missing[engine.name]
+                self.members.leave(engine.name)
+
+    async def _take_in(self, name: str, engine: Callable[[], SGLangEngine]) -> None:
+        try:
+            await self.members.join(engine())
+        except (EngineError, ConfigError) as error:
+            self.warn_once(name, str(error))
+        else:
+            self.fine(name)
+
+    def _has(self, name: str) -> bool:
+        return any(name == engine.name for engine in self.members.engines)
+
+    def warn_once(self, about: str, what: str) -> None:
+        """Log a problem once, not at every list."""
+        if self._warned.get(about) != what:
+            self._warned[about] = what
+            _log.warning("the fleet stays as it is: %s", what)
+
+    def fine(self, about: str) -> None:
+        """Note that a problem is over, so that the next one is logged again."""
+        self._warned.pop(about, None)
 
 
 class Members:

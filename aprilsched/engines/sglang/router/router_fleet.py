@@ -9,22 +9,18 @@ So the router's list of workers is used, and its own load balancing is not.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Sequence
 
 from aprilsched.engines.base import FleetChange
 from aprilsched.engines.http.address import ServerAddress
 from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sglang.engine import SGLangEngine
-from aprilsched.engines.sglang.fleet import Members
+from aprilsched.engines.sglang.fleet import ListedMembers
 from aprilsched.engines.sglang.router.roster import Roster, Worker
 from aprilsched.engines.sglang.router.routed_engine import RoutedEngine
 from aprilsched.errors import ConfigError, EngineError, EngineUnreachable
 
 __all__ = ["SGLangRouterFleet"]
-
-_log = logging.getLogger(__name__)
-_LISTINGS_UNTIL_GONE = 2
 
 
 class SGLangRouterFleet:
@@ -60,9 +56,7 @@ class SGLangRouterFleet:
         self._limits = limits or HttpLimits()
         self._poll_s = poll_s
         self._roster = Roster(url, api_key=api_key, limits=self._limits)
-        self._members = Members((), model_path)
-        self._missing: dict[str, int] = {}
-        self._warned: dict[str, str] = {}
+        self._listed = ListedMembers((), model_path)
 
     def __repr__(self) -> str:
         return f"SGLangRouterFleet({str(self._roster.url)!r})"
@@ -70,7 +64,7 @@ class SGLangRouterFleet:
     @property
     def engines(self) -> Sequence[SGLangEngine]:
         """One engine for each worker; known after :meth:`open`."""
-        return self._members.engines
+        return self._listed.members.engines
 
     async def open(self) -> None:
         """Ask the router for its workers and open each; close all of them if anything is wrong.
@@ -79,7 +73,6 @@ class SGLangRouterFleet:
             EngineError: if the router or a worker cannot be reached, or is another program.
             ConfigError: if the router has the wrong policy, or its workers do not agree.
         """
-        self._missing, self._warned = {}, {}
         await self._roster.open()
         try:
             workers = await self._roster.workers()
@@ -90,17 +83,17 @@ class SGLangRouterFleet:
                     "found them.",
                 )
             await self._roster.check_pins()
-            self._members = Members(
+            self._listed = ListedMembers(
                 [self._engine(worker) for worker in _unique(workers)], self._model_path
             )
-            await self._members.open()
+            await self._listed.members.open()
         except BaseException:
             await self._roster.close()
             raise
 
     async def close(self) -> None:
         """Close the connections to the router and to every worker."""
-        await self._members.close()
+        await self._listed.members.close()
         await self._roster.close()
 
     async def watch(self) -> AsyncGenerator[FleetChange, None]:
@@ -112,7 +105,7 @@ class SGLangRouterFleet:
         while True:
             await asyncio.sleep(self._poll_s)
             await self._look()
-            change = self._members.take()
+            change = self._listed.members.take()
             if change is not None:
                 yield change
 
@@ -120,37 +113,19 @@ class SGLangRouterFleet:
         try:
             workers = await self._roster.workers()
         except EngineError as error:
-            self._warn_once(self._roster.name, str(error))
+            self._listed.warn_once(self._roster.name, str(error))
             return
         if not workers:
-            self._warn_once(self._roster.name, f"the {self._roster.name} lists no worker.")
+            self._listed.warn_once(self._roster.name, f"the {self._roster.name} lists no worker.")
             return
-        self._warned.pop(self._roster.name, None)
+        self._listed.fine(self._roster.name)
         listed = {ServerAddress.parse(worker.url).name: worker for worker in workers}
-        for name, worker in listed.items():
-            await self._take_in(name, worker)
-        for engine in self.engines:
-            times = 0 if engine.name in listed else self._missing.get(engine.name, 0) + 1
-            self._missing[engine.name] = times
-            if times >= _LISTINGS_UNTIL_GONE and len(self.engines) > 1:
-                del self._missing[engine.name]
-                self._members.leave(engine.name)
-
-    async def _take_in(self, name: str, worker: Worker) -> None:
-        if not worker.is_healthy or any(name == engine.name for engine in self.engines):
-            return
-        try:
-            await self._members.join(self._engine(worker))
-        except (EngineError, ConfigError) as error:
-            self._warn_once(name, str(error))
-        else:
-            self._warned.pop(name, None)
-
-    def _warn_once(self, about: str, what: str) -> None:
-        """Log a problem once, not at every look."""
-        if self._warned.get(about) != what:
-            self._warned[about] = what
-            _log.warning("the fleet stays as it is: %s", what)
+        await self._listed.follow(
+            {
+                name: (lambda worker=worker: self._engine(worker)) if worker.is_healthy else None
+                for name, worker in listed.items()
+            }
+        )
 
     def _engine(self, worker: Worker) -> RoutedEngine:
         return RoutedEngine(

@@ -1,0 +1,190 @@
+"""Tests a fleet whose servers are owned by Ray actors, with real Ray and the SGLang-compatible test
+server in each actor."""
+
+# pyright: basic
+# Ray has no complete types.
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig
+from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.engines.sim.config import SimConfig
+from aprilsched.errors import ConfigError, EngineUnreachable
+from aprilsched.integrations.ray import RayFleet
+from aprilsched.testing.server import SimServer
+from aprilsched.testing.streams import WAIT_SECONDS, until
+from aprilsched.testing.threaded import ThreadedServer
+
+ray = pytest.importorskip("ray")
+RayTaskError = pytest.importorskip("ray.exceptions").RayTaskError
+
+POLL_S = 0.1
+
+
+class Server:
+    """An actor that owns a server, as those of slime do."""
+
+    def __init__(self) -> None:
+        self._server = ThreadedServer(SimServer(SimConfig(stream_at_pause=False), time_scale=0.05))
+        self._server.start()
+
+    def get_url(self) -> str:
+        return self._server.url
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Addressed(Server):
+    """An actor that tells host and port, as those of verl do."""
+
+    get_url = None  # type: ignore[assignment]
+
+    def get_server_address(self) -> tuple[str, int]:
+        host, port = self._server.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+
+class NoServer:
+    """An actor on a further node of a server that spans several."""
+
+    def get_url(self) -> None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray would write a token into the home folder.
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        yield
+        ray.shutdown()
+
+
+def start(kind: type[Any], **options: Any) -> Any:
+    return ray.remote(kind).options(num_cpus=0, **options).remote()
+
+
+async def url_of(actor: Any) -> str:
+    return await actor.get_url.remote()
+
+
+def address_of(engine: SGLangEngine) -> str:
+    return engine.address.rstrip("/")
+
+
+def has_moved(fleet: RayFleet, address: str) -> bool:
+    """Whether the fleet is whole, with no server at `address`."""
+    addresses = [address_of(engine) for engine in fleet.engines]
+    return len(addresses) == 2 and address not in addresses
+
+
+@asynccontextmanager
+async def opened(fleet: RayFleet) -> AsyncGenerator[RayFleet]:
+    await fleet.open()
+    try:
+        yield fleet
+    finally:
+        await fleet.close()
+
+
+def prompts(tokens: int) -> Iterator[Prompt]:
+    sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    for key in itertools.count():
+        ids = np.array([key % 1000 + 1, 7], dtype=np.int32)
+        yield Prompt(input_ids=ids, key=key, sampling=sampling)
+
+
+async def test_actors_are_asked_for_their_addresses_in_the_ways_that_they_have(cluster: None):
+    slime, verl, other = start(Server), start(Addressed), start(NoServer)
+    named = start(Server, name="engine-3")
+    async with opened(RayFleet([slime, verl, other, "engine-3"])) as fleet:
+        addresses = [address_of(engine) for engine in fleet.engines]
+        host, port = await verl.get_server_address.remote()
+        assert addresses == [await url_of(slime), f"http://{host}:{port}", await url_of(named)]
+    async with opened(RayFleet([slime], address=lambda actor: actor.get_url.remote())) as fleet:
+        assert len(fleet.engines) == 1
+
+
+async def test_actors_that_tell_no_address_are_refused_with_a_sentence(cluster: None):
+    with pytest.raises(ConfigError, match="give at least one"):
+        RayFleet([])
+    with pytest.raises(ConfigError, match="give a list of names"):
+        RayFleet("engine-3")
+    with pytest.raises(EngineUnreachable, match="start the servers first"):
+        await RayFleet([start(NoServer), "nobody"]).open()
+
+    class Mute:
+        pass
+
+    with pytest.raises(ConfigError, match="say by address="):
+        await RayFleet([start(Mute)]).open()
+
+
+async def test_an_actor_is_killed_and_restarted_in_mid_generation_and_nothing_is_lost(
+    cluster: None,
+):
+    """Ray restarts the actor in a new process, whose server has another address."""
+    actors = [start(Server, max_restarts=-1) for _ in range(2)]
+    before = [await url_of(actor) for actor in actors]
+    config = SchedulerConfig(batch_groups=4, group_size=2, over_provision=2.0, straggler="abort")
+    fleet = RayFleet(actors, poll_s=POLL_S)
+    async with (
+        asyncio.timeout(WAIT_SECONDS),
+        RolloutScheduler(fleet, prompts(400), config=config) as rollouts,
+    ):
+        batches = [await rollouts.next_batch()]
+        for number in range(2):
+            asked = asyncio.create_task(rollouts.next_batch())
+            await until(lambda: bool(rollouts.state.in_flight.open_attempts))
+            os.kill(await actors[number].pid.remote(), signal.SIGKILL)
+            batches.append(await asked)
+            await until(lambda number=number: has_moved(fleet, before[number]))
+            await until(lambda: len(rollouts.state.fleet.control.engines) == 2)
+        batches += [await rollouts.next_batch() for _ in range(2)]
+        assert {address_of(engine) for engine in fleet.engines} == {await url_of(a) for a in actors}
+        assert not set(before) & {address_of(engine) for engine in fleet.engines}
+        counters, in_flight = rollouts.state.in_flight.counters, rollouts.state.in_flight
+        assert in_flight.ledger.total == 0
+        delivered = [rollout for batch in batches for rollout in batch.rollouts]
+        assert counters.launched == len(delivered) + len(in_flight.rollouts)
+        assert all(len(rollout) == 400 for rollout in delivered)
+
+
+async def test_a_busy_actor_keeps_its_server_in_the_fleet(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("aprilsched.integrations.ray._ANSWER_S", 0.2)
+
+    class Busy(Server):
+        def work(self, seconds: float) -> None:
+            import time
+
+            time.sleep(seconds)
+
+    busy, free = start(Busy), start(Server)
+    async with opened(RayFleet([busy, free], poll_s=POLL_S)) as fleet:
+        names = [engine.name for engine in fleet.engines]
+        work = busy.work.remote(60.0)
+        for _ in range(4):
+            await fleet._look()
+        assert [engine.name for engine in fleet.engines] == names
+        ray.kill(busy)
+        with pytest.raises(ray.exceptions.RayActorError):
+            await work
+        for _ in range(2):
+            await fleet._look()
+        assert [engine.name for engine in fleet.engines] == names[1:]
