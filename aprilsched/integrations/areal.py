@@ -1,0 +1,761 @@
+"""Rollouts for AReaL's trainer from SGLang engines that the scheduler drives.
+
+:class:`RolloutEngine` takes the place of AReaL's rollout engine (``RemoteSGLangEngine``, or
+``RolloutController`` where one process drives everything). It is written for AReaL 1.0.4.
+
+- A workflow runs as it is. The engine that it gets sends its requests through the scheduler, so a
+  response that is interrupted goes on inside of the same ``await engine.agenerate(...)``.
+- The trajectories are made of the scheduler's rollouts, in the form of AReaL's own workflows, so
+  the version of each token is the one that the server reported.
+- AReaL sets no label on its weights. The scheduler labels them with its own version, which
+  :meth:`RolloutEngine.set_version` ties to that of the trainer.
+- Prompts are read from the dataloader in the trainer's thread, inside of
+  :meth:`RolloutEngine.prepare_batch`, so that AReaL may save the state of the dataloader between
+  two calls.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from aprilsched.blocking import RolloutScheduler
+from aprilsched.config import SchedulerConfig
+from aprilsched.coordinator import PromptQueue, RefitReport, Turn
+from aprilsched.core.policies.straggler import BEHAVIOURS
+from aprilsched.engines.base import Fleet
+from aprilsched.errors import ConfigError, MissingExtra, RefitError
+from aprilsched.telemetry.base import AnyListener
+from aprilsched.tensors import pad
+from aprilsched.types import NO_VERSION, Group, Prompt, SamplingParams, Score
+from aprilsched.weights.disk import DiskPublisher
+from aprilsched.weights.external import Handshake
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["RolloutEngine"]
+
+Trajectory: TypeAlias = "dict[str, Tensor]"
+ShouldAccept: TypeAlias = Callable[[Trajectory], bool]
+
+_KEYS = {"input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards"}
+"""What a trajectory has, in AReaL's names."""
+_REJECTED = "areal_rejected"
+"""Fact of a rollout whose workflow returned None."""
+_LOOK_SECONDS = 0.2
+"""Interval at which a call that waits for a batch pushes further prompts."""
+_POLL_SECONDS = 0.05
+"""Interval at which AReaL's registry is asked whether the weights are on the disk."""
+
+
+class RolloutEngine:
+    """An inference engine of AReaL that takes its rollouts from a scheduler.
+
+    .. code-block:: python
+
+        class Trainer(PPOTrainer):
+            def _init_rollout(self, rollout_config, is_eval=False, lora_path=None):
+                if not is_eval:
+                    self.engine = RolloutEngine(SGLangFleet(urls), config=rollout_config,
+                                                gconfig=self.config.gconfig)
+                    self.engine.initialize()
+                return self.engine  # evaluations run on the same engines
+
+    Args:
+        fleet: the engines.
+        config: AReaL's ``InferenceEngineConfig``. `consumer_batch_size` is the number of groups of
+            a batch, `max_head_offpolicyness` the bound on staleness, and `max_concurrent_rollouts`
+            the largest number of groups whose requests the engines have at the same time.
+        gconfig: AReaL's ``GenerationHyperparameters``. `n_samples` is the size of a group. The
+            parameters of sampling are those of the workflow's requests.
+        settings: settings of the scheduler; the asynchronous pace by default. What `config` and
+            `gconfig` say is replaced.
+        listeners: telemetry of the scheduler.
+
+    Raises:
+        ConfigError: if `config` or `settings` ask for what cannot be done.
+    """
+
+    staleness_manager = None
+    """AReaL sets it right after a recovery, if there is one. The scheduler bounds the staleness."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        config: Any,
+        gconfig: Any,
+        settings: SchedulerConfig | None = None,
+        listeners: Sequence[AnyListener] = (),
+    ) -> None:
+        self.config = config
+        self._settings = _settings(
+            settings or SchedulerConfig(pace="asynchronous"), config, gconfig.n_samples
+        )
+        self._fleet = fleet
+        self._queue = PromptQueue()
+        self._rollouts = RolloutScheduler(
+            fleet,
+            self._queue,
+            accept=self._accept,
+            episode=self._episode,
+            config=self._settings,
+            listeners=listeners,
+        )
+        self.initialized = False
+        self._items: Iterator[Prompt] | None = None
+        self._ahead = 0
+        """The scheduler's version minus the trainer's, which begins at 0 in a new process."""
+        self._updated = False
+        """The engines have weights for which set_version() was not called yet."""
+        self._tasks = 0
+        self._submitted: deque[Prompt] = deque()
+        self._resolved: tuple[Any, Any, Any] | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="aprilsched-areal")
+        self._client: Any = None
+        self._handshake: Handshake | None = None
+        self._update: Future[RefitReport] | None = None
+        self._asleep = ExitStack()
+        self._callbacks: _Callbacks | None = None
+
+    # --- life ----------------------------------------------------------------------------------
+
+    def initialize(
+        self,
+        engine_id: str | None = None,
+        addr: object = None,
+        train_data_parallel_size: int | None = None,
+        **_: object,
+    ) -> None:
+        """Open the fleet.
+
+        Raises:
+            ConfigError: if several processes of the trainer would have an engine each.
+        """
+        if (train_data_parallel_size or 1) > 1:
+            raise ConfigError(
+                f"{train_data_parallel_size} data-parallel processes of the trainer would each "
+                "schedule the same servers; let one process drive the trainer "
+                "(scheduler.type=local, without AREAL_SPMD_MODE)."
+            )
+        self._rollouts.__enter__()
+        self._ahead = self._rollouts.version
+        self.initialized = True
+
+    def destroy(self) -> None:
+        """Abort what is in flight and release the engines; a second call does nothing."""
+        if not self.initialized:
+            return
+        self.initialized = False
+        with ExitStack() as end:
+            end.callback(self._worker.shutdown)
+            end.callback(self._rollouts.close)
+            if self._handshake is not None:
+                end.callback(self._give_up, RefitError("the rollout engine was destroyed."))
+            if self._client is not None:
+                end.callback(self._client.destroy)
+            if self._callbacks is not None:
+                end.callback(self._callbacks.close)
+
+    @property
+    def workflow_executor(self) -> RolloutEngine:
+        """Itself, for what AReaL asks of its executor (:attr:`staleness_manager`)."""
+        return self
+
+    # --- batches -------------------------------------------------------------------------------
+
+    def prepare_batch(
+        self,
+        dataloader: Any,
+        workflow: Any,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        should_accept_fn: ShouldAccept | str | None = None,
+        group_size: int = 1,
+        dynamic_bs: bool = False,
+    ) -> list[Trajectory]:
+        """The next batch: one trajectory for each group, with padded tensors [group, longest].
+
+        As in AReaL, `dataloader`, `workflow`, `workflow_kwargs` and `should_accept_fn` are those
+        of the first call.
+
+        Args:
+            dataloader: gives lists of items; it is read again and again.
+            workflow: a ``RolloutWorkflow``, its class or its import path. An item for which it
+                returns None is left out of its group.
+            workflow_kwargs: arguments of the class.
+            should_accept_fn: keeps or rejects the trajectory of a group; a function, or its path.
+            group_size: must be `n_samples` of `gconfig`.
+            dynamic_bs: True for a batch that lacks the rejected groups, in the place of one that
+                waits for others.
+
+        Raises:
+            ConfigError: if an argument contradicts the settings.
+        """
+        if group_size != self._settings.group_size:
+            raise ConfigError(
+                f"group_size is {group_size}, and gconfig.n_samples was {self._settings.group_size}"
+                "; give both the same number."
+            )
+        if dataloader.batch_size != self._settings.batch_groups:
+            raise ConfigError(
+                f"the dataloader gives {dataloader.batch_size} items at a time, and "
+                f"consumer_batch_size of the rollout's config is {self._settings.batch_groups}; "
+                "give both the same number."
+            )
+        if self._items is None:
+            facts = {
+                "workflow": self._workflow(workflow, workflow_kwargs),
+                "accept": _imported(should_accept_fn),
+                "dynamic": dynamic_bs,
+            }
+            self._items = self._read(dataloader, facts)
+        while True:
+            self._push(self._items)
+            with suppress(TimeoutError):
+                batch = self._rollouts.next_batch(timeout=_LOOK_SECONDS)
+                break
+        made = [self._trajectory(group) for group in batch.groups if self._passes(group)]
+        return [trajectory for trajectory in made if trajectory is not None]
+
+    def _read(self, dataloader: Any, facts: Mapping[str, Any]) -> Iterator[Prompt]:
+        epoch = 0
+        while True:
+            # A distributed sampler shuffles by the number of the epoch.
+            if hasattr(getattr(dataloader, "sampler", None), "set_epoch"):
+                dataloader.sampler.set_epoch(epoch)
+            for items in dataloader:
+                for item in items:
+                    yield self._prompt(item, facts)
+            epoch += 1
+
+    def _push(self, items: Iterator[Prompt]) -> None:
+        """Keep as many prompts ready as the bound on staleness lets the scheduler launch."""
+        ready = (self._settings.policies.staleness.bound or 0) + 1
+        while len(self._queue) < ready * self._settings.batch_groups:
+            self._queue.put(next(items))
+
+    def _prompt(self, item: Any, facts: Mapping[str, Any], size: int | None = None) -> Prompt:
+        self._tasks += 1
+        # The workflow makes the tokens, and the first request of an episode brings them.
+        return Prompt(
+            input_ids=[0],  # pyright: ignore[reportArgumentType]
+            metadata={"item": item, "task": self._tasks, **facts},
+            group_size=size,
+        )
+
+    def _accept(self, group: Group) -> bool:
+        return bool(group.prompt.metadata.get("dynamic")) or self._passes(group)
+
+    def _passes(self, group: Group) -> bool:
+        """Whether a group has a rollout that its workflow kept, and is not rejected."""
+        trajectory = self._trajectory(group)
+        accept = group.prompt.metadata.get("accept")
+        return trajectory is not None and (accept is None or bool(accept(trajectory)))
+
+    def _trajectory(self, group: Group) -> Trajectory | None:
+        """The rollouts of a group that its workflow kept, in AReaL's form; None without one."""
+        rollouts = [each for each in group.rollouts if not each.info.get(_REJECTED)]
+        if not rollouts:
+            return None
+        rows = pad(rollouts, pad_id=0, no_version=NO_VERSION)
+        ours = rows.versions != NO_VERSION
+        return {
+            "input_ids": rows.input_ids.int(),
+            "loss_mask": rows.loss_mask.int(),
+            "logprobs": rows.logprobs,
+            "versions": (rows.versions - self._ahead * ours).int(),
+            "attention_mask": rows.attention_mask.bool(),
+            "rewards": rows.rewards,
+        }
+
+    # --- workflows -----------------------------------------------------------------------------
+
+    def _workflow(self, workflow: Any, kwargs: Mapping[str, Any] | None) -> Any:
+        """The workflow that `workflow` names, made once for the same arguments."""
+        if self._resolved is not None and self._resolved[:2] == (workflow, kwargs):
+            return self._resolved[2]
+        found = _imported(workflow)
+        if isinstance(found, type):
+            found = found(**(kwargs or {}))
+        if not hasattr(found, "arun_episode"):
+            raise ConfigError(
+                f"the workflow is a {type(found).__name__}, which has no arun_episode(); give a "
+                "RolloutWorkflow, because agents that AReaL serves through its proxy send their "
+                "requests past the scheduler."
+            )
+        self._resolved = (workflow, kwargs, found)
+        return found
+
+    async def _episode(self, turn: Turn, prompt: Prompt) -> Score:
+        """Run the workflow for one rollout."""
+        workflow_context = _areal("areal.infra.workflow_context")
+
+        facts = prompt.metadata
+        context = workflow_context.WorkflowContext(
+            is_eval=facts.get("evaluation", False), task_id=facts["task"]
+        )
+        workflow_context.set(context)
+        engine = _TurnEngine(turn, self.get_version, lambda: self._ahead)
+        trajectory = await facts["workflow"].arun_episode(engine, facts["item"])
+        if trajectory is None:
+            return Score(reward=0.0, info={_REJECTED: True})
+        return Score(reward=engine.reward_of(trajectory))
+
+    # --- evaluations ---------------------------------------------------------------------------
+
+    def submit(
+        self,
+        data: Any,
+        workflow: Any,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        should_accept_fn: ShouldAccept | str | None = None,
+        group_size: int = 1,
+        task_id: int | None = None,
+        is_eval: bool = False,
+    ) -> int:
+        """Note an item that the next :meth:`wait` generates, under one version of the weights."""
+        facts = {
+            "workflow": self._workflow(workflow, workflow_kwargs),
+            "accept": _imported(should_accept_fn),
+            "evaluation": is_eval,
+        }
+        self._submitted.append(self._prompt(data, facts, group_size))
+        return self._tasks if task_id is None else task_id
+
+    def wait(
+        self, count: int, timeout: float | None = None, raise_timeout: bool = True
+    ) -> list[Trajectory | None]:
+        """Generate the `count` oldest items that were submitted, and wait for all of them.
+
+        Returns for each of them its trajectory; None for one that failed or was rejected.
+
+        Raises:
+            ConfigError: if fewer items were submitted, or if there is a timeout.
+        """
+        if count > len(self._submitted):
+            raise ConfigError(
+                f"{count} items are waited for, and {len(self._submitted)} were submitted."
+            )
+        if timeout is not None:
+            raise ConfigError("an evaluation cannot be waited for with a timeout; give None.")
+        prompts = [self._submitted.popleft() for _ in range(count)]
+        done = self._rollouts.evaluate(prompts)
+        found = {
+            group.prompt.metadata["task"]: self._trajectory(group)
+            for group in done.groups
+            if self._passes(group)
+        }
+        return [found.get(prompt.metadata["task"]) for prompt in prompts]
+
+    def rollout_batch(
+        self,
+        data: Sequence[Any],
+        workflow: Any,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        should_accept_fn: ShouldAccept | str | None = None,
+        group_size: int = 1,
+    ) -> list[Trajectory]:
+        """The trajectories of these items, under one version; those that failed are missing."""
+        for item in data:
+            self.submit(item, workflow, workflow_kwargs, should_accept_fn, group_size)
+        return [found for found in self.wait(len(data)) if found is not None]
+
+    # --- weights -------------------------------------------------------------------------------
+
+    def pause_generation(self) -> None:
+        """Do nothing: pause, load and continue are one update, which the weights begin."""
+
+    def update_weights_from_disk(self, meta: Any) -> Future[None]:
+        """Load the weights that the trainer saves in ``meta.path``, once they are complete.
+
+        The engines generate until then. They are paused for the loading alone.
+
+        Raises:
+            ConfigError: if `meta` asks for an adapter.
+        """
+        _check_meta(meta)
+        names = _areal("areal.utils.names")
+
+        # The trainer adds this name to AReaL's registry when everything is written.
+        saved = names.update_weights_from_disk(
+            self.config.experiment_name, self.config.trial_name, self.get_version()
+        )
+        return self._worker.submit(self._load, meta, saved)
+
+    def _load(self, meta: Any, saved: str) -> None:
+        name_resolve = _areal("areal.utils.name_resolve")
+
+        name_resolve.wait(saved, timeout=self.config.request_timeout, poll_frequency=_POLL_SECONDS)
+        self._rollouts.update_weights(DiskPublisher(meta.path))
+        self._updated = True
+        if meta.clear_checkpoint_after_load:
+            shutil.rmtree(meta.path, ignore_errors=True)
+
+    def init_weights_update_group(
+        self, meta: Any, xccl_group_ranks: list[int] | None = None
+    ) -> Future[None]:
+        """Let every engine join the group of AReaL's broadcasts, by AReaL's own calls.
+
+        Raises:
+            ConfigError: if requests would wait inside of the engines during a broadcast.
+        """
+        _check_meta(meta)
+        if BEHAVIOURS[self._settings.straggler].waits_inside:
+            raise ConfigError(
+                "AReaL's broadcast aborts every request that an engine has, and "
+                f'straggler="{self._settings.straggler}" lets requests wait in it; set '
+                'straggler="abort" or "run", or weight_update_mode=disk.'
+            )
+        if self._client is None:
+            RemoteSGLangEngine = _areal("areal.engine").RemoteSGLangEngine
+
+            self._client = RemoteSGLangEngine(self.config)
+            self._client.initialize(addr=[engine.name for engine in self._fleet.engines])
+        return self._client.init_weights_update_group(meta, xccl_group_ranks=xccl_group_ranks)
+
+    def update_weights_from_distributed(
+        self, meta: Any, param_specs: Sequence[Any]
+    ) -> Future[None]:
+        """Receive one bucket of AReaL's broadcast; the first one pauses the engines.
+
+        Raises:
+            ConfigError: if :meth:`init_weights_update_group` was not called.
+            RefitError: if the engines cannot be paused, or if one of the group is missing.
+        """
+        if self._client is None:
+            raise ConfigError("the engines are in no group; call init_weights_update_group().")
+        if self._handshake is None:
+            self._begin_handshake()
+        received = self._client.update_weights_from_distributed(meta, param_specs)
+        received.add_done_callback(self._note_failure)
+        return received
+
+    def _begin_handshake(self) -> None:
+        self._handshake = Handshake(label=True)
+        self._update = self._worker.submit(self._rollouts.update_weights, self._handshake)
+        try:
+            paused = set(self._handshake.wait_paused())
+        except RefitError:
+            update, self._handshake, self._update = self._update, None, None
+            update.result()
+            raise
+        if missing := {engine.name for engine in self._fleet.engines} - paused:
+            error = RefitError(
+                f"{', '.join(sorted(missing))} does not take part, and AReaL's broadcast would "
+                "wait for it for ever; restart the trainer, or use weight_update_mode=disk."
+            )
+            self._give_up(error)
+            raise error
+
+    def _note_failure(self, received: Future[None]) -> None:
+        if (error := received.exception()) is not None and self._handshake is not None:
+            with suppress(RefitError):
+                self._handshake.fail(error)
+
+    def _give_up(self, error: RefitError) -> None:
+        """End an update without its weights; the engines stand by until the next one."""
+        handshake, update, self._handshake, self._update = self._handshake, self._update, None, None
+        if handshake is not None and update is not None:
+            with suppress(RefitError):
+                handshake.fail(error)
+            with suppress(Exception):
+                update.result()
+
+    def continue_generation(self) -> None:
+        """End a broadcast: label the weights, ask every engine for its version, continue.
+
+        Raises:
+            RefitError: if no engine has the new weights.
+        """
+        handshake, update, self._handshake, self._update = self._handshake, self._update, None, None
+        if handshake is None or update is None:
+            return
+        with suppress(RefitError):  # The update raises what went wrong.
+            handshake.done()
+        update.result()
+        self._updated = True
+
+    def set_version(self, version: int) -> None:
+        """Note the trainer's number for the weights that the engines have.
+
+        Raises:
+            ConfigError: if the engines have got no new weights for it.
+        """
+        if version == self.get_version():
+            return
+        if not self._updated:
+            raise ConfigError(
+                f"the trainer says that the engines have version {version}, and no weights were "
+                f"brought in since version {self.get_version()}; update the weights first."
+            )
+        self._updated = False
+        self._ahead = self._rollouts.version - version
+
+    def get_version(self) -> int:
+        """The trainer's number for the weights that the engines have."""
+        # Between an update and set_version() AReaL still asks for the old number, which names the
+        # weights on the disk.
+        return self._rollouts.version - self._ahead - self._updated
+
+    # --- what the scheduler does by itself -----------------------------------------------------
+
+    def pause(self) -> None:
+        """Do nothing: the bound on staleness says how much is launched meanwhile."""
+
+    def resume(self) -> None:
+        """Do nothing."""
+
+    def offload(self) -> None:
+        """Release the engines' memory; what is in flight is kept."""
+        self._asleep.enter_context(self._rollouts.asleep())
+
+    def onload(self, tags: Sequence[str] | None = None) -> None:
+        """Take the engines' memory back and go on."""
+        self._asleep.close()
+
+    # --- AReaL's statistics and its controller -------------------------------------------------
+
+    def export_stats(self) -> dict[str, float]:
+        """What the workflows have recorded since the last call, such as "rollout/reward"."""
+        stats_tracker = _areal("areal.utils.stats_tracker")
+
+        return stats_tracker.export_all(reduce_group=None)
+
+    def save_perf_tracer(self, step: int | None = None, force: bool = False) -> None:
+        """Do nothing: the listeners of the scheduler trace it."""
+
+    def config_perf_tracer(self, config: Any, rank: int = 0, role: str = "") -> None:
+        """Do nothing."""
+
+    @property
+    def callback_addr(self) -> str:
+        """Address, as host:port, at which the processes of AReaL's ``TrainController`` ask for the
+        calls that move weights."""
+        if self._callbacks is None:
+            self._callbacks = _Callbacks(self)
+        return self._callbacks.address
+
+
+class _TurnEngine:
+    """The engine that a workflow gets: it generates one rollout, and notes its tokens."""
+
+    def __init__(
+        self, turn: Turn, get_version: Callable[[], int], ahead: Callable[[], int]
+    ) -> None:
+        self.get_version = get_version
+        self._turn = turn
+        self._ahead = ahead
+        self._tokens: list[int] = []
+        self._mask: list[int] = []
+
+    async def agenerate(self, req: Any) -> Any:
+        """Generate the response to a ``ModelRequest``.
+
+        Raises:
+            ConfigError: if the request has images, or asks for more than one response.
+        """
+        ModelResponse = _areal("areal.api").ModelResponse
+
+        begun = time.perf_counter()
+        output = await self._turn.generate(req.input_ids, _sampling(req))
+        response = output.token_ids.tolist()
+        added = len(req.input_ids) - len(self._tokens)
+        self._tokens = [*req.input_ids, *response]
+        self._mask += [0] * added + [1] * len(response)
+        seconds = time.perf_counter() - begun
+        return ModelResponse(
+            input_tokens=list(req.input_ids),
+            output_tokens=response,
+            output_logprobs=output.logprobs.tolist(),
+            output_versions=(output.versions - self._ahead()).tolist(),
+            stop_reason=output.finish_reason,
+            tokenizer=req.tokenizer,
+            latency=seconds,
+            ttft=seconds,
+        )
+
+    def reward_of(self, trajectory: Any) -> float:
+        """The reward in what a workflow returned.
+
+        Raises:
+            ConfigError: if the rest is not what was generated, since it would be lost.
+        """
+        found = cast("dict[str, Any]", trajectory if isinstance(trajectory, dict) else {})
+        keys = set(found)
+        if not keys <= _KEYS or "input_ids" not in keys or "rewards" not in keys:
+            raise ConfigError(
+                f"the workflow returned {sorted(keys) or type(trajectory).__name__}, of which only "
+                f"{sorted(_KEYS)} reach the trainer; leave the rest out."
+            )
+        tokens, mask = found["input_ids"].tolist(), found.get("loss_mask")
+        if tokens != [self._tokens] or (mask is not None and mask.tolist() != [self._mask]):
+            raise ConfigError(
+                "the workflow returned other tokens or another loss mask than those of its "
+                "requests and their responses; return one sequence, as it was generated."
+            )
+        return float(found["rewards"].reshape(()))
+
+
+class _Callbacks:
+    """Serves the calls that AReaL's training processes make of the process that has the engine.
+
+    They are those of AReaL's ``RolloutCallback``. A broadcast needs both sides at the same time,
+    so each call has a thread of its own.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        deserialize_value = _areal("areal.infra.rpc.serialization").deserialize_value
+        gethostip = _areal("areal.utils.network").gethostip
+
+        def group(given: Mapping[str, Any]) -> None:
+            # One address for each server: the engine numbers them itself.
+            engine.init_weights_update_group(given["meta"]).result()
+
+        def broadcast(given: Mapping[str, Any]) -> None:
+            engine.update_weights_from_distributed(given["meta"], given["param_specs"]).result()
+
+        calls: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
+            "/callback/init_weights_group": group,
+            "/callback/update_weights_xccl": broadcast,
+            "/callback/update_weights_disk": lambda given: engine.update_weights_from_disk(
+                given["meta"]
+            ).result(),
+            "/callback/pause_generation": lambda _: engine.pause_generation(),
+            "/callback/continue_generation": lambda _: engine.continue_generation(),
+        }
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                try:
+                    given = json.loads(body or b"{}")
+                    calls[self.path](
+                        {name: deserialize_value(each) for name, each in given.items()}
+                    )
+                except Exception as error:  # The trainer's process raises it.
+                    self._answer(500, {"error": str(error)})
+                else:
+                    self._answer(200, {"status": "ok"})
+
+            def _answer(self, status: int, content: Mapping[str, str]) -> None:
+                body = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None: ...
+
+        self._server = ThreadingHTTPServer((gethostip(), 0), Handler)
+        host, port = self._server.server_address[:2]
+        self.address = f"{host!s}:{port}"
+        self._thread = threading.Thread(
+            target=partial(self._server.serve_forever, 0.05), name="aprilsched-areal", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _settings(config: SchedulerConfig, areal: Any, group_size: int) -> SchedulerConfig:
+    """The scheduler's settings with the sizes and the bound of AReaL's."""
+    for name in ("use_lora", "return_routed_experts"):
+        if getattr(areal, name, False):
+            raise ConfigError(f"{name} is set, which the scheduler does not carry; leave it out.")
+    if config.stop != "groups":
+        raise ConfigError(
+            f"stop is {config.stop!r}, and a step of AReaL takes a fixed number of groups; leave "
+            'it at "groups".'
+        )
+    bound = areal.max_head_offpolicyness
+    own = config.policies.staleness.bound
+    if own is None:
+        config = replace(config, max_staleness=bound)
+    elif own > bound:
+        raise ConfigError(
+            f"max_staleness is {own}, and max_head_offpolicyness {bound}; raise "
+            "max_head_offpolicyness, or leave max_staleness out."
+        )
+    limit = areal.max_concurrent_rollouts
+    if limit is not None and config.dispatch.max_in_flight is None:
+        config = replace(
+            config, dispatch=replace(config.dispatch, max_in_flight=limit * group_size)
+        )
+    return replace(config, group_size=group_size, batch_groups=areal.consumer_batch_size)
+
+
+def _sampling(req: Any) -> SamplingParams:
+    """The parameters of a ``ModelRequest``."""
+    given = req.gconfig
+    if given.n_samples != 1 or given.use_beam_search:
+        raise ConfigError(
+            "a request asks for several responses or a beam search; set gconfig.n_samples to 1 in "
+            "the workflow, since a group is made of several episodes."
+        )
+    if req.image_data:
+        raise ConfigError("a request has images, which the scheduler does not carry.")
+    room = given.max_tokens - len(req.input_ids)
+    if room < 1:
+        raise ConfigError(
+            f"gconfig.max_tokens is {given.max_tokens}, and the prompt has {len(req.input_ids)} "
+            "tokens; raise max_tokens, or leave such prompts out."
+        )
+    extra: dict[str, Any] = {"skip_special_tokens": given.skip_special_tokens}
+    if given.stop:
+        extra["stop"] = list(given.stop)
+    if given.frequency_penalty:
+        extra["frequency_penalty"] = given.frequency_penalty
+    longest = min(given.max_new_tokens, room)
+    return SamplingParams(
+        max_new_tokens=longest,
+        min_new_tokens=min(given.min_new_tokens, longest),
+        temperature=0.0 if given.greedy else given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        stop_token_ids=tuple(given.stop_token_ids),
+        ignore_eos=given.ignore_eos,
+        extra=extra,
+    )
+
+
+def _check_meta(meta: Any) -> None:
+    if meta.use_lora:
+        raise ConfigError(
+            "the update is that of a LoRA adapter, which this engine does not take; train without "
+            "use_lora, or use aprilsched.LoraPublisher with a trainer of your own."
+        )
+
+
+def _imported(given: Any) -> Any:
+    """What an import path names; anything else as it is."""
+    if not isinstance(given, str):
+        return given
+    import_from_string = _areal("areal.utils.dynamic_import").import_from_string
+
+    return import_from_string(given)
+
+
+def _areal(module: str) -> Any:
+    """A module of AReaL."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingExtra(
+            f"AReaL cannot be imported ({error}); install the package areal, or its repository."
+        ) from error

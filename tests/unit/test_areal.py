@@ -1,0 +1,651 @@
+"""AReaL's rollout engine on the embedded engine: batches, workflows, weights, evaluations.
+
+With `AREAL_ROOT` set, the same tests run with AReaL's own classes.
+"""
+
+# pyright: basic, reportMissingImports=false
+# The package has no complete types.
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aprilsched import SchedulerConfig, SimFleet
+from aprilsched.config import Dispatch, Samples, Staleness
+from aprilsched.core.messages import commands as do
+from aprilsched.errors import ConfigError, RefitError
+from aprilsched.integrations.areal import RolloutEngine
+from tests.support.areal_parts import areal, is_real, saved
+
+torch = pytest.importorskip("torch")
+
+GROUPS, SIZE = 3, 4
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    found = areal(monkeypatch)
+    if is_real():
+        from areal.api.cli_args import NameResolveConfig
+
+        found.name_resolve.reconfigure(
+            NameResolveConfig(type="nfs", nfs_record_root=str(tmp_path / "names"))
+        )
+    return found
+
+
+class Loader:
+    """A dataloader: lists of items, again and again."""
+
+    def __init__(self, items: int = 12, batch_size: int = GROUPS) -> None:
+        self.items = [{"number": number, "ids": [5, 6, 7 + number]} for number in range(items)]
+        self.batch_size = batch_size
+        self.epochs: list[int] = []
+        self.sampler = SimpleNamespace(set_epoch=self.epochs.append)
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        for begin in range(0, len(self.items), self.batch_size):
+            yield self.items[begin : begin + self.batch_size]
+
+
+class SingleTurn:
+    """A workflow as AReaL's RLVRWorkflow: one request, and a trajectory of one row."""
+
+    def __init__(self, parts: Any, **sampling: Any) -> None:
+        self.parts = parts
+        self.gconfig = parts.Generation(**{"max_new_tokens": 40, **sampling})
+        self.seen: list[Any] = []
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        request = self.parts.Request(input_ids=list(data["ids"]), gconfig=self.gconfig.new())
+        response = await engine.agenerate(request)
+        self.seen.append((self.parts.context.get(), engine.get_version(), response))
+        reward = await self.reward(data, response)
+        stats = self.parts.stats.get(self.parts.context.stat_scope())
+        stats.scalar(reward=reward)
+        return self.trajectory(response, reward)
+
+    async def reward(self, data: dict[str, Any], response: Any) -> float:
+        return float(len(response.output_tokens) % 7)
+
+    def trajectory(self, response: Any, reward: float) -> Any:
+        prompt, output = response.input_tokens, response.output_tokens
+        made = {
+            "input_ids": torch.tensor(prompt + output, dtype=torch.int32),
+            "loss_mask": torch.tensor([0] * len(prompt) + [1] * len(output), dtype=torch.int32),
+            "logprobs": torch.tensor([0.0] * len(prompt) + response.output_logprobs),
+            "versions": torch.tensor([-1] * len(prompt) + response.output_versions),
+            "attention_mask": torch.ones(len(prompt + output), dtype=torch.bool),
+            "rewards": torch.tensor(reward),
+        }
+        return {name: tensor.unsqueeze(0) for name, tensor in made.items()}
+
+
+def config(parts: Any, **changes: Any) -> Any:
+    values = {
+        "backend": "sglang:d1",
+        "experiment_name": "experiment",
+        "trial_name": "trial",
+        "consumer_batch_size": GROUPS,
+        "max_head_offpolicyness": 2,
+        "request_timeout": 60,
+    }
+    return parts.Config(**{**values, **changes})
+
+
+def engine(parts: Any, fleet: Any = None, settings: Any = None, **changes: Any) -> RolloutEngine:
+    return RolloutEngine(
+        fleet or SimFleet(2, time_scale=0.01),
+        config=config(parts, **changes),
+        gconfig=parts.Generation(n_samples=SIZE),
+        settings=settings or SchedulerConfig(over_provision=2.0, pace="asynchronous"),
+    )
+
+
+@pytest.fixture
+def opened(parts: SimpleNamespace) -> Iterator[RolloutEngine]:
+    made = engine(parts)
+    made.initialize(train_data_parallel_size=1)
+    yield made
+    made.destroy()
+    made.destroy()
+
+
+def update(made: RolloutEngine, parts: Any, folder: Path, version: int) -> Any:
+    """What AReaL's trainer does after a step, in its order."""
+    meta = parts.Meta(type="disk", path=str(folder / "weights")).with_version(version)
+    made.pause()
+    made.pause_generation()
+    future = made.update_weights_from_disk(meta)
+    saved(parts, made.config, version - 1, Path(meta.path))
+    future.result(60)
+    made.continue_generation()
+    made.set_version(version)
+    made.set_version(version)  # The engine for evaluations is the same.
+    made.resume()
+    return meta
+
+
+def check(batch: list[dict[str, Any]], *, size: int = SIZE) -> None:
+    for trajectory in batch:
+        ids, mask = trajectory["input_ids"], trajectory["loss_mask"]
+        assert ids.shape[0] == size
+        for name in ("loss_mask", "logprobs", "versions", "attention_mask"):
+            assert trajectory[name].shape == ids.shape
+        assert trajectory["rewards"].shape == (size,)
+        assert ids.dtype == mask.dtype == trajectory["versions"].dtype == torch.int32
+        assert trajectory["logprobs"].dtype == trajectory["rewards"].dtype == torch.float32
+        assert trajectory["attention_mask"].dtype == torch.bool
+        response = mask.bool()
+        assert not (response & ~trajectory["attention_mask"]).any()
+        assert (trajectory["versions"][response] >= 0).all()
+        assert (trajectory["versions"][~response] == -1).all()
+        assert not trajectory["logprobs"][~response].any()
+        assert (trajectory["logprobs"][response] < 0).any()
+        lengths = response.sum(-1)
+        assert trajectory["rewards"].tolist() == (lengths % 7).tolist()
+        assert ids[:, :2].tolist() == [[5, 6]] * size
+        assert len(set(ids[:, 2].tolist())) == 1, "the rollouts of one prompt"
+    if is_real():
+        from areal.infra import check_trajectory_format
+        from areal.utils.data import concat_batch
+
+        assert all(check_trajectory_format(each, batch_size=size) for each in batch)
+        concat_batch(batch)
+
+
+def test_batches_updates_and_staleness(
+    parts: SimpleNamespace, opened: RolloutEngine, tmp_path: Path
+):
+    loader, workflow = Loader(), SingleTurn(parts, max_new_tokens=400)
+    ages: list[int] = []
+    for version in range(6):
+        batch = opened.prepare_batch(loader, workflow, group_size=SIZE)
+        assert len(batch) == GROUPS
+        check(batch)
+        assert opened.get_version() == version
+        for trajectory in batch:
+            counted = trajectory["versions"][trajectory["loss_mask"].bool()]
+            ages += (version - counted).tolist()
+        meta = update(opened, parts, tmp_path, version + 1)
+        assert not Path(meta.path).exists(), "the checkpoint is removed after the loading"
+    assert max(ages) in (1, 2)
+    assert min(ages) == 0
+    assert loader.epochs[:2] == [0, 1]
+    rewards = opened.export_stats()
+    assert 0 < rewards["rollout/reward"] < 7
+    assert {context.is_eval for context, *_ in workflow.seen} == {False}
+
+
+def test_the_engines_generate_until_the_weights_are_on_the_disk(
+    parts: SimpleNamespace, tmp_path: Path
+):
+    """AReaL pauses its own engines before it saves."""
+    commands: list[Any] = []
+    listener: Any = SimpleNamespace(
+        on_event=lambda event, now: None, on_command=lambda command, now: commands.append(command)
+    )
+    made = RolloutEngine(
+        SimFleet(1, time_scale=0.01),
+        config=config(parts),
+        gconfig=parts.Generation(n_samples=SIZE),
+        listeners=[listener],
+    )
+    made.initialize()
+    try:
+        made.prepare_batch(Loader(), SingleTurn(parts), group_size=SIZE)
+        meta = parts.Meta(type="disk", path=str(tmp_path / "v1"), clear_checkpoint_after_load=False)
+        made.pause_generation()
+        future = made.update_weights_from_disk(meta)
+        made.prepare_batch(Loader(), SingleTurn(parts), group_size=SIZE)
+        assert not future.done()
+        assert not [each for each in commands if isinstance(each, do.Pause | do.Refit)]
+        assert made.get_version() == 0
+        saved(parts, made.config, 0, Path(meta.path))
+        future.result(60)
+        assert [each for each in commands if isinstance(each, do.Refit)]
+        assert made.get_version() == 0, "the trainer has not told its number yet"
+        made.set_version(1)
+        assert made.get_version() == 1
+        assert Path(meta.path).exists()
+    finally:
+        made.destroy()
+
+
+def test_the_trainers_versions_begin_at_0_on_servers_that_have_others(
+    parts: SimpleNamespace, tmp_path: Path
+):
+    """Servers of a former run, and a trainer that is recovered at version 40."""
+    fleet = SimFleet(1, time_scale=0.01)
+    first = engine(parts, fleet)
+    first.initialize()
+    for version in (1, 2, 3):
+        update(first, parts, tmp_path / "first", version)
+    first.destroy()
+    second = engine(parts, fleet)
+    second.initialize()
+    try:
+        assert (second.get_version(), second._rollouts.version) == (0, 3)
+        with pytest.raises(ConfigError, match="no weights were brought in since version 0"):
+            second.set_version(40)
+        meta = parts.Meta(type="disk", path=str(tmp_path / "v40"))
+        future = second.update_weights_from_disk(meta)
+        saved(parts, second.config, 0, Path(meta.path))
+        future.result(60)
+        second.set_version(40)
+        workflow = SingleTurn(parts)
+        (trajectory, *_) = second.prepare_batch(Loader(), workflow, group_size=SIZE)
+        assert set(trajectory["versions"].flatten().tolist()) == {-1, 40}
+        assert {version for _, version, _ in workflow.seen} == {40}
+        assert set(workflow.seen[0][2].output_versions) == {40}
+    finally:
+        second.destroy()
+
+
+class Picky(SingleTurn):
+    """It keeps no response of odd items, and every second one of the others."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        made = await super().arun_episode(engine, data)
+        return None if data["number"] % 2 or len(self.seen) % 2 else made
+
+
+def test_what_a_workflow_does_not_keep_is_left_out(parts: SimpleNamespace, opened: RolloutEngine):
+    batch = opened.prepare_batch(Loader(), Picky(parts), group_size=SIZE)
+    assert len(batch) == GROUPS
+    assert all(0 < len(each["rewards"]) <= SIZE for each in batch)
+    assert any(len(each["rewards"]) < SIZE for each in batch)
+    assert all((each["input_ids"][:, 2] % 2 == 1).all() for each in batch), "7 + an even number"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_rejected_groups_are_replaced_or_missing(parts: SimpleNamespace, dynamic: bool):
+    """With `dynamic_bs` a batch is smaller in their place."""
+    made = engine(parts)
+    made.initialize()
+
+    def accept(trajectory: dict[str, Any]) -> bool:
+        return int(trajectory["input_ids"][0, 2]) % 2 == 0
+
+    try:
+        taken = [
+            made.prepare_batch(
+                Loader(),
+                SingleTurn(parts),
+                should_accept_fn=accept,
+                group_size=SIZE,
+                dynamic_bs=dynamic,
+            )
+            for _ in range(4)
+        ]
+    finally:
+        made.destroy()
+    assert all(accept(trajectory) for batch in taken for trajectory in batch)
+    if dynamic:
+        assert 0 < sum(map(len, taken)) < 4 * GROUPS
+    else:
+        assert [len(batch) for batch in taken] == [GROUPS] * 4
+
+
+class MultiTurn(SingleTurn):
+    """Three requests, each after the response and some tokens of the environment."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        tokens, mask = list(data["ids"]), [0] * 3
+        for turn in range(3):
+            if turn:
+                tokens += [9, 9]
+                mask += [0, 0]
+            request = self.parts.Request(input_ids=list(tokens), gconfig=self.gconfig.new())
+            response = await engine.agenerate(request)
+            tokens += response.output_tokens
+            mask += [1] * len(response.output_tokens)
+        return {
+            "input_ids": torch.tensor([tokens]),
+            "loss_mask": torch.tensor([mask]),
+            "rewards": torch.tensor([1.0]),
+        }
+
+
+def test_a_workflow_of_several_turns(parts: SimpleNamespace, opened: RolloutEngine):
+    (trajectory, *_) = opened.prepare_batch(Loader(), MultiTurn(parts), group_size=SIZE)
+    row = trajectory["loss_mask"][0].tolist()
+    turns = sum(before < after for before, after in zip([0, *row], row, strict=False))
+    assert turns == 3
+    assert trajectory["rewards"].tolist() == [1.0] * SIZE
+
+
+def test_evaluations_are_in_the_order_of_their_items(parts: SimpleNamespace, opened: RolloutEngine):
+    opened.prepare_batch(Loader(), SingleTurn(parts), group_size=SIZE)
+    workflow = SingleTurn(parts, greedy=True)
+    items = Loader(items=5).items
+    numbers = [opened.submit(item, workflow, group_size=2, is_eval=True) for item in items]
+    assert len(set(numbers)) == 5
+    found = opened.wait(5)
+    assert [int(each["input_ids"][0, 2]) for each in found if each is not None] == [
+        item["ids"][2] for item in items
+    ]
+    assert {context.is_eval for context, *_ in workflow.seen} == {True}
+    for each in found:
+        assert each is not None
+        check([each], size=2)
+    batch = opened.rollout_batch(items[:2], workflow, group_size=1)
+    assert [int(each["input_ids"][0, 2]) for each in batch] == [7, 8]
+    with pytest.raises(ConfigError, match="1 items are waited for, and 0 were submitted"):
+        opened.wait(1)
+    opened.submit(items[0], workflow)
+    with pytest.raises(ConfigError, match="with a timeout"):
+        opened.wait(1, timeout=1.0)
+
+
+def test_a_workflow_that_raises_costs_its_group(parts: SimpleNamespace, opened: RolloutEngine):
+    class Broken(SingleTurn):
+        async def reward(self, data: dict[str, Any], response: Any) -> float:
+            if data["number"] == 0:
+                raise ZeroDivisionError
+            return float(len(response.output_tokens) % 7)
+
+    batch = opened.prepare_batch(Loader(), Broken(parts), group_size=SIZE)
+    check(batch)
+    assert all(int(each["input_ids"][0, 2]) != 7 for each in batch)
+    entries = opened._rollouts.state.in_flight.ledger.entries
+    assert any("ZeroDivisionError" in entry.cause for entry in entries)
+
+
+class Telling(SingleTurn):
+    """A workflow whose trajectory or request is changed."""
+
+    change: Any = staticmethod(lambda trajectory: trajectory)
+    more: Any = MappingProxyType({})
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        request = self.parts.Request(
+            input_ids=list(data["ids"]), gconfig=self.gconfig.new(), **self.more
+        )
+        response = await engine.agenerate(request)
+        return self.change(self.trajectory(response, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda t: {**t, "begin_of_trajectory": t["rewards"]}, "only .* reach the trainer"),
+        (lambda t: "a text", "only .* reach the trainer"),
+        (lambda t: {**t, "input_ids": t["input_ids"] + 1}, "other tokens"),
+        (lambda t: {**t, "loss_mask": t["loss_mask"] * 0}, "another loss mask"),
+    ],
+)
+def test_trajectories_that_would_be_lost_are_refused(
+    parts: SimpleNamespace, opened: RolloutEngine, change: Any, cause: str
+):
+    workflow = Telling(parts)
+    workflow.change = change
+    refused(opened, workflow, cause)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "more", "cause"),
+    [
+        ({"n_samples": 2}, {}, "set gconfig.n_samples to 1"),
+        ({"use_beam_search": True}, {}, "a beam search"),
+        ({}, {"image_data": ["..."]}, "has images"),
+        ({"max_tokens": 3}, {}, "raise max_tokens"),
+    ],
+)
+def test_requests_that_cannot_be_sent_are_refused(
+    parts: SimpleNamespace,
+    opened: RolloutEngine,
+    sampling: dict[str, Any],
+    more: dict[str, Any],
+    cause: str,
+):
+    workflow = Telling(parts, **sampling)
+    workflow.more = more
+    refused(opened, workflow, cause)
+
+
+def refused(opened: RolloutEngine, workflow: Any, cause: str) -> None:
+    (found,) = [opened.submit(Loader().items[0], workflow)]
+    assert found
+    assert opened.wait(1) == [None]
+    (entry,) = opened._rollouts.state.in_flight.ledger.entries
+    assert re.search(cause, entry.cause), entry.cause
+
+
+def test_parameters_of_sampling_reach_the_engine(parts: SimpleNamespace, opened: RolloutEngine):
+    from aprilsched.integrations.areal import _sampling
+
+    given = parts.Generation(
+        greedy=True,
+        max_tokens=20,
+        min_new_tokens=30,
+        stop=["</answer>"],
+        stop_token_ids=[3],
+        frequency_penalty=0.5,
+        top_p=0.9,
+    )
+    made = _sampling(parts.Request(input_ids=[1] * 8, gconfig=given))
+    assert (made.temperature, made.max_new_tokens, made.min_new_tokens) == (0.0, 12, 12)
+    assert (made.top_p, made.stop_token_ids) == (0.9, (3,))
+    assert made.extra == {
+        "skip_special_tokens": True,
+        "stop": ["</answer>"],
+        "frequency_penalty": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("areals", "settings", "error"),
+    [
+        ({"use_lora": True}, {}, "use_lora is set"),
+        ({"return_routed_experts": True}, {}, "return_routed_experts is set"),
+        ({}, {"max_staleness": 3}, "raise max_head_offpolicyness"),
+        ({}, {"stop": Samples(8)}, "takes a fixed number of groups"),
+    ],
+)
+def test_settings_that_contradict_areals_are_refused(
+    parts: SimpleNamespace, areals: dict[str, Any], settings: dict[str, Any], error: str
+):
+    with pytest.raises(ConfigError, match=error):
+        engine(parts, settings=SchedulerConfig(**settings), **areals)
+
+
+def test_areals_settings_are_those_of_the_scheduler(parts: SimpleNamespace):
+    made = engine(parts, max_concurrent_rollouts=5)._settings
+    assert (made.batch_groups, made.group_size, made.max_staleness) == (GROUPS, SIZE, 2)
+    assert made.dispatch.max_in_flight == 5 * SIZE
+    own = SchedulerConfig(
+        max_staleness=Staleness(1, rule="evict"), dispatch=Dispatch(max_in_flight=7)
+    )
+    made = engine(parts, settings=own, max_concurrent_rollouts=5)._settings
+    assert made.max_staleness == Staleness(1, rule="evict")
+    assert made.dispatch.max_in_flight == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"group_size": SIZE + 1}, "group_size is 5, and gconfig.n_samples was 4"),
+        ({"dataloader": Loader(batch_size=2)}, "gives 2 items at a time"),
+        ({"workflow": lambda data: None}, "has no arun_episode"),
+    ],
+)
+def test_arguments_of_a_batch_that_cannot_be_met_are_refused(
+    parts: SimpleNamespace, opened: RolloutEngine, changes: dict[str, Any], error: str
+):
+    given = {"dataloader": Loader(), "workflow": SingleTurn(parts), "group_size": SIZE}
+    with pytest.raises(ConfigError, match=error):
+        opened.prepare_batch(**{**given, **changes})
+
+
+def test_several_processes_with_an_engine_each_are_refused(parts: SimpleNamespace):
+    with pytest.raises(ConfigError, match="let one process drive the trainer"):
+        engine(parts).initialize(train_data_parallel_size=4)
+
+
+def test_an_adapter_is_refused(parts: SimpleNamespace, opened: RolloutEngine):
+    meta = parts.Meta(type="disk", path="weights", use_lora=True)
+    with pytest.raises(ConfigError, match="a LoRA adapter"):
+        opened.update_weights_from_disk(meta)
+    with pytest.raises(ConfigError, match="a LoRA adapter"):
+        opened.init_weights_update_group(meta)
+
+
+def test_the_memory_of_the_engines_is_lent_to_the_trainer(
+    parts: SimpleNamespace, opened: RolloutEngine, tmp_path: Path
+):
+    """AReaL's order where trainer and engines are on the same GPUs."""
+    for version in (1, 2):
+        check(opened.prepare_batch(Loader(), SingleTurn(parts), group_size=SIZE))
+        opened.pause()
+        opened.pause_generation()
+        opened.offload()
+        assert opened._rollouts.state.fleet.sleep is not None
+        update(opened, parts, tmp_path, version)
+        opened.onload()
+        opened.continue_generation()
+        opened.resume()
+        assert opened._rollouts.state.fleet.sleep is None
+
+
+# --- broadcasts ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broadcasting(parts: SimpleNamespace) -> Iterator[tuple[RolloutEngine, Any]]:
+    """An engine in AReaL's group, and the stand-in for AReaL's client."""
+    if is_real():
+        pytest.skip("AReaL's own client needs servers: tests/sglang/test_areal.py")
+    from areal.engine import RemoteSGLangEngine
+
+    RemoteSGLangEngine.calls.clear()
+    RemoteSGLangEngine.error = None
+    made = engine(parts, settings=SchedulerConfig(straggler="abort", pace="asynchronous"))
+    made.initialize()
+    made.init_weights_update_group(parts.Meta(type="xccl", nccl_group_name="group")).result()
+    yield made, RemoteSGLangEngine
+    made.destroy()
+
+
+def test_a_broadcast_is_one_update_whatever_the_number_of_its_buckets(
+    parts: SimpleNamespace, broadcasting: tuple[RolloutEngine, Any]
+):
+    made, client = broadcasting
+    assert client.calls == [("initialize", ["sim-0", "sim-1"]), ("group", "group")]
+    for version in (1, 2):
+        check(made.prepare_batch(Loader(), SingleTurn(parts), group_size=SIZE))
+        made.pause_generation()
+        meta = parts.Meta(type="xccl", nccl_group_name="group", version=version)
+        for bucket in range(3):
+            made.update_weights_from_distributed(meta, [bucket]).result()
+            modes = {control.mode for control in made._rollouts.state.fleet.control.all()}
+            assert {mode.value for mode in modes} == {"refitting"}
+        made.continue_generation()
+        made.set_version(version)
+        assert made.get_version() == version
+    assert [what for what, _ in client.calls].count("bucket") == 6
+    made.continue_generation()  # Nothing is under way.
+
+
+def test_a_bucket_that_fails_ends_the_update_and_the_next_one_repairs_it(
+    parts: SimpleNamespace, broadcasting: tuple[RolloutEngine, Any]
+):
+    made, client = broadcasting
+    meta = parts.Meta(type="xccl", nccl_group_name="group")
+    client.error = OSError("the network is gone")
+    with pytest.raises(OSError, match="the network is gone"):
+        made.update_weights_from_distributed(meta, []).result()
+    with pytest.raises(RefitError, match="the network is gone"):
+        made.continue_generation()
+    with pytest.raises(ConfigError, match="no weights were brought in"):
+        made.set_version(1)
+    client.error = None
+    made.update_weights_from_distributed(meta, []).result()
+    made.continue_generation()
+    made.set_version(1)
+    check(made.prepare_batch(Loader(), SingleTurn(parts), group_size=SIZE))
+
+
+def test_an_engine_that_left_the_group_is_noticed_before_the_broadcast(
+    parts: SimpleNamespace, broadcasting: tuple[RolloutEngine, Any]
+):
+    made, client = broadcasting
+    lose(made, "sim-1")
+    meta = parts.Meta(type="xccl", nccl_group_name="group")
+    with pytest.raises(RefitError, match="sim-1 does not take part"):
+        made.update_weights_from_distributed(meta, [])
+    assert not [what for what, _ in client.calls if what == "bucket"]
+
+
+def lose(made: RolloutEngine, name: str) -> None:
+    from aprilsched.core.messages.events import EngineLost
+
+    asynchronous = made._rollouts._rollouts
+
+    async def feed() -> None:
+        asynchronous._feed(EngineLost(engine=name, cause="given up by the test"))
+
+    made._rollouts._wait(feed)
+
+
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "choose"])
+def test_requests_that_would_wait_in_the_engine_are_refused_for_a_broadcast(
+    parts: SimpleNamespace, straggler: Any
+):
+    made = engine(parts, settings=SchedulerConfig(straggler=straggler))
+    with pytest.raises(ConfigError, match='set straggler="abort" or "run"'):
+        made.init_weights_update_group(parts.Meta(type="xccl"))
+    with pytest.raises(ConfigError, match="the engines are in no group"):
+        made.update_weights_from_distributed(parts.Meta(type="xccl"), [])
+
+
+# --- the controller ------------------------------------------------------------------------------
+
+
+def test_the_trainers_processes_ask_for_updates_over_http(
+    parts: SimpleNamespace, opened: RolloutEngine, tmp_path: Path
+):
+    from areal.infra.rpc.serialization import serialize_value
+
+    opened.prepare_batch(Loader(), SingleTurn(parts), group_size=SIZE)
+    meta = parts.Meta(type="disk", path=str(tmp_path / "v1"), version=1)
+    saved(parts, opened.config, 0, Path(meta.path))
+    assert post(opened, "pause_generation", {}) == {"status": "ok"}
+    body = {"meta": serialize_value(meta)}
+    assert post(opened, "update_weights_disk", body) == {"status": "ok"}
+    assert post(opened, "continue_generation", {}) == {"status": "ok"}
+    opened.set_version(1)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(opened, "update_weights_xccl", {**body, "param_specs": []})
+    with refused.value as answer:
+        assert "the engines are in no group" in json.loads(answer.read())["error"]
+
+
+def post(opened: RolloutEngine, call: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        f"http://{opened.callback_addr}/callback/{call}",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_without_areal_it_is_named():
+    program = (
+        "import sys; sys.modules['areal'] = None\n"
+        "from aprilsched.integrations.areal import _imported\n"
+        "_imported('a.path')"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "MissingExtra: AReaL cannot be imported" in ended.stderr.splitlines()[-1]
