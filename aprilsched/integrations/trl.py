@@ -139,7 +139,9 @@ class RolloutWorker:
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._samples: deque[RolloutSample] = deque()
         self._untrained: deque[Batch] = deque()
-        self._given: Named | None = None
+        self._given: _Given | None = None
+        self._model: Any = None
+        """The model that is trained, from the begin of the training on."""
         self._ahead_of_trl = 0
         """The scheduler's version minus the trainer's, which begins at 0 again in a new process."""
         # TRL declares its own types of queues for both, and uses get() and qsize() alone.
@@ -288,12 +290,15 @@ class RolloutWorker:
     def send_weights(self, iterator: Named) -> None:
         """Bring the weights to every engine: pause, load, verify, continue.
 
+        An engine that fails meanwhile is left behind, and the others get the weights once more. It
+        takes part again when it is back and the next weights are sent.
+
         Raises:
             RefitError: if no engine took them.
         """
         rollouts = self._open()
         restored, self._restored = self._restored, None
-        self._given = iterator
+        self._given = _Given(iterator, self._model)
         try:
             if restored is None:
                 rollouts.update_weights(self._publisher, acknowledge=False)
@@ -318,16 +323,15 @@ class RolloutWorker:
         self._ahead_of_trl = self._open().version - model_version
 
     def _weights(self) -> Named:
-        given, self._given = self._given, None
-        if given is None:
-            raise ConfigError(
-                "the trainer gives its weights once for each update, and the publisher asked for "
-                "them again, because an engine failed; train on from the last checkpoint."
-            )
-        # Another generator, because a publisher may close what it was given.
-        return (pair for pair in given)
+        if self._given is None:
+            raise ConfigError("the trainer gives its weights in send_weights() alone.")
+        return self._given.read()
 
     # --- what the callback calls ---------------------------------------------------------------
+
+    def begin(self, model: Any) -> None:
+        """Note the model that is trained."""
+        self._model = model
 
     def trained(self) -> None:
         """Note that a step has ended, which trained on the oldest batch that the trainer has."""
@@ -354,6 +358,50 @@ class RolloutWorker:
                 "a resumed trainer counts the prompts of its epochs from 0 again; set max_steps."
             )
         self._restored = folder / _FILE
+
+
+class _Given:
+    """The weights of one update, which TRL gives as an iterator that can be read once.
+
+    They can be read from the beginning again as long as they are the parameters of `model`
+    themselves: noting those takes no memory. TRL gathers a sharded parameter when it is asked for
+    it, in which every rank takes part, and frees it afterwards. Noting gathered ones would hold the
+    whole model, so they cannot be read twice.
+    """
+
+    def __init__(self, iterator: Named, model: Any) -> None:
+        self._rest = iterator
+        self._seen: list[tuple[str, Tensor]] | None = []
+        """What was read; None if it was not noted."""
+        parameters = model.parameters() if model is not None else ()
+        self._own = {_memory(each) for each in parameters if not hasattr(each, "full_tensor")}
+
+    def read(self) -> Named:
+        """All weights, from the beginning.
+
+        Raises:
+            ConfigError: if some were read that cannot be read again.
+        """
+        if self._seen is None:
+            raise ConfigError(
+                "the trainer gathers its weights once for each update, and an engine failed when "
+                "some were sent, so they cannot be sent again; train on from the last checkpoint."
+            )
+        return self._read(self._seen)
+
+    def _read(self, seen: list[tuple[str, Tensor]]) -> Named:
+        yield from list(seen)
+        for pair in self._rest:
+            if not self._own or _memory(pair[1]) not in self._own:
+                self._seen = None
+            elif self._seen is not None:
+                self._seen.append(pair)
+            yield pair
+
+
+def _memory(tensor: Any) -> int:
+    """The address of a tensor's memory."""
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Prompts:
@@ -599,7 +647,10 @@ def _callback(worker: RolloutWorker) -> TrainerCallback:
     class Checkpoints(TrainerCallback):
         # It comes before TRL's own callbacks, so that a checkpoint is restored before the engines
         # are opened.
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_train_begin(
+            self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+        ) -> None:
+            worker.begin(model)
             if state.is_world_process_zero and state.global_step:
                 worker.restore(_folder(args, state))
 

@@ -10,7 +10,7 @@ import runpy
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pytest
 from aprilsched import DistributedPublisher, Group, SchedulerConfig, SGLangFleet
 from aprilsched.engines.base import Engine
 from aprilsched.integrations.trl import RolloutWorker
+from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.server import CpuServer
 
 pytestmark = pytest.mark.skipif(
@@ -66,15 +67,24 @@ def model(torch: Any, models: tuple[Path, Path], tmp_path: Path) -> Path:
 class Recorded(DistributedPublisher):
     """Broadcasts over gloo, and keeps a copy of every version."""
 
-    def __init__(self, weights: Any, kept: dict[int, dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        weights: Any,
+        kept: dict[int, dict[str, Any]],
+        amid: Callable[[int], None] = lambda version: None,
+    ) -> None:
         super().__init__(self._copied, backend="gloo", bucket_bytes=200_000)
         self._from_trainer = weights
         self._kept = kept
+        self._amid = amid
+        """Called in the middle of each version, with the number of those before."""
         self._latest: dict[str, Any] = {}
 
     def _copied(self) -> Iterator[tuple[str, Any]]:
         self._latest = {}
-        for name, tensor in self._from_trainer():
+        for index, (name, tensor) in enumerate(self._from_trainer()):
+            if index == 12:
+                self._amid(len(self._kept))
             self._latest[name] = tensor.clone()
             yield name, tensor
 
@@ -89,7 +99,15 @@ class Recorded(DistributedPublisher):
 class Run:
     """One process of the training: what the trainer was given, and every version of the weights."""
 
-    def __init__(self, url: str, model: Path, folder: Path, *, steps: int) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        model: Path,
+        folder: Path,
+        *,
+        steps: int,
+        amid: Callable[[int], None] = lambda version: None,
+    ) -> None:
         from transformers import AutoTokenizer
         from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
         from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
@@ -98,6 +116,8 @@ class Run:
         self.groups: dict[int, Group] = {}
         self.weights: dict[int, dict[str, Any]] = {}
         self.in_flight: set[int] = set()
+        self.engines: list[str] = []
+        """The engines that are in use at the end."""
         self.launched = 0
         args = AsyncGRPOConfig(
             output_dir=str(folder),
@@ -119,13 +139,13 @@ class Run:
         )
         tokenizer = AutoTokenizer.from_pretrained(model)
         self.worker = RolloutWorker(
-            SGLangFleet([url]),
+            SGLangFleet(urls, admin_key=ADMIN_KEY),
             args=args,
             train_dataset=DATA,
             processing_class=tokenizer,
             reward_funcs=varied,
             config=SchedulerConfig(over_provision=2.0, straggler="retract", pace="asynchronous"),
-            publisher=functools.partial(Recorded, kept=self.weights),
+            publisher=functools.partial(Recorded, kept=self.weights, amid=amid),
             accept=self._accept,
         )
         get = self.worker.get
@@ -156,6 +176,7 @@ class Run:
         assert self.worker._rollouts is not None
         state = self.worker._rollouts.state.in_flight
         self.in_flight, self.launched = set(state.groups), state.counters.launched // 4
+        self.engines = list(self.worker._rollouts.state.fleet.control.engines)
 
 
 def varied(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -167,9 +188,9 @@ def test_twenty_steps_on_a_real_server_with_a_resume_between(
 ) -> None:
     """The first trainer ends after step 12, and the second one goes on from the checkpoint of
     step 10."""
-    first = Run(clean_server.url, model, tmp_path / "run", steps=12)
+    first = Run([clean_server.url], model, tmp_path / "run", steps=12)
     first.trainer.train()
-    second = Run(clean_server.url, model, tmp_path / "run", steps=20)
+    second = Run([clean_server.url], model, tmp_path / "run", steps=20)
     second.trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-10"))
     assert second.trainer.state.global_step == 20
     # The first step trains on tokens of the weights that it has.
@@ -192,6 +213,34 @@ def test_twenty_steps_on_a_real_server_with_a_resume_between(
     for before, after in zip(first.samples[10 * STEP :], second.samples, strict=False):
         if before.group_id == after.group_id == first.samples[10 * STEP].group_id:
             assert np.array_equal(before.input_ids, after.input_ids)
+
+
+def test_a_server_that_dies_in_a_broadcast_does_not_end_the_training(
+    torch: Any, clean_pair: tuple[CpuServer, CpuServer], model: Path, tmp_path: Path
+) -> None:
+    """The other one gets the same weights once more."""
+    stays, victim = clean_pair
+    killed: list[int] = []
+
+    def kill(version: int) -> None:
+        if version == 3 and not killed:
+            victim.kill()
+            killed.append(version)
+
+    run = Run([s.url for s in clean_pair], model, tmp_path / "run", steps=8, amid=kill)
+    try:
+        run.trainer.train()
+    finally:
+        if killed:
+            victim.start()
+            victim.wait_ready()
+    assert killed
+    assert run.trainer.state.global_step == 8
+    assert run.engines == [stays.url.removeprefix("http://")]
+    check_versions(torch, model, run)
+    check_staleness(run, begin=0)
+    seen = {sample.group_id for sample in [*run.samples, *run.worker._samples]}
+    assert len(seen | run.in_flight) == run.launched
 
 
 def check_staleness(run: Run, *, begin: int) -> None:

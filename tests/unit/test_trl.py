@@ -375,7 +375,7 @@ class Failing:
         raise OSError("the network is gone")
 
 
-@pytest.mark.parametrize(("twice", "cause"), [(False, "network is gone"), (True, "gives its")])
+@pytest.mark.parametrize(("twice", "cause"), [(False, "network is gone"), (True, "gathers its")])
 def test_weights_that_no_engine_takes_are_read_to_their_end(
     cpu: Any, tmp_path: Path, twice: bool, cause: str
 ):
@@ -387,6 +387,61 @@ def test_weights_that_no_engine_takes_are_read_to_their_end(
         with pytest.raises((RefitError, ConfigError), match=cause):
             made.send_weights(weights)
         assert list(weights) == []
+    finally:
+        made.stop()
+
+
+class Repeating:
+    """A publisher whose broadcast breaks off after `at` tensors, and is repeated."""
+
+    def __init__(self, weights: Callable[[], Iterator[Any]], *, at: int) -> None:
+        self._weights = weights
+        self._at = at
+        self.broken: list[Any] = []
+        self.whole: list[Any] = []
+
+    async def prepare(self, version: int) -> None: ...
+
+    async def publish(self, version: int, engines: Any) -> Any:
+        first: Any = self._weights()
+        self.broken = [next(first) for _ in range(self._at)]
+        first.close()
+        self.whole = list(self._weights())
+        return await SimPublisher().publish(version, engines)
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_weights_in_the_models_own_memory_can_be_sent_again(cpu: Any, tmp_path: Path, at: int):
+    """An engine that fails in the middle of a broadcast does not end the training."""
+    import torch
+
+    made = worker(cpu, tmp_path, publisher=lambda weights: Repeating(weights, at=at))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+    weights = ((name, each.detach()) for name, each in model.named_parameters())
+    made.init_weight_transfer()
+    try:
+        made.begin(model)
+        made.send_weights(weights)
+        sent: Any = made._publisher
+        assert [name for name, _ in sent.broken] == ["0.weight", "0.bias", "1.weight"][:at]
+        assert [name for name, _ in sent.whole] == ["0.weight", "0.bias", "1.weight"]
+        for (_, tensor), own in zip(sent.whole, model.parameters(), strict=True):
+            assert tensor.data_ptr() == own.data_ptr()
+    finally:
+        made.stop()
+
+
+def test_one_tensor_that_was_gathered_makes_the_weights_readable_once(cpu: Any, tmp_path: Path):
+    import torch
+
+    made = worker(cpu, tmp_path, publisher=lambda weights: Repeating(weights, at=2))
+    model = torch.nn.Linear(2, 2)
+    weights = iter([("weight", model.weight.detach()), ("bias", model.bias.detach().clone())])
+    made.init_weight_transfer()
+    try:
+        made.begin(model)
+        with pytest.raises((RefitError, ConfigError), match="train on from the last checkpoint"):
+            made.send_weights(weights)
     finally:
         made.stop()
 
