@@ -1,0 +1,326 @@
+"""TorchRL's own loss, advantage and replay buffer on batches of the scheduler."""
+
+# pyright: basic
+# The packages have no complete types.
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched import Batch, Group, Prompt, Score, Segment
+from aprilsched.corrections import clipped_loss, importance_weights
+from aprilsched.engines.sim import SimConfig
+from aprilsched.errors import ConfigError
+from aprilsched.integrations.torchrl import fill, to_tensordicts
+from aprilsched.testing import SimServer, ThreadedServer
+from aprilsched.types import Rollout
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchrl") is None, reason="could not import 'torchrl'"
+)
+
+VOCABULARY = 512
+EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrl_grpo.py"
+
+
+@pytest.fixture(scope="module")
+def torch() -> Iterator[Any]:
+    """torch in one thread."""
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield torch
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random model and its tokenizer."""
+    from tests.support.trl_on_cpu import write_model
+
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def actor(folder: Path) -> Any:
+    """TorchRL's policy on that model."""
+    from torchrl.modules.llm import TransformersWrapper
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return TransformersWrapper(
+        AutoModelForCausalLM.from_pretrained(folder).eval(),
+        tokenizer=AutoTokenizer.from_pretrained(folder),
+        input_mode="tokens",
+        generate=False,
+        return_log_probs=True,
+        pad_output=False,
+    )
+
+
+def rollout(
+    group_id: int, index: int, tokens: int, *, score: Score | None, finish: Any = "stop"
+) -> Rollout:
+    """A response whose third token came from an environment and whose first is too stale."""
+    random = np.random.default_rng([group_id, index])
+    place = np.arange(tokens)
+    sampled = place != 2
+    return Rollout(
+        rollout_id=10 * group_id + index,
+        group_id=group_id,
+        index=index,
+        prompt_ids=np.arange(5, 8 + group_id, dtype=np.int32),
+        token_ids=random.integers(5, VOCABULARY, tokens, dtype=np.int32),
+        logprobs=np.where(sampled, -random.random(tokens) - 4, 0).astype(np.float32),
+        versions=np.where(sampled, 4 + (place > 4), -1).astype(np.int32),
+        loss_mask=sampled & (place > 0),
+        segments=(Segment(start=0, end=tokens, version=4, engine="a"),),
+        versions_exact=True,
+        finish_reason=finish,
+        reward=None if score is None else score.reward,
+        reward_parts={} if score is None else score.parts,
+    )
+
+
+def batch(*groups: Sequence[Rollout]) -> Batch:
+    prompt = Prompt(input_ids=np.array([5], dtype=np.int32))
+    return Batch(
+        index=0,
+        version=6,
+        groups=tuple(
+            Group(group_id=each[0].group_id, prompt=prompt, rollouts=tuple(each)) for each in groups
+        ),
+    )
+
+
+def scored(*rewards: float, group_id: int = 0) -> list[Rollout]:
+    """A group whose rollouts have these rewards and different lengths."""
+    return [
+        rollout(group_id, index, 6 + 3 * index, score=Score(reward=reward))
+        for index, reward in enumerate(rewards)
+    ]
+
+
+RAGGED = batch(
+    [
+        rollout(0, 0, 7, score=Score(reward=1.0, parts={"format": 0.5})),
+        rollout(0, 1, 12, score=Score(reward=0.0), finish="length"),
+    ],
+    scored(0.25, 0.75, group_id=1),
+)
+
+
+def test_every_entry_is_that_of_the_rollout(torch: Any):
+    data = to_tensordicts(RAGGED)
+    assert data.batch_size == (4,)
+    for row, wanted in zip(data.unbind(0), RAGGED.rollouts, strict=True):
+        before = len(wanted.prompt_ids)
+        whole = np.concatenate([wanted.prompt_ids, wanted.token_ids])
+        assert row["tokens", "full"].dtype == torch.int64
+        assert np.array_equal(row["tokens", "full"], whole)
+        assert row["masks", "all_attention_mask"].all()
+        for key, given, outside in (
+            (("log_probs", "full"), wanted.logprobs, 0),
+            (("versions", "full"), wanted.versions, -1),
+            (("masks", "all_assistant_mask"), wanted.loss_mask, False),
+            (("staleness", "full"), np.where(wanted.versions < 0, 0, 6 - wanted.versions), 0),
+        ):
+            assert len(row[key]) == len(whole)
+            assert np.array_equal(row[key][before:], given)
+            assert (row[key][:before] == outside).all()
+        assert row["next", "reward"].tolist() == [[wanted.reward]]
+        assert row["next", "done"].tolist() == [True]
+        assert row["next", "truncated"].tolist() == [wanted.finish_reason == "length"]
+        assert row["next", "terminated"].tolist() == [wanted.finish_reason == "stop"]
+        assert row["group_id"].tolist() == [wanted.group_id]
+        assert row["rollout_id"].tolist() == [wanted.rollout_id]
+        assert row["version"].tolist() == [6]
+    parts = data["reward_parts", "format"].flatten()
+    assert parts[0] == 0.5
+    assert parts[1:].isnan().all()
+    padded = data.get(
+        ("tokens", "full"), as_padded_tensor=True, padding_side="left", padding_value=2
+    )
+    assert padded.shape == (4, 15)
+    assert (padded[0, :5] == 2).all()
+
+
+def test_a_batch_without_rewards_has_no_entry_for_them(torch: Any):
+    given = batch([rollout(0, 0, 4, score=Score(reward=1.0)), rollout(0, 1, 5, score=None)])
+    data = to_tensordicts(given)
+    assert ("next", "reward") not in data.keys(True)
+    assert data["next", "done"].all()
+
+
+# --- the loss ------------------------------------------------------------------------------------
+
+
+def left(data: Any, *key: str) -> Any:
+    """An entry padded as TorchRL's losses pad it."""
+    return data.get(key, as_padded_tensor=True, padding_side="left", padding_value=0)
+
+
+def logprobs_of(torch: Any, actor: Any, data: Any) -> Any:
+    """The model's log-probabilities, each sequence computed alone, padded on the left."""
+    rows = []
+    for row in data.unbind(0):
+        ids = row["tokens", "full"]
+        scores = actor.model(ids[None]).logits[0, :-1].log_softmax(-1)
+        rows.append(torch.cat([scores[:1, 0] * 0, scores.gather(1, ids[1:, None])[:, 0]]))
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+
+
+@pytest.mark.parametrize("strategy", ["sft", "rlhf"])
+def test_the_loss_counts_the_tokens_that_the_scheduler_counts(
+    torch: Any, actor: Any, strategy: Any
+):
+    from torchrl.objectives.llm import GRPOLoss
+
+    data = to_tensordicts(RAGGED)
+    data["advantage"] = torch.tensor([1.0, -1.0, 0.5, -0.5])[:, None, None]
+    loss = GRPOLoss(actor, masking_strategy=strategy, entropy_bonus=False, aggregation="none")
+    theirs = loss(data).loss_objective[..., 0]
+    mask = left(data, "masks", "all_assistant_mask")
+    ours = clipped_loss(
+        logprobs_of(torch, actor, data),
+        left(data, "log_probs", "full"),
+        data["advantage"][..., 0],
+        mask,
+    )
+    assert mask.sum() == sum(int(each.loss_mask.sum()) for each in RAGGED.rollouts)
+    assert (theirs[~mask] == 0).all()
+    torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-4)
+
+
+def test_corrections_stand_beside_the_loss(torch: Any, actor: Any):
+    """Decoupled PPO: the trust region is around the proximal policy, and truncated weights of that
+    against the behaviour policy are factors of the advantages."""
+    from torchrl.objectives.llm import GRPOLoss
+
+    data = to_tensordicts(RAGGED)
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[:, None]
+    behaviour, mask = left(data, "log_probs", "full"), left(data, "masks", "all_assistant_mask")
+    proximal = logprobs_of(torch, actor, data).detach() + 0.1
+    weights = importance_weights(proximal, behaviour, mask, high=1.5)
+    assert len(weights[mask].unique()) > 2
+    data["proximal"] = proximal
+    data["advantage"] = (advantages * weights)[..., None]
+    loss = GRPOLoss(actor, entropy_bonus=False, aggregation="none")
+    loss.set_keys(sample_log_prob="proximal")
+    theirs = loss(data).loss_objective[..., 0]
+    ours = clipped_loss(
+        logprobs_of(torch, actor, data), proximal, advantages, mask, weights=weights
+    )
+    torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-4)
+
+
+def test_three_steps_on_a_batch_lower_the_loss(torch: Any, actor: Any):
+    from torchrl.objectives.llm import GRPOLoss
+
+    data = filled(torch, batch(scored(1.0, 0.0, 0.5), scored(0.0, 2.0, 1.0, group_id=1)), 3)
+    loss = GRPOLoss(actor, entropy_bonus=False)
+    optimizer = torch.optim.SGD(actor.model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        value = loss(data).loss_objective
+        losses.append(value.item())
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+    assert losses[3] < losses[2] < losses[1] < losses[0]
+
+
+# --- the buffer ----------------------------------------------------------------------------------
+
+
+def buffer_with(*transforms: Any) -> Any:
+    from torchrl.data import LazyStackStorage, ReplayBuffer
+    from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(64), sampler=SamplerWithoutReplacement(), batch_size=2
+    )
+    for transform in transforms:
+        buffer.append_transform(transform)
+    return buffer
+
+
+def filled(torch: Any, given: Batch, size: int) -> Any:
+    """What a buffer with TorchRL's advantage holds of a batch, in the order of the rollouts."""
+    from torchrl.objectives.llm import MCAdvantage
+
+    buffer = buffer_with(MCAdvantage(grpo_size=size, prompt_key="group_id"))
+    fill(buffer, given)
+    assert len(buffer) == sum(1 for _ in given.rollouts)
+    data = buffer[:]
+    return data[data["rollout_id"].flatten().argsort()]
+
+
+def test_mcadvantage_takes_the_groups(torch: Any):
+    given = batch(scored(1.0, 0.0, 0.5), scored(3.0, 3.0, 9.0, group_id=7))
+    data = filled(torch, given, 3)
+    rewards = torch.tensor([[1.0, 0.0, 0.5], [3.0, 3.0, 9.0]])
+    wanted = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
+    torch.testing.assert_close(data["advantage"].flatten(), wanted.flatten())
+    for row, rollout in zip(data.unbind(0), given.rollouts, strict=True):
+        assert np.array_equal(row["tokens", "full"][-len(rollout) :], rollout.token_ids)
+
+
+def test_dynamic_sampling_of_torchrl_drops_groups(torch: Any):
+    from torchrl.objectives.llm import MCAdvantage
+
+    transform = MCAdvantage(
+        grpo_size=2,
+        prompt_key="group_id",
+        trajectory_return="sum",
+        keep_return_bounds=(0.1, 0.9),
+    )
+    buffer = buffer_with(transform)
+    fill(buffer, batch(scored(1.0, 0.0), scored(1.0, 1.0, group_id=3)))
+    assert sorted(buffer[:]["group_id"].flatten().tolist()) == [0, 0]
+    assert transform.queued_groups == 0
+
+
+def test_a_buffer_that_would_lose_rollouts_is_refused(torch: Any):
+    from torchrl.objectives.llm import MCAdvantage
+
+    unscored = batch([rollout(0, 0, 4, score=None), rollout(0, 1, 5, score=None)])
+    for transform, given, error in (
+        (MCAdvantage(3, prompt_key="group_id"), RAGGED, "has grpo_size=3, and .* has 2 rollouts"),
+        (MCAdvantage(2), RAGGED, "has prompt_key='query'; give it prompt_key=\"group_id\""),
+        (MCAdvantage(2, prompt_key="group_id"), unscored, "needs a reward of each rollout"),
+    ):
+        buffer = buffer_with(transform)
+        with pytest.raises(ConfigError, match=error):
+            fill(buffer, given)
+        assert len(buffer) == transform.queued_trajectories == 0
+    buffer = buffer_with()
+    fill(buffer, unscored)
+    assert len(buffer) == 2
+
+
+def test_the_example_trains(
+    torch: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = SimConfig(vocab_size=VOCABULARY, eos_token_id=0, stream_at_pause=False)
+    with ThreadedServer(SimServer(config, time_scale=0.01)) as server:
+        options = ["--engine", server.url, "--model", str(folder), "--steps", "3"]
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *options, "--weights", str(tmp_path)])
+        main = runpy.run_path(str(EXAMPLE), run_name="example")["main"]
+        assert main() == 3
+    versions = sorted(each.name for each in tmp_path.glob("version-*"))
+    assert versions == ["version-00000002", "version-00000003"]
+    first, second = (torch_weights(tmp_path / version) for version in versions)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def torch_weights(checkpoint: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(checkpoint / "model.safetensors")
