@@ -189,16 +189,15 @@ class Scheduler:
 
 def _decides(state: SchedulerState, event: events.Event) -> bool:
     """Whether the event can change a decision; most events of a run cannot."""
-    if isinstance(event, events.Progress):
+    kind = event.__class__
+    if kind is events.Progress:
         # New tokens matter to a straggler that may run on up to a limit. A label that costs an
         # engine its place gives a command. A run has sixteen such events for each rollout.
         # The same holds for a label that begins an update.
         update = state.weights.update
         asks = update is not None and update.followed and not update.refitting
         return bool(state.stragglers.run_on or state.commands) or asks
-    if isinstance(event, events.VersionSeen):
+    if kind is events.VersionSeen:
         return bool(state.facts)
     # A tick matters where it has shown an engine to be lost, and during an outage.
-    return (
-        not isinstance(event, events.Tick) or bool(state.commands) or state.fleet.outage is not None
-    )
+    return kind is not events.Tick or bool(state.commands) or state.fleet.outage is not None

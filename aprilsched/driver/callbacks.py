@@ -80,7 +80,7 @@ class CallbackRunner:
         loop = asyncio.get_running_loop()
         result, error = await loop.run_in_executor(threads, _outcome_in_thread, function, args)
         if error is not None:
-            raise _ordinary(what, error)
+            raise ordinary(what, error)
         return await result if inspect.isawaitable(result) else result
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ async def called(
     # The task may be cancelled before it begins, by code that cancels every task it finds.
     result, error = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
     if error is not None:
-        raise _ordinary(what, error)
+        raise ordinary(what, error)
     return cast("T", result)
 
 
@@ -134,7 +134,7 @@ def called_now(what: str, function: Callable[..., T], *args: Any) -> T:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise _ordinary(what, error) from error
+        raise ordinary(what, error) from error
 
 
 def raised(what: str, error: Exception) -> str:
@@ -169,7 +169,9 @@ def _outcome_in_thread(
         return None, error
 
 
-def _ordinary(what: str, error: BaseException) -> Exception:
+def ordinary(what: str, error: BaseException) -> Exception:
+    """The error itself, or a CallbackError that names the caller's code where asyncio reserves the
+    exception for itself."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     wrapped = CallbackError(what, error)

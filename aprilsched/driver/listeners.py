@@ -20,8 +20,8 @@ from typing import Any, TypeAlias, cast
 
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event
-from aprilsched.core.messages.facts import Fact, TokensReceived, by_delivery
-from aprilsched.driver.callbacks import called_now
+from aprilsched.core.messages.facts import Fact, TokensReceived
+from aprilsched.driver.callbacks import ordinary
 from aprilsched.errors import InvariantViolation
 from aprilsched.telemetry.base import AnyListener, BulkListener, Listener, ProtocolListener
 
@@ -58,6 +58,8 @@ class Listeners:
         self._on_tokens: _Calls = tuple(
             (each, each.on_tokens) for each in hearing if isinstance(each, BulkListener)
         )
+        self.watch_protocol = bool(watching)
+        """Whether anyone has to be told of events and commands."""
         self._on_event: _Calls = tuple((each, each.on_event) for each in watching)
         self._on_command: _Calls = tuple((each, each.on_command) for each in watching)
         self._held: list[tuple[TokensReceived, float]] = []
@@ -81,18 +83,15 @@ class Listeners:
             return
         if self._held:
             self.release()
-        for part in by_delivery(facts):
-            self._tell(self._on_facts, part, now)
+        self._tell(self._on_facts, facts, now)
 
     def event(self, event: Event, now: float) -> None:
         """Pass on an event that the core has handled."""
-        if self._on_event:
-            self._tell(self._on_event, event, now)
+        self._tell(self._on_event, event, now)
 
     def command(self, command: Command, now: float) -> None:
         """Pass on a command that the core has decided."""
-        if self._on_command:
-            self._tell(self._on_command, command, now)
+        self._tell(self._on_command, command, now)
 
     def release(self) -> None:
         """Pass on the chunks of tokens that are held."""
@@ -108,11 +107,11 @@ class Listeners:
         before = time.perf_counter()
         for listener, call in calls:
             try:
-                called_now(_LISTENER, call, what, now)
-            except InvariantViolation:
+                call(what, now)
+            except (InvariantViolation, KeyboardInterrupt):
                 raise
-            except Exception as error:
-                self._detach(listener, error)
+            except BaseException as error:
+                self._detach(listener, ordinary(_LISTENER, error))
             after = time.perf_counter()
             if after - before > _LONG_CALL_S:
                 self._count(listener, after - before, now - self._began)

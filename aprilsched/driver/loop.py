@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event, Tick, VersionSeen
+from aprilsched.core.messages.events import BatchTaken, Event, Tick, VersionSeen
+from aprilsched.core.messages.facts import by_delivery
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.driver.listeners import Listeners
 from aprilsched.telemetry.base import AnyListener
@@ -63,16 +64,21 @@ class EventLoop:
     def _handle(self, event: Event) -> None:
         now = self._clock()
         commands = self.core.handle(event, now)
-        if isinstance(event, Tick):
-            self._listeners.release()
-        elif not isinstance(event, VersionSeen):
-            self._listeners.event(event, now)
+        listeners, kind = self._listeners, event.__class__
+        if kind is Tick:
+            listeners.release()
+        elif listeners.watch_protocol and kind is not VersionSeen:
+            listeners.event(event, now)
         facts = self.core.facts
-        if facts:
-            self._listeners.facts(facts, now)
+        if kind is BatchTaken:
+            for part in by_delivery(facts):
+                listeners.facts(part, now)
+        elif facts:
+            listeners.facts(facts, now)
         if commands:
             # A listener may have to know the tokens before a command is carried out.
-            self._listeners.release()
-        for command in commands:
-            self._listeners.command(command, now)
-            self.performers[type(command)](command)
+            listeners.release()
+            for command in commands:
+                if listeners.watch_protocol:
+                    listeners.command(command, now)
+                self.performers[command.__class__](command)

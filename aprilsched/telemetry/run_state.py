@@ -194,9 +194,10 @@ class RunState:
     def on_tokens(self, chunks: TokenChunks, now: float) -> None:
         # The most frequent fact of all, so it is taken in one loop without a call for each.
         attempts, rollouts, counters = self._attempts, self.rollouts, self.counters
+        generated = 0
         for fact, at in chunks:
             tokens = fact.tokens
-            counters.tokens_generated += tokens
+            generated += tokens
             if fact.recomputed:
                 counters.tokens_reprefilled += fact.recomputed
             attempt = attempts.get(fact.request_id)
@@ -212,6 +213,7 @@ class RunState:
                 self.ledger.late_tokens(Reason(fact.dropped), tokens)
             if attempt.watched:
                 self._time.watch(attempt, tokens, at)
+        counters.tokens_generated += generated
         self.now = self._time.now = now
 
     def _tokens_received(self, fact: of.TokensReceived) -> None:
@@ -438,7 +440,9 @@ class RunState:
     def _rollout_finished(self, fact: of.RolloutFinished) -> None:
         self.growing.discard(fact.rollout_id)
         self.carried.discard(fact.rollout_id)
-        self.outside.discard(fact.rollout_id)
+        if fact.rollout_id in self.outside:
+            self.outside.discard(fact.rollout_id)
+            self._cause_may_differ = True
         rollout = self.rollouts.get(fact.rollout_id)
         group = self.groups.get(fact.group_id)
         if rollout is None or group is None or rollout.finished:
@@ -447,7 +451,7 @@ class RunState:
         group.growing -= 1
         if not group.growing and not group.evaluated:
             self._generated += 1
-        self._cause_may_differ = True
+            self._cause_may_differ = True
 
     def _reward_requested(self, fact: of.RewardRequested) -> None:
         if fact.rollout_id is not None:

@@ -78,7 +78,7 @@ class Launch:
 # --- requests --------------------------------------------------------------------------------
 
 
-class Send(Struct, frozen=True, kw_only=True, eq=False):
+class Send(Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """Send an attempt of a request to an engine.
 
     Attributes:
@@ -99,7 +99,7 @@ class Send(Struct, frozen=True, kw_only=True, eq=False):
     cache_version: int | None = None
 
 
-class Abort(Struct, frozen=True, kw_only=True):
+class Abort(Struct, frozen=True, kw_only=True, gc=False):
     """End an attempt early. It comes back as Interrupted, or as Finished if it ended first."""
 
     engine: str

@@ -254,7 +254,7 @@ class PromptsArrived:
 # --- requests --------------------------------------------------------------------------------
 
 
-class Progress(Struct, frozen=True, kw_only=True, eq=False):
+class Progress(Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """New tokens of an attempt have arrived.
 
     Attributes:
@@ -271,7 +271,7 @@ class Progress(Struct, frozen=True, kw_only=True, eq=False):
     label: int | None = None
 
 
-class Finished(Struct, frozen=True, kw_only=True):
+class Finished(Struct, frozen=True, kw_only=True, gc=False):
     """An attempt ran to its end. `spans` has the versions of the attempt's own output, as reported
     by the engine."""
 
@@ -281,7 +281,7 @@ class Finished(Struct, frozen=True, kw_only=True):
     spans: tuple[VersionSpan, ...] | None = None
 
 
-class Interrupted(Struct, frozen=True, kw_only=True):
+class Interrupted(Struct, frozen=True, kw_only=True, gc=False):
     """An attempt came back before its end: it was aborted, or never sent. Its tokens are known."""
 
     request_id: int

@@ -586,15 +586,19 @@ def delivered_rollouts(batch: Batch, *, tokens: bool = False) -> tuple[Delivered
 
 
 def _delivered(rollout: Rollout, key: str | int | None, *, tokens: bool) -> DeliveredRollout:
-    segments = tuple([(s.start, s.end, s.version, s.engine) for s in rollout.segments])
-    # Tokens of the environment are known by the version of their segments.
-    sampled = sum([end - start for start, end, version, _ in segments if version != NO_VERSION])
+    segments: list[tuple[int, int, int, str | None]] = []
+    sampled = 0
+    for part in rollout.segments:
+        segments.append((part.start, part.end, part.version, part.engine))
+        # Tokens of the environment are known by the version of their segment.
+        if part.version != NO_VERSION:
+            sampled += part.end - part.start
     return DeliveredRollout(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id,
         prompt_tokens=len(rollout.prompt_ids),
         tokens=len(rollout.token_ids),
-        segments=segments,
+        segments=tuple(segments),
         finish_reason=rollout.finish_reason,
         reward=rollout.reward,
         reward_parts=dict(rollout.reward_parts),

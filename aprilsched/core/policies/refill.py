@@ -24,7 +24,8 @@ from aprilsched.core.lengths.log_law import LogLaw
 __all__ = ["OpenGroups", "PoolView", "Refill"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# Not frozen, because it is made at most events of a run, and a frozen one takes thrice as long.
+@dataclass(kw_only=True, slots=True)
 class PoolView:
     """What a refill rule sees of the scheduler."""
 

@@ -119,6 +119,9 @@ class Groups(Stop):
     def held(self, held: Held) -> int:
         return len(held)
 
+    def enough(self, held: Held, *, batches: int = 1) -> bool:
+        return len(held) >= batches * self.amount
+
     def measure(self, group: GroupSize) -> int:
         return 1
 

@@ -17,9 +17,10 @@ def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> 
     """The rollout as it is now. Tokens older than version `oldest_unmasked` are masked."""
     versions = record.log.versions()
     mask = record.log.sampled()
-    oldest = record.log.oldest_version
-    if oldest_unmasked is not None and oldest is not None and oldest < oldest_unmasked:
-        mask &= versions >= oldest_unmasked
+    if oldest_unmasked is not None:
+        oldest = record.log.oldest_version
+        if oldest is not None and oldest < oldest_unmasked:
+            mask &= versions >= oldest_unmasked
     return Rollout(
         rollout_id=record.rollout_id,
         group_id=record.group.group_id,

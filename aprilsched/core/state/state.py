@@ -63,6 +63,8 @@ class Delivery:
     resumed."""
 
 
+_WORKING = (Mode.RUNNING, Mode.PAUSING, Mode.VERIFYING)
+"""Modes in which an engine generates."""
 _SIZES = 32
 """Largest number of groups over which the mean of group sizes is taken: about a batch. A mean over
 more groups would follow a curriculum of group sizes too late."""
@@ -285,8 +287,7 @@ class SchedulerState:
         requests changes, and when it stops or continues."""
         control = self.fleet.control.engines.get(engine)
         if control is not None:
-            works = control.mode in (Mode.RUNNING, Mode.PAUSING, Mode.VERIFYING)
-            works = works and control.paused_elsewhere is None
+            works = control.mode in _WORKING and control.paused_elsewhere is None
             self.fleet.health.of(engine).advance(
                 self.now, self.in_flight.open[engine] if works else 0
             )

@@ -168,9 +168,12 @@ class TokenLog:
 
     def sampled(self) -> BoolArray:
         """Whether a policy sampled each token, bool [T]; False for tokens of the environment."""
-        if self.covered == self._size and all(run.version != NO_VERSION for run in self._runs):
-            return np.ones(self._size, dtype=np.bool_)
-        return self.versions() != NO_VERSION
+        for run in self._runs:
+            if run.version == NO_VERSION:
+                return self.versions() != NO_VERSION
+        out = np.empty(self._size, dtype=np.bool_)
+        out.fill(True)
+        return out
 
     def segments(self) -> tuple[Segment, ...]:
         """The runs in the form that users get."""
@@ -194,8 +197,11 @@ class TokenLog:
     @property
     def oldest_version(self) -> int | None:
         """The oldest version among the sampled tokens; None if there are none."""
-        versions = [run.version for run in self._runs if run.version != NO_VERSION]
-        return min(versions, default=None)
+        oldest: int | None = None
+        for run in self._runs:
+            if run.version != NO_VERSION and (oldest is None or run.version < oldest):
+                oldest = run.version
+        return oldest
 
     @property
     def covered(self) -> int:

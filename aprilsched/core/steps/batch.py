@@ -9,7 +9,7 @@ groups, which have not left flight, are ready again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from aprilsched.core.messages import facts
 from aprilsched.core.messages.commands import (
@@ -32,7 +32,7 @@ from aprilsched.core.state.records import DeliveredBatch, GroupRecord, Offered
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.target import retarget
 from aprilsched.errors import InvariantViolation
-from aprilsched.types import NO_VERSION, Batch
+from aprilsched.types import Batch
 
 __all__ = [
     "acknowledge",
@@ -95,9 +95,9 @@ def handed_over(state: SchedulerState) -> tuple[int, ...]:
 
 def full(state: SchedulerState) -> bool:
     """Whether enough is generated for the present batch. Rewards may still be missing."""
-    if not state.stop.enough(state.in_flight.ready):
-        return False
-    return all(group.complete for group in _required(state))
+    return state.stop.enough(state.in_flight.ready) and all(
+        group.complete for group in _required(state)
+    )
 
 
 def training_runs(state: SchedulerState) -> bool:
@@ -229,9 +229,9 @@ def on_batch_taken(state: SchedulerState, event: BatchTaken) -> None:
     if state.in_flight.journal.active:
         state.delivery.unacknowledged[batch.index] = offered.record
     state.in_flight.counters.batches += 1
-    state.in_flight.counters.tokens_masked += masked_tokens(batch)
     state.delivery.batches_since_update += 1
-    _tell_delivery(state, batch, again=False)
+    delivered = _tell_delivery(state, batch, again=False)
+    state.in_flight.counters.tokens_masked += sum([r.masked for r in delivered])
     state.commands.append(Deliver(batch=batch))
 
 
@@ -239,24 +239,21 @@ def _tell_offer(state: SchedulerState, batch: Batch) -> None:
     state.tell(facts.BatchOffered(batch=batch.index, version=batch.version))
 
 
-def _tell_delivery(state: SchedulerState, batch: Batch, *, again: bool) -> None:
+def _tell_delivery(
+    state: SchedulerState, batch: Batch, *, again: bool
+) -> Sequence[facts.DeliveredRollout]:
+    rollouts = facts.delivered_rollouts(batch, tokens=state.tells_tokens)
     state.tell(
         facts.BatchDelivered(
-            batch=batch.index,
-            version=batch.version,
-            rollouts=facts.delivered_rollouts(batch, tokens=state.tells_tokens),
-            again=again,
+            batch=batch.index, version=batch.version, rollouts=rollouts, again=again
         )
     )
+    return rollouts
 
 
 def masked_tokens(batch: Batch) -> int:
     """Number of sampled tokens in the batch that are masked because they are too stale."""
-    return sum(
-        int((rollout.versions[~rollout.loss_mask] != NO_VERSION).sum())
-        for rollout in batch.rollouts
-        if not rollout.loss_mask.all()
-    )
+    return sum(rollout.masked for rollout in facts.delivered_rollouts(batch))
 
 
 def _deliver_evaluation(state: SchedulerState, evaluation_id: int) -> None:
