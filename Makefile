@@ -1,9 +1,10 @@
 # Set-up, checks and the demo, with nothing needed but Python 3.11 or later, pip and make.
 #
-# Two environments: .venv has the library, its tools and (for the tests) torch; .venv-sglang has
-# SGLang on a CPU, which the tests start as a real server. Each is made once, and again when the
-# pins it was made from change. A stamp is written last, so an environment whose making was cut
-# off has none, and is made again instead of being used incomplete.
+# Three environments: .venv has the library, its tools and (for the tests) torch; .venv-sglang has
+# SGLang on a CPU, which the tests start as a real server; .venv-verl has verl, for the tests of its
+# adapter alone. Each is made once, and again when the pins it was made from change. A stamp is
+# written last, so an environment whose making was cut off has none, and is made again instead of
+# being used incomplete.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -32,6 +33,10 @@ TEST_STAMP := $(VENV)/.stamp-test$(if $(TORCH),,-without-torch)
 SGLANG := $(shell grep '^sglang==' requirements/sglang-cpu.txt)
 INSTALL := -m pip --disable-pip-version-check --no-input install -q
 
+# Where the tests of single trainers are, as far as .venv has their packages.
+TRAINERS := areal corrections_trainers miles ray slime torchrl trl
+TRAINER_TESTS := $(wildcard $(foreach name,$(TRAINERS),tests/*/test_$(name).py tests/*/test_$(name)_*.py))
+
 # The server's environment: an existing one, shared between checkouts, or our own.
 ifneq ($(strip $(APRILSCHED_SGLANG_VENV)),)
 SGLANG_VENV := $(APRILSCHED_SGLANG_VENV)
@@ -55,8 +60,8 @@ PYTHON_311 = $(shell for python in $(PYTHON) python3.11; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; \
 	then echo $$python; break; fi; done)
 
-.PHONY: help venv demo test test-fast test-long docs notebooks lint format clean shared-sglang \
-	.browser .venv .venv-sglang
+.PHONY: help venv demo test test-fast test-long test-trainers test-verl docs notebooks lint format \
+	clean shared-sglang .browser .venv .venv-sglang .venv-verl
 
 help: ## Show this list.
 	@grep -hE '^[.a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([.a-z-]+):.*## /\1\t/' | expand -t 16
@@ -64,6 +69,8 @@ help: ## Show this list.
 .venv: $(DEMO_STAMP) ## Make the environment that runs aprilsched (no torch).
 
 .venv-sglang: $(SGLANG_READY) ## Make the environment of the test server (Python 3.11, 3.3 GB).
+
+.venv-verl: .venv-verl/.stamp ## Make the environment of verl's tests (Python 3.11, 1.9 GB).
 
 .browser: $(BROWSER_READY) ## Get the headless Chromium of the tests (Linux on x86-64, 220 MB).
 
@@ -81,6 +88,15 @@ test-fast: $(TEST_STAMP) $(BROWSER_READY) ## All tests that need no server.
 test-long: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) ## The tests that search at length, which the others do in short.
 	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python -m pytest -n $(WORKERS) -m long $(ARGS)
 
+# The trainers that are read from a checkout of their own are tested where a variable names it.
+test-trainers: $(TEST_STAMP) $(SGLANG_READY) test-verl ## The tests of all trainers; SLIME_ROOT, MILES_ROOT and AREAL_ROOT name checkouts.
+	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python -m pytest -n $(WORKERS) $(TRAINER_TESTS) $(ARGS)
+
+# verl's packages warn of much, and pytest's other options are for packages that are not there.
+test-verl: .venv-verl/.stamp ## The tests of the adapter for verl, in an environment of their own.
+	.venv-verl/bin/python -m pytest -o addopts='-ra --strict-markers --strict-config --import-mode=importlib' \
+		-W default tests/verl $(ARGS)
+
 docs: $(TEST_STAMP) ## Build the documentation site, docs/_build/html/index.html.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
@@ -96,8 +112,8 @@ format: $(TEST_STAMP) ## Fix what ruff can fix.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## Remove both environments, the browser and every cache.
-	rm -rf .browser .venv .venv-sglang .pytest_cache .ruff_cache .hypothesis dist docs/_build
+clean: ## Remove all environments, the browser and every cache.
+	rm -rf .browser .venv .venv-sglang .venv-verl .pytest_cache .ruff_cache .hypothesis dist docs/_build
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(DEMO_STAMP): pyproject.toml constraints.txt
@@ -124,6 +140,17 @@ $(TEST_STAMP): $(DEMO_STAMP)
 	@rm -f $@
 	.venv-sglang/bin/python $(INSTALL) $(TORCH_PIP_ARGS) $(TORCH)
 	.venv-sglang/bin/python $(INSTALL) --no-deps -r requirements/sglang-cpu.txt
+	@touch $@
+
+.venv-verl/.stamp: requirements/verl-cpu.txt constraints.txt
+	@test -n '$(PYTHON_311)' || { echo "verl's pinned environment needs Python 3.11 and\
+	 neither $(PYTHON) nor python3.11 is it; name one: make PYTHON=/path/to/python3.11." >&2; exit 1; }
+	@test "$$(uname -sm)" = 'Linux x86_64' || { echo "verl's pinned environment is for Linux on\
+	 x86-64, and not for $$(uname -sm)." >&2; exit 1; }
+	@test -e $@ || $(PYTHON_311) -m venv --clear .venv-verl
+	@rm -f $@
+	.venv-verl/bin/python $(INSTALL) $(TORCH_PIP_ARGS) $(TORCH)
+	.venv-verl/bin/python $(INSTALL) --no-deps -r requirements/verl-cpu.txt
 	@touch $@
 
 # npm and node are those that pyright's extra brings. The lock file holds the packages' hashes.

@@ -1,0 +1,564 @@
+"""Rollouts for verl's asynchronous trainer from the SGLang servers that verl starts.
+
+verl's trainer pushes the prompts of one step at a time and takes groups from its TransferQueue when
+they are complete. :class:`AgentLoopManager` stands between the two. It is written for verl 0.9,
+whose trainer ``trainer.v1.trainer_mode=separate_async`` it serves.
+
+- verl's own agent loops run inside of the scheduler, as episodes. Chat templates, tools, rewards
+  and what is written into the TransferQueue are verl's own code.
+- verl moves the weights and does not label them. ``python -m aprilsched.integrations.verl`` takes
+  the place of ``python -m verl.trainer.main_ppo``: the trainer then waits until the scheduler has
+  paused the servers, and the scheduler labels the weights before the first token under them.
+- Without that, the trainer's next prompts tell the scheduler that there are new weights. Tokens
+  that were sampled in between are counted to the version before.
+"""
+
+# The checker does not know the classes of verl that some classes here are made from.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
+
+import numpy as np
+
+from aprilsched.config import Pool, SchedulerConfig
+from aprilsched.coordinator import PromptQueue, RolloutScheduler, Turn
+from aprilsched.core.messages.facts import Fact, GroupDropped, GroupLaunched, PromptRefused
+from aprilsched.core.policies.over_provision import OverProvision, PoolLoad
+from aprilsched.engines.sglang.fleet import SGLangListedFleet
+from aprilsched.errors import ConfigError, RefitError
+from aprilsched.extras import extra
+from aprilsched.sampling import sampling_params
+from aprilsched.telemetry.base import AnyListener
+from aprilsched.types import Prompt, SamplingParams, Score
+from aprilsched.weights.external import ExternalWeights
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["AgentLoopManager", "main"]
+
+log = logging.getLogger("aprilsched")
+
+Row: TypeAlias = dict[str, Any]
+"""One row of verl's dataset, with the columns that verl adds."""
+
+_POLL_S = 1.0
+"""Seconds between two looks at the list of servers, from which verl takes those that it needs for
+training."""
+_NOT_TOKENIZED = np.zeros(1, dtype=np.int32)
+"""Token ids of a prompt whose agent loop makes the real ones."""
+_TURN: ContextVar[Turn] = ContextVar("turn")
+"""The turn of the episode that runs."""
+_DECIDED = (
+    "batch_groups",
+    "follow_weights",
+    "group_size",
+    "kv_after_refit",
+    "max_staleness",
+    "over_provision",
+    "pace",
+    "ready_batches",
+    "refill",
+    "sampling",
+    "start_up",
+    "stop",
+    "straggler",
+)
+"""Settings of the scheduler that verl decides."""
+
+
+class AgentLoopManager:
+    """An agent loop manager whose rollouts are scheduled by aprilsched.
+
+    .. code-block:: text
+
+        actor_rollout_ref.rollout.agent.agent_loop_manager_class=aprilsched.integrations.verl.AgentLoopManager
+
+    verl makes it by :meth:`create` and calls :meth:`generate_sequences`. The scheduler runs in a
+    Ray actor of its own. A subclass, which is then named in verl's configuration, may change its
+    settings and listeners.
+
+    Args:
+        config: verl's whole configuration.
+        llm_client: verl's client, which knows the servers.
+        teacher_client: verl's clients of teachers, for distillation.
+        reward_loop_worker_handles: verl's reward workers; None if rewards are computed later.
+
+    Raises:
+        ConfigError: if the configuration has something that would give wrong or lost rollouts.
+        MissingExtra: if verl or one of its packages is not installed.
+    """
+
+    scheduler: ClassVar[SchedulerConfig] = SchedulerConfig()
+    """Settings of the scheduler: `dispatch`, `retries`, `health`, `timeouts` and others that verl
+    does not decide."""
+
+    def __init__(
+        self,
+        config: Any,
+        llm_client: Any,
+        teacher_client: Any = None,
+        reward_loop_worker_handles: Any = None,
+    ) -> None:
+        settings = _settings(config, type(self).scheduler)
+        ray = self._ray = _package("ray")
+        self._scheduler = (
+            ray.remote(_scheduler())
+            .options(num_cpus=1)
+            .remote(
+                config,
+                llm_client._load_balancer,
+                teacher_client,
+                reward_loop_worker_handles,
+                settings,
+                type(self).listeners,
+            )
+        )
+
+    @staticmethod
+    def listeners() -> Sequence[AnyListener]:
+        """Make the listeners of the scheduler, inside of its actor; a subclass may have some."""
+        return ()
+
+    @classmethod
+    def create(cls, *args: Any, **kwargs: Any) -> AgentLoopManager:
+        """Make the manager; the arguments are those of the class."""
+        return cls(*args, **kwargs)
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        """Push prompts, and return before anything is generated for them.
+
+        Raises:
+            Exception: what has ended the scheduler, if it does not run any more.
+        """
+        self._ray.get(self._scheduler.generate_sequences.remote(prompts))
+
+    @contextmanager
+    def paused_for_weights(self, version: int) -> Generator[None]:
+        """Pause the servers while verl brings the weights of step `version` into them.
+
+        At the end of the block the servers are told the version, and generation continues.
+        """
+        self._ray.get(self._scheduler.pause_for_weights.remote(version))
+        try:
+            yield
+        except BaseException as error:
+            self._ray.get(self._scheduler.weights_loaded.remote(repr(error)))
+            raise
+        self._ray.get(self._scheduler.weights_loaded.remote())
+
+    def close(self) -> None:
+        """Stop the scheduler: abort what is in flight, and release the servers."""
+        self._ray.get(self._scheduler.close.remote())
+        self._ray.kill(self._scheduler)
+
+
+def main() -> None:
+    """Run verl's ``main_ppo`` with rollouts that are scheduled by aprilsched.
+
+    The arguments on the command line are verl's own.
+    """
+    main_ppo = _package("verl.trainer.main_ppo")
+    main_ppo.TaskRunnerV1 = _package("ray").remote(_task_runner())
+    main_ppo.main()
+
+
+def _task_runner() -> type[Any]:
+    """verl's task runner, with the manager of this module and a trainer that waits for it."""
+
+    class TaskRunner(_plain(_package("verl.trainer.main_ppo").TaskRunnerV1)):
+        def init_agent_loop_manager(self) -> None:
+            with _package("omegaconf").open_dict(self.config):
+                agent = self.config.actor_rollout_ref.rollout.agent
+                if not agent.get("agent_loop_manager_class"):
+                    agent.agent_loop_manager_class = f"{__name__}.AgentLoopManager"
+            super().init_agent_loop_manager()
+            hold_updates(self.trainer, self.agent_loop_manager)
+
+    return TaskRunner
+
+
+def hold_updates(trainer: Any, manager: AgentLoopManager) -> None:
+    """Let `trainer` update the weights at the end of a step only while `manager` has paused the
+    servers."""
+    update = trainer.on_step_end
+
+    def on_step_end() -> None:
+        with manager.paused_for_weights(trainer.global_steps):
+            update()
+
+    trainer.on_step_end = on_step_end
+
+
+def _package(name: str) -> Any:
+    """A module of verl, or of the packages that it brings."""
+    with extra("verl"):
+        return importlib.import_module(name)
+
+
+def _plain(actor: Any) -> type[Any]:
+    """The class that ``@ray.remote`` was applied to."""
+    return actor.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+@dataclass(frozen=True, slots=True)
+class _AsPushed(OverProvision):
+    """Keeps every prompt open that was pushed: verl decides how many there are."""
+
+    name: ClassVar[str] = "as pushed"
+
+    def target_groups(self, load: PoolLoad) -> int:
+        return 2**20
+
+    @property
+    def told(self) -> str:
+        return "all prompts that are pushed"
+
+
+class _Client:
+    """What verl's agent loops generate with: the turn of the episode that they run in."""
+
+    def __init__(self, rollout: Any) -> None:
+        self._rollout = rollout
+
+    def enter(self, turn: Turn) -> None:
+        """Generate with `turn` in this task and those that it starts."""
+        _TURN.set(turn)
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        **given: Any,
+    ) -> Any:
+        """Generate one turn, as verl's LLMServerClient does."""
+        seen = [name for name in ("image_data", "video_data", "audio_data") if given.get(name)]
+        if seen:
+            raise ConfigError(
+                f"the agent loop sends {seen[0]}, and only text is scheduled; use verl's own agent "
+                "loop manager for it."
+            )
+        turn = await _TURN.get().generate(
+            list(prompt_ids), self._sampling(sampling_params, len(prompt_ids))
+        )
+        versions = turn.versions.tolist()
+        first, last = (min(versions), max(versions)) if versions else (None, None)
+        return _package("verl.workers.rollout.replica").TokenOutput(
+            token_ids=turn.token_ids.tolist(),
+            log_probs=turn.logprobs.tolist() if sampling_params.get("logprobs") else None,
+            stop_reason=turn.finish_reason,
+            extra_fields={
+                "global_steps": last,
+                "min_global_steps": first,
+                "max_global_steps": last,
+            },
+        )
+
+    def _sampling(self, given: Mapping[str, Any], context: int) -> SamplingParams:
+        """The parameters with the bound on new tokens that verl's server has."""
+        rollout = self._rollout
+        chosen = {name: value for name, value in given.items() if name != "logprobs"}
+        if chosen.get("repetition_penalty") == 1:
+            del chosen["repetition_penalty"]
+        limit = chosen.pop("max_new_tokens", chosen.pop("max_tokens", None))
+        if limit is None:
+            both = rollout.prompt_length + rollout.response_length
+            limit = min(rollout.response_length, both - context)
+        if rollout.max_model_len is not None:
+            limit = min(limit, rollout.max_model_len - context - 1)
+        return sampling_params({**chosen, "max_new_tokens": max(1, limit)})
+
+
+def _scheduler() -> type[Any]:
+    """The class of the actor that schedules: verl's worker of agent loops, whose prompts go to a
+    RolloutScheduler."""
+    tq = _package("transfer_queue")
+
+    class Scheduler(_plain(_package("verl.trainer.ppo.v1.agent_loop_tq").AgentLoopWorkerTQ)):
+        def __init__(
+            self,
+            config: Any,
+            load_balancer: Any,
+            teacher_client: Any,
+            reward_loop_worker_handles: Any,
+            settings: SchedulerConfig,
+            listeners: Callable[[], Sequence[AnyListener]],
+        ) -> None:
+            client = _Client(config.actor_rollout_ref.rollout)
+            super().__init__(config, client, teacher_client, reward_loop_worker_handles)
+            self._prompts = PromptQueue()
+            self._groups = _Groups(self._drop)
+            self._sessions: dict[str, set[asyncio.Task[Any]]] = {}
+            """What runs for each prompt, by its uid."""
+            self._tasks: set[asyncio.Task[Any]] = set()
+            self._paused: AbstractAsyncContextManager[Any] | None = None
+            self._delivery: asyncio.Task[None] | None = None
+            self._rollouts = RolloutScheduler(
+                SGLangListedFleet(lambda: _servers(load_balancer), poll_s=_POLL_S),
+                self._prompts,
+                episode=self._episode,
+                config=settings,
+                listeners=[self._groups, *listeners()],
+            )
+
+        # --- called by the manager -------------------------------------------------------------
+
+        async def generate_sequences(self, batch: Any) -> None:
+            """Push the prompts of a step."""
+            if self._delivery is None:
+                await self._rollouts.__aenter__()
+                self._delivery = asyncio.create_task(self._deliver())
+            elif self._delivery.done():
+                self._delivery.result()
+            validate = bool(batch["validate"]) if "validate" in batch else False
+            # verl has the weights of the last step when it begins the next one.
+            version = int(batch["global_steps"]) - (not validate)
+            if version > self._rollouts.version:
+                await self._rollouts.update_weights(ExternalWeights(label=True), version=version)
+            await super().generate_sequences(batch)
+
+        async def pause_for_weights(self, version: int) -> None:
+            """Pause the servers; the weights of `version` may be loaded then."""
+            if self._delivery is not None:
+                paused = self._rollouts.paused_for_weights(version=version, label=True)
+                await paused.__aenter__()
+                self._paused = paused
+
+        async def weights_loaded(self, error: str | None = None) -> None:
+            """Let the servers continue, unless `error` says why the weights were not loaded."""
+            paused, self._paused = self._paused, None
+            if paused is None:
+                return
+            if error is None:
+                await paused.__aexit__(None, None, None)
+                return
+            failure = RuntimeError(f"verl did not load the weights: {error}")
+            try:
+                await paused.__aexit__(RuntimeError, failure, None)
+            except RuntimeError as raised:
+                if raised is not failure:
+                    raise
+
+        async def close(self) -> None:
+            """Stop the scheduler."""
+            if self._delivery is not None:
+                self._delivery.cancel()
+                await self._rollouts.close()
+
+        # --- prompts and groups ----------------------------------------------------------------
+
+        async def _run_prompt(
+            self, prompt: Row, sampling_params: Row, trajectory: Row, trace: bool = False
+        ) -> None:
+            """Push one prompt; verl's worker calls this for each row."""
+            uid, validate = prompt["uid"], trajectory["validate"]
+            await self._tell(uid, validate, "running")
+            rollout = self.config.actor_rollout_ref.rollout
+            usual = rollout.val_kwargs.n if validate else rollout.n
+            size = int(prompt.pop("__rollout_n__", usual))
+            if not prompt.pop("__do_sample__", True) and not validate:
+                sampling_params = {**sampling_params, "temperature": 0, "top_p": 1.0, "top_k": -1}
+            given = {
+                "row": prompt,
+                "sampling": sampling_params,
+                "trajectory": trajectory,
+                "trace": trace,
+            }
+            pushed = Prompt(input_ids=_NOT_TOKENIZED, key=uid, metadata=given, group_size=size)
+            if not validate:
+                self._groups.pushed(uid)
+                self._prompts.put(pushed)
+                return
+            try:
+                found = await self._rollouts.evaluate([pushed])
+            except Exception:
+                log.exception("the validation of prompt %s failed", uid)
+                await self._fail(uid, validate)
+            else:
+                await (self._finish(uid, validate) if found.groups else self._fail(uid, validate))
+
+        async def _episode(self, turn: Turn, prompt: Prompt) -> Score | None:
+            """Run verl's agent loop for one rollout, until it is in the TransferQueue."""
+            self.llm_client.enter(turn)
+            given = prompt.metadata
+            reward = await self._run_agent_loop(
+                given["sampling"],
+                trajectory=given["trajectory"],
+                trace=given["trace"],
+                session_id=turn.index,
+                **given["row"],
+            )
+            return None if reward is None else Score(reward=reward)
+
+        async def _agent_loop_postprocess(
+            self, output: Any, validate: bool, **kwargs: Any
+        ) -> float | None:
+            """Score a trajectory and put it into the TransferQueue; returns its reward.
+
+            It is never cut off: half of a trajectory in the queue would be worse than one of a
+            group that has failed, which is removed.
+            """
+            work = asyncio.create_task(super()._agent_loop_postprocess(output, validate, **kwargs))
+            sessions = self._sessions.setdefault(kwargs["uid"], set())
+            sessions.add(work)
+            await asyncio.shield(work)
+            outputs = output if isinstance(output, list) else [output]
+            return outputs[-1].reward_score if outputs else None
+
+        async def _deliver(self) -> None:
+            """Tell the TransferQueue of every group that is complete, until the scheduler ends."""
+            try:
+                while True:
+                    try:
+                        batch = await self._rollouts.next_batch()
+                    except RefitError:  # Until the next update, no server has whole weights.
+                        await asyncio.sleep(_POLL_S)
+                        continue
+                    for group in batch.groups:
+                        await self._finish(cast("str", group.prompt.key), False)
+            finally:
+                # Nobody would ever wait for a group that is neither finished nor failed.
+                for uid in tuple(self._groups.open):
+                    await self._fail(uid, False)
+
+        def _drop(self, uid: str) -> None:
+            task = asyncio.get_running_loop().create_task(self._fail(uid, False))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        async def _finish(self, uid: str, validate: bool) -> None:
+            self._sessions.pop(uid, None)
+            self._groups.open.discard(uid)
+            await self._tell(uid, validate, "finished")
+
+        async def _fail(self, uid: str, validate: bool) -> None:
+            # verl removes what a failed group has in the queue, and what came later would stay.
+            if sessions := self._sessions.pop(uid, None):
+                await asyncio.wait(sessions)
+            self._groups.open.discard(uid)
+            await self._tell(uid, validate, "failure")
+
+        async def _tell(self, uid: str, validate: bool, status: str) -> None:
+            partition = "val" if validate else "train"
+            await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
+
+    return Scheduler
+
+
+class _Groups:
+    """Says which prompts have failed.
+
+    Facts have the numbers of groups and not the keys of their prompts. Prompts are launched in the
+    order in which they were pushed.
+    """
+
+    def __init__(self, failed: Callable[[str], None]) -> None:
+        self.open: set[str] = set()
+        """Prompts that were pushed and are neither finished nor failed."""
+        self._failed = failed
+        self._waiting: deque[str] = deque()
+        self._uids: dict[int, str] = {}
+
+    def pushed(self, uid: str) -> None:
+        self._waiting.append(uid)
+        self.open.add(uid)
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            if isinstance(fact, GroupLaunched) and fact.evaluation_id is None:
+                self._uids[fact.group_id] = self._waiting.popleft()
+            elif isinstance(fact, GroupDropped) and fact.group_id in self._uids:
+                self._failed(self._uids.pop(fact.group_id))
+            elif isinstance(fact, PromptRefused):
+                self._failed(self._waiting.popleft())
+
+
+async def _servers(load_balancer: Any) -> list[str]:
+    """The URLs of the servers that verl has for rollouts now."""
+    return [f"http://{address}" for address in await load_balancer.get_all_servers.remote()]
+
+
+def _settings(config: Any, own: SchedulerConfig) -> SchedulerConfig:
+    """The scheduler's own settings with those of verl, if verl's configuration can be served.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    rollout, model, v1 = (
+        config.actor_rollout_ref.rollout,
+        config.actor_rollout_ref.model,
+        config.trainer.get("v1", {}),
+    )
+    mode = v1.get("trainer_mode")
+    if not config.trainer.get("use_v1", True):
+        raise ConfigError(
+            "trainer.use_v1 is False, and only that trainer is served; set it to True."
+        )
+    if mode != "separate_async":
+        raise ConfigError(
+            f"trainer.v1.trainer_mode is {mode!r}, which takes the servers' memory away at every "
+            'step; set it to "separate_async".'
+        )
+    if config.actor_rollout_ref.get("hybrid_engine", True):
+        raise ConfigError(
+            "actor_rollout_ref.hybrid_engine is True, so verl puts servers to sleep in mid "
+            "generation; set it to False, and give the servers GPUs of their own."
+        )
+    if rollout.name != "sglang":
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name is {rollout.name!r}; set it to sglang, whose servers "
+            "are served."
+        )
+    lora: Any = model.get("lora") or {}
+    refused: dict[str, tuple[Any, str]] = {
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay": (
+            rollout.get("enable_rollout_routing_replay"),
+            "routed experts are not carried",
+        ),
+        "actor_rollout_ref.rollout.disaggregation.enabled": (
+            (rollout.get("disaggregation") or {}).get("enabled"),
+            "a server with prefill apart from decode cannot be paused as a whole",
+        ),
+        "actor_rollout_ref.model.lora_rank": (
+            (lora.get("rank", 0) or model.get("lora_rank", 0)) and not lora.get("merge"),
+            "requests would not name the adapter; set model.lora.merge=True",
+        ),
+    }
+    for name, (present, why) in refused.items():
+        if present:
+            raise ConfigError(f"{name} is set, and {why}; leave it out.")
+    usual = SchedulerConfig()
+    for name in _DECIDED:
+        if getattr(own, name) != getattr(usual, name):
+            raise ConfigError(f"{name} of the scheduler is set, and verl decides it; leave it out.")
+    return replace(
+        own,
+        batch_groups=1,
+        group_size=rollout.n,
+        over_provision=_AsPushed(),
+        refill=Pool(together=1),
+        straggler="abort",
+        pace="asynchronous",
+        # verl pauses servers behind the scheduler's back, which must not take them for hanging.
+        follow_weights=True,
+        sampling=SamplingParams(max_new_tokens=rollout.response_length),
+    )
+
+
+if __name__ == "__main__":
+    # Ray imports the module by its name, and the classes of both must be the same.
+    from aprilsched.integrations import verl
+
+    verl.main()

@@ -1,0 +1,77 @@
+"""A server in a Ray actor, with the methods of verl's SGLangHttpServer and nothing else of verl."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from aprilsched.engines.sim.config import SimConfig
+from aprilsched.testing.server import SimServer
+from aprilsched.testing.threaded import ThreadedServer
+
+VOCAB_SIZE = 256
+EOS = 2
+"""Ends one response in 256 at each token, so that there are a few very long ones."""
+TIME_SCALE = 2.0
+"""Seconds for each second of an H200. A response of 1,000 tokens takes several steps of the
+trainer."""
+WEIGHTS = "APRILSCHED_TEST_WEIGHTS"
+"""Variable with the folder of the weights, in which step-N has those of step N."""
+
+
+class Server:
+    """A server as verl's actors have it, and the worker that loads its weights."""
+
+    def __init__(self, weights: str) -> None:
+        self._weights = Path(weights)
+        self._server = ThreadedServer(
+            SimServer(
+                SimConfig(stream_at_pause=False, vocab_size=VOCAB_SIZE, eos_token_id=EOS),
+                time_scale=TIME_SCALE,
+            )
+        )
+        self._server.start()
+        self.global_steps: int | None = None
+
+    def get_server_address(self) -> tuple[str, int]:
+        host, port = self._server.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    def abort_all_requests(self) -> None:
+        self._post("pause_generation", mode="abort")
+
+    def resume_generation(self) -> None:
+        self._post("continue_generation")
+
+    def release_kv_cache(self) -> None:
+        self._post("release_memory_occupation", tags=["kv_cache"])
+
+    def resume_kv_cache(self) -> None:
+        self._post("resume_memory_occupation", tags=["kv_cache"])
+        self._post("flush_cache")
+
+    def execute_checkpoint_engine(self, method: str, *_: Any, **__: Any) -> None:
+        """Take part in what the trainer does before and after the weights."""
+
+    def update_weights(self, global_steps: int) -> None:
+        self._post(
+            "update_weights_from_disk",
+            model_path=str(self._weights / f"step-{global_steps}"),
+            flush_cache=True,
+        )
+        self.global_steps = global_steps
+
+    def label(self) -> str:
+        with urllib.request.urlopen(f"{self._server.url}/model_info") as answer:
+            return json.load(answer)["weight_version"]
+
+    def _post(self, path: str, **body: Any) -> None:
+        request = urllib.request.Request(
+            f"{self._server.url}/{path}",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            answer.read()

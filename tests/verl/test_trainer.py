@@ -1,0 +1,114 @@
+"""verl's asynchronous trainer takes its rollouts from the scheduler."""
+
+# pyright: basic, reportMissingImports=false
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched.integrations import verl as adapter
+from tests.verl.conftest import STEPS
+
+pytest.importorskip("verl", reason="verl is not installed; use make test-verl")
+
+PROMPTS, SIZE = 4, 4
+WARM_UP = 2
+"""Number of batches of prompts that are pushed before the first step."""
+
+
+@pytest.fixture
+def run(
+    cluster: None, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """Runs a task runner of verl in this process; returns its trainer, and what the servers call
+    their weights at the end."""
+    import ray
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    from tests.verl.on_cpu import Trainer
+
+    monkeypatch.setitem(TRAINER_REGISTRY, "separate_async", Trainer)
+
+    def runs(kind: type[Any], *changes: str) -> Any:
+        runner = kind()
+        warm_up = f"trainer.v1.separate_async.num_warmup_batches={WARM_UP}"
+        runner.run(configure(warm_up, *changes))
+        trainer = runner.trainer
+        servers = trainer.standalone_server_manager.server_handles
+        labels = ray.get([server.label.remote() for server in servers])
+        runner.agent_loop_manager.close()
+        # They have names, which the next run uses again.
+        for actor in (*servers, *trainer.get_reward_handles()):
+            ray.kill(actor)
+        return trainer, labels
+
+    return runs
+
+
+def check_groups(trained: list[Any]) -> None:
+    """Check that every step had whole groups, and that nothing was trained on twice."""
+    keys = [trajectory.key for trajectory in trained]
+    assert len(set(keys)) == len(keys)
+    steps: dict[str, set[int]] = {}
+    for trajectory in trained:
+        steps.setdefault(trajectory.key.split("_")[0], set()).add(trajectory.step)
+    assert all(len(found) == 1 for found in steps.values())
+    assert Counter(step for (step,) in steps.values()) == dict.fromkeys(
+        range(1, STEPS + 1), PROMPTS
+    )
+    assert set(keys) == {f"{uid}_{session}_0" for uid in steps for session in range(SIZE)}
+
+
+def test_training_with_updates_that_wait_for_the_scheduler(run: Callable[..., Any], weights: Path):
+    trainer, labels = run(
+        adapter._task_runner(), "trainer.val_before_train=True", f"trainer.test_freq={STEPS}"
+    )
+    trained, logged = trainer.trained, trainer.logged
+    check_groups(trained)
+    for each in trained:
+        versions = each.versions(weights)
+        tag = each.tag
+        assert [tag["min_global_steps"], tag["max_global_steps"]] == [versions[0], versions[-1]]
+        assert each.rm_scores[:-1].sum() == 0
+        assert 0 <= each.rm_scores[-1] < 1
+        assert tag["seq_len"] == len(each.prompts) + len(each.responses)
+    spans = [each.tag["max_global_steps"] - each.tag["min_global_steps"] + 1 for each in trained]
+    assert max(spans) > 1
+    for step, metrics in enumerate(logged, start=1):
+        found = [s for s, each in zip(spans, trained, strict=True) if each.step == step]
+        assert metrics["training/off_policy/trajectory_spans/mean"] == np.mean(found)
+        assert metrics["training/off_policy/trajectory_staleness/min"] >= 0
+        assert metrics["critic/score/mean"] == pytest.approx(
+            np.mean([each.rm_scores.sum() for each in trained if each.step == step])
+        )
+    # The group whose reward function raises has failed, and verl has replaced it.
+    failed = "training/rollout_failure/evicted_samples"
+    assert sum(metrics.get(failed, 0) for metrics in logged) == 1
+    assert "val-core/words/acc/mean@1" in logged[-1]
+    assert labels == [str(STEPS)] * 2
+
+
+def test_training_with_updates_that_the_next_prompts_tell_of(
+    run: Callable[..., Any], weights: Path
+):
+    """With verl's own runner, the scheduler learns of an update only when prompts come. Here each
+    rollout has two turns."""
+    from verl.trainer.main_ppo import TaskRunnerV1
+
+    trainer, labels = run(
+        adapter._plain(TaskRunnerV1),
+        "actor_rollout_ref.rollout.agent.default_agent_loop=two_turns",
+    )
+    assert labels == [str(STEPS - 1)] * 2
+    check_groups(trainer.trained)
+    for each in trainer.trained:
+        versions = each.versions(weights)
+        assert each.tag["min_global_steps"] in (versions[0], versions[0] - 1)
+        assert each.tag["max_global_steps"] in (versions[-1], versions[-1] - 1)
+        assert (each.response_mask == 0).sum() == 2
+    assert {metrics["training/num_turns/mean"] for metrics in trainer.logged} == {4}
