@@ -74,19 +74,25 @@ class RolloutScheduler:
         run_id: str | None = None,
         store: Store | None = None,
     ) -> None:
-        self._rollouts = AsyncRolloutScheduler(
-            fleet,
-            prompts,
-            reward=reward,
-            reward_scope=reward_scope,
-            accept=accept,
-            episode=episode,
-            config=config,
-            planner=planner,
-            listeners=listeners,
-            run_id=run_id,
-            store=store,
+        self._use(
+            AsyncRolloutScheduler(
+                fleet,
+                prompts,
+                reward=reward,
+                reward_scope=reward_scope,
+                accept=accept,
+                episode=episode,
+                config=config,
+                planner=planner,
+                listeners=listeners,
+                run_id=run_id,
+                store=store,
+            )
         )
+
+    def _use(self, rollouts: AsyncRolloutScheduler) -> None:
+        """Call `rollouts`, on the loop of a thread that begins with the ``with`` block."""
+        self._rollouts = rollouts
         self._thread: LoopThread | None = None
         self._pid = 0
         """Id of the process that has the thread."""
@@ -277,19 +283,13 @@ class RolloutScheduler:
                 concurrent.futures.wait([call.outcome])
             raise
 
+    async def _offered(self, within: float | None) -> Batch:
+        return await offered(self._rollouts, within)
+
     async def _hand_over(self, handing: _Handing, within: float | None) -> Batch:
         """Wait for a batch for at most `within` seconds, and let the trainer's thread take it."""
         # The batch counts as taken when _hand_over_resolved() finds that the call has returned.
-        limit = asyncio.timeout(within)
-        try:
-            async with limit:
-                batch = await self._rollouts._offered()  # pyright: ignore[reportPrivateUsage]
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise TimeoutError(
-                f"no batch was complete within {within} s; the next call continues the wait."
-            ) from None
+        batch = await self._offered(within)
         self._handing = handing
         asyncio.get_running_loop().call_soon(self._take_in_time)
         if batch.receipt is None:
@@ -389,6 +389,24 @@ class _Call(Generic[T]):
             self.outcome.set_exception(error)
         else:
             self.outcome.set_result(task.result())
+
+
+async def offered(rollouts: AsyncRolloutScheduler, within: float | None) -> Batch:
+    """Wait for a batch for at most `within` seconds; returns it without taking it.
+
+    Raises:
+        TimeoutError: if none is complete by then.
+    """
+    limit = asyncio.timeout(within)
+    try:
+        async with limit:
+            return await rollouts._offered()  # pyright: ignore[reportPrivateUsage]
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise TimeoutError(
+            f"no batch was complete within {within} s; the next call continues the wait."
+        ) from None
 
 
 async def _called(function: Callable[[], T]) -> T:

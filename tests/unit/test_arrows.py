@@ -349,6 +349,7 @@ RULES: dict[str, Rule] = {
     "aprilsched": EVERYTHING,
     "aprilsched.__main__": Rule(ours=("aprilsched.cli.main",)),
     "aprilsched.blocking": EVERYTHING,
+    "aprilsched.process": EVERYTHING,
     # What the console script starts with, in an install that may lack the extra.
     "aprilsched.cli": Rule(ours=("aprilsched",), others=CLI),
     "aprilsched.cli.main": Rule(
@@ -551,6 +552,7 @@ def test_a_missing_docstring_is_found():
         "aprilsched.coordinator",
         "aprilsched.engines.sglang",
         "aprilsched.presets",
+        "aprilsched.process",
         "aprilsched.simulation",
         "aprilsched.testing",
         "aprilsched.testing.contract",

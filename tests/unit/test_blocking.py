@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import os
-import random
 import signal
 import threading
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from aprilsched import (
 )
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError, SchedulerClosed
+from tests.support.interrupting import InterruptingLoop
 
 
 def make(count: int | None = None) -> blocking.RolloutScheduler:
@@ -98,32 +98,6 @@ def test_it_has_every_public_name_of_the_other():
         return {name for name in dir(cls) if not name.startswith("_")}
 
     assert public(aprilsched.RolloutScheduler) <= public(blocking.RolloutScheduler)
-
-
-class InterruptingLoop:
-    """Raises KeyboardInterrupt in the trainer's thread, at random moments, until it is closed."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._before = signal.getsignal(signal.SIGALRM)
-
-    def __enter__(self) -> InterruptingLoop:
-        signal.signal(signal.SIGALRM, self._raise)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-        signal.signal(signal.SIGALRM, self._before)
-
-    def start(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.0002 + 0.02 * self._random.random())
-
-    def stop(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-    @staticmethod
-    def _raise(*_: object) -> None:
-        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("store", [False, True])

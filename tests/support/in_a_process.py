@@ -1,0 +1,144 @@
+"""Schedulers that the tests of :mod:`aprilsched.process` have in a process of their own.
+
+They are functions of a module, because the other process imports them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from aprilsched import (
+    Group,
+    LongTailWorkload,
+    MemoryStore,
+    Prompt,
+    PromptQueue,
+    Rollout,
+    RolloutScheduler,
+    SchedulerConfig,
+    SimFleet,
+)
+from aprilsched.engines.base import Engine
+
+__all__ = [
+    "Raising",
+    "blocked",
+    "faulty",
+    "long",
+    "pushed",
+    "raising",
+    "secretive",
+    "simple",
+    "slow",
+    "stored",
+    "wrong",
+]
+
+CONFIG = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5)
+
+
+def workload(count: int | None = None, median: int = 9) -> LongTailWorkload:
+    return LongTailWorkload(median=median, cap=40, group_size=2, count=count, seed=1)
+
+
+def simple(count: int | None = None, **changes: Any) -> RolloutScheduler:
+    config = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5, **changes)
+    return RolloutScheduler(SimFleet(1, time_scale=0.002), workload(count), config=config)
+
+
+def stored() -> RolloutScheduler:
+    return RolloutScheduler(
+        SimFleet(1, time_scale=0.002), workload(), config=CONFIG, store=MemoryStore()
+    )
+
+
+def long() -> RolloutScheduler:
+    """Its batches are larger than what goes through the pipe."""
+    prompts = (Prompt(input_ids=np.arange(1, 20_000, dtype=np.int32)) for _ in range(4))
+    return RolloutScheduler(SimFleet(1, time_scale=0.0001), prompts, config=CONFIG)
+
+
+def secretive() -> RolloutScheduler:
+    """Its first prompt has metadata that cannot be sent."""
+    ids = np.array([1], dtype=np.int32)
+    prompts = [Prompt(input_ids=ids, metadata={"check": lambda: True}) for _ in range(2)]
+    return RolloutScheduler(SimFleet(1, time_scale=0.0001), prompts, config=CONFIG)
+
+
+def pushed(queue: PromptQueue, *, batch_groups: int) -> RolloutScheduler:
+    config = SchedulerConfig(batch_groups=batch_groups, group_size=2)
+    return RolloutScheduler(SimFleet(1, time_scale=0.001), queue, config=config)
+
+
+class Odd(Exception):
+    """An exception that cannot be made again from its arguments, nor be sent as a whole."""
+
+    def __init__(self, code: int, *, where: str) -> None:
+        super().__init__(f"code {code} in {where}")
+        self.code = code
+        self.hook = lambda: code
+
+
+def raising(kind: str) -> RolloutScheduler:
+    if kind == "odd":
+        raise Odd(7, where="here")
+    raise FileNotFoundError(2, "No such file", kind)
+
+
+def wrong() -> Any:
+    return SimFleet(1)
+
+
+def faulty() -> RolloutScheduler:
+    """Its reward function raises for every second group."""
+
+    def score(group: Group) -> list[float]:
+        if group.group_id % 2:
+            raise ZeroDivisionError("no tests were run")
+        return [1.0 for _ in group.rollouts]
+
+    return RolloutScheduler(
+        SimFleet(1, time_scale=0.002),
+        workload(),
+        reward=score,
+        reward_scope="group",
+        config=CONFIG,
+    )
+
+
+def blocked(sign: Path) -> RolloutScheduler:
+    """Its reward function never lets the event loop go on, and makes a file to say so."""
+
+    async def score(rollout: Rollout, prompt: Prompt) -> float:
+        sign.touch()  # noqa: ASYNC240
+        while True:
+            time.sleep(3600)  # noqa: ASYNC251
+
+    return RolloutScheduler(SimFleet(1, time_scale=0.001), workload(), reward=score, config=CONFIG)
+
+
+def slow() -> RolloutScheduler:
+    """It takes an hour to open."""
+
+    class Fleet(SimFleet):
+        async def open(self) -> None:
+            await asyncio.sleep(3600)
+
+    return RolloutScheduler(Fleet(1), workload(), config=CONFIG)
+
+
+class Raising:
+    """A publisher whose error has a cause."""
+
+    async def prepare(self, version: int) -> None: ...
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        raise OSError(28, "No space left on device")

@@ -1,0 +1,357 @@
+"""Tests the RolloutScheduler in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched import (
+    Handshake,
+    Prompt,
+    PromptQueue,
+    SimPublisher,
+    process,
+)
+from aprilsched.errors import AprilschedError, ConfigError, RefitError, SchedulerClosed
+from tests.support import in_a_process
+from tests.support.interrupting import InterruptingLoop
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process, no thread and no file outlives a scheduler."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert not multiprocessing.active_children()
+    assert not [each for each in threading.enumerate() if each.name == "aprilsched-loop"]
+    assert not list(tmp_path.glob("aprilsched-*"))
+
+
+def prompt(ids: list[int], **more: Any) -> Prompt:
+    return Prompt(input_ids=np.array(ids, dtype=np.int32), **more)
+
+
+def child() -> Any:
+    (only,) = multiprocessing.active_children()
+    return only
+
+
+def test_batches_updates_and_everything_else():
+    with process.RolloutScheduler(in_a_process.simple, count=6) as rollouts:
+        assert child().pid != os.getpid()
+        first = rollouts.next_batch()
+        figures = rollouts.report_logprobs(first, [each.logprobs for each in first.rollouts])
+        assert (figures.whole.tokens, figures.whole.largest) == (first.tokens, 0)
+        report = rollouts.update_weights(SimPublisher())
+        assert (report.version, rollouts.version, report.quarantined) == (1, 1, {})
+        rest = list(rollouts)
+        assert [batch.version for batch in rest] == [1, 1]
+        groups = [group.group_id for batch in (first, *rest) for group in batch.groups]
+        assert len(set(groups)) == len(groups) == 6
+        assert rollouts.state.in_flight.counters.batches == 3
+        assert rollouts.bias().warning is None
+        with rollouts.paused_for_weights(version=9, label=True) as engines:
+            assert engines == ("sim-0",)
+        assert rollouts.version == 9
+        with rollouts.asleep(tags=["kv_cache"]):
+            rollouts.update_weights(SimPublisher())
+        prompts = (prompt([number]) for number in (1, 2))
+        evaluated = rollouts.evaluate(prompts, group_size=3)
+        assert [len(group.rollouts) for group in evaluated.groups] == [3, 3]
+    with pytest.raises(SchedulerClosed, match="inside its `with` block"):
+        rollouts.next_batch()
+
+
+def test_a_large_batch_goes_through_a_file():
+    with process.RolloutScheduler(in_a_process.long) as rollouts:
+        batch = rollouts.next_batch()
+        assert batch.groups[0].prompt.input_ids.tolist() == list(range(1, 20_000))
+        (folder,) = Path(tempfile.gettempdir()).glob("aprilsched-*")
+        assert not list(folder.iterdir())
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+# --- waits that end early ------------------------------------------------------------------------
+
+
+def test_a_timeout_loses_no_batch():
+    got: list[int] = []
+    with process.RolloutScheduler(in_a_process.simple) as rollouts:
+        with pytest.raises(TimeoutError, match="the next call continues the wait"):
+            rollouts.next_batch(timeout=0)
+        while len(got) < 10:
+            try:
+                got.append(rollouts.next_batch(timeout=0.001).index)
+            except TimeoutError:
+                continue
+        while True:
+            try:
+                # With 0 a batch is taken that is complete already.
+                got.append(rollouts.next_batch(timeout=0).index)
+                break
+            except TimeoutError:
+                continue
+    assert got == list(range(11))
+
+
+@pytest.mark.parametrize("make", [in_a_process.simple, in_a_process.stored])
+def test_an_interrupted_wait_loses_no_batch(make: Any):
+    got: list[int] = []
+    interrupts = 0
+    with InterruptingLoop(seed=3) as alarm, process.RolloutScheduler(make) as rollouts:
+        while len(got) < 40:
+            batch = None
+            try:
+                alarm.start()
+                batch = rollouts.next_batch()
+                alarm.stop()
+            except KeyboardInterrupt:
+                interrupts += 1
+            if batch is not None:
+                got.append(batch.index)
+        alarm.stop()
+        delivered = rollouts.state.in_flight.counters.batches
+    assert got == list(range(40))
+    assert delivered == 40
+    assert interrupts
+
+
+def test_ctrl_c_of_a_terminal_leaves_the_schedulers_process_to_the_trainer():
+    with process.RolloutScheduler(in_a_process.simple) as rollouts:
+        os.kill(child().pid, signal.SIGINT)
+        assert rollouts.next_batch().index == 0
+
+
+def test_batches_are_acknowledged_in_the_other_process(tmp_path: Path):
+    with process.RolloutScheduler(in_a_process.stored) as rollouts:
+        trained, untrained = rollouts.next_batch(), rollouts.next_batch()
+        trained.acknowledge()
+        rollouts.checkpoint(tmp_path / "checkpoint", acknowledge=False)
+    resumed = process.RolloutScheduler(in_a_process.stored)
+    resumed.restore(tmp_path / "checkpoint")
+    with resumed as rollouts:
+        again = rollouts.next_batch()
+        assert (again.index, again.redelivered) == (untrained.index, True)
+        pairs = zip(again.rollouts, untrained.rollouts, strict=True)
+        assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in pairs)
+        assert rollouts.next_batch().index == untrained.index + 1
+
+
+def test_the_trainer_pushes_prompts():
+    queue = PromptQueue()
+    queue.put(prompt([1, 2]))
+    with process.RolloutScheduler(in_a_process.pushed, queue, batch_groups=2) as rollouts:
+        with pytest.raises(TimeoutError):
+            rollouts.next_batch(timeout=0.2)
+        queue.put(prompt([3, 4], key="second"))
+        assert {group.prompt.key for group in rollouts.next_batch().groups} == {None, "second"}
+        queue.put(prompt([5, 6]))
+        queue.close()
+        assert [len(batch.groups) for batch in rollouts] == [1]
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_errors_of_the_users_code_arrive():
+    with (
+        pytest.raises(FileNotFoundError, match=r"prompts\.jsonl") as raised,
+        process.RolloutScheduler(in_a_process.raising, "prompts.jsonl"),
+    ):
+        pass
+    assert "in raising" in raised.value.__notes__[0]
+    with (
+        pytest.raises(AprilschedError, match="process raised Odd: code 7 in here"),
+        process.RolloutScheduler(in_a_process.raising, "odd"),
+    ):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"returned a SimFleet; return an aprilsched\.Rollout"),
+        process.RolloutScheduler(in_a_process.wrong),
+    ):
+        pass
+
+
+def test_a_reward_that_raises_costs_its_group():
+    with process.RolloutScheduler(in_a_process.faulty) as rollouts:
+        batch = rollouts.next_batch()
+        assert all(group.group_id % 2 == 0 for group in batch.groups)
+        causes = {entry.cause for entry in rollouts.state.in_flight.ledger.entries}
+        assert any("no tests were run" in cause for cause in causes)
+
+
+def test_what_cannot_be_sent_is_refused():
+    with (
+        pytest.raises(ConfigError, match="give functions and classes of a module"),
+        process.RolloutScheduler(lambda: in_a_process.simple()),
+    ):
+        pass
+    with process.RolloutScheduler(in_a_process.simple) as rollouts:
+        rollouts.next_batch()
+        with pytest.raises(ConfigError, match=r"use paused_for_weights\(\)"):
+            rollouts.update_weights(Handshake())
+        with pytest.raises(ConfigError, match=r"use paused_for_weights\(\)"):
+            rollouts.update_weights(SimPublisher(lambda version: 0))
+        with pytest.raises(ConfigError, match="give seconds, 0 or more"):
+            rollouts.next_batch(timeout=-1)
+        assert rollouts.next_batch().index == 1
+
+
+def test_what_cannot_come_back_is_named():
+    with process.RolloutScheduler(in_a_process.secretive) as rollouts:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="give prompts only metadata that pickle can"):
+                rollouts.next_batch()
+        assert rollouts.update_weights(SimPublisher()).version == 1
+
+
+def test_a_publisher_that_raises_has_its_cause():
+    with process.RolloutScheduler(in_a_process.simple) as rollouts:
+        rollouts.next_batch()
+        with pytest.raises(RefitError, match="No space left") as raised:
+            rollouts.update_weights(in_a_process.Raising())
+        assert isinstance(raised.value.__cause__, OSError)
+        with pytest.raises(ZeroDivisionError), rollouts.paused_for_weights():
+            raise ZeroDivisionError
+        with rollouts.paused_for_weights(label=True):
+            pass  # what the trainer had left is repaired
+        assert rollouts.next_batch().version == rollouts.version == 1
+
+
+def test_a_process_that_is_killed_is_noticed():
+    with process.RolloutScheduler(in_a_process.simple, straggler="run") as rollouts:
+        rollouts.next_batch()
+        killer = threading.Timer(0.2, os.kill, (child().pid, signal.SIGKILL))
+        killer.start()
+        with pytest.raises(SchedulerClosed, match=r"has ended with exit code -9; open a new"):
+            list(rollouts)
+        killer.join()
+        with pytest.raises(SchedulerClosed, match="exit code -9"):
+            rollouts.update_weights(SimPublisher())
+        with pytest.raises(SchedulerClosed, match="exit code -9"), rollouts.asleep():
+            pass
+
+
+def test_a_process_that_does_not_react_is_killed_with_the_second_interrupt(tmp_path: Path):
+    """The trainer presses Ctrl-C again and again, because user code blocks the scheduler's loop."""
+    sign, over, armed = tmp_path / "blocked", threading.Event(), threading.Event()
+
+    def press() -> None:
+        while not sign.exists():
+            time.sleep(0.01)
+        while not over.wait(0.1):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def interrupt(*_: object) -> None:
+        if armed.is_set():
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    rollouts = process.RolloutScheduler(in_a_process.blocked, sign)
+    rollouts.__enter__()
+    helper = threading.Thread(target=press)
+    helper.start()
+    calls = 0
+    while multiprocessing.active_children():
+        try:
+            armed.set()
+            if calls == 0:
+                rollouts.next_batch()
+            else:
+                rollouts.close()
+        except KeyboardInterrupt:
+            armed.clear()
+            calls += 1
+    armed.clear()
+    over.set()
+    helper.join()
+    signal.signal(signal.SIGUSR1, before)
+    assert calls > 1
+
+
+def test_an_interrupt_while_it_opens():
+    with InterruptingLoop(seed=0):
+        timer = threading.Timer(
+            2.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGALRM)
+        )
+        timer.start()
+        with pytest.raises(KeyboardInterrupt), process.RolloutScheduler(in_a_process.slow):
+            pass
+        timer.join()
+
+
+TRAINER = """
+import sys
+from multiprocessing import active_children
+from aprilsched import process
+from tests.support import in_a_process
+
+if __name__ == "__main__":
+    rollouts = process.RolloutScheduler(in_a_process.simple).__enter__()
+    rollouts.next_batch()
+    print(active_children()[0].pid, flush=True)
+    if sys.argv[1] == "wait":
+        sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "leave"])
+def test_the_process_ends_with_the_trainers(tmp_path: Path, end: str):
+    """A trainer that is killed, and one that ends without closing the scheduler."""
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER)
+    trainer = subprocess.Popen(
+        [sys.executable, str(script), "wait" if end == "killed" else "leave"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)},
+        text=True,
+    )
+    assert trainer.stdout is not None
+    pid = int(trainer.stdout.readline())
+    if end == "killed":
+        trainer.kill()
+    _, said = trainer.communicate()
+    while runs(pid):
+        time.sleep(0.01)
+    assert "Traceback" not in said, said
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_leaves_everything_alone():
+    with process.RolloutScheduler(in_a_process.simple) as rollouts:
+        rollouts.next_batch()
+        forked = os.fork()
+        if forked == 0:
+            code = 1
+            try:
+                rollouts.close()
+                try:
+                    rollouts.next_batch()
+                except SchedulerClosed as error:
+                    code = 0 if "forked" in str(error) else 2
+            finally:
+                os._exit(code)
+        assert os.waitpid(forked, 0)[1] == 0
+        assert rollouts.next_batch().index == 1
