@@ -264,6 +264,17 @@ class RolloutScheduler:
         else:
             self._wait(partial(leave, None))
 
+    def on_loop(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Call an asynchronous function on the scheduler's event loop, and wait for its result.
+
+        Engines and fleets belong to that loop, so ``rollouts.on_loop(lambda: fleet.add(url))`` adds
+        a server. It must not be called from a function that runs on the loop itself.
+
+        Raises:
+            SchedulerClosed: outside of the ``with`` block.
+        """
+        return self._wait(work)
+
     def _wait(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run the coroutine that `work` makes on the loop, and wait for its end."""
         if self._thread is None:

@@ -184,7 +184,7 @@ class RolloutWorker:
             with contextlib.ExitStack() as end:
                 end.callback(rollouts.close)
                 if (leave := getattr(self._publisher, "aclose", None)) is not None:
-                    rollouts._wait(leave)  # pyright: ignore[reportPrivateUsage]
+                    rollouts.on_loop(leave)
 
     def destroy(self) -> None:
         """Do nothing: :meth:`stop` has left the engines' groups."""

@@ -39,10 +39,13 @@ _MESSAGE_BYTES = 1024
 class ServerControl:
     """The control calls of an engine."""
 
-    def __init__(self, name: str, transport: Transport, limits: HttpLimits) -> None:
+    def __init__(
+        self, name: str, transport: Transport, limits: HttpLimits, *, first_version: int = 0
+    ) -> None:
         self._name = name
         self._transport = transport
         self._limits = limits
+        self._first_version = first_version
         self._facts: ServerFacts | None = None
         self._released: frozenset[str] = frozenset()
 
@@ -61,7 +64,7 @@ class ServerControl:
     async def version(self) -> int:
         """Ask for the policy version of the server's weights."""
         label = await weight_label(self.name, self._transport, self._limits.control_timeout)
-        return version_number(label)
+        return version_number(label, self._first_version)
 
     async def is_paused(self) -> bool | None:
         """Whether the server is paused; None where it cannot tell (before SGLang had /ready)."""

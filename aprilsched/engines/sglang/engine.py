@@ -55,6 +55,7 @@ class SGLangEngine(ServerRefit):
         stream_interval: tokens between two events of a stream. A request that is lost with
             its server, or aborted after a retract, loses at most this number of tokens.
         limits: timeouts and sizes.
+        first_version: version of the weights that the server labels "0".
 
     Raises:
         ConfigError: if `url`, a key or `stream_interval` cannot be used.
@@ -68,6 +69,7 @@ class SGLangEngine(ServerRefit):
         api_key: str | None = None,
         stream_interval: int = 64,
         limits: HttpLimits | None = None,
+        first_version: int = 0,
     ) -> None:
         if stream_interval < 1:
             raise ConfigError(f"stream_interval is {stream_interval}; give 1 token or more.")
@@ -78,7 +80,7 @@ class SGLangEngine(ServerRefit):
         name = ServerAddress.parse(url).name
         transport = Transport(name, self._url, admin_key=admin_key, api_key=api_key, limits=limits)
         self._unfinished = UnfinishedEvents(name, limits.max_unfinished_bytes)
-        super().__init__(name, transport, limits)
+        super().__init__(name, transport, limits, first_version=first_version)
         self._bind_to_loop()
 
     def _bind_to_loop(self) -> None:
@@ -208,7 +210,12 @@ class SGLangEngine(ServerRefit):
             self._unfinished,
             inflow_of(response),
         )
-        assembler = ChunkAssembler(self.name, name, request.sampling.max_new_tokens)
+        assembler = ChunkAssembler(
+            self.name,
+            name,
+            request.sampling.max_new_tokens,
+            first_version=self._first_version,
+        )
         return read_chunks(response.content.iter_any(), allowance, assembler)
 
 

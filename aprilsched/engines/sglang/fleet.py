@@ -12,6 +12,7 @@ from aprilsched.engines.http.address import ServerAddress
 from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sglang.engine import SGLangEngine
 from aprilsched.engines.sglang.probe import ServerFacts
+from aprilsched.engines.sglang.wire import version_number
 from aprilsched.errors import ConfigError, EngineError, EngineUnreachable
 
 __all__ = [
@@ -37,6 +38,10 @@ class SGLangFleet:
         model_path: refuse servers that serve another model; None accepts any one model.
         stream_interval: tokens between two events of a stream.
         limits: timeouts and sizes, for each server.
+        first_version: version of the weights that the servers label "0". It is for a trainer that
+            labels its weights from 1 on again in each process, while the versions of a resumed run
+            go on from those of the former one.
+
     Raises:
         ConfigError: if there is no URL, a bad one, or the same one twice.
     """
@@ -50,6 +55,7 @@ class SGLangFleet:
         model_path: str | None = None,
         stream_interval: int = 64,
         limits: HttpLimits | None = None,
+        first_version: int = 0,
     ) -> None:
         if isinstance(urls, str):
             raise ConfigError(f"urls is the string {urls!r}; give a list of URLs.")
@@ -59,6 +65,7 @@ class SGLangFleet:
         self._api_key = api_key
         self._stream_interval = stream_interval
         self._limits = limits
+        self._first_version = first_version
         engines = [self._engine(url) for url in urls]
         names = [engine.name for engine in engines]
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -122,6 +129,7 @@ class SGLangFleet:
             api_key=self._api_key,
             stream_interval=self._stream_interval,
             limits=self._limits,
+            first_version=self._first_version,
         )
 
 
@@ -371,8 +379,18 @@ class Members:
 
 Trait = tuple[str, Callable[[ServerFacts], Any], str]
 
+
+def _model(facts: ServerFacts) -> str | None:
+    """The model that a server was started with; None where it does not tell.
+
+    A server that has loaded weights from disk names their folder, which may be another one for
+    each version.
+    """
+    return None if version_number(facts.label) else facts.model_path
+
+
 _ONE_MODEL: Sequence[Trait] = (
-    ("model", lambda facts: facts.model_path, "serve one model in the whole fleet"),
+    ("model", lambda facts: _model(facts), "serve one model in the whole fleet"),
     ("vocabulary size", lambda facts: facts.vocab_size, "serve one model in the whole fleet"),
 )
 _ONE_VERSION: Trait = (

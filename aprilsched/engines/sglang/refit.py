@@ -37,8 +37,10 @@ _UNTOUCHED = ("Failed to get",)
 class ServerRefit(ServerControl):
     """The calls that change the weights of an engine."""
 
-    def __init__(self, name: str, transport: Transport, limits: HttpLimits) -> None:
-        super().__init__(name, transport, limits)
+    def __init__(
+        self, name: str, transport: Transport, limits: HttpLimits, *, first_version: int = 0
+    ) -> None:
+        super().__init__(name, transport, limits, first_version=first_version)
         self._open_update = ""
         """Names the update that was begun and has not succeeded; empty if there is none."""
         self._groups: set[str] = set()
@@ -84,7 +86,7 @@ class ServerRefit(ServerControl):
                     {
                         "model_path": str(path),
                         "load_format": "auto",
-                        "weight_version": str(version),
+                        "weight_version": self._name_of(version),
                     },
                 )
             except EngineRejected as error:
@@ -171,7 +173,7 @@ class ServerRefit(ServerControl):
         async with self._update("an update from a checkpoint-engine"):
             await self._load(
                 "update_weights_from_ipc",
-                {"zmq_handles": dict(handles), "weight_version": str(version)},
+                {"zmq_handles": dict(handles), "weight_version": self._name_of(version)},
             )
 
     # --- by somebody else ----------------------------------------------------------------------
@@ -187,11 +189,11 @@ class ServerRefit(ServerControl):
             await self._label(version)
         timeout = self._limits.control_timeout
         said = await weight_label(self.name, self._transport, timeout)
-        if version_number(said) != version:
+        if version_number(said, self._first_version) != version:
             raise EngineRejected(
                 self.name,
-                f'names its weights "{quoted(said)}" and not "{version}"; let the trainer label '
-                "them with the decimal version, or use label=True.",
+                f'names its weights "{quoted(said)}" and not "{self._name_of(version)}"; let the '
+                "trainer label them with the decimal version, or use label=True.",
                 status=_CONFLICT,
             )
         self._open_update = ""
@@ -220,9 +222,14 @@ class ServerRefit(ServerControl):
 
     # --- calls ---------------------------------------------------------------------------------
 
+    def _name_of(self, version: int) -> str:
+        """The label of a version."""
+        return str(version - self._first_version)
+
     async def _label(self, version: int) -> None:
         await self._control(
-            "update_weight_version", {"new_version": str(version), "abort_all_requests": False}
+            "update_weight_version",
+            {"new_version": self._name_of(version), "abort_all_requests": False},
         )
 
     @asynccontextmanager

@@ -47,13 +47,17 @@ _LOGPROB, _ID = itemgetter(0), itemgetter(1)
 class ChunkAssembler:
     """Turns the events of one request into chunks, and counts the tokens that were given.
 
-    `max_tokens` is the largest number of tokens that the request asked for.
+    `max_tokens` is the largest number of tokens that the request asked for, and `first_version` the
+    version of weights that are labelled "0".
     """
 
-    def __init__(self, engine: str, request_id: str, max_tokens: int) -> None:
+    def __init__(
+        self, engine: str, request_id: str, max_tokens: int, *, first_version: int = 0
+    ) -> None:
         self.engine = engine
         self.request_id = request_id
         self.max_tokens = max_tokens
+        self.first_version = first_version
         self.held = 0
         self._label: tuple[str | None, int | None] = (None, None)
         """The server's latest label, and the version that it stands for."""
@@ -98,7 +102,8 @@ class ChunkAssembler:
 
     def _version(self, label: str | None) -> int | None:
         if label != self._label[0]:
-            self._label = (label, None if label is None else version_number(label))
+            known = None if label is None else version_number(label, self.first_version)
+            self._label = (label, known)
         return self._label[1]
 
     def _fresh(self, meta: MetaInfo, finish: str | None) -> list[Triple]:
@@ -161,7 +166,8 @@ class ChunkAssembler:
                 continue
             if span.start != at:
                 break
-            exact.append(VersionSpan(version=version_number(span.version), start=at, end=end))
+            version = version_number(span.version, self.first_version)
+            exact.append(VersionSpan(version=version, start=at, end=end))
             at = end
         if at != self.held:
             raise self._broken(f"sent weight_versions that do not cover its {self.held} tokens")

@@ -171,11 +171,12 @@ class UpdateAnswer(msgspec.Struct, frozen=True):
     error_message: str | None = None
 
 
-def version_number(label: str | None) -> int:
-    """The policy version that a label stands for; 0 for any label that we did not write."""
+def version_number(label: str | None, first: int = 0) -> int:
+    """The policy version that a label stands for, where "0" stands for version `first`, and so does
+    any label that is no number."""
     if not label or len(label) > _DIGITS or not (label.isascii() and label.isdigit()):
-        return 0
-    return number if (number := int(label)) <= _INT32_MAX else 0
+        return first
+    return number if (number := first + int(label)) <= _INT32_MAX else first
 
 
 def generate_body(request: GenerationRequest, *, stream_interval: int | None) -> dict[str, Any]:

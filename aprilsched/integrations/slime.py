@@ -1,0 +1,1029 @@
+"""Rollouts for slime and for miles, a fork of it, from their own SGLang engines.
+
+:func:`generate_rollout` is loaded by ``--rollout-function-path``, and miles also takes
+:class:`RolloutFn`. :class:`DataSource` is loaded by ``--data-source-path`` and keeps what is in
+flight in the trainer's checkpoints. It is written for slime 624b824 and miles 31f1ca9.
+
+- The process of the RolloutManager has one scheduler, which is opened by the first call. It pauses
+  no engine: when a batch is full, it calls the unfinished responses back with their tokens, and
+  sends them again in the next call. So nothing is in flight when the trainer releases memory,
+  pauses the engines or loads weights.
+- The trainer moves its weights between two calls and tells nobody. Each call begins by asking the
+  engines for the label of their weights. The labels begin at 1 again when training is resumed, so
+  versions count on from those of the checkpoint (`first_version` of the fleet).
+- A group of the data source is a prompt whose key is a number. The samples of the group are kept
+  here under this number, because reward functions and hooks may put anything into them.
+- Reward functions run on the trainer's own event loop, so one that blocks holds up no stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import copy
+import importlib
+import itertools
+import json
+import logging
+import os
+import sys
+import threading
+import urllib.request
+from collections import Counter
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, cast
+
+import numpy as np
+
+from aprilsched.blocking import RolloutScheduler
+from aprilsched.config import SchedulerConfig
+from aprilsched.engines.http.address import ServerAddress
+from aprilsched.engines.sglang.fleet import SGLangFleet
+from aprilsched.errors import ConfigError, EngineError
+from aprilsched.runs.config_tree import config_of
+from aprilsched.sampling import sampling_params
+from aprilsched.store import MemoryStore
+from aprilsched.types import NO_VERSION, Batch, Group, Prompt, Rollout, SamplingParams
+from aprilsched.weights.external import ExternalWeights
+
+__all__ = ["DataSource", "RolloutFn", "close", "generate_rollout"]
+
+log = logging.getLogger("aprilsched")
+
+T = TypeVar("T")
+
+_DRY_SECONDS = 1.0
+"""Interval at which a data source is asked again that gave no group."""
+_LOOK_SECONDS = 0.005
+"""Interval at which it is looked whether called back requests have ended."""
+_JOIN_SECONDS = 10.0
+"""Longest wait for engines that were added; they join later if their checks take longer."""
+_ROUTER_SECONDS = 30.0
+_AHEAD = 1
+"""Number of batches that train_async.py takes ahead of the one that it trains on."""
+
+_BY_FLAGS = {
+    "batch_groups": "--rollout-batch-size",
+    "group_size": "--n-samples-per-prompt",
+    "sampling": "--rollout-temperature, --rollout-max-response-len and the flags beside them",
+}
+"""Settings of the scheduler that the trainer has flags for."""
+_FIXED = {"straggler": "abort", "pace": "synchronous", "stop": "groups"}
+"""Settings that have one possible value here."""
+
+
+# --- what the trainer loads ----------------------------------------------------------------------
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Generate the samples of one training step, or of an evaluation.
+
+    Args:
+        args: the trainer's arguments. A mapping `aprilsched` in the file of
+            ``--custom-config-path`` has settings of the scheduler.
+        rollout_id: number of the rollout.
+        data_source: gives groups of samples; the samples are copied.
+        evaluation: whether the evaluation datasets are answered instead.
+
+    Returns:
+        The trainer's RolloutFnTrainOutput or RolloutFnEvalOutput.
+
+    Raises:
+        ConfigError: if the arguments or the samples ask for something that does not work here, or
+            if the engines do not have the weights that the trainer says they have.
+    """
+    rollouts = _rollouts(args, data_source)
+    return rollouts.evaluate() if evaluation else rollouts.generate(rollout_id)
+
+
+class RolloutFn:
+    """:func:`generate_rollout` as the class that miles makes with a RolloutFnConstructorInput.
+
+    miles tells it the version of the weights for training, so it is also checked that every engine
+    has this version.
+    """
+
+    def __init__(self, input: Any) -> None:
+        self._args = input.args
+        self._data_source = input.data_source
+
+    def __call__(self, input: Any) -> Any:
+        """Do what a RolloutFnTrainInput or a RolloutFnEvalInput asks for.
+
+        Raises:
+            ConfigError: as :func:`generate_rollout`, and for an evaluation of a checkpoint.
+        """
+        rollouts = _rollouts(self._args, self._data_source)
+        if not input.evaluation:
+            return rollouts.generate(input.rollout_id, label=input.weight_version)
+        if input.generate_state is not None or input.hf_dir is not None:
+            raise ConfigError(
+                "the evaluation is one of a checkpoint on engines of its own; set "
+                "--eval-function-path to the function of miles for it."
+            )
+        return rollouts.evaluate()
+
+
+class DataSource:
+    """The trainer's data source, whose checkpoints also have everything that is in flight.
+
+    It wraps the data source that `data_source_path` of the mapping `aprilsched` names, by default
+    the trainer's RolloutDataSourceWithBuffer, and behaves like it in everything else.
+    """
+
+    def __init__(self, args: Any) -> None:
+        trainer = _Trainer()
+        path = _table(args).get("data_source_path")
+        made = trainer.load(
+            path or f"{trainer.name}.rollout.data_source.RolloutDataSourceWithBuffer"
+        )
+        self.wrapped: Any = made(args)
+        self.args = args
+        self.restored: Path | None = None
+        """Where the scheduler that is opened next finds its state."""
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        """Give `num_samples` groups, or fewer."""
+        return self.wrapped.get_samples(num_samples)
+
+    def add_samples(self, samples: list[list[Any]]) -> None:
+        """Add groups that are given again."""
+        self.wrapped.add_samples(samples)
+
+    def save(self, rollout_id: int) -> None:
+        """Save the position in the prompts and what is in flight, after training on `rollout_id`.
+
+        Batches up to that of `rollout_id` count as trained on. A later one, which train_async.py
+        has taken already, is given again after :meth:`load`.
+        """
+        current = _current
+        if current is not None and current.data_source is self:
+            current.save(rollout_id, _folder(self.args.save))
+        else:
+            self.wrapped.save(rollout_id)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Begin with what :meth:`save` has saved; without a checkpoint, begin anew."""
+        current = _current
+        if current is not None and current.data_source is self:
+            close()
+        self.wrapped.load(rollout_id)
+        self.restored = None
+        if self.args.load is not None:
+            path = _folder(self.args.load) / _name(rollout_id)
+            if path.exists():
+                self.restored = path
+            else:
+                log.info("%s does not exist, so no rollout is in flight at the beginning", path)
+
+    def __len__(self) -> int:
+        return len(self.wrapped)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wrapped":  # It is not made yet.
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+
+def close() -> None:
+    """Close the scheduler of this process, if there is one; the next call opens another."""
+    global _current
+    current, _current = _current, None
+    if current is not None:
+        current.close()
+
+
+_current: _Rollouts | None = None
+"""The scheduler of this process."""
+
+atexit.register(close)
+
+
+def _rollouts(args: Any, data_source: Any) -> _Rollouts:
+    global _current
+    if _current is None or _current.data_source is not data_source:
+        close()
+        _current = _Rollouts(args, data_source)
+    return _current
+
+
+# --- the scheduler -------------------------------------------------------------------------------
+
+
+class _Rollouts:
+    """The scheduler of a RolloutManager, and the samples of the groups that it has."""
+
+    def __init__(self, args: Any, data_source: Any) -> None:
+        self.data_source = data_source
+        self._args = args
+        self._trainer = trainer = _Trainer()
+        _check(args, trainer)
+        self._config = _settings(args)
+        self._tokenizer = trainer.tokenizer(args)
+        self._reading = threading.Lock()
+        """A tokenizer of Hugging Face may raise "Already borrowed" when two threads use it."""
+        self._samples: dict[int | str, list[Any]] = {}
+        """The samples of each group by its prompt's key: a number for training, a text for an
+        evaluation. A sample is replaced when it is scored."""
+        self._next = 0
+        """Number of the next group of the data source. Groups have the numbers that the scheduler
+        counts prompts by."""
+        self._lock = threading.Lock()
+        """Held while groups are taken from the data source, and while they are saved."""
+        self._calls = threading.Lock()
+        """Held by generate() and evaluate(), which miles may call from two threads."""
+        self._untrained: dict[int, Batch] = {}
+        """The batches that are not acknowledged, by the number of their rollout."""
+        self._filter: Any = trainer.load(args.dynamic_sampling_filter_path)
+        self._dropped: Any = trainer.filters.MetricGatherer()
+        self._rejected: list[list[Any]] = []
+        self._evaluated: dict[str, Any] = {}
+        """The datasets of the evaluation."""
+        self._numbers = itertools.count()
+        self._has_saves = isinstance(data_source, DataSource)
+        self._warned = False
+        self._first_version = 0
+        self._fleet: SGLangFleet | None = None
+        self._prompts = _Prompts(self._pull, self._starved)
+        self._open: RolloutScheduler | None = None
+
+    def close(self) -> None:
+        """Close the scheduler."""
+        rollouts, self._open = self._open, None
+        if rollouts is not None:
+            rollouts.close()
+
+    @property
+    def _scheduler(self) -> RolloutScheduler:
+        if self._open is None:
+            self._open = self._opened()
+        return self._open
+
+    def _opened(self) -> RolloutScheduler:
+        args = self._args
+        restored = self.data_source.restored if self._has_saves else None
+        if restored is not None:
+            saved = self._trainer.torch.load(_beside(restored), weights_only=False)
+            self._samples, self._first_version = saved["samples"], saved["version"]
+        elif not self._has_saves and getattr(args, "save", None) is not None:
+            log.warning(
+                "checkpoints of the trainer lack the responses in flight; set --data-source-path "
+                "to aprilsched.integrations.slime.DataSource."
+            )
+        self._fleet = SGLangFleet(
+            _addresses(args),
+            admin_key=getattr(args, "sglang_admin_api_key", None),
+            api_key=getattr(args, "sglang_api_key", None),
+            first_version=self._first_version,
+        )
+        listeners: Any = self._trainer.load(_table(args).get("listeners_path"))
+        rollouts = RolloutScheduler(
+            self._fleet,
+            self._prompts,
+            reward=self._score_group if args.group_rm else self._score,
+            reward_scope="group" if args.group_rm else "rollout",
+            accept=self._accept if self._filter is not None else None,
+            config=self._config,
+            listeners=[] if listeners is None else listeners(args),
+            # It keeps the batches that are taken and not trained on, for a checkpoint.
+            store=MemoryStore(),
+        )
+        if restored is not None:
+            rollouts.restore(restored)
+        rollouts.__enter__()
+        self._next = rollouts.state.prompts.cursor
+        return rollouts
+
+    # --- a call of the trainer -----------------------------------------------------------------
+
+    def generate(self, rollout_id: int, *, label: int | None = None) -> Any:
+        """The samples of one training step; `label` is the version that the engines have."""
+        with self._calls:
+            rollouts = self._scheduler
+            self._follow(label)
+            for earlier in [number for number in self._untrained if number < rollout_id - _AHEAD]:
+                self._untrained.pop(earlier).acknowledge()
+            with self._prompts_flow(rollouts):
+                batch = rollouts.next_batch()
+            rollouts.on_loop(self._calm)
+            rollouts.on_loop(self._let_lost_engines_go)
+            if rollout_id in self._untrained:
+                self._untrained[rollout_id].acknowledge()
+            self._untrained[rollout_id] = batch
+            output = self._output(batch)
+            self._forget()
+            return output
+
+    def _follow(self, label: int | None) -> None:
+        """Take part with the engines that the trainer has now, at the version that they have."""
+        rollouts = self._scheduler
+        self._change_fleet()
+        if label is not None:
+            version = self._first_version + label
+        else:
+            shown = Counter(rollouts.on_loop(self._versions))
+            if not shown:
+                return  # No engine answers; the wait for the batch says which and why.
+            version = max(shown, key=lambda each: (shown[each], each))
+        if version < rollouts.version:
+            raise ConfigError(
+                f"the engines show weights of version {version}, and version {rollouts.version} "
+                "was in use before; let the trainer update their weights before it generates."
+            )
+        if version > rollouts.version:
+            # The trainer has labelled all engines already, so none is waited for. The batches
+            # before are acknowledged by their numbers and not by the update.
+            moved = ExternalWeights(timeout_s=0)
+            rollouts.update_weights(moved, version=version, acknowledge=False)
+
+    async def _versions(self) -> list[int]:
+        async def one(engine: Any) -> int | None:
+            try:
+                return await engine.version()
+            except EngineError:
+                return None
+
+        fleet = cast(SGLangFleet, self._fleet)
+        found = await asyncio.gather(*(one(engine) for engine in fleet.engines))
+        return [version for version in found if version is not None]
+
+    def _change_fleet(self) -> None:
+        """Add the engines that the trainer has started, and remove those that it has ended."""
+        rollouts, fleet = self._scheduler, cast(SGLangFleet, self._fleet)
+        now = {ServerAddress.parse(url).name: url for url in _addresses(self._args)}
+        there = {engine.name for engine in fleet.engines}
+        if now.keys() == there:
+            return
+        for name in now.keys() - there:
+            try:
+                rollouts.on_loop(partial(fleet.add, now[name]))
+            except (EngineError, ConfigError) as error:
+                log.warning("an engine does not take part: %s", error)
+        for engine in fleet.engines:
+            if engine.name not in now and len(fleet.engines) > 1:
+                rollouts.on_loop(partial(fleet.remove, engine.address))
+        rollouts.on_loop(self._changed)
+
+    async def _changed(self) -> None:
+        """Wait until the engines that were added have passed their checks, for some seconds.
+
+        An update must not come before that: it would not reach them.
+        """
+        fleet = cast(SGLangFleet, self._fleet)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_JOIN_SECONDS):
+                while {engine.name for engine in fleet.engines} != self._taking_part():  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_SECONDS)
+
+    def _taking_part(self) -> set[str]:
+        """The names of the engines that are in use or stand by."""
+        return {control.name for control in self._scheduler.state.fleet.control.all()}
+
+    @contextmanager
+    def _prompts_flow(self, rollouts: RolloutScheduler) -> Generator[None]:
+        """Let groups be taken from the data source in this block only."""
+        rollouts.on_loop(self._prompts.begin)
+        try:
+            yield
+        finally:
+            rollouts.on_loop(self._prompts.end)
+            with self._lock:
+                pass  # The data source is still being asked.
+
+    async def _calm(self) -> None:
+        """Wait until the engines have none of the requests that were called back."""
+        try:
+            async with asyncio.timeout(self._config.timeouts.control_s):
+                while self._scheduler.state.in_flight.open_attempts:  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except TimeoutError:
+            log.warning("an engine has not ended the requests that were called back")
+
+    async def _let_lost_engines_go(self) -> None:
+        """Let engines leave that are lost. Otherwise they would be tried again while the trainer
+        restarts them, or has their memory. The next call looks for them."""
+        fleet = cast(SGLangFleet, self._fleet)
+        there = self._taking_part()
+        for engine in fleet.engines:
+            if engine.name not in there and len(fleet.engines) > 1:
+                await fleet.remove(engine.address)
+
+    def _forget(self) -> None:
+        """Forget the samples of groups that are dropped, or that need not be given again."""
+        with self._lock:
+            live = self._scheduler.on_loop(self._live)
+            for key in [key for key in self._samples if key not in live]:
+                del self._samples[key]
+
+    async def _live(self) -> set[Any]:
+        """The keys of the groups whose samples are still needed."""
+        state = self._scheduler.state
+        groups = itertools.chain(
+            state.in_flight.training_groups(),
+            *(batch.groups for batch in state.delivery.unacknowledged.values()),
+        )
+        return {group.prompt.key for group in groups}.union(range(state.prompts.cursor, self._next))
+
+    # --- prompts -------------------------------------------------------------------------------
+
+    def _pull(self) -> list[Prompt]:
+        """Take the next group of the data source; it may give none, or several."""
+        with self._lock:
+            if not self._prompts.flows:
+                return []
+            if self._next in self._samples:  # It was taken before a restart and not launched.
+                groups = [self._samples[self._next]]
+            else:
+                # Each sample by itself, because a data source may give the same object twice.
+                groups = [
+                    [copy.deepcopy(sample) for sample in group]
+                    for group in self.data_source.get_samples(1)
+                ]
+            prompts: list[Prompt] = []
+            for group in groups:
+                prompts.append(self._prompt(self._next, group))
+                self._samples[self._next] = group
+                self._next += 1
+            return prompts
+
+    def _starved(self) -> str:
+        """Why no batch can come if the data source has nothing; empty if one can."""
+        state = self._scheduler.state
+        ready = len(state.in_flight.ready)
+        if state.in_flight.training > ready:
+            return ""
+        return (
+            f"the data source gives no group, and {ready} of the {self._args.rollout_batch_size} "
+            "groups of this step are there; give it more prompts, or set a smaller "
+            "--rollout-batch-size."
+        )
+
+    def _prompt(self, number: int | str, group: Sequence[Any]) -> Prompt:
+        first, size = group[0], self._args.n_samples_per_prompt
+        if isinstance(number, int) and len(group) != size:
+            raise ConfigError(
+                f"the data source gave a group of {len(group)} samples, and "
+                f"--n-samples-per-prompt is {size}; give as many."
+            )
+        for sample in group:
+            _check_sample(sample)
+            if sample.prompt != first.prompt:
+                raise ConfigError(
+                    f"samples {first.index} and {sample.index} of a group have two prompts; give "
+                    "a group the same prompt."
+                )
+        return Prompt(
+            input_ids=np.array(self._prompt_ids(first), dtype=np.int32),
+            key=number,
+            sampling=self._seeded(self._config.sampling, len(group)),
+            group_size=len(group),
+        )
+
+    def _prompt_ids(self, sample: Any) -> list[int]:
+        known = sample.tokens[: len(sample.tokens) - sample.response_length]
+        if sample.response_length and not self._warned:
+            self._warned = True
+            log.warning("a sample of the data source has a response; it is generated anew")
+        if known:
+            return known
+        with self._reading:
+            return self._tokenizer.encode(sample.prompt, add_special_tokens=False)
+
+    def _seeded(
+        self, sampling: SamplingParams, size: int
+    ) -> SamplingParams | tuple[SamplingParams, ...]:
+        args = self._args
+        if not getattr(args, "sglang_enable_deterministic_inference", False):
+            return sampling
+        return tuple(
+            replace(sampling, sampling_seed=args.rollout_seed + index) for index in range(size)
+        )
+
+    # --- rewards -------------------------------------------------------------------------------
+
+    async def _score(self, rollout: Rollout, prompt: Prompt) -> float:
+        key: Any = prompt.key
+        evaluation = isinstance(key, str)
+        sample = await asyncio.to_thread(self._sampled, key, rollout)
+        sample = await self._trainer.on_its_loop(self._rewarded(sample, evaluation))
+        self._samples[key][rollout.index] = sample
+        args = self._args
+        return _number(
+            sample, (evaluation and getattr(args, "eval_reward_key", None)) or args.reward_key
+        )
+
+    async def _score_group(self, group: Group) -> list[float]:
+        key: Any = group.prompt.key
+        samples = await asyncio.to_thread(
+            lambda: [self._sampled(key, rollout) for rollout in group.rollouts]
+        )
+        samples = await self._trainer.on_its_loop(self._group_rewarded(samples))
+        self._samples[key][:] = samples
+        return [_number(sample, self._args.reward_key) for sample in samples]
+
+    async def _rewarded(self, sample: Any, evaluation: bool) -> Any:
+        """`sample` with its reward; it runs on the trainer's event loop."""
+        sample = await self._trainer.hooked(self._args, sample, evaluation=evaluation)
+        if sample.reward is None:
+            sample.reward = await self._trainer.rewards.async_rm(self._args, sample)
+        return _with_reward(sample)
+
+    async def _group_rewarded(self, samples: list[Any]) -> list[Any]:
+        hooked = self._trainer.hooked
+        samples = [await hooked(self._args, sample, evaluation=False) for sample in samples]
+        rewards = await self._trainer.rewards.batched_async_rm(self._args, samples)
+        for sample, reward in zip(samples, rewards, strict=True):
+            sample.reward = reward
+        return [_with_reward(sample) for sample in samples]
+
+    async def _accept(self, group: Group) -> bool:
+        """Ask the dynamic filter about a group."""
+        args, filters = self._args, self._trainer.filters
+        key: Any = group.prompt.key
+        samples = self._samples[key]
+        groups = self._scheduler.state.in_flight.training
+        said = await asyncio.to_thread(filters.call_dynamic_filter, self._filter, args, samples)
+        drops = getattr(filters, "should_drop_dynamic_filter_output", None)
+        if drops is None:
+            dropped = not said.keep
+        else:
+            dropped = drops(
+                said, remaining_batch_size=groups, target_data_size=args.rollout_batch_size
+            )
+        if dropped:
+            self._dropped.on_dynamic_filter_drop(reason=said.reason)
+            if args.rollout_all_samples_process_path is not None:
+                self._rejected.append(samples)
+        return not dropped
+
+    # --- samples -------------------------------------------------------------------------------
+
+    def _sampled(self, key: int | str, rollout: Rollout) -> Any:
+        """A copy of a rollout's sample with what was generated."""
+        sample = copy.deepcopy(self._samples[key][rollout.index])
+        ids = rollout.token_ids.tolist()
+        with self._reading:
+            sample.response = self._tokenizer.decode(
+                ids,
+                skip_special_tokens=self._args.rollout_skip_special_tokens,
+                spaces_between_special_tokens=False,
+            )
+        sample.tokens = [*rollout.prompt_ids.tolist(), *ids]
+        sample.response_length = len(ids)
+        sample.loss_mask = rollout.loss_mask.astype(int).tolist()
+        sample.rollout_log_probs = rollout.logprobs.tolist()
+        versions = (each.version for each in rollout.segments if each.version != NO_VERSION)
+        sample.weight_versions = [str(version) for version, _ in itertools.groupby(versions)]
+        ended: Any = self._trainer.sample.Status
+        sample.status = ended.TRUNCATED if rollout.finish_reason == "length" else ended.COMPLETED
+        sample.reward = None
+        return sample
+
+    def _output(self, batch: Batch) -> Any:
+        args = self._args
+        off_policy = getattr(args, "partial_rollout", False) and getattr(
+            args, "mask_offpolicy_in_partial_rollout", False
+        )
+        groups: list[list[Any]] = []
+        for group in batch.groups:
+            key: Any = group.prompt.key
+            samples = self._samples[key]
+            for sample, rollout in zip(samples, group.rollouts, strict=True):
+                # The scheduler masks tokens that are too old for this batch. It scored the sample
+                # before it knew the batch.
+                counts = rollout.loss_mask
+                if off_policy:
+                    counts = counts & (rollout.versions >= batch.version)
+                if not counts.all() and len(counts) == len(sample.loss_mask):
+                    sample.loss_mask = [
+                        int(a and b) for a, b in zip(sample.loss_mask, counts, strict=True)
+                    ]
+            groups.append(samples)
+        groups.sort(key=_index)
+        rejected, self._rejected = self._rejected, []
+        if (path := args.rollout_sample_filter_path) is not None:
+            self._trainer.load(path)(args, groups)
+        if (path := args.rollout_all_samples_process_path) is not None:
+            every = sorted([*groups, *rejected], key=_index)
+            self._trainer.load(path)(args, every, self.data_source)
+        dropped, self._dropped = self._dropped, self._trainer.filters.MetricGatherer()
+        return self._trainer.outputs.RolloutFnTrainOutput(
+            samples=groups, metrics={**dropped.collect(), **_metrics(batch)}
+        )
+
+    # --- evaluation ----------------------------------------------------------------------------
+
+    def evaluate(self) -> Any:
+        """Answer the evaluation datasets with the weights that the engines have."""
+        args = self._args
+        if args.group_rm:
+            raise ConfigError("an evaluation has no groups; leave --group-rm out, or evaluation.")
+        with self._calls:
+            rollouts = self._scheduler
+            self._follow(None)
+            prompts: list[Prompt] = []
+            keys: dict[str, list[str]] = {}
+            datasets: list[Any] = getattr(args, "eval_datasets", None) or []
+            for dataset in datasets:
+                asked = list(self._questions(dataset))
+                keys[dataset.name] = [str(prompt.key) for prompt in asked]
+                prompts += asked
+            try:
+                if prompts:
+                    batch = rollouts.evaluate(prompts)
+                    rollouts.on_loop(self._let_lost_engines_go)
+                    if len(batch.groups) < len(prompts):
+                        self._say_what_failed(len(prompts) - len(batch.groups))
+                return self._trainer.outputs.RolloutFnEvalOutput(
+                    data={name: self._evaluation(of) for name, of in keys.items()}
+                )
+            finally:
+                for key in itertools.chain(*keys.values()):
+                    self._samples.pop(key, None)
+
+    def _questions(self, dataset: Any) -> Iterator[Prompt]:
+        """The prompts of an evaluation dataset."""
+        if getattr(dataset, "custom_generate_function_path", None) is not None:
+            _refuse("custom_generate_function_path of an evaluation dataset", _ELSEWHERE)
+        if dataset.name not in self._evaluated:
+            self._evaluated[dataset.name] = self._trainer.dataset(self._args, dataset)
+        stop, ids = getattr(dataset, "stop", None), getattr(dataset, "stop_token_ids", None)
+        skips = getattr(dataset, "skip_special_tokens", None)
+        sampling = _sampling(
+            self._args,
+            temperature=dataset.temperature,
+            top_p=dataset.top_p,
+            top_k=dataset.top_k,
+            max_new_tokens=dataset.max_response_len,
+            min_new_tokens=getattr(dataset, "min_new_tokens", None),
+            repetition_penalty=getattr(dataset, "repetition_penalty", None),
+            **{} if stop is None else {"stop": stop},
+            **{} if ids is None else {"stop_token_ids": ids},
+            **{} if skips is None else {"skip_special_tokens": skips},
+        )
+        index = itertools.count()
+        for sample in self._evaluated[dataset.name].samples:
+            group = [copy.deepcopy(sample) for _ in range(dataset.n_samples_per_eval_prompt)]
+            for each in group:
+                each.index = next(index)
+                each.metadata = dataset.inject_metadata(getattr(each, "metadata", None))
+                if getattr(dataset, "custom_rm_path", None) is not None:
+                    each.custom_rm_path = dataset.custom_rm_path
+            key = f"evaluation {next(self._numbers)}"
+            self._samples[key] = group
+            yield replace(self._prompt(key, group), sampling=self._seeded(sampling, len(group)))
+
+    def _evaluation(self, keys: Sequence[str]) -> dict[str, Any]:
+        """The result for one dataset, as the trainer logs it."""
+        samples = [sample for key in keys for sample in self._samples[key]]
+        key = self._args.eval_reward_key or self._args.reward_key
+        ended: Any = self._trainer.sample.Status
+        return {
+            "rewards": [each.reward if not key else each.reward[key] for each in samples],
+            "truncated": [each.status is ended.TRUNCATED for each in samples],
+            "samples": samples,
+        }
+
+    def _say_what_failed(self, count: int) -> NoReturn:
+        entries = self._scheduler.state.in_flight.ledger.entries
+        cause = entries[-1].cause if entries else "no cause is known"
+        raise ConfigError(
+            f"{count} prompts of the evaluation have no result, the last because {cause}; correct "
+            "that, and evaluate again."
+        )
+
+    # --- checkpoints ---------------------------------------------------------------------------
+
+    def save(self, rollout_id: int, folder: Path) -> None:
+        """Save the data source and the scheduler after training on `rollout_id`."""
+        rollouts = self._open
+        # No group may be taken between the two: it would be in one of them only.
+        with self._lock:
+            self.data_source.wrapped.save(rollout_id)
+            if rollouts is None:
+                return
+            for trained in [number for number in self._untrained if number <= rollout_id]:
+                self._untrained.pop(trained).acknowledge()
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / _name(rollout_id)
+            rollouts.checkpoint(path, acknowledge=False)
+            # What is scored in the checkpoint has to be scored here, so this is saved second.
+            samples = {
+                key: list(group)
+                for key, group in list(self._samples.items())
+                if isinstance(key, int)
+            }
+            part = path.with_suffix(".part")
+            self._trainer.torch.save({"samples": samples, "version": rollouts.version}, part)
+            os.replace(part, _beside(path))
+
+
+class _Prompts:
+    """The groups of the data source as prompts, while :attr:`flows` is true."""
+
+    def __init__(self, pull: Callable[[], list[Prompt]], starved: Callable[[], str]) -> None:
+        self._pull = pull
+        self._starved = starved
+        self._flow = asyncio.Event()
+
+    @property
+    def flows(self) -> bool:
+        """Whether a call of the trainer waits for a batch."""
+        return self._flow.is_set()
+
+    async def begin(self) -> None:
+        """Let prompts be taken."""
+        self._flow.set()
+
+    async def end(self) -> None:
+        """Take no more prompts."""
+        self._flow.clear()
+
+    def skip(self, count: int) -> _Prompts:
+        """The source of a resumed run: itself, because the data source has its own position."""
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[Prompt]:
+        dry = False
+        while True:
+            await self._flow.wait()
+            prompts = await asyncio.to_thread(self._pull)
+            for prompt in prompts:
+                yield prompt
+            if prompts or not self.flows:
+                dry = False
+                continue
+            # What was given before is launched within the first wait.
+            if dry and (why := self._starved()):
+                raise ConfigError(why)
+            dry = True
+            await asyncio.sleep(_DRY_SECONDS)
+
+
+# --- what is used of the trainer -----------------------------------------------------------------
+
+
+class _Trainer:
+    """The modules of slime, or of miles, which has the same ones."""
+
+    def __init__(self) -> None:
+        loaded = [name for name in ("slime", "miles") if f"{name}.rollout" in sys.modules]
+        if not loaded:
+            raise ConfigError(
+                "neither slime nor miles is loaded; name this function in --rollout-function-path "
+                "of theirs."
+            )
+        self.name = loaded[0]
+        self.outputs = self._module("rollout.base_types")
+        self.rewards = self._module("rollout.rm_hub")
+        self.filters = self._module("rollout.filter_hub.base_types")
+        self.sample = self._module("utils.types").Sample
+        self._loop = self._module("utils.async_utils").get_async_loop
+        self._function = self._module("utils.misc").load_function
+        self.torch: Any = importlib.import_module("torch")
+
+    def _module(self, name: str) -> Any:
+        return importlib.import_module(f"{self.name}.{name}")
+
+    def load(self, path: str | None) -> Any:
+        """The function or class at `path`; None without a path."""
+        return None if path is None else self._function(path)
+
+    def tokenizer(self, args: Any) -> Any:
+        """The tokenizer of the model."""
+        template = {}
+        if self.name == "miles":
+            template = {"chat_template_path": args.chat_template_path}
+        load = self._module("utils.processing_utils").load_tokenizer
+        return load(args.hf_checkpoint, trust_remote_code=True, **template)
+
+    def dataset(self, args: Any, of: Any) -> Any:
+        """A dataset of the evaluation."""
+
+        def setting(name: str) -> Any:
+            own = getattr(of, name, None)
+            return getattr(args, name, None) if own is None else own
+
+        return self._module("utils.data").Dataset(
+            path=of.path,
+            tokenizer=self.tokenizer(args),
+            processor=None,
+            max_length=args.eval_max_prompt_len,
+            prompt_key=of.input_key,
+            label_key=of.label_key,
+            multimodal_keys=setting("multimodal_keys"),
+            metadata_key=of.metadata_key,
+            tool_key=of.tool_key,
+            apply_chat_template=setting("apply_chat_template"),
+            apply_chat_template_kwargs=setting("apply_chat_template_kwargs"),
+        )
+
+    async def hooked(self, args: Any, sample: Any, *, evaluation: bool) -> Any:
+        """What the hooks of ``--rollout-sample-hook-path`` make of a sample; slime only."""
+        if not getattr(args, "rollout_sample_hook_path", None):
+            return sample
+        hooks = self._module("rollout.sample_hooks")
+        return await hooks.apply_rollout_sample_hooks(args, sample, evaluation=evaluation)
+
+    async def on_its_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the trainer's own event loop, to which its HTTP sessions belong."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop().loop))
+
+
+_ELSEWHERE = "it sends requests of its own, which the scheduler does not see"
+
+
+def _check(args: Any, trainer: _Trainer) -> None:
+    """Refuse arguments that do not work here."""
+    if getattr(args, "custom_generate_function_path", None) is not None:
+        _refuse("--custom-generate-function-path", _ELSEWHERE)
+    for name in ("use_rollout_routing_replay", "use_rollout_indexer_replay"):
+        if getattr(args, name, False):
+            _refuse(_flag(name), "the experts and indices of a response are not carried")
+    if args.rollout_top_p != 1.0 and hasattr(trainer.sample, "rollout_top_p_token_ids"):
+        _refuse("--rollout-top-p", "slime then trains on the kept tokens of each step, not carried")
+
+
+def _refuse(what: str, why: str) -> NoReturn:
+    raise ConfigError(f"{what} does not work with aprilsched: {why}; leave it out.")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_sample(sample: Any) -> None:
+    inputs: dict[str, Any] = sample.multimodal_inputs or {}
+    if sample.multimodal_train_inputs is not None or any(v is not None for v in inputs.values()):
+        _refuse(f"sample {sample.index}", "it has images or other inputs beside its text")
+    if sample.generate_function_path is not None:
+        _refuse(f"generate_function_path of sample {sample.index}", _ELSEWHERE)
+    if getattr(sample, "adapter", None) is not None:
+        _refuse(f"the adapter of sample {sample.index}", "every rollout is of one model")
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+def _table(args: Any) -> dict[str, Any]:
+    table = getattr(args, "aprilsched", None)
+    if table is None:
+        return {}
+    if not isinstance(table, Mapping):
+        raise ConfigError(
+            f"aprilsched is {table!r} in the config file; give a mapping of settings."
+        )
+    return dict(table)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def _settings(args: Any) -> SchedulerConfig:
+    """The scheduler's settings: those of the mapping `aprilsched`, and what the flags say."""
+    table = _table(args)
+    for own in ("data_source_path", "listeners_path"):
+        table.pop(own, None)
+    for name, flags in _BY_FLAGS.items():
+        if name in table:
+            raise ConfigError(f"aprilsched.{name} is set, and {flags} says it; leave it out.")
+    for name, only in _FIXED.items():
+        if table.setdefault(name, only) != only:
+            raise ConfigError(
+                f"aprilsched.{name} is {table[name]!r}, and the trainer pauses the engines itself "
+                f"between two steps; leave it out ({only!r})."
+            )
+    # slime starts so many groups at once, and as many again when they do not suffice.
+    asked = getattr(args, "over_sampling_batch_size", None) or args.rollout_batch_size
+    table.setdefault("over_provision", max(1.0, asked / args.rollout_batch_size))
+    table["batch_groups"] = args.rollout_batch_size
+    table["group_size"] = args.n_samples_per_prompt
+    sampling = _sampling(
+        args,
+        temperature=args.rollout_temperature,
+        top_p=args.rollout_top_p,
+        top_k=args.rollout_top_k,
+        max_new_tokens=args.rollout_max_response_len,
+    )
+    return replace(config_of(table, "aprilsched."), sampling=sampling)
+
+
+def _sampling(args: Any, **values: Any) -> SamplingParams:
+    """Sampling parameters as slime sends them."""
+    given = {
+        "stop": args.rollout_stop,
+        "stop_token_ids": args.rollout_stop_token_ids,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+        **values,
+    }
+    stop = given.pop("stop")
+    return sampling_params({**given, "extra": {} if stop is None else {"stop": stop}})
+
+
+def _addresses(args: Any) -> list[str]:
+    """The URLs of the engines, as the trainer was told or as its router lists them."""
+    external = getattr(args, "rollout_external_engine_addrs", None)
+    if external:
+        infos: list[dict[str, Any]] = getattr(args, "rollout_external_engine_infos", None) or []
+        for info in infos:
+            _check_worker(info["url"], info["worker_type"])
+        return [each if "://" in each else f"http://{each}" for each in external]
+    old = getattr(args, "use_miles_router", False)
+    router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    found = _asked(f"{router}/{'list_workers' if old else 'workers'}")
+    urls: list[str] = []
+    for worker in found["urls"] if old else found["workers"]:
+        if not isinstance(worker, str):
+            _check_worker(worker["url"], worker.get("worker_type", "regular"))
+            worker = worker["url"]
+        # A router that knows of data parallelism lists each rank, as URL@RANK.
+        base, at, rank = worker.rpartition("@")
+        url = (base if at and rank.isdigit() else worker).rstrip("/")
+        if url not in urls:
+            urls.append(url)
+    if not urls:
+        raise ConfigError(f"the router {router} lists no engine; start the engines before.")
+    return urls
+
+
+def _check_worker(url: str, kind: str) -> None:
+    if kind != "regular":
+        raise ConfigError(
+            f"{url} is a {kind} worker, and every engine must prefill and decode; start the "
+            "engines without disaggregation."
+        )
+
+
+def _asked(url: str) -> Any:
+    try:
+        with urllib.request.urlopen(url, timeout=_ROUTER_SECONDS) as answer:  # noqa: S310
+            return json.load(answer)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{url} does not list the engines ({error}); start the router, or give "
+            "--rollout-external-engine-addrs."
+        ) from error
+
+
+# --- small things --------------------------------------------------------------------------------
+
+
+def _number(sample: Any, key: str | None) -> float:
+    """The reward as the number that the run's figures have.
+
+    A reward that is no number is one for the function of ``--custom-reward-post-process-path``; it
+    counts as 0.
+    """
+    reward = sample.reward[key] if key else sample.reward
+    try:
+        return float(reward)
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def _with_reward(sample: Any) -> Any:
+    if sample.reward is None:
+        raise ValueError(f"it returned None for sample {sample.index}; return a reward")
+    return sample
+
+
+def _index(group: Sequence[Any]) -> int:
+    return group[0].index or 0
+
+
+def _metrics(batch: Batch) -> dict[str, float]:
+    """How stale the batch is, for the trainer's log."""
+    counted = stale = oldest = 0
+    for rollout in batch.rollouts:
+        ages = batch.version - rollout.versions[rollout.loss_mask]
+        counted += len(ages)
+        stale += int((ages > 0).sum())
+        oldest = max(oldest, int(ages.max(initial=0)))
+    return {
+        "rollout/aprilsched/off_policy_tokens": stale / counted if counted else 0.0,
+        "rollout/aprilsched/staleness_max": float(oldest),
+    }
+
+
+def _folder(path: str) -> Path:
+    return Path(path) / "rollout"
+
+
+def _name(rollout_id: int | None) -> str:
+    return f"aprilsched_{rollout_id}.checkpoint"
+
+
+def _beside(path: Path) -> Path:
+    """The file with the samples of a checkpoint."""
+    return path.with_suffix(".samples")

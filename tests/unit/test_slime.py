@@ -1,0 +1,1009 @@
+"""The rollout function of slime and miles, in slime's own order, with serve-sim's engines.
+
+With ``SLIME_ROOT`` or ``MILES_ROOT`` the same tests run with the real modules.
+"""
+
+# pyright: basic
+# The packages have no types.
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aprilsched.engines.sim.config import SimConfig
+from aprilsched.errors import ConfigError, RefitError, RunGivenUp
+from aprilsched.integrations import slime
+from aprilsched.testing import SimServer
+from aprilsched.testing.threaded import ThreadedServer
+from tests.support.sim_http import two_weights
+from tests.support.slime_loop import Loop, arguments, length_reward, numbers, write_prompts
+from tests.support.slime_stand_in import ROOTS, trainer_modules
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")),
+    reason="could not import 'torch' or 'transformers'",
+)
+
+VOCABULARY = 64
+HERE = "tests.unit.test_slime"
+
+
+@pytest.fixture(params=["slime", "miles"])
+def trainer(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
+    """The modules of the trainer; its process has no other trainer."""
+    with trainer_modules(request.param) as modules:
+        yield modules
+        slime.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer, for all tests."""
+    from tests.support.trl_on_cpu import tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path) -> Path:
+    """The folder of a training: prompts, model and two checkpoints of weights."""
+    write_prompts(tmp_path)
+    (tmp_path / "model").symlink_to(model)
+    two_weights(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def servers() -> Iterator[list[ThreadedServer]]:
+    """Two servers whose responses have about 64 tokens, and up to 200."""
+    with ThreadedServer(sim()) as one, ThreadedServer(sim()) as other:
+        yield [one, other]
+
+
+def sim() -> SimServer:
+    config = SimConfig(
+        stream_at_pause=False, vocab_size=VOCABULARY, eos_token_id=0, stream_interval=8
+    )
+    return SimServer(config, time_scale=0.02)
+
+
+@pytest.fixture
+def begun(
+    trainer: SimpleNamespace, folder: Path, servers: list[ThreadedServer]
+) -> Callable[..., Loop]:
+    """Begins a process of the training."""
+
+    def begin(start_rollout_id: int = 0, **changes: Any) -> Loop:
+        args = arguments(folder, [server.url for server in servers], **changes)
+        return Loop(args, weights(folder)).start(start_rollout_id)
+
+    return begin
+
+
+def weights(folder: Path) -> list[Path]:
+    return [folder / "first", folder / "second"]
+
+
+def scheduler() -> Any:
+    """The open scheduler."""
+    assert slime._current is not None
+    assert slime._current._open is not None
+    return slime._current._open
+
+
+def in_flight() -> Any:
+    return scheduler().state.in_flight
+
+
+def name(server: ThreadedServer) -> str:
+    return server.url.removeprefix("http://")
+
+
+def opened() -> bool:
+    return slime._current is not None and slime._current._open is not None
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    """Wait until something holds; the limit is for tests that hang."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def check(groups: list[list[Any]], version: int, size: int = 4) -> None:
+    """Check that groups are what the trainer converts to its training data."""
+    assert [len(group) for group in groups] == [size] * len(groups)
+    assert numbers(groups) == sorted(numbers(groups))
+    for group in groups:
+        assert len({sample.prompt for sample in group}) == 1
+        for sample in group:
+            length = sample.response_length
+            assert length == len(sample.loss_mask) == len(sample.rollout_log_probs) > 0
+            assert len(sample.tokens) == 3 + length
+            assert " ".join(f"w{token}" for token in sample.tokens[:3]) == sample.prompt
+            assert set(map(type, sample.tokens)) == {int}
+            assert set(sample.loss_mask) <= {0, 1}
+            assert all(type(each) is float and each < 0 for each in sample.rollout_log_probs)
+            shown = [int(each) for each in sample.weight_versions]
+            assert shown == sorted(set(shown))
+            assert shown[-1] <= version
+            ended = sample.tokens[-1] == 0
+            assert sample.status is (
+                type(sample).Status.COMPLETED if ended else type(sample).Status.TRUNCATED
+            )
+            assert ended or length == 200
+            assert len(sample.response.split()) == length
+
+
+def train(loop: Loop, steps: int, begin: int = 0) -> list[list[list[Any]]]:
+    """So many steps of train.py."""
+    taken = []
+    for rollout_id in range(begin, begin + steps):
+        output = loop.generate(rollout_id)
+        assert in_flight().open_attempts == 0, "the engines are empty when the trainer has them"
+        check(output.samples, scheduler().version)
+        taken.append(output.samples)
+        loop.update()
+    return taken
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def test_steps_in_the_trainers_order_lose_nothing_and_carry_partial_responses(
+    begun: Callable[..., Loop], trainer: SimpleNamespace
+):
+    loop = begun()
+    taken, mixed = [], 0
+    while mixed == 0 or len(taken) < 5:
+        taken += train(loop, 1, begin=len(taken))
+        samples = [sample for group in taken[-1] for sample in group]
+        mixed += any(len(sample.weight_versions) > 1 for sample in samples)
+        assert isinstance(samples[0], trainer.Sample)
+    seen = [number for groups in taken for number in numbers(groups)]
+    assert len(seen) == len(set(seen)) == 8 * len(taken)
+    flying = in_flight()
+    assert flying.counters.launched == len(seen) + len(flying.rollouts)
+    assert flying.ledger.total == 0
+    # The first number that was never taken is in flight: nothing was skipped.
+    cursor = scheduler().state.prompts.cursor
+    keys = {group.prompt.key for group in flying.training_groups()}
+    assert {number // 4 for number in seen} | keys == set(range(cursor))
+
+
+def test_the_batch_tells_how_stale_it_is(begun: Callable[..., Loop]):
+    loop = begun()
+    metrics: dict[str, float] = {}
+    for rollout_id in range(30):
+        metrics = loop.generate(rollout_id).metrics
+        loop.update()
+        if metrics["rollout/aprilsched/off_policy_tokens"]:
+            break
+    assert 0 < metrics["rollout/aprilsched/off_policy_tokens"] <= 1
+    assert metrics["rollout/aprilsched/staleness_max"] >= 1
+
+
+def test_tokens_of_older_versions_are_masked_where_the_trainer_says_so(begun: Callable[..., Loop]):
+    loop = begun(mask_offpolicy_in_partial_rollout=True)
+    masked = 0
+    for rollout_id in itertools.count():
+        for sample in (sample for group in loop.generate(rollout_id).samples for sample in group):
+            off = sample.loss_mask.count(0)
+            assert sample.loss_mask == [0] * off + [1] * (sample.response_length - off)
+            older = set(sample.weight_versions) - {str(scheduler().version)}
+            assert bool(off) == bool(older)
+            masked += off
+        loop.update()
+        if masked:
+            break
+
+
+def test_the_bound_on_staleness_holds(begun: Callable[..., Loop]):
+    loop = begun(aprilsched={"over_provision": 3.0, "max_staleness": 1})
+    for rollout_id in range(8):
+        metrics = loop.generate(rollout_id).metrics
+        assert metrics["rollout/aprilsched/staleness_max"] <= 1
+        loop.update()
+
+
+def test_a_saved_training_goes_on_with_everything_that_was_in_flight(
+    begun: Callable[..., Loop], servers: list[ThreadedServer]
+):
+    first = begun()
+    before: list[Any] = []
+    partial: dict[int, list[int]] = {}
+    while not any(partial.values()):
+        before.append(first.generate(len(before)).samples)
+        partial = {
+            rollout.rollout_id: rollout.log.token_ids.tolist()
+            for rollout in in_flight().rollouts.values()
+        }
+        if not any(partial.values()):
+            first.update()
+    step = len(before)
+    first.save(step - 1)
+    version = scheduler().version
+    first.update()
+    first.generate(step)  # It is trained on, and the process dies before that is saved.
+    first.end()
+
+    second = begun(step)
+    after = [second.generate(step).samples]
+    assert scheduler().version == version + 1, "versions go on, and labels begin again"
+    assert second.version == 1
+    check(after[0], version + 1)
+    second.update()
+    after += train(second, 3, begin=step + 1)
+    seen = [number for groups in before + after for number in numbers(groups)]
+    assert len(seen) == len(set(seen)), "nothing is trained on twice"
+    state = scheduler().state
+    keys = {group.prompt.key for group in state.in_flight.training_groups()}
+    assert {number // 4 for number in seen} | keys == set(range(state.prompts.cursor))
+    # The responses that were saved half went on from their tokens.
+    tokens = [sample.tokens[3:] for groups in after for group in groups for sample in group]
+    flying_now = {r.rollout_id: r.log.token_ids.tolist() for r in state.in_flight.rollouts.values()}
+    for rollout_id, begun_with in partial.items():
+        found = [flying_now[rollout_id]] if rollout_id in flying_now else tokens
+        assert any(ids[: len(begun_with)] == begun_with for ids in found)
+
+
+def test_a_batch_that_was_taken_ahead_comes_again(begun: Callable[..., Loop]):
+    """train_async.py generates rollout k + 1 while it trains on k, and saves k after that."""
+    first = begun()
+    first.generate(0)
+    ahead = first.generate(1)
+    first.save(0)
+    first.end()
+    second = begun(1)
+    again = second.generate(1)
+    for before, after in zip(ahead.samples, again.samples, strict=True):
+        for one, other in zip(before, after, strict=True):
+            assert one.index == other.index
+            assert one.tokens == other.tokens
+            assert one.rollout_log_probs == other.rollout_log_probs
+            assert one.reward == other.reward
+            assert one.weight_versions == other.weight_versions
+    following = second.generate(2)
+    assert not set(numbers(following.samples)) & set(numbers(again.samples))
+
+
+def test_a_restart_after_a_restart_counts_versions_on(begun: Callable[..., Loop]):
+    versions = []
+    for process in range(3):
+        loop = begun(2 * process)
+        for rollout_id in (2 * process, 2 * process + 1):
+            loop.generate(rollout_id)
+            versions.append(scheduler().version)
+            loop.save(rollout_id)
+            loop.update()
+        loop.end()
+    assert versions == [1, 2, 3, 4, 5, 6]
+
+
+def test_batches_that_are_trained_on_are_not_kept(begun: Callable[..., Loop]):
+    loop = begun(aprilsched={"over_provision": 1.0})
+    for rollout_id in range(6):
+        loop.generate(rollout_id)
+        loop.update()
+    assert len(scheduler().state.delivery.unacknowledged) == 2
+    # Beside the two batches, what is taken and not launched may be there.
+    assert slime._current is not None
+    assert len(slime._current._samples) <= 4 + len(list(in_flight().training_groups()))
+
+
+def test_a_plain_data_source_works_and_its_checkpoints_are_said_to_be_incomplete(
+    begun: Callable[..., Loop], trainer: SimpleNamespace, caplog: pytest.LogCaptureFixture
+):
+    path = f"{trainer.name}.rollout.data_source.RolloutDataSourceWithBuffer"
+    loop = begun(data_source_path=path)
+    check(loop.generate(0).samples, 1)
+    assert "set --data-source-path to aprilsched.integrations.slime.DataSource" in caplog.text
+    loop.save(0)
+    check(loop.generate(1).samples, 1)
+
+
+def test_the_data_source_behaves_like_the_one_that_it_wraps(begun: Callable[..., Loop]):
+    source = begun(prompt_data=None, rollout_global_dataset=False).data_source
+    assert len(source) == 0
+    assert source.dataset is None
+    group = source.get_samples(1)
+    assert [len(each) for each in group] == [4]
+    source.add_samples(group)
+    assert source.get_buffer_length() == 1
+    assert source.get_samples(1)[0][0].index == group[0][0].index
+    with pytest.raises(AttributeError):
+        source.no_such_thing  # noqa: B018
+
+
+# --- rewards and filters -------------------------------------------------------------------------
+
+
+class Judge:
+    """Reward functions with a memory, which are loaded by their paths."""
+
+    calls = 0
+    gate = threading.Event()
+
+
+async def raises(args: Any, sample: Any, **_: Any) -> float:
+    raise ZeroDivisionError("the judge is down")
+
+
+async def sometimes(args: Any, sample: Any, **_: Any) -> float:
+    Judge.calls += 1
+    if Judge.calls % 8 == 3:
+        raise ZeroDivisionError("the judge is down")
+    return 1.0
+
+
+async def nothing(args: Any, sample: Any, **_: Any) -> None:
+    return None
+
+
+async def blocks(args: Any, sample: Any, **_: Any) -> float:
+    """It holds up the event loop that it runs on."""
+    Judge.calls += 1
+    if Judge.calls == 1:
+        assert Judge.gate.wait(60)
+    return 1.0
+
+
+async def named(args: Any, sample: Any, **_: Any) -> dict[str, Any]:
+    sample.metadata["judged"] = True
+    return {"score": float(sample.index), "why": "x" * 100_000}
+
+
+async def together(args: Any, samples: list[Any], **_: Any) -> list[float]:
+    assert len(samples) == 4
+    longest = max(sample.response_length for sample in samples)
+    return [sample.response_length / longest for sample in samples]
+
+
+async def too_few(args: Any, samples: list[Any], **_: Any) -> list[float]:
+    return [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("raises", "the judge is down"), ("nothing", "None for sample")]
+)
+def test_a_reward_function_that_never_works_ends_the_training(
+    begun: Callable[..., Loop], name: str, why: str
+):
+    loop = begun(custom_rm_path=f"{HERE}.{name}", rollout_max_response_len=4)
+    with pytest.raises(RunGivenUp, match=why):
+        loop.generate(0)
+
+
+def test_a_reward_function_that_fails_now_and_then_costs_its_groups(begun: Callable[..., Loop]):
+    Judge.calls = 0
+    loop = begun(custom_rm_path=f"{HERE}.sometimes")
+    taken = train(loop, 3)
+    assert len({number for groups in taken for number in numbers(groups)}) == 24
+    assert in_flight().ledger.total > 0
+
+
+def test_a_reward_function_that_blocks_holds_up_no_stream(begun: Callable[..., Loop]):
+    """Its event loop stands still, and the engines go on giving tokens to the scheduler."""
+    Judge.calls, Judge.gate = 0, threading.Event()
+    loop = begun(custom_rm_path=f"{HERE}.blocks", aprilsched={"over_provision": 1.0})
+    with ThreadPoolExecutor() as threads:
+        output = threads.submit(loop.generate, 0)
+        # All responses end while the judge holds up its loop.
+        wait_for(lambda: opened() and in_flight().counters.launched and not in_flight().generating)
+        assert not output.done()
+        Judge.gate.set()
+        check(output.result().samples, 1)
+
+
+def test_a_reward_may_be_a_dictionary_of_any_size(begun: Callable[..., Loop]):
+    loop = begun(custom_rm_path=f"{HERE}.named", reward_key="score")
+    for group in loop.generate(0).samples:
+        for sample in group:
+            assert sample.reward["score"] == sample.index
+            assert len(sample.reward["why"]) == 100_000
+            assert sample.metadata["judged"] is True
+    loop.save(0)
+    loop.end()
+    assert not begun(1, custom_rm_path=f"{HERE}.named").generate(1).samples[0][0].remove_sample
+
+
+def test_groups_are_scored_together(begun: Callable[..., Loop]):
+    loop = begun(custom_rm_path=f"{HERE}.together", group_rm=True)
+    for group in loop.generate(0).samples:
+        assert max(sample.reward for sample in group) == 1.0
+    with pytest.raises(ConfigError, match="leave --group-rm out"):
+        loop.evaluate(0)
+
+
+def test_a_group_reward_needs_a_reward_for_each_sample(begun: Callable[..., Loop]):
+    with pytest.raises(RunGivenUp):
+        begun(custom_rm_path=f"{HERE}.too_few", group_rm=True, rollout_max_response_len=4).generate(
+            0
+        )
+
+
+def even_groups(args: Any, samples: list[Any], **_: Any) -> Any:
+    """A dynamic filter that keeps every second group of the data source."""
+    types = sys.modules[type(args.sample).__module__.replace("utils.types", "rollout")]
+    assert types is not None
+    filters = importlib.import_module(args.filters)
+    keep = samples[0].index // 4 % 2 == 0
+    return filters.DynamicFilterOutput(keep=keep, reason=None if keep else "odd")
+
+
+def no_group(args: Any, samples: list[Any], **_: Any) -> Any:
+    filters = importlib.import_module(args.filters)
+    return filters.DynamicFilterOutput(keep=False, reason="none", keep_when_insufficient=True)
+
+
+def first_is_removed(args: Any, groups: list[list[Any]]) -> None:
+    groups[0][0].remove_sample = True
+
+
+def note_all(args: Any, groups: list[list[Any]], data_source: Any) -> None:
+    args.noted = numbers(groups)
+
+
+def test_dynamic_filters_replace_groups_and_all_of_them_can_be_processed(
+    begun: Callable[..., Loop], trainer: SimpleNamespace
+):
+    loop = begun(
+        dynamic_sampling_filter_path=f"{HERE}.even_groups",
+        rollout_sample_filter_path=f"{HERE}.first_is_removed",
+        rollout_all_samples_process_path=f"{HERE}.note_all",
+        filters=f"{trainer.name}.rollout.filter_hub.base_types",
+        sample=trainer.Sample(),
+    )
+    rejected = 0
+    for rollout_id in range(3):
+        output = loop.generate(rollout_id)
+        assert all(number // 4 % 2 == 0 for number in numbers(output.samples))
+        rejected += output.metrics.get("rollout/dynamic_filter/drop_odd", 0)
+        assert set(numbers(output.samples)) <= set(loop.args.noted)
+        assert output.samples[0][0].remove_sample
+        loop.update()
+    assert rejected
+    assert in_flight().ledger.rollouts["rejected"] == 4 * rejected
+
+
+def test_a_filter_that_falls_back_does_not_ask_for_another_wave(
+    begun: Callable[..., Loop], trainer: SimpleNamespace
+):
+    if trainer.name == "miles":
+        pytest.skip("miles has no such filters")
+    loop = begun(
+        aprilsched={"over_provision": 2.0},
+        dynamic_sampling_filter_path=f"{HERE}.no_group",
+        filters=f"{trainer.name}.rollout.filter_hub.base_types",
+    )
+    assert len(loop.generate(0).samples) == 2
+    assert in_flight().ledger.rollouts["rejected"] <= 2 * 4
+
+
+def shout(args: Any, sample: Any, evaluation: bool = False) -> None:
+    sample.response = sample.response.upper()
+
+
+def test_sample_hooks_see_the_response_before_the_reward(
+    begun: Callable[..., Loop], trainer: SimpleNamespace
+):
+    if trainer.name == "miles":
+        pytest.skip("miles has no sample hooks")
+    loop = begun(rollout_sample_hook_path=[f"{HERE}.shout"])
+    assert all(s.response.isupper() for group in loop.generate(0).samples for s in group)
+
+
+# --- data sources --------------------------------------------------------------------------------
+
+
+class Short:
+    """A data source of three groups, and of more after :meth:`refill`."""
+
+    def __init__(self, args: Any) -> None:
+        types = importlib.import_module(f"{args.trainer}.utils.types")
+        self._sample, self._left, self._next = types.Sample, args.groups, 0
+
+    def get_samples(self, count: int) -> list[list[Any]]:
+        given = min(count, self._left)
+        self._left -= given
+        groups = []
+        for _ in range(given):
+            self._next += 1
+            groups.append(
+                [self._sample(index=self._next, prompt=f"w{5 + self._next}") for _ in range(4)]
+            )
+        return groups
+
+    def save(self, rollout_id: int) -> None: ...
+    def load(self, rollout_id: int | None = None) -> None: ...
+
+
+class Twice(Short):
+    """A data source that gives each group twice, and always the same objects."""
+
+    def get_samples(self, count: int) -> list[list[Any]]:
+        (group,) = super().get_samples(1)
+        return [group, group]
+
+
+class Wrong(Short):
+    """A data source whose groups have three samples."""
+
+    def get_samples(self, count: int) -> list[list[Any]]:
+        return [group[:3] for group in super().get_samples(count)]
+
+
+class Broken(Short):
+    def get_samples(self, count: int) -> list[list[Any]]:
+        raise OSError("the disk is gone")
+
+
+def test_a_data_source_that_runs_dry_gives_what_it_has(
+    begun: Callable[..., Loop], trainer: SimpleNamespace
+):
+    loop = begun(data_source_path=f"{HERE}.Short", trainer=trainer.name, groups=3)
+    output = loop.generate(0)
+    assert len(output.samples) == 2
+    with pytest.raises(ConfigError, match="1 of the 2 groups of this step are there"):
+        loop.generate(1)
+
+
+def test_a_data_source_may_be_dry_for_now(begun: Callable[..., Loop], trainer: SimpleNamespace):
+    """It has more before the last response ends, so the step is completed."""
+    loop = begun(
+        data_source_path=f"{HERE}.Short",
+        trainer=trainer.name,
+        groups=1,
+        custom_rm_path=f"{HERE}.blocks",
+    )
+    Judge.calls, Judge.gate = 0, threading.Event()
+    with ThreadPoolExecutor() as threads:
+        output = threads.submit(loop.generate, 0)
+        wait_for(lambda: Judge.calls or output.done())
+        loop.data_source._left = 4
+        Judge.gate.set()
+        assert len(output.result().samples) == 2
+
+
+def test_a_group_that_is_given_twice_is_generated_twice(
+    begun: Callable[..., Loop], trainer: SimpleNamespace
+):
+    loop = begun(data_source_path=f"{HERE}.Twice", trainer=trainer.name, groups=100)
+    taken = [group for step in range(3) for group in loop.generate(step).samples]
+    assert len({id(sample) for group in taken for sample in group}) == 24
+    assert len({tuple(sample.tokens) for group in taken for sample in group}) == 24
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "why"),
+    [
+        ("Wrong", ConfigError, "a group of 3 samples"),
+        ("Broken", OSError, "the disk is gone"),
+    ],
+)
+def test_a_data_source_that_fails_ends_the_training(
+    begun: Callable[..., Loop],
+    trainer: SimpleNamespace,
+    name: str,
+    error: type[Exception],
+    why: str,
+):
+    loop = begun(data_source_path=f"{HERE}.{name}", trainer=trainer.name, groups=100)
+    with pytest.raises(error, match=why):
+        loop.generate(0)
+
+
+def test_samples_with_a_response_are_generated_anew(
+    begun: Callable[..., Loop], caplog: pytest.LogCaptureFixture
+):
+    loop = begun()
+    output = loop.generate(0)
+    loop.data_source.add_samples(output.samples)
+    missing = set(numbers(output.samples))
+    while missing:
+        again = loop.generate(1)
+        missing -= set(numbers(again.samples))
+        check(again.samples, 1)
+    assert caplog.text.count("it is generated anew") == 1
+
+
+# --- evaluation ----------------------------------------------------------------------------------
+
+
+def dataset(folder: Path, name: str, **changes: Any) -> SimpleNamespace:
+    rows = [{"question": f"w{10 + i} w{20 + i}", "answer": i} for i in range(5)]
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values: dict[str, Any] = {
+        "name": name,
+        "path": str(folder / f"{name}.jsonl"),
+        "input_key": "question",
+        "label_key": "answer",
+        "metadata_key": "metadata",
+        "tool_key": None,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_response_len": 30,
+        "n_samples_per_eval_prompt": 2,
+        "inject_metadata": lambda metadata: {**(metadata or {}), "of": name},
+        "custom_generate_function_path": None,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+async def eval_reward(args: Any, sample: Any, **_: Any) -> float:
+    assert sample.metadata["of"] in ("one", "two")
+    return float(sample.label)
+
+
+async def eval_raises(args: Any, sample: Any, **_: Any) -> float:
+    if sample.metadata.get("of") == "one":
+        raise ZeroDivisionError("the judge of evaluations is down")
+    return 1.0
+
+
+def test_an_evaluation_between_two_steps_carries_the_training_rollouts_over(
+    begun: Callable[..., Loop], folder: Path
+):
+    datasets = [dataset(folder, "one"), dataset(folder, "two", temperature=1.0)]
+    loop = begun(eval_datasets=datasets)
+    taken = train(loop, 2)
+    carried = {rollout.rollout_id: len(rollout.log) for rollout in in_flight().rollouts.values()}
+    loop.args.custom_rm_path = f"{HERE}.eval_reward"
+    result = loop.evaluate(1)
+    loop.args.custom_rm_path = length_reward.__module__ + ".length_reward"
+    assert set(result.data) == {"one", "two"}
+    for of in result.data.values():
+        assert of["rewards"] == [float(i) for i in range(5) for _ in range(2)]
+        assert [sample.index for sample in of["samples"]] == list(range(10))
+        for sample, truncated in zip(of["samples"], of["truncated"], strict=True):
+            assert sample.weight_versions == ["3"]
+            assert truncated == (sample.status is type(sample).Status.TRUNCATED)
+            assert sample.response_length <= 30
+    greedy = [sample.tokens for sample in result.data["one"]["samples"]]
+    assert greedy[::2] == greedy[1::2]
+    now = {rollout.rollout_id: len(rollout.log) for rollout in in_flight().rollouts.values()}
+    assert carried == {number: now[number] for number in carried}, "they have waited"
+    taken += train(loop, 3, begin=2)
+    seen = [number for groups in taken for number in numbers(groups)]
+    assert len(seen) == len(set(seen))
+    assert slime._current is not None
+    assert not [key for key in slime._current._samples if isinstance(key, str)]
+
+
+def test_an_evaluation_may_come_first_and_may_have_nothing_to_ask(
+    begun: Callable[..., Loop], folder: Path
+):
+    loop = begun(eval_datasets=[dataset(folder, "one", n_samples_per_eval_prompt=1)])
+    assert len(loop.evaluate(0).data["one"]["samples"]) == 5
+    loop.args.eval_datasets = None
+    assert loop.evaluate(0).data == {}
+    check(loop.generate(0).samples, 1)
+
+
+def test_an_evaluation_with_a_missing_result_is_an_error(begun: Callable[..., Loop], folder: Path):
+    loop = begun(eval_datasets=[dataset(folder, "one")], custom_rm_path=f"{HERE}.eval_raises")
+    with pytest.raises(ConfigError, match=r"5 prompts .*the judge of evaluations is down"):
+        loop.evaluate(0)
+    check(loop.generate(0).samples, 1)
+
+
+# --- engines and weights -------------------------------------------------------------------------
+
+
+def test_an_engine_that_missed_an_update_stands_by_until_the_next(
+    begun: Callable[..., Loop], servers: list[ThreadedServer]
+):
+    loop = begun()
+    loop.generate(0)
+    # Two of three would be needed to outvote it; of two, the newer version counts.
+    loop.update([servers[0].url])
+    check(loop.generate(1).samples, 2)
+    assert list(scheduler().state.fleet.control.standby) != []
+    loop.update()
+    check(loop.generate(2).samples, 3)
+    assert len(scheduler().state.fleet.control.engines) == 2
+
+
+def test_weights_that_go_back_are_refused(
+    begun: Callable[..., Loop], servers: list[ThreadedServer]
+):
+    loop = begun()
+    train(loop, 2)
+    loop.update()
+    loop.generate(2)
+    loop.version = 0
+    loop.update()
+    with pytest.raises(ConfigError, match="version 1, and version 4 was in use before"):
+        loop.generate(3)
+
+
+def test_weights_without_an_update_are_no_new_version(begun: Callable[..., Loop]):
+    loop = begun()
+    for rollout_id in range(3):
+        check(loop.generate(rollout_id).samples, 1)
+    assert scheduler().version == 1
+
+
+def test_an_engine_that_is_restarted_between_two_steps_takes_part_again(
+    begun: Callable[..., Loop], servers: list[ThreadedServer]
+):
+    loop = begun()
+    taken = train(loop, 2)
+    servers[0].crash()
+    servers[0].restart()
+    loop.update()
+    taken += train(loop, 3, begin=2)
+    seen = [number for groups in taken for number in numbers(groups)]
+    assert len(seen) == len(set(seen))
+
+
+def test_an_engine_that_dies_in_a_step_is_let_go_and_looked_for_again(
+    begun: Callable[..., Loop], servers: list[ThreadedServer]
+):
+    loop = begun()
+    taken = train(loop, 1)
+    killer = threading.Timer(0.2, servers[0].crash)
+    killer.start()
+    assert slime._current is not None
+    assert slime._current._fleet is not None
+    # Its requests go on elsewhere, and it is not asked for anything between two calls.
+    while len(slime._current._fleet.engines) == 2:
+        taken.append(loop.generate(len(taken)).samples)
+    killer.join()
+    assert [engine.name for engine in slime._current._fleet.engines] == [name(servers[1])]
+    servers[0].restart()
+    loop.update()
+    taken += train(loop, 2, begin=len(taken))
+    assert len(slime._current._fleet.engines) == 2
+    seen = [number for groups in taken for number in numbers(groups)]
+    assert len(seen) == len(set(seen))
+
+
+class Router:
+    """Lists workers as sglang-router does, or as the router of miles does."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self.urls, outer = urls, self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                listed = [{"url": url, "worker_type": outer.kind} for url in outer.urls]
+                found = {"/workers": {"workers": listed}, "/list_workers": {"urls": outer.urls}}
+                body = json.dumps(found[self.path]).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.kind = "regular"
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.address = {
+            "sglang_router_ip": "127.0.0.1",
+            "sglang_router_port": self.server.server_port,
+            "rollout_external_engine_addrs": None,
+        }
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def router(servers: list[ThreadedServer]) -> Iterator[Router]:
+    made = Router([servers[0].url])
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_engines_come_from_the_router_and_may_be_replaced(
+    trainer: SimpleNamespace,
+    folder: Path,
+    servers: list[ThreadedServer],
+    router: Router,
+    old: bool,
+):
+    args = arguments(folder, [], **router.address, use_miles_router=old)
+    loop = Loop(args, weights(folder), urls=router.urls).start()
+    taken = train(loop, 2)
+    # The trainer has ended its engine and has started another one at another address.
+    router.urls[:] = [f"{servers[1].url}@0", f"{servers[1].url}@1"]
+    loop.urls = [servers[1].url]
+    servers[0].crash()
+    loop.update()
+    taken += train(loop, 2, begin=2)
+    assert slime._current is not None
+    assert slime._current._fleet is not None
+    assert [engine.name for engine in slime._current._fleet.engines] == [name(servers[1])]
+    seen = [number for groups in taken for number in numbers(groups)]
+    assert len(seen) == len(set(seen))
+
+
+def test_a_router_without_engines_or_with_half_engines_is_refused(
+    trainer: SimpleNamespace, folder: Path, router: Router
+):
+    args = arguments(folder, [], **router.address)
+    loop = Loop(args, weights(folder), urls=[])
+    router.kind = "decode"
+    with pytest.raises(ConfigError, match="is a decode worker"):
+        loop.generate(0)
+    router.urls = []
+    with pytest.raises(ConfigError, match="lists no engine"):
+        loop.generate(0)
+    router.server.shutdown()
+    router.server.server_close()
+    with pytest.raises(ConfigError, match="does not list the engines"):
+        loop.generate(0)
+
+
+def test_the_class_form_of_miles_checks_the_version_that_it_is_told(
+    folder: Path, servers: list[ThreadedServer]
+):
+    with trainer_modules("miles"):
+        args = arguments(
+            folder,
+            [server.url for server in servers],
+            rollout_function_path="aprilsched.integrations.slime.RolloutFn",
+            eval_datasets=[dataset(folder, "one")],
+        )
+        loop = Loop(args, weights(folder), pause={"mode": "retract"}).start()
+        taken = train(loop, 3)
+        assert len({n for groups in taken for n in numbers(groups)}) == 24
+        assert len(loop.evaluate(2).data["one"]["samples"]) == 10
+        loop.version += 1  # It says that it has loaded what it has not.
+        with pytest.raises(RefitError, match='names its weights "4" and not "5"'):
+            loop.generate(3)
+        other = SimpleNamespace(evaluation=True, generate_state=None, hf_dir="/snapshot")
+        with pytest.raises(ConfigError, match="evaluation is one of a checkpoint"):
+            loop._made(other)
+        slime.close()
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"custom_generate_function_path": "a.b"}, "--custom-generate-function-path does not"),
+        ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay does not"),
+        ({"use_rollout_indexer_replay": True}, "--use-rollout-indexer-replay does not"),
+        ({"aprilsched": {"straggler": "retract"}}, "aprilsched.straggler is 'retract'"),
+        ({"aprilsched": {"pace": "asynchronous"}}, "aprilsched.pace is 'asynchronous'"),
+        ({"aprilsched": {"stop": "samples"}}, "aprilsched.stop is 'samples'"),
+        ({"aprilsched": {"batch_groups": 3}}, "--rollout-batch-size says it"),
+        ({"aprilsched": {"over_provison": 3}}, "nearest known one is aprilsched.over_provision"),
+        ({"aprilsched": "auto"}, "give a mapping of settings"),
+    ],
+)
+def test_what_does_not_work_is_refused_in_a_sentence(
+    begun: Callable[..., Loop], changes: dict[str, Any], why: str
+):
+    with pytest.raises(ConfigError, match=why):
+        begun(**changes).generate(0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("multimodal_inputs", {"images": [1]}, "it has images"),
+        ("multimodal_train_inputs", {"pixel_values": 1}, "it has images"),
+        ("generate_function_path", "a.b", "generate_function_path of sample"),
+        ("prompt", "w9", "two prompts"),
+    ],
+)
+def test_samples_that_do_not_work_are_refused_in_a_sentence(
+    begun: Callable[..., Loop], field: str, value: Any, why: str
+):
+    loop = begun()
+    (group,) = loop.data_source.get_samples(1)
+    setattr(group[3], field, value)
+    loop.data_source.add_samples([group])
+    with pytest.raises(ConfigError, match=why):
+        loop.generate(0)
+
+
+def test_top_p_is_refused_where_the_trainer_needs_the_kept_tokens(
+    begun: Callable[..., Loop], trainer: SimpleNamespace
+):
+    trainer.Sample.rollout_top_p_token_ids = None
+    try:
+        with pytest.raises(ConfigError, match="--rollout-top-p does not"):
+            begun(rollout_top_p=0.9).generate(0)
+    finally:
+        if not (trainer.real and trainer.name == "slime"):
+            del trainer.Sample.rollout_top_p_token_ids
+
+
+def test_without_a_trainer_the_function_says_where_it_belongs():
+    with pytest.raises(ConfigError, match="neither slime nor miles is loaded"):
+        slime.generate_rollout(SimpleNamespace(), 0, None)
+
+
+# --- their own contract --------------------------------------------------------------------------
+
+
+def test_the_functions_have_the_signature_that_slime_calls():
+    parameters = inspect.signature(slime.generate_rollout).parameters
+    assert list(parameters) == ["args", "rollout_id", "data_source", "evaluation"]
+    assert parameters["evaluation"].default is False
+    assert {each.kind for each in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    assert list(inspect.signature(slime.DataSource.__init__).parameters)[:2] == ["self", "args"]
+
+
+def test_the_stand_in_has_the_fields_of_the_real_types():
+    """Run with SLIME_ROOT or MILES_ROOT: what the tests rely on is in the real modules."""
+    roots = [name for name, root in ROOTS.items() if root]
+    if not roots:
+        pytest.skip("set SLIME_ROOT or MILES_ROOT to a checkout of the trainer")
+    from tests.support import slime_stand_in
+
+    for name in roots:
+        with trainer_modules(name) as real:
+            ours = inspect.signature(slime_stand_in.Sample).parameters
+            theirs = inspect.signature(real.Sample).parameters
+            missing = set(ours) - set(theirs)
+            assert missing <= ({"custom_rm_path"} if name == "miles" else set())
+            assert {each.name for each in real.Sample.Status} >= {
+                each.name for each in slime_stand_in.Sample.Status
+            }
+            for kind in ("RolloutFnTrainOutput", "RolloutFnEvalOutput"):
+                found = inspect.signature(getattr(real.base_types, kind)).parameters
+                assert list(found) == list(
+                    inspect.signature(getattr(slime_stand_in, kind)).parameters
+                )
+
+
+@pytest.mark.skipif(
+    ROOTS["slime"] is None, reason="set SLIME_ROOT to a checkout of slime for its contract tests"
+)
+def test_the_contract_tests_of_slime_pass(folder: Path, servers: list[ThreadedServer]):
+    """slime's own tests of plugins, which are told ours by their paths.
+
+    They call a rollout function with ``args=None``, so tests/support/slime_plugin.py gives it
+    arguments, and their groups have several prompts, so it gives each one prompt.
+    """
+    root = str(ROOTS["slime"])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), root]),
+        "APRILSCHED_SLIME_FOLDER": str(folder),
+        "APRILSCHED_SLIME_ENGINES": " ".join(server.url for server in servers),
+        "SLIME_CONTRACT_ROLLOUT_FUNCTION_PATH": "tests.support.slime_plugin.generate_rollout",
+        "SLIME_CONTRACT_EVAL_FUNCTION_PATH": "tests.support.slime_plugin.generate_rollout",
+        "SLIME_CONTRACT_DATA_SOURCE_PATH": "aprilsched.integrations.slime.DataSource",
+    }
+    dataset(folder, "one")
+    # They replace transformers unless it is imported already, and these need a real tokenizer.
+    program = "import sys, pytest, transformers; sys.exit(pytest.main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "-q", "-p", "no:cacheprovider", "tests/plugin_contracts"],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
