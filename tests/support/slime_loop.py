@@ -117,7 +117,8 @@ class Loop:
         self._key = admin_key
         self._pause = pause or {}
         self.data_source = _loaded(args.data_source_path)(args)
-        self._function = _loaded(args.rollout_function_path)
+        self._function: Any = _loaded(args.rollout_function_path)
+        self._made: Any = None
         if inspect.isclass(self._function):
             types = importlib.import_module("miles.rollout.base_types")
             self._types: Any = types

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -1007,3 +1008,44 @@ def test_the_contract_tests_of_slime_pass(folder: Path, servers: list[ThreadedSe
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
+
+
+# --- the example ------------------------------------------------------------------------------
+
+
+def test_the_example_goes_through_slimes_steps_and_goes_on_after_them(
+    folder: Path,
+    servers: list[ThreadedServer],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    example = Path(__file__).parents[2] / "examples" / "slime_steps.py"
+    monkeypatch.chdir(folder)
+    model = Path(shutil.copytree(folder / "model", folder / "whole"))
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").touch()
+    program = ["slime_steps.py", "--model", str(model), "--prompts", "prompts.jsonl"]
+    program += [f"--engine={server.url}" for server in servers]
+    with trainer_modules("slime"):
+        spec = importlib.util.spec_from_file_location("slime_steps", example)
+        assert spec is not None
+        assert spec.loader is not None
+        steps = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "slime_steps", steps)
+        spec.loader.exec_module(steps)
+        seen: list[int] = []
+        for begin in (0, 3):
+            arguments = [*program, "--longest=100", "--steps=3", f"--begin={begin}"]
+            monkeypatch.setattr(sys, "argv", arguments)
+            outputs = steps.main()
+            slime.close()
+            for output in outputs:
+                check_shape(output.samples)
+                seen += numbers(output.samples)
+    assert len(seen) == len(set(seen)) == 6 * 16
+    assert capsys.readouterr().out.count("16 samples") == 6
+
+
+def check_shape(groups: list[list[Any]]) -> None:
+    assert [len(group) for group in groups] == [4] * 4
+    assert all(sample.reward in (0.0, 1.0) for group in groups for sample in group)
