@@ -249,6 +249,8 @@ class _Rollouts:
         self._filter: Any = trainer.load(args.dynamic_sampling_filter_path)
         self._dropped: Any = trainer.filters.MetricGatherer()
         self._rejected: list[list[Any]] = []
+        self._refused: set[int] = set()
+        """Ids of groups that the dynamic filter has dropped, as long as they are in flight."""
         self._evaluated: dict[str, Any] = {}
         """The datasets of the evaluation."""
         self._numbers = itertools.count()
@@ -553,16 +555,18 @@ class _Rollouts:
         args, filters = self._args, self._trainer.filters
         key: Any = group.prompt.key
         samples = self._samples[key]
-        groups = self._scheduler.state.in_flight.training
         said = await asyncio.to_thread(filters.call_dynamic_filter, self._filter, args, samples)
-        drops = getattr(filters, "should_drop_dynamic_filter_output", None)
-        if drops is None:
-            dropped = not said.keep
-        else:
+        dropped = not said.keep
+        if (drops := getattr(filters, "should_drop_dynamic_filter_output", None)) is not None:
+            # A group that was dropped a moment ago may be in flight still.
+            flying = {each.group_id for each in self._scheduler.state.in_flight.training_groups()}
+            self._refused &= flying
+            left = len(flying - self._refused)
             dropped = drops(
-                said, remaining_batch_size=groups, target_data_size=args.rollout_batch_size
+                said, remaining_batch_size=left, target_data_size=args.rollout_batch_size
             )
         if dropped:
+            self._refused.add(group.group_id)
             self._dropped.on_dynamic_filter_drop(reason=said.reason)
             if args.rollout_all_samples_process_path is not None:
                 self._rejected.append(samples)

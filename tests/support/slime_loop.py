@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from aprilsched.integrations import slime
 
@@ -119,10 +119,10 @@ class Loop:
         self.data_source = _loaded(args.data_source_path)(args)
         self._function: Any = _loaded(args.rollout_function_path)
         self._made: Any = None
-        if inspect.isclass(self._function):
+        if isinstance(self._function, type):
             types = importlib.import_module("miles.rollout.base_types")
             self._types: Any = types
-            self._made = self._function(
+            self._made = cast(Any, self._function)(
                 types.RolloutFnConstructorInput(args=args, data_source=self.data_source)
             )
 
