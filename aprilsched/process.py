@@ -55,19 +55,28 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from aprilsched import blocking
 from aprilsched.coordinator import BiasNow, RefitReport
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.coordinator.prompt_queue import PromptQueue
 from aprilsched.core.state.state import SchedulerState
-from aprilsched.errors import AprilschedError, ConfigError, InvariantViolation, SchedulerClosed
+from aprilsched.engines.base import Engine, Fleet
+from aprilsched.errors import (
+    AprilschedError,
+    ConfigError,
+    EngineError,
+    InvariantViolation,
+    RefitError,
+    SchedulerClosed,
+)
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt
-from aprilsched.weights.base import WeightPublisher
+from aprilsched.weights.base import AdapterPublisher, ConcludingPublisher, WeightPublisher
+from aprilsched.weights.external import ExternalWeights, Handshake
 
-__all__ = ["RolloutScheduler"]
+__all__ = ["FromTrainer", "RolloutScheduler"]
 
 log = logging.getLogger("aprilsched")
 
@@ -93,8 +102,8 @@ class RolloutScheduler(blocking.RolloutScheduler):
 
     - A publisher must not need the trainer's memory. ``DiskPublisher(folder)`` without `save`
       works once the trainer has written the folder, and so do ``LoraPublisher(folder)`` and
-      ``ExternalWeights()``. For all others use ``paused_for_weights()``, whose block is in the
-      trainer's process.
+      ``ExternalWeights()``. A :class:`FromTrainer` runs any other one in the trainer's process, and
+      the block of ``paused_for_weights()`` is there too.
     - A :class:`~aprilsched.PromptQueue` among the arguments of `make` stays usable: what the
       trainer pushes into it is sent on.
 
@@ -142,6 +151,100 @@ class RolloutScheduler(blocking.RolloutScheduler):
             self._remote.end()
 
 
+class FromTrainer:
+    """Runs a publisher in the trainer's process, where the tensors are.
+
+    ``rollouts.update_weights(FromTrainer(DistributedPublisher(weights), SGLangFleet(urls)))``
+    pauses the engines and asks each for its version afterwards, as every update does. In between,
+    the publisher moves the weights from the trainer's process to the engines of `fleet`. Make one
+    object for all updates of a scheduler, so that connections and groups last from one to the next.
+
+    Args:
+        publisher: any publisher of full weights.
+        fleet: the engines of the scheduler once more, under the same names. Only its list of
+            engines is used; each is opened here before the first update.
+
+    Raises:
+        ConfigError: if `publisher` publishes adapters, or nothing itself.
+    """
+
+    def __init__(self, publisher: WeightPublisher, fleet: Fleet) -> None:
+        if isinstance(publisher, AdapterPublisher | ExternalWeights | Handshake):
+            raise ConfigError(
+                f"a {type(publisher).__name__} moves no tensors of the trainer; give it to "
+                "update_weights() itself, or use paused_for_weights()."
+            )
+        self.publisher = publisher
+        self._fleet = fleet
+        self._opened: dict[str, Engine] = {}
+
+    async def prepare(self, version: int) -> None:
+        """Prepare the publisher."""
+        await self.publisher.prepare(version)
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        """What the publisher does, for a scheduler of the same process."""
+        return await self.publisher.publish(version, engines)
+
+    async def open(self, version: int) -> None:
+        """Open the engines here, while they generate.
+
+        An engine that cannot be opened does not take the version. It is tried again at the next.
+        """
+        closed = [each for each in self._fleet.engines if each.name not in self._opened]
+        failures = await asyncio.gather(
+            *(engine.open() for engine in closed), return_exceptions=True
+        )
+        for engine, failure in zip(closed, failures, strict=True):
+            if failure is None:
+                self._opened[engine.name] = engine
+            else:
+                log.error("%s does not take version %d: %r", engine.name, version, failure)
+
+    async def send(self, version: int, names: Sequence[str]) -> None:
+        """Bring `version` to the engines of these names, which the scheduler has paused.
+
+        Raises:
+            ConfigError: if none of them is open here.
+            Exception: what the publisher raises, or the first error if no engine took the weights.
+        """
+        engines = [self._opened[name] for name in names if name in self._opened]
+        if not engines:
+            raise ConfigError(
+                f"FromTrainer has opened {', '.join(self._opened) or 'no engine'}, and the "
+                f"scheduler has paused {', '.join(names)}; give it a fleet of the same servers."
+            )
+        try:
+            outcomes = await self.publisher.publish(version, engines)
+        except BaseException:
+            await self._close(list(self._opened))
+            raise
+        failed = {name: error for name, error in outcomes.items() if error is not None}
+        # What went wrong there may be a restart, of which an engine that is opened again knows.
+        await self._close(failed)
+        if len(failed) == len(engines):
+            raise next(iter(failed.values()))
+
+    async def close(self) -> None:
+        """Leave the engines' groups, and close the engines."""
+        if isinstance(self.publisher, LastingPublisher):
+            await self.publisher.aclose()
+        await self._close(list(self._opened))
+
+    async def _close(self, names: Iterable[str]) -> None:
+        for name in names:
+            await self._opened.pop(name).close()
+
+
+@runtime_checkable
+class LastingPublisher(Protocol):
+    """A publisher that keeps something from one update to the next."""
+
+    async def aclose(self) -> None: ...
+
+
 # --- the trainer's process -----------------------------------------------------------------------
 
 
@@ -168,6 +271,9 @@ class _Remote:
         self._numbers = itertools.count(_OPENING)
         self._unanswered: dict[int, asyncio.Future[Any]] = {}
         self._forwarding: list[asyncio.Task[None]] = []
+        self._publishers: dict[int, FromTrainer] = {}
+        """By identity: those that have engines to close."""
+        self._updates: set[asyncio.Task[RefitReport]] = set()
 
     def _replaced(self, argument: object) -> object:
         if isinstance(argument, PromptQueue):
@@ -197,8 +303,11 @@ class _Remote:
     async def close(self) -> None:
         if self._process is None:
             return
-        for task in self._forwarding:
+        for task in (*self._forwarding, *self._updates):
             task.cancel()
+        for publisher in self._publishers.values():
+            with suppress(EngineError):
+                await publisher.close()
         if self._failure is None:
             with suppress(SchedulerClosed):
                 await self.call("close")
@@ -337,9 +446,44 @@ class _Remote:
     async def update_weights(
         self, publisher: WeightPublisher, *, version: int | None, acknowledge: bool
     ) -> RefitReport:
-        return await self.call(
-            "update_weights", publisher, version=version, acknowledge=acknowledge
-        )
+        named = {"version": version, "acknowledge": acknowledge}
+        if not isinstance(publisher, FromTrainer):
+            return await self.call("update_weights", publisher, **named)
+        self._publishers[id(publisher)] = publisher
+        number = self.version + 1 if version is None else version
+        begun = asyncio.Event()
+        update = asyncio.create_task(self._publish(publisher, number, acknowledge, begun))
+        self._updates.add(update)
+        update.add_done_callback(self._updates.discard)
+        try:
+            return await asyncio.shield(update)
+        except asyncio.CancelledError:
+            # Weights that are being loaded are loaded to their end, as in every update.
+            if not begun.is_set():
+                update.cancel()
+                await asyncio.wait([update])
+            raise
+
+    async def _publish(
+        self, here: FromTrainer, version: int, acknowledge: bool, begun: asyncio.Event
+    ) -> RefitReport:
+        try:
+            await here.prepare(version)
+            await here.open(version)
+            paused = await self.call("begin_update", version, acknowledge)
+            if isinstance(paused, RefitReport):
+                return paused
+            begun.set()
+            try:
+                await here.send(version, paused)
+            except BaseException as error:
+                # The update fails with the publisher's error, unless an engine has the version.
+                await self.call("end_update", _Raised.of(error))
+                raise
+            return await self.call("end_update", None)
+        finally:
+            if isinstance(here.publisher, ConcludingPublisher):
+                await here.publisher.conclude()
 
     async def checkpoint(self, path: Path | str, *, acknowledge: bool) -> None:
         await self.call("checkpoint", _absolute(path), acknowledge=acknowledge)
@@ -373,7 +517,8 @@ class _Remote:
 def _unsendable(what: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"{what} cannot be sent to the scheduler's process ({error}); give functions and classes "
-        "of a module, and for weights in the trainer's memory use paused_for_weights()."
+        "of a module, and a publisher that needs the trainer's memory as FromTrainer(publisher, "
+        "fleet)."
     )
 
 
@@ -562,6 +707,8 @@ class _Served:
         self._queues: dict[int, PromptQueue] = {}
         self._calls: dict[int, asyncio.Task[Any]] = {}
         self._blocks: list[AbstractAsyncContextManager[Any]] = []
+        self._update: tuple[Handshake, asyncio.Task[RefitReport]] | None = None
+        """The update whose weights the trainer's process is loading."""
         self._hung_up = asyncio.Event()
 
     async def run(self) -> None:
@@ -683,6 +830,36 @@ class _Served:
             # The trainer's process raises its own error itself.
             if other is not error:
                 raise
+
+    async def begin_update(self, version: int, acknowledge: bool) -> tuple[str, ...] | RefitReport:
+        """Pause the engines for a publisher of the trainer's process; returns their names."""
+        handshake = Handshake()
+        update = asyncio.create_task(
+            self._opened.update_weights(handshake, version=version, acknowledge=acknowledge)
+        )
+        try:
+            names = await handshake.paused()
+        except asyncio.CancelledError:
+            update.cancel()
+            await asyncio.wait([update])
+            raise
+        except RefitError:
+            # The update has ended by itself, and knows why.
+            return await update
+        self._update = (handshake, update)
+        return names
+
+    async def end_update(self, raised: _Raised | None) -> RefitReport:
+        """Say that the weights are loaded, or why not; returns when the engines were asked."""
+        if self._update is None:
+            raise InvariantViolation("an update was ended that had not begun")
+        (handshake, update), self._update = self._update, None
+        with suppress(RefitError):  # The update has taken too long, which it says itself.
+            if raised is None:
+                handshake.done()
+            else:
+                handshake.fail(raised.again())
+        return await update
 
     # --- what it is told, without an answer ----------------------------------------------------
 

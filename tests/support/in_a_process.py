@@ -6,6 +6,7 @@ They are functions of a module, because the other process imports them.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,9 @@ from aprilsched import (
     PromptQueue,
     Rollout,
     RolloutScheduler,
+    SamplingParams,
     SchedulerConfig,
+    SGLangFleet,
     SimFleet,
 )
 from aprilsched.engines.base import Engine
@@ -34,6 +37,7 @@ __all__ = [
     "pushed",
     "raising",
     "secretive",
+    "served",
     "simple",
     "slow",
     "stored",
@@ -109,6 +113,20 @@ def faulty() -> RolloutScheduler:
         reward=score,
         reward_scope="group",
         config=CONFIG,
+    )
+
+
+def served(url: str) -> RolloutScheduler:
+    """It generates on a server with a small vocabulary."""
+    config = SchedulerConfig(
+        batch_groups=2,
+        group_size=2,
+        over_provision=2.0,
+        sampling=SamplingParams(max_new_tokens=40),
+    )
+    ids = (np.array([number % 100 + 5, 6, 7], dtype=np.int32) for number in itertools.count())
+    return RolloutScheduler(
+        SGLangFleet([url]), (Prompt(input_ids=each) for each in ids), config=config
     )
 
 

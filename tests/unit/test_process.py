@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,17 @@ import numpy as np
 import pytest
 
 from aprilsched import (
+    DiskPublisher,
     Handshake,
     Prompt,
     PromptQueue,
+    SGLangFleet,
     SimPublisher,
     process,
 )
+from aprilsched.engines.base import Engine
 from aprilsched.errors import AprilschedError, ConfigError, RefitError, SchedulerClosed
+from aprilsched.testing import ThreadedServer
 from tests.support import in_a_process
 from tests.support.interrupting import InterruptingLoop
 
@@ -200,9 +204,9 @@ def test_what_cannot_be_sent_is_refused():
         pass
     with process.RolloutScheduler(in_a_process.simple) as rollouts:
         rollouts.next_batch()
-        with pytest.raises(ConfigError, match=r"use paused_for_weights\(\)"):
+        with pytest.raises(ConfigError, match=r"as FromTrainer\(publisher, fleet\)"):
             rollouts.update_weights(Handshake())
-        with pytest.raises(ConfigError, match=r"use paused_for_weights\(\)"):
+        with pytest.raises(ConfigError, match=r"as FromTrainer\(publisher, fleet\)"):
             rollouts.update_weights(SimPublisher(lambda version: 0))
         with pytest.raises(ConfigError, match="give seconds, 0 or more"):
             rollouts.next_batch(timeout=-1)
@@ -355,3 +359,112 @@ def test_a_forked_process_leaves_everything_alone():
                 os._exit(code)
         assert os.waitpid(forked, 0)[1] == 0
         assert rollouts.next_batch().index == 1
+
+
+# --- weights in the trainer's memory --------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadedServer]:
+    with ThreadedServer() as started:
+        yield started
+
+
+class Saved:
+    """The trainer's way of saving its weights, which exists in its process only."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.error: Exception | None = None
+        self.saving, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def __call__(self, folder: Path) -> None:
+        self.saving.set()
+        self.go_on.wait()
+        if self.error is not None:
+            raise self.error
+        self.count += 1
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"%d" % self.count)
+
+
+class Late(DiskPublisher):
+    """Saves when the engines are paused, so that an error comes then."""
+
+    async def prepare(self, version: int) -> None: ...
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        await super().prepare(version)
+        return await super().publish(version, engines)
+
+
+def test_a_publisher_of_the_trainers_process(server: ThreadedServer, tmp_path: Path):
+    save = Saved()
+    publisher = process.FromTrainer(
+        DiskPublisher(tmp_path / "weights", save=save), SGLangFleet([server.url])
+    )
+    with process.RolloutScheduler(in_a_process.served, server.url) as rollouts:
+        for version in (1, 2, 3):
+            batch = rollouts.next_batch()
+            assert batch.version == version - 1
+            report = rollouts.update_weights(publisher)
+            assert (report.version, rollouts.version, save.count) == (version, version, version)
+        assert rollouts.update_weights(publisher, version=9).version == 9
+        with pytest.raises(ConfigError, match="version 9 is not newer than 9"):
+            rollouts.update_weights(publisher, version=9)
+        assert rollouts.next_batch().version == 9
+
+
+def test_weights_that_the_trainer_cannot_load(server: ThreadedServer, tmp_path: Path):
+    save, url = Saved(), server.url
+    save.error = OSError(28, "No space left on device")
+    publisher = process.FromTrainer(Late(tmp_path / "weights", save=save), SGLangFleet([url]))
+    with ThreadedServer() as other:
+        elsewhere = process.FromTrainer(Late(tmp_path, save=save), SGLangFleet([other.url]))
+        with process.RolloutScheduler(in_a_process.served, url) as rollouts:
+            rollouts.next_batch()
+            with pytest.raises(RefitError, match="No space left") as raised:
+                rollouts.update_weights(publisher)
+            cause = raised.value.__cause__
+            assert isinstance(cause, RefitError)
+            assert isinstance(cause.__cause__, OSError)
+            with pytest.raises(RefitError, match="give it a fleet of the same servers"):
+                rollouts.update_weights(elsewhere)
+            save.error = None
+            assert rollouts.update_weights(publisher).version == 1
+            assert rollouts.next_batch().version == 1
+
+
+def test_an_interrupted_update_of_the_trainers_process_runs_to_its_end(
+    server: ThreadedServer, tmp_path: Path
+):
+    save = Saved()
+    save.go_on.clear()
+    publisher = process.FromTrainer(
+        Late(tmp_path / "weights", save=save), SGLangFleet([server.url])
+    )
+    with (
+        InterruptingLoop(seed=0),
+        process.RolloutScheduler(in_a_process.served, server.url) as rollouts,
+    ):
+        rollouts.next_batch()
+
+        def press() -> None:
+            save.saving.wait()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+        helper = threading.Thread(target=press)
+        helper.start()
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.update_weights(publisher)
+        helper.join()
+        save.go_on.set()
+        assert rollouts.next_batch().version == rollouts.version == 1
+
+
+def test_what_moves_no_tensors_needs_no_wrapper():
+    with pytest.raises(ConfigError, match="a Handshake moves no tensors of the trainer"):
+        process.FromTrainer(Handshake(), SGLangFleet(["http://127.0.0.1:1"]))
