@@ -114,8 +114,10 @@ def test_a_page_s_programs_are_python_and_import_what_there_is(page: str):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("aprilsched"):
                 assert node.module is not None
-                module = __import__(node.module, fromlist=["*"])
-                missing = [name.name for name in node.names if not hasattr(module, name.name)]
+                # A name may be a module, which is there once it is imported.
+                names = [name.name for name in node.names]
+                module = __import__(node.module, fromlist=names)
+                missing = [name for name in names if not hasattr(module, name)]
                 assert not missing, f"{node.module} has no {', '.join(missing)}"
 
 
