@@ -1,10 +1,9 @@
 """The settings of a scheduler: one tree, which is checked when it is made.
 
 Everyday settings are at the top, and the others are in parts with a name (:class:`Dispatch`,
-:class:`Retries`, :class:`Health`, :class:`Timeouts`). A setting that chooses a policy takes a
-shorthand (``refill="pool"``) or the policy itself with settings of its own
-(``refill=Pool(until=0.25)``). The scheduler reads the policies from
-:attr:`SchedulerConfig.policies`, which has no shorthands.
+:class:`Retries`, :class:`Health`, :class:`Timeouts`). A policy with settings of its own is chosen
+by a shorthand (``refill="pool"``) or as a value (``refill=Pool(until=0.25)``). The scheduler reads
+the policies from :attr:`SchedulerConfig.policies`, which has no shorthands.
 
 The flags of the command line and the tables of config.toml are made from this tree, so a setting
 has the same path everywhere: ``retries.attempts`` is

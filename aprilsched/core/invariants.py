@@ -165,6 +165,12 @@ def _engines(state: SchedulerState) -> None:
             raise InvariantViolation(f"{control.name} is refitting without an update")
         if control.mode is Mode.RUNNING and control.released:
             raise InvariantViolation(f"{control.name} runs without its {set(control.released)}")
+    for control in state.fleet.control.all():
+        # That it was paused before, the table CHANGES of the fleet control makes sure.
+        if control.mode is Mode.REFITTING and not state.fleet.control.prepared(control):
+            raise InvariantViolation(
+                f"{control.name} is refitting before it is flushed or without its memory"
+            )
     both = state.fleet.control.engines.keys() & state.fleet.control.standby.keys()
     if both:
         raise InvariantViolation(f"{both} are in use and on standby")

@@ -23,9 +23,9 @@ HERE = Path(__file__).resolve().parent
 PICTURE = HERE.parents[1] / "docs" / "images" / "where_time_goes.png"
 DRAWN = {
     "sync": "Wait for all",
-    "april": "APRIL: start twice as many, hand over the first half, carry the rest",
+    "april": "APRIL: start twice as many, deliver the first half, carry the rest over",
+    "auto": "aprilsched, auto: the same, with a schedule that it chooses by itself",
 }
-POLICIES = "sync,april,auto"
 SEEDS = (0, 1, 2)
 ENGINES, GROUPS, BATCHES = 8, 256, 24
 TRAIN_SECONDS, REFIT_SECONDS = 2.0, 0.5
@@ -42,7 +42,7 @@ def draw() -> None:
             [
                 f"--policy={','.join(DRAWN)}",
                 f"--seed={SEEDS[0]}",
-                "--batches=12",
+                f"--batches={BATCHES}",
                 f"--batch-groups={GROUPS}",
                 f"--train-seconds={TRAIN_SECONDS}",
                 f"--sim.engines={ENGINES}",
@@ -61,7 +61,7 @@ def draw() -> None:
 def costs(seed: int) -> dict[str, dict[str, float]]:
     """GPU-minutes for a million generated tokens, and what the trainer pays, by policy."""
     command = SimulateCommand(
-        policy=POLICIES,
+        policy=",".join(DRAWN),
         batches=BATCHES,
         batch_groups=GROUPS,
         seed=seed,

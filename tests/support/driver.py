@@ -17,6 +17,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages.facts import Fact, by_delivery
 from aprilsched.core.scheduler import Scheduler
+from aprilsched.core.state.engine_control import Mode
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.snapshot import take_changes
 from aprilsched.store import Store
@@ -204,6 +205,9 @@ class Driver:
             case do.FinishSleep():
                 self.sleeps.append(command)
             case do.Refit():
+                if not command.adapter and not command.external:
+                    modes = {c.name: c.mode for c in self.core.state.fleet.control.all()}
+                    assert all(modes[name] is Mode.REFITTING for name in command.engines)
                 self.refits.append(command)
             case do.Verify():
                 self.verifications.append(command)

@@ -360,20 +360,22 @@ def stragglers(
 
 def test_nobody_runs_out_where_interrupting_costs_little() -> None:
     prices = Prices(prefill_tokens_per_s=1e6)
-    assert run_out_tokens(stragglers(8), prices, usual=100) == 0
+    assert run_out_tokens(stragglers(8), prices, usual=100, engines=1) == 0
 
 
 def test_they_run_out_where_prefill_is_slow() -> None:
     fast, slow = Prices(prefill_tokens_per_s=60_000), Prices(prefill_tokens_per_s=6_000)
     several = stragglers(20)
-    assert run_out_tokens(several, slow, usual=100) > 0
-    assert run_out_tokens(several, fast, usual=100) < run_out_tokens(several, slow, usual=100)
+    assert run_out_tokens(several, slow, usual=100, engines=1) > 0
+    assert run_out_tokens(several, fast, usual=100, engines=1) < run_out_tokens(
+        several, slow, usual=100, engines=1
+    )
 
 
 def test_the_dearer_staleness_is_the_longer_they_run() -> None:
     several = stragglers(4, last=True, mean_rest=300.0)
     limits = [
-        run_out_tokens(several, Prices(stale_token_seconds=price), usual=100)
+        run_out_tokens(several, Prices(stale_token_seconds=price), usual=100, engines=1)
         for price in (0.0, 1e-5, 1e-4, 1e-3)
     ]
     assert limits == sorted(limits)
@@ -383,21 +385,35 @@ def test_the_dearer_staleness_is_the_longer_they_run() -> None:
 
 def test_only_a_groups_last_member_is_worth_its_groups_tokens() -> None:
     prices = Prices(stale_token_seconds=1e-3)
-    assert run_out_tokens(stragglers(4, last=True), prices, usual=100) > 0
-    assert run_out_tokens(stragglers(4, last=False), prices, usual=100) == 0
+    assert run_out_tokens(stragglers(4, last=True), prices, usual=100, engines=1) > 0
+    assert run_out_tokens(stragglers(4, last=False), prices, usual=100, engines=1) == 0
 
 
 @pytest.mark.parametrize("usual", [0.0, 100.0])
 @pytest.mark.parametrize("step_seconds", [0.0, 3.66e-3])
 def test_nobody_is_not_waited_for(usual: float, step_seconds: float) -> None:
     prices = Prices(step_seconds=step_seconds, prefill_tokens_per_s=1.0, stale_token_seconds=1.0)
-    assert run_out_tokens([], prices, usual=usual) == 0
+    assert run_out_tokens([], prices, usual=usual, engines=1) == 0
+
+
+@pytest.mark.parametrize("count", [4, 20, 100])
+def test_a_fleet_waits_as_long_as_one_engine_with_its_share_of_the_stragglers(count: int) -> None:
+    prices = Prices(prefill_tokens_per_s=6_000)
+    alone = run_out_tokens(stragglers(count), prices, usual=100, engines=1)
+    assert run_out_tokens(stragglers(8 * count), prices, usual=800, engines=8) == alone
+
+
+def test_eight_engines_wait_less_for_the_stragglers_of_one() -> None:
+    several, prices = stragglers(20), Prices(prefill_tokens_per_s=6_000)
+    one = run_out_tokens(several, prices, usual=800, engines=1)
+    eight = run_out_tokens(several, prices, usual=800, engines=8)
+    assert eight < one
 
 
 def test_waiting_is_free_while_the_steps_are_as_full_as_usual() -> None:
     several = stragglers(200, mean_rest=5000.0)
-    assert run_out_tokens(several, Prices(), usual=100) > run_out_tokens(
-        several, Prices(), usual=10_000
+    assert run_out_tokens(several, Prices(), usual=100, engines=1) > run_out_tokens(
+        several, Prices(), usual=10_000, engines=1
     )
 
 
@@ -431,6 +447,8 @@ def test_a_behaviour_does_not_contradict_itself(behaviour: Behaviour) -> None:
         assert behaviour.waits_inside, "only what waits in a pause is decided about or keeps its KV"
     if behaviour.called_back == "always":
         assert not behaviour.waits_inside
+    if behaviour.decide:
+        assert not behaviour.deferrable, "length buckets call every straggler back"
 
 
 @pytest.mark.parametrize("kv", ["recompute", "apart"])
@@ -440,7 +458,9 @@ def test_what_is_cheaper_is_chosen_for_each_straggler(kv: Literal["recompute", "
     # A stale key costs a tenth of a second, and a prefill of 2,000 tokens a second.
     prices = Prices(prefill_tokens_per_s=2e3, stale_key_seconds=0.1)
     near_its_end, far_from_it = stragglers(1, mean_rest=5) + stragglers(1, mean_rest=500)
-    decisions = decide([near_its_end, far_from_it], Situation(prices=prices, usual=100.0, kv=kv))
+    decisions = decide(
+        [near_its_end, far_from_it], Situation(prices=prices, usual=100.0, engines=1, kv=kv)
+    )
     assert decisions[0].run_on > 0
     assert not decisions[0].call_back
     assert decisions[1].call_back is (kv == "apart")

@@ -462,13 +462,15 @@ class EngineModeChanged(Fact, frozen=True):
 
 
 class RefitBegun(Fact, frozen=True):
-    """These engines are loading the version. `adapter`: the version is an adapter. `catch_up`: it
-    is the fleet's version already, published again for an engine on standby."""
+    """These engines get the version. `adapter`: it is an adapter, for which no engine is paused.
+    `external`: somebody else loads it, and the engines are only asked for it, running or not.
+    `catch_up`: it is the fleet's version already, published again for an engine on standby."""
 
     version: int
     engines: tuple[str, ...]
     adapter: bool = False
     catch_up: bool = False
+    external: bool = False
 
 
 class EngineRefitted(Fact, frozen=True):

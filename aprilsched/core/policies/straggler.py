@@ -86,7 +86,8 @@ class Straggler:
     ends_within: Callable[[int], float]
     """Returns the probability that it ends within so many more tokens."""
     remaining: Callable[[], float]
-    """Returns the number of tokens that it is expected to need still."""
+    """Returns the number of tokens that it is expected to need still; 0 while no length is
+    known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +97,9 @@ class Situation:
     prices: Prices
     """What interrupting and waiting cost."""
     usual: float
-    """Mean number of sequences that decode together during a batch."""
+    """Mean number of sequences that decode together during a batch, on all engines."""
+    engines: int
+    """Number of engines. They pause together, so all of them wait for a straggler that runs on."""
     kv: CachedKV
     """What happens to the cached KV at a refit."""
 
@@ -135,7 +138,7 @@ class Behaviour:
     """Whether a rollout may be called back and wait for several batches, as with length buckets."""
     decide: Callable[[Sequence[Straggler], Situation], Sequence[Decision]] | None = None
     """Decides for each straggler once, when the batch is full or an update begins; None if all are
-    treated alike."""
+    treated alike. Not together with `deferrable`: length buckets call every straggler back."""
 
     def pause_mode(self, kv: CachedKV) -> Literal["retract", "in_place"]:
         """How engines are paused around a refit.
@@ -156,14 +159,19 @@ class Behaviour:
         return self.waits_inside and kv == "recompute"
 
 
-def run_out_tokens(stragglers: Sequence[Straggler], prices: Prices, *, usual: float) -> int:
+def run_out_tokens(
+    stragglers: Sequence[Straggler], prices: Prices, *, usual: float, engines: int
+) -> int:
     """Number of tokens that the stragglers may still generate before they are interrupted.
 
+    What is saved and what waiting costs are compared in seconds of one engine.
+
     Args:
-        stragglers: the stragglers of one engine.
+        stragglers: the stragglers of all engines.
         prices: what interrupting and waiting cost.
-        usual: mean number of sequences that decode together during a batch. A step for fewer
-            sequences wastes the missing share of its fixed part.
+        usual: mean number of sequences that decode together during a batch, on all engines. A step
+            for fewer sequences wastes the missing share of its fixed part.
+        engines: number of engines, which all wait.
     """
     best, gain = 0, 0.0
     for horizon in _HORIZONS:
@@ -176,7 +184,7 @@ def run_out_tokens(stragglers: Sequence[Straggler], prices: Prices, *, usual: fl
         # Rollouts that end leave emptier steps behind; on average half of them have ended.
         busy = max(0.0, len(stragglers) - ending / 2)
         idle = max(0.0, 1 - busy / usual) if usual else 1.0
-        net = saved - horizon * prices.step_seconds * idle
+        net = saved - horizon * prices.step_seconds * idle * engines
         if net > gain:
             best, gain = horizon, net
     return best
@@ -189,7 +197,7 @@ def keeps_kv(*, context: int, remaining: float, prices: Prices) -> bool:
 
 def _cheapest(stragglers: Sequence[Straggler], situation: Situation) -> list[Decision]:
     prices = situation.prices
-    tokens = run_out_tokens(stragglers, prices, usual=situation.usual)
+    tokens = run_out_tokens(stragglers, prices, usual=situation.usual, engines=situation.engines)
     return [
         Decision(call_back=True)
         if situation.kv == "apart"

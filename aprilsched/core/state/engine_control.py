@@ -267,13 +267,16 @@ class FleetControl:
         return self._next_call(control, refit, "retract", flush=flush)
 
     def refittable(self, control: EngineControl) -> bool:
-        """Whether the engine is paused, flushed if needed, and has the memory of its weights."""
+        """Whether the engine is paused and prepared for weights."""
         return (
             control.mode is Mode.PAUSED
             and not control.continued_elsewhere
-            and not self._flushes(control)
-            and WEIGHTS not in control.released
+            and self.prepared(control)
         )
+
+    def prepared(self, control: EngineControl) -> bool:
+        """Whether the engine is flushed, if that is needed, and has the memory of its weights."""
+        return not self._flushes(control) and WEIGHTS not in control.released
 
     def confirm(self, engine: str, doing: Mode, done: Mode) -> EngineControl | None:
         """Note the answer to a control call. Returns the engine's record; None if it was lost

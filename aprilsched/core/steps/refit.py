@@ -203,7 +203,14 @@ def refit(state: SchedulerState) -> None:
         update.answers.pop(control.name, None)
     update.refitting = frozenset(control.name for control in targets)
     names = tuple(control.name for control in targets)
-    state.tell(RefitBegun(version=update.version, engines=names, adapter=update.adapter))
+    state.tell(
+        RefitBegun(
+            version=update.version,
+            engines=names,
+            adapter=update.adapter,
+            external=update.external,
+        )
+    )
     state.commands.append(
         Refit(
             version=update.version,

@@ -71,7 +71,12 @@ def _decide(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
         return
     decisions = state.behaviour.decide(
         [_view(state, request) for request in stragglers],
-        Situation(prices=config.prices, usual=state.usual_running, kv=state.cached_kv),
+        Situation(
+            prices=config.prices,
+            usual=state.usual_running,
+            engines=len(state.fleet.control.engines),
+            kv=state.cached_kv,
+        ),
     )
     for request, decision in zip(stragglers, decisions, strict=True):
         if decision.call_back:
