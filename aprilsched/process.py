@@ -384,26 +384,24 @@ class _Remote:
             content = pickle.dumps((name, arguments, named))
         except Exception as error:
             raise _unsendable(f"an argument of {name}()", error) from error
-        # If nobody reads any more, the process has ended, and its sentinel says so.
-        with suppress(OSError):
-            process.link.send(number, self.version, content)
+        process.link.send(number, self.version, content)
 
     def _read(self, process: _Process) -> None:
         connection = process.link.connection
         try:
-            for number, version, content in process.link.received():
-                self.version = version
-                self._receive(number, content)
+            for message in process.link.received():
+                self.version = message.version
+                self._receive(message)
         except (EOFError, OSError):
             # The process has ended. Its sentinel says so too, and how.
             asyncio.get_running_loop().remove_reader(connection.fileno())
 
-    def _receive(self, number: int, content: bytes) -> None:
-        future = self._unanswered.pop(number, None)
+    def _receive(self, message: _Message) -> None:
+        future = self._unanswered.pop(message.number, None)
         if future is None or future.done():
             return
         try:
-            result, error = pickle.loads(content)  # noqa: S301
+            result, error = message.read()
         except Exception as trouble:
             future.set_exception(_unsendable("the scheduler's answer", trouble))
             return
@@ -642,6 +640,27 @@ class _Process:
         atexit.unregister(self.link.close)
 
 
+@dataclass(frozen=True)
+class _Message:
+    number: int
+    version: int
+    content: bytes
+    in_file: bool
+
+    def read(self) -> Any:
+        """What was sent; a file is removed.
+
+        Raises:
+            Exception: if this process cannot read it.
+        """
+        if not self.in_file:
+            return pickle.loads(self.content)  # noqa: S301
+        path = Path(os.fsdecode(self.content))
+        content = path.read_bytes()
+        path.unlink()
+        return pickle.loads(content)  # noqa: S301
+
+
 class _Link:
     """One end of the pipe between the two processes, and the folder for large messages."""
 
@@ -652,20 +671,28 @@ class _Link:
         self._files = itertools.count()
 
     def send(self, number: int, version: int, content: bytes) -> None:
-        """Send a message.
+        """Send a message. If nobody reads any more, nothing is sent: whoever reads notices that.
 
         Raises:
-            OSError: if nobody reads any more, or the file cannot be written.
+            ConfigError: if the message needs a file, and that cannot be written.
         """
         in_file = len(content) > _INLINE_BYTES
         if in_file:
             path = self.folder / f"{self._pid}-{next(self._files)}"
-            path.write_bytes(content)
+            try:
+                path.write_bytes(content)
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                raise ConfigError(
+                    f"{self.folder} cannot be written ({error.strerror}); free space there, or set "
+                    "TMPDIR to another disk."
+                ) from error
             content = os.fsencode(path)
-        self.connection.send_bytes(_HEADER.pack(number, version, in_file) + content)
+        with suppress(OSError):
+            self.connection.send_bytes(_HEADER.pack(number, version, in_file) + content)
 
-    def received(self) -> Iterator[tuple[int, int, bytes]]:
-        """Every message that has arrived: number, version and content.
+    def received(self) -> Iterator[_Message]:
+        """Every message that has arrived.
 
         Raises:
             OSError, EOFError: if the other end is closed.
@@ -673,12 +700,7 @@ class _Link:
         while not self.connection.closed and self.connection.poll():
             message = self.connection.recv_bytes()
             number, version, in_file = _HEADER.unpack_from(message)
-            content = message[_HEADER.size :]
-            if in_file:
-                path = Path(os.fsdecode(content))
-                content = path.read_bytes()
-                path.unlink()
-            yield number, version, content
+            yield _Message(number, version, message[_HEADER.size :], in_file)
 
     def close(self) -> None:
         """Hang up and remove the folder; a forked process, which has a copy, leaves it alone."""
@@ -746,16 +768,16 @@ class _Served:
 
     def _read(self) -> None:
         try:
-            for number, _, content in self._link.received():
-                self._handle(number, content)
+            for message in self._link.received():
+                self._handle(message.number, message)
         except (EOFError, OSError):
             # The trainer's process has hung up or ended.
             asyncio.get_running_loop().remove_reader(self._link.connection.fileno())
             self._hung_up.set()
 
-    def _handle(self, number: int, content: bytes) -> None:
+    def _handle(self, number: int, message: _Message) -> None:
         try:
-            name, arguments, named = pickle.loads(content)  # noqa: S301
+            name, arguments, named = message.read()
         except Exception as error:
             self._reply(number, None, _unsendable("an argument", error))
             return
@@ -779,21 +801,19 @@ class _Served:
         self._reply(number, None if error else task.result(), error)
 
     def _reply(self, number: int, result: object, error: BaseException | None) -> None:
-        if error is not None:
-            content = pickle.dumps((None, _Raised.of(error, tell_where=True)))
-        else:
+        version = 0 if self._scheduler is None else self._scheduler.version
+        raised = None if error is None else _Raised.of(error, tell_where=True)
+        try:
             try:
-                content = pickle.dumps((result, None))
+                content = pickle.dumps((result, raised))
             except Exception as trouble:
-                refused = ConfigError(
+                raise ConfigError(
                     f"what the scheduler returned cannot be sent to the trainer's process "
                     f"({trouble}); give prompts only metadata that pickle can take."
-                )
-                content = pickle.dumps((None, _Raised.of(refused)))
-        version = 0 if self._scheduler is None else self._scheduler.version
-        # A trainer that has ended is noticed where its messages are read.
-        with suppress(OSError):
+                ) from trouble
             self._link.send(number, version, content)
+        except ConfigError as refused:
+            self._link.send(number, version, pickle.dumps((None, _Raised.of(refused))))
 
     # --- what the trainer's process calls ------------------------------------------------------
 

@@ -87,6 +87,22 @@ def test_a_large_batch_goes_through_a_file():
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_folder_that_cannot_be_written_loses_no_batch():
+    with process.RolloutScheduler(in_a_process.long) as rollouts:
+        (folder,) = Path(tempfile.gettempdir()).glob("aprilsched-*")
+        folder.rmdir()
+        for _ in range(2):
+            with pytest.raises(
+                ConfigError, match=r"cannot be written \(No such file or directory\); free space"
+            ):
+                rollouts.next_batch()
+        with pytest.raises(ConfigError, match="cannot be written"):
+            rollouts.evaluate([prompt(list(range(20_000)))])
+        folder.mkdir()
+        assert rollouts.next_batch().index == 0
+        assert len(rollouts.evaluate([prompt(list(range(20_000)))]).groups) == 1
+
+
 # --- waits that end early ------------------------------------------------------------------------
 
 
