@@ -94,9 +94,10 @@ def fill(buffer: ReplayBuffer, batch: Batch) -> None:
         batch: a batch of the scheduler.
 
     Raises:
-        ConfigError: if an ``MCAdvantage`` of the buffer has another `grpo_size` than a group, so
-            that it would wait for ever or mix two halves of a group, or another `prompt_key` than
-            "group_id", or if it needs a reward that a rollout does not have. Nothing is added then.
+        ConfigError: if an ``MCAdvantage`` of the buffer takes another number of rollouts for a
+            group than the scheduler, so that it would wait for ever or take a group for two, or
+            has another `prompt_key` than "group_id", or if it needs a reward that a rollout does
+            not have. Nothing is added then.
         MissingExtra: if torchrl is not installed.
     """
     with extra("torchrl"):
@@ -108,11 +109,15 @@ def fill(buffer: ReplayBuffer, batch: Batch) -> None:
     for transform in untyped.transform.modules():
         if not isinstance(transform, MCAdvantage):
             continue
-        sizes = {len(group.rollouts) for group in batch.groups} - {transform.grpo_size}
-        if sizes:
+        # It takes the first rollouts of a group as soon as these are enough.
+        takes = {transform.candidate_selection_min_size, transform.candidate_group_size}
+        sizes = {len(group.rollouts) for group in batch.groups}
+        if len(takes | sizes) > 1:
             raise ConfigError(
-                f"MCAdvantage has grpo_size={transform.grpo_size}, and a group of the batch has "
-                f"{min(sizes)} rollouts; give it the group_size of the scheduler."
+                f"MCAdvantage takes {' to '.join(map(str, sorted(takes)))} rollouts for a group, "
+                f"and the batch has groups of {', '.join(map(str, sorted(sizes)))}; set grpo_size, "
+                "or candidate_group_size and candidate_selection_min_size if it is to choose among "
+                "them, to the group_size of the scheduler."
             )
         if transform.prompt_key != "group_id":
             raise ConfigError(

@@ -198,6 +198,23 @@ def test_the_loss_counts_the_tokens_that_the_scheduler_counts(
     torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-4)
 
 
+def test_with_the_prompts_the_loss_would_count_what_is_masked(torch: Any, actor: Any):
+    """Why there is no such entry: TorchRL takes everything behind the prompt for the response."""
+    from torchrl.objectives.llm import GRPOLoss
+
+    loss: Any = GRPOLoss(actor)
+    data = to_tensordicts(RAGGED)
+    assert torch.equal(masked(loss, data), left(data, "masks", "all_assistant_mask"))
+    for row, rollout in zip(data.unbind(0), RAGGED.rollouts, strict=True):
+        row["tokens", "prompt"] = torch.from_numpy(rollout.prompt_ids)
+    assert masked(loss, data).sum() == RAGGED.tokens
+
+
+def masked(loss: Any, data: Any) -> Any:
+    """The tokens that the loss takes."""
+    return loss._get_cur_log_prob(data)[1].mask
+
+
 def test_corrections_stand_beside_the_loss(torch: Any, actor: Any):
     """Decoupled PPO: the trust region is around the proximal policy, and truncated weights of that
     against the behaviour policy are factors of the advantages."""
@@ -272,15 +289,23 @@ def test_mcadvantage_takes_the_groups(torch: Any):
         assert np.array_equal(row["tokens", "full"][-len(rollout) :], rollout.token_ids)
 
 
-def test_dynamic_sampling_of_torchrl_drops_groups(torch: Any):
+def choosing(size: int, **settings: Any) -> Any:
+    """TorchRL's advantage that chooses some rollouts of each group."""
     from torchrl.objectives.llm import MCAdvantage
 
-    transform = MCAdvantage(
-        grpo_size=2,
-        prompt_key="group_id",
-        trajectory_return="sum",
-        keep_return_bounds=(0.1, 0.9),
-    )
+    return MCAdvantage(size, prompt_key="group_id", trajectory_return="sum", **settings)
+
+
+def test_mcadvantage_chooses_among_the_rollouts_of_a_group(torch: Any):
+    transform = choosing(2, candidate_group_size=4, candidate_selection_min_size=4)
+    buffer = buffer_with(transform)
+    fill(buffer, batch(scored(0, 0, 1, 0), scored(1, 1, 0, 1, group_id=3)))
+    assert sorted(buffer[:]["group_id"].flatten().tolist()) == [0, 0, 3, 3]
+    assert transform.queued_groups == 0
+
+
+def test_dynamic_sampling_of_torchrl_drops_groups(torch: Any):
+    transform = choosing(2, keep_return_bounds=(0.1, 0.9))
     buffer = buffer_with(transform)
     fill(buffer, batch(scored(1.0, 0.0), scored(1.0, 1.0, group_id=3)))
     assert sorted(buffer[:]["group_id"].flatten().tolist()) == [0, 0]
@@ -292,7 +317,8 @@ def test_a_buffer_that_would_lose_rollouts_is_refused(torch: Any):
 
     unscored = batch([rollout(0, 0, 4, score=None), rollout(0, 1, 5, score=None)])
     for transform, given, error in (
-        (MCAdvantage(3, prompt_key="group_id"), RAGGED, "has grpo_size=3, and .* has 2 rollouts"),
+        (MCAdvantage(3, prompt_key="group_id"), RAGGED, "takes 3 rollouts .* has groups of 2; set"),
+        (choosing(2, candidate_group_size=4), batch(scored(1, 2, 3, 4)), "takes 2 to 4 rollouts"),
         (MCAdvantage(2), RAGGED, "has prompt_key='query'; give it prompt_key=\"group_id\""),
         (MCAdvantage(2, prompt_key="group_id"), unscored, "needs a reward of each rollout"),
     ):
