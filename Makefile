@@ -60,8 +60,8 @@ PYTHON_311 = $(shell for python in $(PYTHON) python3.11; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; \
 	then echo $$python; break; fi; done)
 
-.PHONY: help venv demo test test-fast test-long test-trainers test-verl docs notebooks lint format \
-	clean shared-sglang .browser .venv .venv-sglang .venv-verl
+.PHONY: help venv demo test test-fast test-long test-areal test-trainers test-verl docs notebooks lint format \
+	clean shared-sglang .browser .venv .venv-areal .venv-sglang .venv-verl
 
 help: ## Show this list.
 	@grep -hE '^[.a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([.a-z-]+):.*## /\1\t/' | expand -t 16
@@ -69,6 +69,8 @@ help: ## Show this list.
 .venv: $(DEMO_STAMP) ## Make the environment that runs aprilsched (no torch).
 
 .venv-sglang: $(SGLANG_READY) ## Make the environment of the test server (Python 3.11, 3.3 GB).
+
+.venv-areal: .venv-areal/.stamp ## Make the environment of AReaL's tests, on top of .venv.
 
 .venv-verl: .venv-verl/.stamp ## Make the environment of verl's tests (Python 3.11, 1.9 GB).
 
@@ -89,8 +91,14 @@ test-long: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) ## The tests that sear
 	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python -m pytest -n $(WORKERS) -m long $(ARGS)
 
 # The trainers that are read from a checkout of their own are tested where a variable names it.
-test-trainers: $(TEST_STAMP) $(SGLANG_READY) test-verl ## The tests of all trainers; SLIME_ROOT, MILES_ROOT and AREAL_ROOT name checkouts.
+test-trainers: $(TEST_STAMP) $(SGLANG_READY) test-areal test-verl ## The tests of all trainers; SLIME_ROOT and MILES_ROOT name checkouts.
 	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python -m pytest -n $(WORKERS) $(TRAINER_TESTS) $(ARGS)
+
+# AREAL_ROOT may name a checkout in the place of the package. tests/unit/test_areal.py runs in .venv
+# too, with stand-ins.
+test-areal: .venv-areal/.stamp $(SGLANG_READY) ## The tests of the adapter for AReaL, with AReaL itself.
+	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' .venv-areal/bin/python -m pytest \
+		-W default tests/unit/test_areal.py tests/sglang/test_areal.py $(ARGS)
 
 # verl's packages warn of much, and pytest's other options are for packages that are not there.
 test-verl: .venv-verl/.stamp ## The tests of the adapter for verl, in an environment of their own.
@@ -113,7 +121,7 @@ format: $(TEST_STAMP) ## Fix what ruff can fix.
 	$(BIN)/ruff format .
 
 clean: ## Remove all environments, the browser and every cache.
-	rm -rf .browser .venv .venv-sglang .venv-verl .pytest_cache .ruff_cache .hypothesis dist docs/_build
+	rm -rf .browser .venv .venv-areal .venv-sglang .venv-verl .pytest_cache .ruff_cache .hypothesis dist docs/_build
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(DEMO_STAMP): pyproject.toml constraints.txt
@@ -140,6 +148,14 @@ $(TEST_STAMP): $(DEMO_STAMP)
 	@rm -f $@
 	.venv-sglang/bin/python $(INSTALL) $(TORCH_PIP_ARGS) $(TORCH)
 	.venv-sglang/bin/python $(INSTALL) --no-deps -r requirements/sglang-cpu.txt
+	@touch $@
+
+.venv-areal/.stamp: requirements/areal-cpu.txt $(TEST_STAMP)
+	@test -e $@ || $(PYTHON_311) -m venv --clear .venv-areal
+	@rm -f $@
+	@site='import site; print(site.getsitepackages()[0])'; $(BIN)/python -c "$$site" > \
+		"$$(.venv-areal/bin/python -c "$$site")/packages-of-venv.pth"
+	.venv-areal/bin/python $(INSTALL) --no-deps -r requirements/areal-cpu.txt
 	@touch $@
 
 .venv-verl/.stamp: requirements/verl-cpu.txt constraints.txt

@@ -16,13 +16,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -34,13 +35,14 @@ from aprilsched.blocking import RolloutScheduler
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import PromptQueue, RefitReport, Turn
 from aprilsched.core.policies.straggler import BEHAVIOURS
-from aprilsched.engines.base import Fleet
+from aprilsched.engines.base import Engine, Fleet
+from aprilsched.engines.refit import RefitFromGroup
 from aprilsched.errors import ConfigError, MissingExtra, RefitError
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.tensors import pad
 from aprilsched.types import NO_VERSION, Group, Prompt, SamplingParams, Score
+from aprilsched.weights.collective import GroupEngine, leave
 from aprilsched.weights.disk import DiskPublisher
-from aprilsched.weights.external import Handshake
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,7 +127,7 @@ class RolloutEngine:
         self._resolved: tuple[Any, Any, Any] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="aprilsched-areal")
         self._client: Any = None
-        self._handshake: Handshake | None = None
+        self._broadcast: _Broadcast | None = None
         self._update: Future[RefitReport] | None = None
         self._asleep = ExitStack()
         self._callbacks: _Callbacks | None = None
@@ -162,7 +164,7 @@ class RolloutEngine:
         with ExitStack() as end:
             end.callback(self._worker.shutdown)
             end.callback(self._rollouts.close)
-            if self._handshake is not None:
+            if self._broadcast is not None:
                 end.callback(self._give_up, RefitError("the rollout engine was destroyed."))
             if self._client is not None:
                 end.callback(self._client.destroy)
@@ -418,11 +420,21 @@ class RolloutEngine:
                 f'straggler="{self._settings.straggler}" lets requests wait in it; set '
                 'straggler="abort" or "run", or weight_update_mode=disk.'
             )
+        engines = self._fleet.engines
+        members = [cast(GroupEngine, each) for each in engines if isinstance(each, RefitFromGroup)]
+        if len(members) < len(engines):
+            others = [each.name for each in engines if not isinstance(each, RefitFromGroup)]
+            raise ConfigError(
+                f"{', '.join(others)} take no broadcast; set weight_update_mode=disk."
+            )
         if self._client is None:
             RemoteSGLangEngine = _areal("areal.engine").RemoteSGLangEngine
 
             self._client = RemoteSGLangEngine(self.config)
             self._client.initialize(addr=[engine.name for engine in self._fleet.engines])
+        # A server keeps the group of a trainer that was killed, and refuses its name; AReaL's
+        # trainer would then wait for the server for ever.
+        self._rollouts._wait(lambda: leave(members, meta.nccl_group_name))  # pyright: ignore[reportPrivateUsage]
         return self._client.init_weights_update_group(meta, xccl_group_ranks=xccl_group_ranks)
 
     def update_weights_from_distributed(
@@ -436,22 +448,22 @@ class RolloutEngine:
         """
         if self._client is None:
             raise ConfigError("the engines are in no group; call init_weights_update_group().")
-        if self._handshake is None:
-            self._begin_handshake()
+        if self._broadcast is None:
+            self._begin_broadcast()
         received = self._client.update_weights_from_distributed(meta, param_specs)
         received.add_done_callback(self._note_failure)
         return received
 
-    def _begin_handshake(self) -> None:
-        self._handshake = Handshake(label=True)
-        self._update = self._worker.submit(self._rollouts.update_weights, self._handshake)
+    def _begin_broadcast(self) -> None:
+        broadcast = self._broadcast = _Broadcast()
+        self._update = self._worker.submit(self._rollouts.update_weights, broadcast)
         try:
-            paused = set(self._handshake.wait_paused())
+            begun = broadcast.begun.result()
         except RefitError:
-            update, self._handshake, self._update = self._update, None, None
+            update, self._broadcast, self._update = self._update, None, None
             update.result()
             raise
-        if missing := {engine.name for engine in self._fleet.engines} - paused:
+        if missing := {engine.name for engine in self._fleet.engines} - begun:
             error = RefitError(
                 f"{', '.join(sorted(missing))} does not take part, and AReaL's broadcast would "
                 "wait for it for ever; restart the trainer, or use weight_update_mode=disk."
@@ -460,16 +472,14 @@ class RolloutEngine:
             raise error
 
     def _note_failure(self, received: Future[None]) -> None:
-        if (error := received.exception()) is not None and self._handshake is not None:
-            with suppress(RefitError):
-                self._handshake.fail(error)
+        if (error := received.exception()) is not None and self._broadcast is not None:
+            self._broadcast.end(error)
 
     def _give_up(self, error: RefitError) -> None:
         """End an update without its weights; the engines stand by until the next one."""
-        handshake, update, self._handshake, self._update = self._handshake, self._update, None, None
-        if handshake is not None and update is not None:
-            with suppress(RefitError):
-                handshake.fail(error)
+        broadcast, update, self._broadcast, self._update = self._broadcast, self._update, None, None
+        if broadcast is not None and update is not None:
+            broadcast.end(error)
             with suppress(Exception):
                 update.result()
 
@@ -479,13 +489,11 @@ class RolloutEngine:
         Raises:
             RefitError: if no engine has the new weights.
         """
-        handshake, update, self._handshake, self._update = self._handshake, self._update, None, None
-        if handshake is None or update is None:
-            return
-        with suppress(RefitError):  # The update raises what went wrong.
-            handshake.done()
-        update.result()
-        self._updated = True
+        broadcast, update, self._broadcast, self._update = self._broadcast, self._update, None, None
+        if broadcast is not None and update is not None:
+            broadcast.end(None)
+            update.result()
+            self._updated = True
 
     def set_version(self, version: int) -> None:
         """Note the trainer's number for the weights that the engines have.
@@ -592,7 +600,7 @@ class _TurnEngine:
         Raises:
             ConfigError: if the rest is not what was generated, since it would be lost.
         """
-        found = cast("dict[str, Any]", trajectory if isinstance(trajectory, dict) else {})
+        found: dict[str, Any] = trajectory if hasattr(trajectory, "keys") else {}
         keys = set(found)
         if not keys <= _KEYS or "input_ids" not in keys or "rewards" not in keys:
             raise ConfigError(
@@ -606,6 +614,50 @@ class _TurnEngine:
                 "requests and their responses; return one sequence, as it was generated."
             )
         return float(found["rewards"].reshape(()))
+
+
+class _Broadcast:
+    """One update by AReaL's own calls, between the begin and the end that each engine needs.
+
+    AReaL 1.0.4 makes neither call. SGLang 0.5.21 takes no broadcast without a begin, and nobody
+    labels the weights without an end.
+    """
+
+    def __init__(self) -> None:
+        self.begun: Future[set[str]] = Future()
+        """The names of the engines that wait for a broadcast."""
+        self._ended: Future[Exception | None] = Future()
+
+    def end(self, error: BaseException | None) -> None:
+        """Say that all buckets have arrived, or what went wrong; only the first word counts."""
+        with suppress(InvalidStateError):
+            self._ended.set_result(error if error is None else RefitError(repr(error)))
+
+    async def prepare(self, version: int) -> None:
+        """Do nothing: the trainer sends its weights when the engines are paused."""
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        """Begin an update of every engine, and end it when AReaL has sent everything."""
+        takers = [engine for engine in engines if isinstance(engine, RefitFromGroup)]
+        await asyncio.gather(*(engine.begin_update() for engine in takers))
+        self.begun.set_result({engine.name for engine in takers})
+        error = await asyncio.wrap_future(self._ended)
+        if error is not None:
+            raise error
+        ends = [engine.end_update(version) for engine in takers]
+        outcomes = await asyncio.gather(*ends, return_exceptions=True)
+        return {
+            engine.name: outcome if isinstance(outcome, Exception) else None
+            for engine, outcome in zip(takers, outcomes, strict=True)
+        }
+
+    async def conclude(self) -> None:
+        """Release who waits for the begin, if the update ended before."""
+        self._ended.cancel()
+        if not self.begun.done():
+            self.begun.set_exception(RefitError("the update ended before the engines were paused."))
 
 
 class _Callbacks:

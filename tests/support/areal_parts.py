@@ -1,8 +1,8 @@
 """The parts of AReaL that the adapter meets: AReaL's own where it can be imported.
 
-With `AREAL_ROOT` set to a checkout, or with the package areal installed, :func:`areal` gives the
-real classes. Otherwise it puts modules of the same names into `sys.modules`, which have what the
-adapter calls. The same tests run with both.
+Where the package areal and what it needs are installed, or with `AREAL_ROOT` set to a checkout in
+its place, :func:`areal` gives the real classes. Otherwise it puts modules of the same names into
+`sys.modules`, which have what the adapter calls. The same tests run with both.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import os
 import sys
 import time
+import warnings
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
@@ -24,16 +24,29 @@ from typing import Any, ClassVar
 
 import pytest
 
-__all__ = ["areal", "is_real", "saved"]
+__all__ = ["areal", "is_real", "saved", "why_not"]
 
 
 @functools.cache
-def is_real() -> bool:
-    """Whether AReaL can be imported."""
+def why_not() -> str:
+    """Why AReaL cannot be imported; empty if it can."""
     root = os.environ.get("AREAL_ROOT")
     if root and root not in sys.path:
         sys.path.insert(0, root)
-    return importlib.util.find_spec("areal") is not None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("areal.engine.sglang_remote")
+    except ImportError as error:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "areal"]:
+            del sys.modules[name]  # What could be imported before the error.
+        return f"AReaL cannot be imported ({error}); `make test-areal` has its packages"
+    return ""
+
+
+def is_real() -> bool:
+    """Whether AReaL can be imported."""
+    return not why_not()
 
 
 def areal(patch: pytest.MonkeyPatch) -> SimpleNamespace:

@@ -1,6 +1,6 @@
 """AReaL's rollout engine on the embedded engine: batches, workflows, weights, evaluations.
 
-With `AREAL_ROOT` set, the same tests run with AReaL's own classes.
+`make test-areal` runs the same tests with AReaL's own classes.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -20,12 +20,16 @@ from typing import Any
 
 import pytest
 
-from aprilsched import SchedulerConfig, SimFleet
+from aprilsched import SchedulerConfig, SGLangFleet, SimFleet
 from aprilsched.config import Dispatch, Samples, Staleness
 from aprilsched.core.messages import commands as do
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.integrations.areal import RolloutEngine
+from aprilsched.testing.fixtures import StartServer, start_sglang_server
+from aprilsched.testing.threaded import ThreadedServer
 from tests.support.areal_parts import areal, is_real, saved
+
+__all__ = ["start_sglang_server"]
 
 torch = pytest.importorskip("torch")
 
@@ -522,26 +526,34 @@ def test_the_memory_of_the_engines_is_lent_to_the_trainer(
 
 
 @pytest.fixture
-def broadcasting(parts: SimpleNamespace) -> Iterator[tuple[RolloutEngine, Any]]:
-    """An engine in AReaL's group, and the stand-in for AReaL's client."""
+def broadcasting(
+    parts: SimpleNamespace, start_sglang_server: StartServer
+) -> Iterator[tuple[RolloutEngine, Any, list[ThreadedServer]]]:
+    """An engine of two servers in AReaL's group, and the stand-in for AReaL's client."""
     if is_real():
-        pytest.skip("AReaL's own client needs servers: tests/sglang/test_areal.py")
+        pytest.skip("AReaL's own client needs real servers: tests/sglang/test_areal.py")
     from areal.engine import RemoteSGLangEngine
 
     RemoteSGLangEngine.calls.clear()
     RemoteSGLangEngine.error = None
-    made = engine(parts, settings=SchedulerConfig(straggler="abort", pace="asynchronous"))
+    servers = [start_sglang_server() for _ in range(2)]
+    made = engine(
+        parts,
+        SGLangFleet([server.url for server in servers]),
+        settings=SchedulerConfig(straggler="abort", pace="asynchronous"),
+    )
     made.initialize()
     made.init_weights_update_group(parts.Meta(type="xccl", nccl_group_name="group")).result()
-    yield made, RemoteSGLangEngine
+    yield made, RemoteSGLangEngine, servers
     made.destroy()
 
 
 def test_a_broadcast_is_one_update_whatever_the_number_of_its_buckets(
-    parts: SimpleNamespace, broadcasting: tuple[RolloutEngine, Any]
+    parts: SimpleNamespace, broadcasting: tuple[RolloutEngine, Any, list[ThreadedServer]]
 ):
-    made, client = broadcasting
-    assert client.calls == [("initialize", ["sim-0", "sim-1"]), ("group", "group")]
+    made, client, servers = broadcasting
+    names = [server.url.removeprefix("http://") for server in servers]
+    assert client.calls == [("initialize", names), ("group", "group")]
     for version in (1, 2):
         check(made.prepare_batch(Loader(), SingleTurn(parts), group_size=SIZE))
         made.pause_generation()
@@ -558,9 +570,9 @@ def test_a_broadcast_is_one_update_whatever_the_number_of_its_buckets(
 
 
 def test_a_bucket_that_fails_ends_the_update_and_the_next_one_repairs_it(
-    parts: SimpleNamespace, broadcasting: tuple[RolloutEngine, Any]
+    parts: SimpleNamespace, broadcasting: tuple[RolloutEngine, Any, list[ThreadedServer]]
 ):
-    made, client = broadcasting
+    made, client, _ = broadcasting
     meta = parts.Meta(type="xccl", nccl_group_name="group")
     client.error = OSError("the network is gone")
     with pytest.raises(OSError, match="the network is gone"):
@@ -577,14 +589,28 @@ def test_a_bucket_that_fails_ends_the_update_and_the_next_one_repairs_it(
 
 
 def test_an_engine_that_left_the_group_is_noticed_before_the_broadcast(
-    parts: SimpleNamespace, broadcasting: tuple[RolloutEngine, Any]
+    parts: SimpleNamespace, broadcasting: tuple[RolloutEngine, Any, list[ThreadedServer]]
 ):
-    made, client = broadcasting
-    lose(made, "sim-1")
+    made, client, servers = broadcasting
+    name = servers[1].url.removeprefix("http://")
+    lose(made, name)
     meta = parts.Meta(type="xccl", nccl_group_name="group")
-    with pytest.raises(RefitError, match="sim-1 does not take part"):
+    with pytest.raises(RefitError, match=f"{name} does not take part"):
         made.update_weights_from_distributed(meta, [])
     assert not [what for what, _ in client.calls if what == "bucket"]
+
+
+def test_an_engine_without_broadcasts_is_refused(parts: SimpleNamespace):
+    if is_real():
+        pytest.skip("AReaL's own client needs real servers")
+    made = engine(parts, settings=SchedulerConfig(straggler="abort"))
+    made.initialize()
+    try:
+        meta = parts.Meta(type="xccl", nccl_group_name="group")
+        with pytest.raises(ConfigError, match="sim-0, sim-1 take no broadcast"):
+            made.init_weights_update_group(meta)
+    finally:
+        made.destroy()
 
 
 def lose(made: RolloutEngine, name: str) -> None:
