@@ -183,7 +183,8 @@ class DataSource:
         self.restored = None
         if self.args.load is not None:
             path = _folder(self.args.load) / _name(rollout_id)
-            if path.exists():
+            # The samples are written last, so a process that died in between has left none.
+            if path.exists() and _beside(path).exists():
                 self.restored = path
             else:
                 log.info("%s does not exist, so no rollout is in flight at the beginning", path)
@@ -277,6 +278,7 @@ class _Rollouts:
         args = self._args
         restored = self.data_source.restored if self._has_saves else None
         if restored is not None:
+            # They hold whatever reward functions put into them, so they are pickled, as slime does.
             saved = self._trainer.torch.load(_beside(restored), weights_only=False)
             self._samples, self._first_version = saved["samples"], saved["version"]
         elif not self._has_saves and getattr(args, "save", None) is not None:
@@ -315,18 +317,23 @@ class _Rollouts:
         with self._calls:
             rollouts = self._scheduler
             self._follow(label)
-            for earlier in [number for number in self._untrained if number < rollout_id - _AHEAD]:
-                self._untrained.pop(earlier).acknowledge()
+            self._trained(lambda number: number < rollout_id - _AHEAD)
             with self._prompts_flow(rollouts):
                 batch = rollouts.next_batch()
             rollouts.on_loop(self._calm)
             rollouts.on_loop(self._let_lost_engines_go)
-            if rollout_id in self._untrained:
-                self._untrained[rollout_id].acknowledge()
+            self._trained(lambda number: number == rollout_id)
             self._untrained[rollout_id] = batch
             output = self._output(batch)
             self._forget()
             return output
+
+    def _trained(self, which: Callable[[int], bool]) -> None:
+        """Acknowledge the batches of some rollouts."""
+        # miles may save in another thread while it generates.
+        for number in [number for number in list(self._untrained) if which(number)]:
+            if (batch := self._untrained.pop(number, None)) is not None:
+                batch.acknowledge()
 
     def _follow(self, label: int | None) -> None:
         """Take part with the engines that the trainer has now, at the version that they have."""
@@ -718,8 +725,7 @@ class _Rollouts:
             self.data_source.wrapped.save(rollout_id)
             if rollouts is None:
                 return
-            for trained in [number for number in self._untrained if number <= rollout_id]:
-                self._untrained.pop(trained).acknowledge()
+            self._trained(lambda number: number <= rollout_id)
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / _name(rollout_id)
             rollouts.checkpoint(path, acknowledge=False)

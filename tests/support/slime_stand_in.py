@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-__all__ = ["ROOTS", "trainer_modules"]
+__all__ = ["ROOTS", "trainer_modules", "without_extras"]
 
 ROOTS = {"slime": os.environ.get("SLIME_ROOT"), "miles": os.environ.get("MILES_ROOT")}
 """Checkouts of the real packages, or None."""
@@ -54,7 +54,7 @@ def trainer_modules(name: str) -> Iterator[SimpleNamespace]:
     try:
         if root := ROOTS[name]:
             sys.path.insert(0, root)
-            _without_gpu()
+            without_extras()
         else:
             sys.modules.update(_stand_in(name))
         modules = {part: importlib.import_module(f"{name}.{part}") for part in _PARTS}
@@ -77,11 +77,12 @@ def _of_a_trainer(module: str) -> bool:
     return module.partition(".")[0] in ROOTS
 
 
-def _without_gpu() -> None:
-    """What the trainers import and a CPU need not have, as their own contract tests replace it."""
-    for name in ("ray", "sglang_router"):
+def without_extras() -> None:
+    """Replace what the trainers import and these tests never call, where it is not installed."""
+    for name, parts in (("ray", ()), ("sglang_router", ()), ("pylatexenc", ("latex2text",))):
         if name not in sys.modules and importlib.util.find_spec(name) is None:
-            sys.modules[name] = ModuleType(name)
+            made = sys.modules[name] = ModuleType(name)
+            made.__dict__.update({part: ModuleType(part) for part in parts})
 
 
 # --- the stand-in --------------------------------------------------------------------------------

@@ -48,6 +48,21 @@ def test_batches_updates_and_evaluation_without_await():
     assert not [t for t in threading.enumerate() if t.name == "aprilsched-loop"]
 
 
+def test_asynchronous_functions_can_be_called_on_the_schedulers_loop():
+    fleet = SimFleet(1, time_scale=0.01)
+    workload = LongTailWorkload(median=20, cap=100, group_size=2, seed=1)
+
+    async def seen() -> tuple[str, int]:
+        return threading.current_thread().name, await fleet.engines[0].version()
+
+    rollouts = blocking.RolloutScheduler(fleet, workload)
+    with rollouts:
+        rollouts.update_weights(SimPublisher(), version=3)
+        assert rollouts.on_loop(seen) == ("aprilsched-loop", 3)
+    with pytest.raises(SchedulerClosed):
+        rollouts.on_loop(seen)
+
+
 def test_errors_arrive_in_the_calling_thread():
     with make() as rollouts, pytest.raises(ConfigError, match="at least one"):
         rollouts.evaluate([])

@@ -68,6 +68,18 @@ def assert_tokens(chunks: list[Chunk], count: int) -> None:
     np.testing.assert_allclose(logprobs, -np.arange(count) / 10, rtol=1e-6)
 
 
+def test_labels_may_count_from_another_version_than_0() -> None:
+    assembler = ChunkAssembler("engine:1", "r", MAX_TOKENS, first_version=40)
+    spans = [("default", 0, 2), ("7", 2, 5)]
+    chunks = [
+        assembler.feed(event(0, 1, weight_version="1")),
+        assembler.feed(event(1, 5, finish=LENGTH, spans=spans)),
+    ]
+    assert chunks[0].label == 41
+    assert chunks[1].spans is not None
+    assert [(span.version, span.end) for span in chunks[1].spans] == [(40, 2), (47, 5)]
+
+
 def test_incremental_events_carry_only_new_tokens() -> None:
     spans = [("default", 0, 2), ("7", 2, 2), ("8", 2, 5)]
     chunks = feed(event(0, 1), event(1, 3), event(3, 5, finish=LENGTH, spans=spans))
