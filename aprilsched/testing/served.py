@@ -247,7 +247,8 @@ class ServedEngine(ServedRequests):
     async def relabel(self, label: str) -> None:
         """Give the weights the label `label`, even while requests run."""
         version, key = self._version(label), self.engine.batcher.weights_key
-        running = not self.paused and bool(self._entered())
+        # The engine may also have requests of clients that have left, until their late aborts.
+        running = not self.paused
         if running:
             await self.engine.pause("in_place")
         try:

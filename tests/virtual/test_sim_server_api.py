@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from aprilsched import SamplingParams
+from aprilsched.engines.base import GenerationRequest
 from aprilsched.testing import SimServer
 from aprilsched.testing.streams import until
 from tests.sglang.loads_contract import check_loads
@@ -214,6 +218,23 @@ async def test_a_bare_new_version_ends_what_runs_and_a_careful_one_does_not(
         await raw.post("/update_weight_version", {"new_version": "8"})
     assert call.result()[1]["meta_info"]["finish_reason"]["type"] == "abort"
     assert (await raw.get("/model_info"))[1]["weight_version"] == "8"
+
+
+async def test_a_new_version_while_the_engine_still_has_the_request_of_a_client_that_left(
+    server: SimServer, raw: Raw
+):
+    """Such a request is prefilled once more after a pause before it ends, and no call waits for
+    it."""
+    request = GenerationRequest(
+        request_id="left",
+        input_ids=np.array([1, 2, 3], dtype=np.int32),
+        sampling=SamplingParams(max_new_tokens=5000, ignore_eos=True),
+    )
+    async with aclosing(server.engine.generate(request)) as chunks:
+        await anext(chunks)
+        careful = {"new_version": "7", "abort_all_requests": False}
+        assert (await raw.post("/update_weight_version", careful))[0] == 200
+    assert (await raw.get("/model_info"))[1]["weight_version"] == "7"
 
 
 async def test_an_update_outside_of_a_pause_waits_for_what_runs(
