@@ -7,6 +7,7 @@ With ``SLIME_ROOT`` or ``MILES_ROOT`` the same tests run with the real modules.
 # The packages have no types.
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import inspect
 import itertools
@@ -27,7 +28,7 @@ from typing import Any
 import pytest
 
 from aprilsched.engines.sim.config import SimConfig
-from aprilsched.errors import ConfigError, RefitError, RunGivenUp
+from aprilsched.errors import ConfigError, RefitError, RunGivenUp, SchedulerClosed
 from aprilsched.integrations import slime
 from aprilsched.testing import SimServer
 from aprilsched.testing.threaded import ThreadedServer
@@ -152,6 +153,8 @@ def check(groups: list[list[Any]], version: int, size: int = 4) -> None:
             )
             assert ended or length == 200
             assert len(sample.response.split()) == length
+            assert type(sample.response) is str
+            assert sample.reward is not None
 
 
 def train(loop: Loop, steps: int, begin: int = 0) -> list[list[list[Any]]]:
@@ -190,11 +193,13 @@ def test_steps_in_the_trainers_order_lose_nothing_and_carry_partial_responses(
     assert {number // 4 for number in seen} | keys == set(range(cursor))
 
 
-def test_the_batch_tells_how_stale_it_is(begun: Callable[..., Loop]):
+def test_the_batch_tells_how_stale_it_is(begun: Callable[..., Loop], trainer: SimpleNamespace):
     loop = begun()
     metrics: dict[str, float] = {}
-    for rollout_id in range(30):
-        metrics = loop.generate(rollout_id).metrics
+    for rollout_id in itertools.count():
+        output = loop.generate(rollout_id)
+        assert isinstance(output, trainer.base_types.RolloutFnTrainOutput)
+        metrics = output.metrics
         loop.update()
         if metrics["rollout/aprilsched/off_policy_tokens"]:
             break
@@ -284,6 +289,29 @@ def test_a_batch_that_was_taken_ahead_comes_again(begun: Callable[..., Loop]):
             assert one.weight_versions == other.weight_versions
     following = second.generate(2)
     assert not set(numbers(following.samples)) & set(numbers(again.samples))
+
+
+def test_it_can_be_saved_while_another_thread_generates(begun: Callable[..., Loop]):
+    """miles saves while it generates the next rollout. The process ends before that is there."""
+    first = begun(aprilsched={"over_provision": 1.0})
+    taken = [first.generate(0).samples]
+    Judge.calls, Judge.gate = 0, threading.Event()
+    first.args.custom_rm_path = f"{HERE}.blocks"
+    with ThreadPoolExecutor() as threads:
+        output = threads.submit(first.generate, 1)
+        wait_for(lambda: Judge.calls)
+        first.save(0)
+        first.end()
+        with pytest.raises(SchedulerClosed):
+            output.result()
+        Judge.gate.set()
+    second = begun(1)
+    taken += train(second, 3, begin=1)
+    seen = [number for groups in taken for number in numbers(groups)]
+    assert len(seen) == len(set(seen)) == 32
+    state = scheduler().state
+    keys = {group.prompt.key for group in state.in_flight.training_groups()}
+    assert {number // 4 for number in seen} | keys == set(range(state.prompts.cursor))
 
 
 def test_a_restart_after_a_restart_counts_versions_on(begun: Callable[..., Loop]):
@@ -401,6 +429,14 @@ async def nothing(args: Any, sample: Any, **_: Any) -> None:
     return None
 
 
+async def infinite(args: Any, sample: Any, **_: Any) -> float:
+    return float("inf")
+
+
+async def cancels(args: Any, sample: Any, **_: Any) -> float:
+    raise asyncio.CancelledError
+
+
 async def blocks(args: Any, sample: Any, **_: Any) -> float:
     """It holds up the event loop that it runs on."""
     Judge.calls += 1
@@ -425,7 +461,13 @@ async def too_few(args: Any, samples: list[Any], **_: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("raises", "the judge is down"), ("nothing", "None for sample")]
+    ("name", "why"),
+    [
+        ("raises", "the judge is down"),
+        ("nothing", "None for sample"),
+        ("infinite", "the reward is inf"),
+        ("cancels", "CancelledError"),
+    ],
 )
 def test_a_reward_function_that_never_works_ends_the_training(
     begun: Callable[..., Loop], name: str, why: str
@@ -703,7 +745,7 @@ async def eval_raises(args: Any, sample: Any, **_: Any) -> float:
 
 
 def test_an_evaluation_between_two_steps_carries_the_training_rollouts_over(
-    begun: Callable[..., Loop], folder: Path
+    begun: Callable[..., Loop], folder: Path, trainer: SimpleNamespace
 ):
     datasets = [dataset(folder, "one"), dataset(folder, "two", temperature=1.0)]
     loop = begun(eval_datasets=datasets)
@@ -711,6 +753,7 @@ def test_an_evaluation_between_two_steps_carries_the_training_rollouts_over(
     carried = {rollout.rollout_id: len(rollout.log) for rollout in in_flight().rollouts.values()}
     loop.args.custom_rm_path = f"{HERE}.eval_reward"
     result = loop.evaluate(1)
+    assert isinstance(result, trainer.base_types.RolloutFnEvalOutput)
     loop.args.custom_rm_path = length_reward.__module__ + ".length_reward"
     assert set(result.data) == {"one", "two"}
     for of in result.data.values():
