@@ -175,7 +175,7 @@ class DataSource:
             self.wrapped.save(rollout_id)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Begin with what :meth:`save` has saved; without a checkpoint, begin anew."""
+        """Begin with what :meth:`save` has saved; without a checkpoint, nothing is in flight."""
         current = _current
         if current is not None and current.data_source is self:
             close()
@@ -480,12 +480,13 @@ class _Rollouts:
         )
 
     def _prompt(self, number: int | str, group: Sequence[Any]) -> Prompt:
-        first, size = group[0], self._args.n_samples_per_prompt
+        size = self._args.n_samples_per_prompt
         if isinstance(number, int) and len(group) != size:
             raise ConfigError(
                 f"the data source gave a group of {len(group)} samples, and "
                 f"--n-samples-per-prompt is {size}; give as many."
             )
+        first = group[0]
         for sample in group:
             _check_sample(sample)
             if sample.prompt != first.prompt:
@@ -504,7 +505,7 @@ class _Rollouts:
         known = sample.tokens[: len(sample.tokens) - sample.response_length]
         if sample.response_length and not self._warned:
             self._warned = True
-            log.warning("a sample of the data source has a response; it is generated anew")
+            log.warning("a sample of the data source has a response; it is generated again")
         if known:
             return known
         with self._reading:

@@ -695,7 +695,7 @@ def test_a_data_source_that_fails_ends_the_training(
         loop.generate(0)
 
 
-def test_samples_with_a_response_are_generated_anew(
+def test_samples_with_a_response_are_generated_again(
     begun: Callable[..., Loop], caplog: pytest.LogCaptureFixture
 ):
     loop = begun()
@@ -706,7 +706,7 @@ def test_samples_with_a_response_are_generated_anew(
         again = loop.generate(1)
         missing -= set(numbers(again.samples))
         check(again.samples, 1)
-    assert caplog.text.count("it is generated anew") == 1
+    assert caplog.text.count("it is generated again") == 1
 
 
 # --- evaluation ----------------------------------------------------------------------------------
