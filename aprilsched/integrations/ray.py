@@ -49,7 +49,8 @@ class RayFleet(SGLangListedFleet):
         address: asks an actor for its address, ``lambda actor: actor.where.remote()``. By default
             the method ``get_url`` or ``get_server_address`` of the actor is called. The answer is
             a URL, ``"host:port"``, or a pair of host and port; None if the actor has no server,
-            as on the further nodes of a server that spans several.
+            as on the further nodes of a server that spans several. If an actor raises instead,
+            :meth:`open` raises that, and later the fleet asks again.
         namespace: Ray namespace of the names; None for that of this process.
         admin_key: the servers' ``--admin-api-key``, where they have one.
         api_key: the servers' ``--api-key``, where they have one.
@@ -87,6 +88,7 @@ class RayFleet(SGLangListedFleet):
         self._namespace = namespace
         self._known: dict[int, str | None] = {}
         """Address that each actor gave last, by its position; None if it has no server."""
+        self._opening = False
         super().__init__(
             self._urls,
             admin_key=admin_key,
@@ -97,18 +99,27 @@ class RayFleet(SGLangListedFleet):
             poll_s=poll_s,
         )
 
+    async def open(self) -> None:
+        """Ask the actors, which may take minutes while they start their servers, and open each
+        server; see :meth:`aprilsched.SGLangListedFleet.open`."""
+        self._known.clear()
+        self._opening = True
+        try:
+            await super().open()
+        finally:
+            self._opening = False
+
     async def _urls(self) -> Sequence[str]:
         """The URLs of the servers whose actors live."""
-        seconds = _ANSWER_S if self._known else _FIRST_ANSWER_S
-        await asyncio.gather(*(self._ask(number, seconds) for number in range(len(self._actors))))
+        await asyncio.gather(*(self._ask(number) for number in range(len(self._actors))))
         return [url for _, url in sorted(self._known.items()) if url is not None]
 
-    async def _ask(self, number: int, seconds: float) -> None:
-        from ray.exceptions import RayActorError
+    async def _ask(self, number: int) -> None:
+        from ray.exceptions import RayActorError, RayTaskError
 
         actor = self._actors[number]
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(_FIRST_ANSWER_S if self._opening else _ANSWER_S):
                 handle = await asyncio.to_thread(self._named, actor)
                 if handle is None:
                     self._known.pop(number, None)
@@ -116,8 +127,10 @@ class RayFleet(SGLangListedFleet):
                     self._known[number] = _url(await self._address(handle))
         except RayActorError:  # It has died, or is just being restarted.
             self._known.pop(number, None)
-        except TimeoutError:
-            return
+        except (RayTaskError, TimeoutError):
+            # An actor that was restarted may have no server yet, and raise.
+            if self._opening:
+                raise
 
     def _named(self, actor: Any) -> Any:
         """The actor of that name; None if there is none now."""
@@ -148,6 +161,12 @@ def _url(answer: Any) -> str | None:
     if answer is None:
         return None
     if not isinstance(answer, str):
-        host, port = answer
+        try:
+            host, port = answer
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"an actor gave {answer!r} as the address of its server; let address= ask for a "
+                "URL, or for host and port."
+            ) from None
         answer = f"[{host}]:{port}" if ":" in host and "[" not in host else f"{host}:{port}"
     return answer if "://" in answer else f"http://{answer}"

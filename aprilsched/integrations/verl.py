@@ -32,7 +32,13 @@ import numpy as np
 
 from aprilsched.config import Pool, SchedulerConfig
 from aprilsched.coordinator import PromptQueue, RolloutScheduler, Turn
-from aprilsched.core.messages.facts import Fact, GroupDropped, GroupLaunched, PromptRefused
+from aprilsched.core.messages.facts import (
+    BatchDelivered,
+    Fact,
+    GroupDropped,
+    GroupLaunched,
+    PromptRefused,
+)
 from aprilsched.core.policies.over_provision import OverProvision, PoolLoad
 from aprilsched.engines.sglang.fleet import SGLangListedFleet
 from aprilsched.errors import ConfigError, RefitError
@@ -365,29 +371,29 @@ def _scheduler() -> type[Any]:
             """Push one prompt; verl's worker calls this for each row."""
             uid, validate = prompt["uid"], trajectory["validate"]
             await self._tell(uid, validate, "running")
-            rollout = self.config.actor_rollout_ref.rollout
+            try:
+                await self._push(uid, prompt, sampling_params, trajectory, trace)
+            except Exception:
+                # verl awaits nothing here, and would wait for the group for ever.
+                log.exception("prompt %s was given up", uid)
+                await self._fail(uid, validate)
+
+        async def _push(
+            self, uid: str, prompt: Row, sampling: Row, trajectory: Row, trace: bool
+        ) -> None:
+            rollout, validate = self.config.actor_rollout_ref.rollout, trajectory["validate"]
             usual = rollout.val_kwargs.n if validate else rollout.n
             size = int(prompt.pop("__rollout_n__", usual))
             if not prompt.pop("__do_sample__", True) and not validate:
-                sampling_params = {**sampling_params, "temperature": 0, "top_p": 1.0, "top_k": -1}
-            given = {
-                "row": prompt,
-                "sampling": sampling_params,
-                "trajectory": trajectory,
-                "trace": trace,
-            }
+                sampling = {**sampling, "temperature": 0, "top_p": 1.0, "top_k": -1}
+            given = {"row": prompt, "sampling": sampling, "trajectory": trajectory, "trace": trace}
             pushed = Prompt(input_ids=_NOT_TOKENIZED, key=uid, metadata=given, group_size=size)
             if not validate:
-                self._groups.pushed(uid)
                 self._prompts.put(pushed)
+                self._groups.pushed(uid)
                 return
-            try:
-                found = await self._rollouts.evaluate([pushed])
-            except Exception:
-                log.exception("the validation of prompt %s failed", uid)
-                await self._fail(uid, validate)
-            else:
-                await (self._finish(uid, validate) if found.groups else self._fail(uid, validate))
+            evaluated = await self._rollouts.evaluate([pushed])
+            await (self._finish(uid, True) if evaluated.groups else self._fail(uid, True))
 
         async def _episode(self, turn: Turn, prompt: Prompt) -> Score | None:
             """Run verl's agent loop for one rollout, until it is in the TransferQueue."""
@@ -428,10 +434,11 @@ def _scheduler() -> type[Any]:
                         continue
                     for group in batch.groups:
                         await self._finish(cast("str", group.prompt.key), False)
-            finally:
-                # Nobody would ever wait for a group that is neither finished nor failed.
+            except Exception:
+                # verl would wait for ever for a group that is neither finished nor failed.
                 for uid in tuple(self._groups.open):
                     await self._fail(uid, False)
+                raise
 
         def _drop(self, uid: str) -> None:
             task = asyncio.get_running_loop().create_task(self._fail(uid, False))
@@ -483,6 +490,9 @@ class _Groups:
                 self._failed(self._uids.pop(fact.group_id))
             elif isinstance(fact, PromptRefused):
                 self._failed(self._waiting.popleft())
+            elif isinstance(fact, BatchDelivered):
+                for rollout in fact.rollouts:
+                    self._uids.pop(rollout.group_id, None)
 
 
 async def _servers(load_balancer: Any) -> list[str]:

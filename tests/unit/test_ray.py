@@ -27,7 +27,6 @@ from aprilsched.testing.streams import WAIT_SECONDS, until
 from aprilsched.testing.threaded import ThreadedServer
 
 ray = pytest.importorskip("ray")
-RayTaskError = pytest.importorskip("ray.exceptions").RayTaskError
 
 POLL_S = 0.1
 
@@ -132,6 +131,48 @@ async def test_actors_that_tell_no_address_are_refused_with_a_sentence(cluster: 
 
     with pytest.raises(ConfigError, match="say by address="):
         await RayFleet([start(Mute)]).open()
+
+    class Odd:
+        def get_url(self) -> int:
+            return 30000
+
+    with pytest.raises(ConfigError, match="gave 30000"):
+        await RayFleet([start(Odd)]).open()
+
+
+async def test_an_actor_that_has_no_server_yet_is_asked_again(cluster: None):
+    class Late(Server):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ready = False
+
+        def get_url(self) -> str:
+            if not self.ready:
+                raise RuntimeError("no port yet")
+            return super().get_url()
+
+        def get_ready(self) -> None:
+            self.ready = True
+
+    late, early = start(Late), start(Server)
+    with pytest.raises(RuntimeError, match="no port yet"):
+        await RayFleet([late]).open()
+    addresses = {"early": early}
+    fleet = RayFleet(
+        [early, late],
+        address=lambda actor: (
+            actor.get_url.remote() if actor in addresses.values() else ray.put(None)
+        ),
+        poll_s=POLL_S,
+    )
+    async with opened(fleet):
+        assert len(fleet.engines) == 1
+        addresses["late"] = late
+        await fleet._look()
+        assert len(fleet.engines) == 1
+        await late.get_ready.remote()
+        await fleet._look()
+        assert len(fleet.engines) == 2
 
 
 async def test_an_actor_is_killed_and_restarted_in_mid_generation_and_nothing_is_lost(

@@ -50,8 +50,9 @@ def run(
     return runs
 
 
-def check_groups(trained: list[Any]) -> None:
-    """Check that every step had whole groups, and that nothing was trained on twice."""
+def check_groups(trained: list[Any], first: int = 1) -> None:
+    """Check that every step from the `first` on had whole groups, and that nothing was trained on
+    twice."""
     keys = [trajectory.key for trajectory in trained]
     assert len(set(keys)) == len(keys)
     steps: dict[str, set[int]] = {}
@@ -59,7 +60,7 @@ def check_groups(trained: list[Any]) -> None:
         steps.setdefault(trajectory.key.split("_")[0], set()).add(trajectory.step)
     assert all(len(found) == 1 for found in steps.values())
     assert Counter(step for (step,) in steps.values()) == dict.fromkeys(
-        range(1, STEPS + 1), PROMPTS
+        range(first, STEPS + 1), PROMPTS
     )
     assert set(keys) == {f"{uid}_{session}_0" for uid in steps for session in range(SIZE)}
 
@@ -94,18 +95,22 @@ def test_training_with_updates_that_wait_for_the_scheduler(run: Callable[..., An
 
 
 def test_training_with_updates_that_the_next_prompts_tell_of(
-    run: Callable[..., Any], weights: Path
+    run: Callable[..., Any], weights: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """With verl's own runner, the scheduler learns of an update only when prompts come. Here each
-    rollout has two turns."""
+    """With verl's own runner, the scheduler learns of an update only when prompts come. Here the
+    training is resumed after two steps, and each rollout has two turns."""
     from verl.trainer.main_ppo import TaskRunnerV1
+
+    from tests.verl.on_cpu import Trainer
+
+    monkeypatch.setattr(Trainer, "_load_checkpoint", lambda self: setattr(self, "global_steps", 2))
 
     trainer, labels = run(
         adapter._plain(TaskRunnerV1),
         "actor_rollout_ref.rollout.agent.default_agent_loop=two_turns",
     )
     assert labels == [str(STEPS - 1)] * 2
-    check_groups(trainer.trained)
+    check_groups(trainer.trained, first=3)
     for each in trainer.trained:
         versions = each.versions(weights)
         assert each.tag["min_global_steps"] in (versions[0], versions[0] - 1)
