@@ -300,6 +300,16 @@ def test_one_of_three_does_not_lead_and_is_not_followed_later_either():
     assert driver.state.weights.versions.engines == {"a": 4, "b": 4}
 
 
+def test_an_engine_that_joins_meanwhile_was_not_asked_and_stands_by():
+    driver = following("a", "b")
+    driver.feed(ev.EngineLost(engine="b", cause="restarted"))
+    driver.feed(ev.VersionSeen(engine="a", version=4))
+    driver.come_back("b")
+    driver.answer_refit(a=(2, "names its weights 2"))
+    assert driver.state.weights.update is None
+    assert set(driver.state.fleet.control.standby) == {"a", "b"}
+
+
 def test_the_trainers_own_word_ends_the_following():
     driver = following()
     by_label(driver)
@@ -312,6 +322,68 @@ def test_the_trainers_own_word_ends_the_following():
     driver.answer_refit()
     assert [update.version for update in driver.updates] == [4]
     assert driver.state.weights.versions.engines == {"a": 4, "b": 4}
+
+
+def test_tokens_of_a_newer_label_are_not_exact_if_their_engine_is_lost_before_the_fleet_follows():
+    """Their attempt was sent after the following had begun."""
+    driver = following("a", "b", "c", batch_groups=1, group_size=1, over_provision=1.0)
+    key = driver.attempts()[0]
+    engine = driver.sends[key].engine
+    leader = next(name for name in "abc" if name != engine)
+    driver.feed(ev.VersionSeen(engine=leader, version=4))
+    driver.fail(key)
+    (again,) = driver.attempts()
+    driver.progress(again, 3, label=4)
+    driver.feed(ev.EngineLost(engine=driver.sends[again].engine, cause="gone"))
+    driver.answer_refit(**dict.fromkeys("abc", (0, "names its weights 0")))
+    (last,) = driver.attempts()
+    driver.finish(last, 2, spans=(span(0, 2),))
+    (rollout,) = driver.batches[0].rollouts
+    assert not rollout.versions_exact
+
+
+def test_tokens_of_weights_that_were_taken_back_are_known_by_spans_alone():
+    driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0), engines=("a",))
+    driver.request_batch()
+    key = driver.attempts()[0]
+    loaded(driver, version=2)
+    driver.progress(key, 3, label=2)
+    driver.answer_refit(a=(0, "names its weights 0"))
+    driver.feed(ev.EngineLost(engine="a", cause="gone"))
+    driver.come_back("a")
+    (again,) = driver.attempts()
+    driver.finish(again, 1, spans=(span(0, 1),))
+    assert not next(driver.batches[0].rollouts).versions_exact
+
+
+def test_an_evaluation_that_met_weights_which_are_not_followed_is_generated_again():
+    driver = Driver(
+        config(follow_weights=True, pace="synchronous", straggler="abort"), engines=("a", "b", "c")
+    )
+    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    (key,) = driver.attempts()
+    driver.finish(key, 2, spans=(span(4, 2),))
+    assert not driver.evaluations
+    driver.answer_refit(**dict.fromkeys("abc", (0, "names its weights 0")))
+    (again,) = driver.attempts()
+    driver.finish(again, 2, spans=(span(0, 2),))
+    batch = driver.evaluations[1]
+    assert {int(v) for rollout in batch.rollouts for v in rollout.versions} == {0}
+
+
+def test_an_update_that_waits_does_not_excuse_weights_of_the_same_number():
+    """The update waits for the evaluation, and has loaded nothing yet."""
+    driver = Driver(config(pace="synchronous"), engines=("a", "b"))
+    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    (key,) = driver.attempts()
+    engine = driver.sends[key].engine
+    driver.feed(ev.UpdateRequested(version=1))
+    driver.progress(key, 2, label=1)
+    assert list(driver.state.fleet.control.standby) == [engine]
+    (again,) = driver.attempts()
+    driver.finish(again, 2, spans=(span(0, 2),))
+    batch = driver.evaluations[1]
+    assert {int(v) for rollout in batch.rollouts for v in rollout.versions} == {0}
 
 
 def test_a_sleep_that_is_asked_for_ends_it_too_and_it_is_taken_up_afterwards():

@@ -324,12 +324,21 @@ def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -
                     f"{cause} where the fleet has {state.weights.base}, so it was loaded by mistake"
                 )
                 demote(state, control.name, why)
-        elif update.answers[control.name][0] == state.weights.versions.trainer:
+        elif _answer(update, control.name) == state.weights.versions.trainer:
             _uncross(state, control.name, update)
         elif control.name in state.fleet.control.engines:
             demote(state, control.name, f"it did not say which version it has: {cause}")
+    # What those that have moved, or had moved for a while, sampled for an evaluation is not of its
+    # version.
+    _evaluate_again(state, update)
     _finish(state, update, cause=cause)
     return True
+
+
+def _answer(update: Update, engine: str) -> int | None:
+    """The version that the engine said it has; None if it joined later and was not asked."""
+    version, _ = update.answers.get(engine, (None, ""))
+    return version
 
 
 def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> None:

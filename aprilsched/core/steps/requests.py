@@ -59,6 +59,8 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
         foreign = None
     if foreign is not None:
         _note_reported_version(state, request, foreign)
+    elif not same:
+        _note_newer_version(state, request)
     state.in_flight.arrive(request, event.token_ids, event.logprobs)
     state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
     if request.refusal is not None:
@@ -113,6 +115,19 @@ def _note_reported_version(state: SchedulerState, request: RequestRecord, label:
         state.in_flight.journal.change(request.rollout)
     if request.adapter is None:
         request.version = label
+
+
+def _note_newer_version(state: SchedulerState, request: RequestRecord) -> None:
+    """Note that an update under way has met the attempt, which the label on its tokens shows.
+
+    It may have been sent after the update began, and the engine may say afterwards that it has the
+    old version, because somebody took the weights back. Only the spans can tell the versions of
+    its tokens then; if the engine is lost, nobody can.
+    """
+    if request.adapter is None:
+        request.crossed = True
+        if state.weights.update is not None:
+            state.weights.update.met.discard(request.request_id)
 
 
 def on_finished(state: SchedulerState, event: Finished) -> None:

@@ -98,7 +98,10 @@ def _possible(state: SchedulerState, request: RequestRecord) -> tuple[int, int]:
         # A label is the version of the full model, which stays the same under its adapters.
         return state.weights.base, state.weights.base
     update, newest = state.weights.update, state.weights.versions.trainer
-    if update is not None and not update.adapter:
+    # An update that waits, for an evaluation to end for example, has loaded nothing yet. Somebody
+    # else may have loaded weights under the same number.
+    loads = update is not None and (update.external or request.engine in update.refitting)
+    if update is not None and loads and not update.adapter:
         newest = max(newest, update.version)
     return request.sent_version, newest
 
