@@ -202,6 +202,25 @@ async def test_the_trainer_loads_while_the_scheduler_holds_the_servers(
         assert rollouts.state.in_flight.ledger.total == 0
 
 
+async def test_the_trainer_pauses_and_continues_the_servers_itself_while_the_scheduler_holds_them(
+    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
+):
+    """The order of verl's own update, whose label is no number. Between its continue and the label
+    of the scheduler no token is sampled."""
+    async with (
+        Trainer(clean_pair, models) as trainer,
+        scheduled(clean_pair, Recorder(), straggler="abort", pace="asynchronous") as rollouts,
+    ):
+        batches: list[Batch] = []
+        while rollouts.version < 3 or not crossed(batches):
+            batches.append(await rollouts.next_batch())
+            version = rollouts.version + 1
+            async with rollouts.paused_for_weights(version=version, label=True):
+                await trainer.update(version, mode="abort", label=f"step-{version}")
+        batches.append(await rollouts.next_batch())
+        check(rollouts, batches, models, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("mode", "straggler"),
     [("retract", "retract"), ("abort", "retract"), ("abort", "abort"), ("in_place", "in_place")],
