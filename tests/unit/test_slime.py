@@ -83,7 +83,7 @@ def sim() -> SimServer:
     config = SimConfig(
         stream_at_pause=False, vocab_size=VOCABULARY, eos_token_id=0, stream_interval=8
     )
-    return SimServer(config, time_scale=0.02)
+    return SimServer(config, time_scale=0.2)
 
 
 @pytest.fixture
