@@ -117,6 +117,7 @@ class RolloutEngine:
             listeners=listeners,
         )
         self.initialized = False
+        self._began = 0.0
         self._items: Iterator[Prompt] | None = None
         self._ahead = 0
         """The scheduler's version minus the trainer's, which begins at 0 in a new process."""
@@ -154,6 +155,7 @@ class RolloutEngine:
             )
         self._rollouts.__enter__()
         self._ahead = self._rollouts.version
+        self._began = time.time()
         self.initialized = True
 
     def destroy(self) -> None:
@@ -237,9 +239,12 @@ class RolloutEngine:
             # A distributed sampler shuffles by the number of the epoch.
             if hasattr(getattr(dataloader, "sampler", None), "set_epoch"):
                 dataloader.sampler.set_epoch(epoch)
+            before = self._tasks
             for items in dataloader:
                 for item in items:
                     yield self._prompt(item, facts)
+            if self._tasks == before:
+                raise ConfigError("the dataloader gives no items; give one that has some.")
             epoch += 1
 
     def _push(self, items: Iterator[Prompt]) -> None:
@@ -399,7 +404,18 @@ class RolloutEngine:
     def _load(self, meta: Any, saved: str) -> None:
         name_resolve = _areal("areal.utils.name_resolve")
 
-        name_resolve.wait(saved, timeout=self.config.request_timeout, poll_frequency=_POLL_SECONDS)
+        end = time.monotonic() + self.config.request_timeout
+        while True:
+            with suppress(TimeoutError):
+                said = name_resolve.wait(saved, timeout=1.0, poll_frequency=_POLL_SECONDS)
+                # The name may be there from a former run, which counted its versions from 0 too.
+                if float(said) >= self._began:
+                    break
+                time.sleep(_POLL_SECONDS)
+            if not self.initialized:  # A trainer that fails while it saves must not hang here.
+                raise RefitError("the rollout engine was destroyed.")
+            if time.monotonic() > end:
+                raise RefitError(f"the trainer has saved nothing in {meta.path} in time.")
         self._rollouts.update_weights(DiskPublisher(meta.path))
         self._updated = True
         if meta.clear_checkpoint_after_load:

@@ -74,7 +74,7 @@ def saved(parts: SimpleNamespace, config: Any, version: int, path: Path) -> None
     (path / "config.json").write_text("{}")
     (path / "model.safetensors").write_bytes(str(path).encode())
     name = parts.names.update_weights_from_disk(config.experiment_name, config.trial_name, version)
-    parts.name_resolve.add(name, "0", keepalive_ttl=120, replace=True)
+    parts.name_resolve.add(name, str(time.time()), keepalive_ttl=120, replace=True)
 
 
 # --- without AReaL -------------------------------------------------------------------------------
@@ -197,7 +197,8 @@ def _modules() -> dict[str, ModuleType]:
     def wait(name: str, timeout: float, poll_frequency: float) -> str:
         end = time.monotonic() + timeout
         while name not in registry:
-            assert time.monotonic() < end
+            if time.monotonic() > end:
+                raise TimeoutError
             time.sleep(poll_frequency)
         return registry[name]
 

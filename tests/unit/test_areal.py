@@ -226,6 +226,20 @@ def test_the_engines_generate_until_the_weights_are_on_the_disk(
         made.destroy()
 
 
+def test_a_trainer_that_fails_while_it_saves_can_be_closed(parts: SimpleNamespace):
+    made = engine(parts)
+    made.initialize()
+    future = made.update_weights_from_disk(parts.Meta(type="disk", path="never-written"))
+    made.destroy()
+    with pytest.raises(RefitError, match="was destroyed"):
+        future.result(0)
+
+
+def test_a_dataloader_without_items_is_refused(parts: SimpleNamespace, opened: RolloutEngine):
+    with pytest.raises(ConfigError, match="gives no items"):
+        opened.prepare_batch(Loader(items=0), SingleTurn(parts), group_size=SIZE)
+
+
 def test_the_trainers_versions_begin_at_0_on_servers_that_have_others(
     parts: SimpleNamespace, tmp_path: Path
 ):
