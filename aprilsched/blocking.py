@@ -324,11 +324,13 @@ class RolloutScheduler:
         handing = self._handing
         if handing is None:
             return True
-        if handing.done:
-            self._rollouts._take()  # pyright: ignore[reportPrivateUsage]
-        elif not handing.void:
+        if not handing.done and not handing.void:
             return False
         self._handing = None
+        if handing.done:
+            self._rollouts._take()  # pyright: ignore[reportPrivateUsage]
+        else:
+            self._rollouts._hand_back()  # pyright: ignore[reportPrivateUsage]
         return True
 
     def _take_in_time(self) -> None:
@@ -411,13 +413,15 @@ async def offered(rollouts: AsyncRolloutScheduler, within: float | None) -> Batc
     limit = asyncio.timeout(within)
     try:
         async with limit:
-            return await rollouts._offered()  # pyright: ignore[reportPrivateUsage]
+            batch = await rollouts._offered()  # pyright: ignore[reportPrivateUsage]
     except TimeoutError:
         if not limit.expired():
             raise
         raise TimeoutError(
             f"no batch was complete within {within} s; the next call continues the wait."
         ) from None
+    rollouts._hand_over()  # pyright: ignore[reportPrivateUsage]
+    return batch
 
 
 async def _called(function: Callable[[], T]) -> T:

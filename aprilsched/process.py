@@ -424,13 +424,21 @@ class _Remote:
     # --- the scheduler's methods ---------------------------------------------------------------
 
     async def offered(self, within: float | None) -> Batch:
-        batch: Batch = await self.call("offered", within)
+        try:
+            batch: Batch = await self.call("offered", within)
+        except BaseException:
+            # It may have been on its way.
+            self._hand_back()
+            raise
         if batch.receipt is None:
             return batch
         return replace(batch, receipt=Receipt(partial(self.tell, "acknowledge", batch.index)))
 
     def _take(self) -> None:
         self.tell("take")
+
+    def _hand_back(self) -> None:
+        self.tell("hand_back")
 
     async def evaluate(self, prompts: Iterable[Prompt], *, group_size: int) -> Batch:
         return await self.call("evaluate", tuple(prompts), group_size=group_size)
@@ -885,6 +893,9 @@ class _Served:
 
     def take(self) -> None:
         self._opened._take()  # pyright: ignore[reportPrivateUsage]
+
+    def hand_back(self) -> None:
+        self._opened._hand_back()  # pyright: ignore[reportPrivateUsage]
 
     def acknowledge(self, index: int) -> None:
         session = self._opened._session  # pyright: ignore[reportPrivateUsage]

@@ -217,8 +217,17 @@ class RolloutScheduler:
         batch, self._waits.offer = self._waits.offer, None
         if batch is None:
             raise InvariantViolation("a batch was taken that is not offered")
-        self._feed(ev.BatchTaken(index=batch.index))
+        self._session.end_hand_over(ev.BatchTaken(index=batch.index))
         return batch
+
+    def _hand_over(self) -> None:
+        """Say that the batch of :meth:`_offered` is on its way to another thread or process, until
+        :meth:`_take` or :meth:`_hand_back`."""
+        self._session.begin_hand_over()
+
+    def _hand_back(self) -> None:
+        """Say that the batch has not arrived: it is offered as before."""
+        self._session.end_hand_over()
 
     async def evaluate(self, prompts: Iterable[Prompt], *, group_size: int = 1) -> Batch:
         """Generate all responses to `prompts` on the same engines, under one version.

@@ -133,6 +133,19 @@ class Session:
     def feed(self, event: ev.Event) -> None:
         self._loop.feed(event)
 
+    def begin_hand_over(self) -> None:
+        """Keep the offer as it is until :meth:`end_hand_over`: an update would withdraw it, and the
+        trainer would train on groups that are offered again."""
+        self.waits.begin_hand_over()
+        if self.config.follow_weights:
+            # Any event may show a version that the core follows.
+            self._loop.hold()
+
+    def end_hand_over(self, taken: ev.BatchTaken | None = None) -> None:
+        """Go on, with the offer taken or as it is."""
+        self.waits.end_hand_over()
+        self._loop.release(taken)
+
     # --- lifetime ------------------------------------------------------------------------------
 
     async def open(self) -> None:

@@ -73,6 +73,7 @@ class Updates:
             self._check(publisher, new)
             again = new == session.state.weights.versions.trainer
             await called(_PUBLISHER, publisher.prepare, new)
+            await session.waits.until_handed_over()
             session.check_open()
             state = session.state
             again = again or self._is_followed(publisher, new)

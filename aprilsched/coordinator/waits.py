@@ -23,11 +23,32 @@ class Waits:
         self.offer: Batch | None = None
         """The batch that may be taken; None if there is none. If there is a store, it has saved
         this batch."""
+        self._handing: asyncio.Future[None] | None = None
+        """Done when it is known whether the trainer has taken the offer; None while no offer is on
+        its way."""
         self._batch: asyncio.Future[bool] | None = None
         self._update: asyncio.Future[FinishUpdate] | None = None
         self._evaluations: dict[int, asyncio.Future[Batch]] = {}
         self._sleep: asyncio.Future[FinishSleep] | None = None
         self._failure: BaseException | None = None
+
+    # --- an offer on its way -------------------------------------------------------------------
+
+    def begin_hand_over(self) -> None:
+        """The offer is on its way to a thread or process, and must not be withdrawn meanwhile."""
+        self._handing = self._check().create_future()
+
+    def end_hand_over(self) -> None:
+        """The trainer has the offer, or does not get it. Calling it again does nothing."""
+        handing, self._handing = self._handing, None
+        if handing is not None and not handing.done():
+            handing.set_result(None)
+
+    async def until_handed_over(self) -> None:
+        """Wait until no offer is on its way."""
+        while self._handing is not None:
+            await asyncio.shield(self._handing)
+            self.raise_failure()
 
     # --- waiting -------------------------------------------------------------------------------
 
@@ -107,6 +128,7 @@ class Waits:
         self._failure = self._failure or error
         for future in (self._batch, self._update, self._sleep, *self._evaluations.values()):
             _fail(future, error)
+        self.end_hand_over()
 
     def _check(self) -> asyncio.AbstractEventLoop:
         self.raise_failure()

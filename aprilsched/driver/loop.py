@@ -36,6 +36,7 @@ class EventLoop:
         core.state.tells_tokens = any(getattr(each, "wants_tokens", False) for each in listeners)
         self._inbox: deque[Event] = deque()
         self._busy = False
+        self._held = False
         self._stopped = False
 
     def stop(self) -> None:
@@ -52,8 +53,24 @@ class EventLoop:
         if self._stopped:
             return
         self._inbox.append(event)
-        if self._busy:
+        if not self._busy and not self._held:
+            self._drain()
+
+    def hold(self) -> None:
+        """Keep events in the inbox until :meth:`release`."""
+        self._held = True
+
+    def release(self, first: Event | None = None) -> None:
+        """Handle `first`, if it is given, and then the events that were held."""
+        self._held = False
+        if self._stopped:
             return
+        if first is not None:
+            self._inbox.appendleft(first)
+        if not self._busy:
+            self._drain()
+
+    def _drain(self) -> None:
         self._busy = True
         try:
             while self._inbox:

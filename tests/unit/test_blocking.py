@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import itertools
@@ -25,6 +26,7 @@ from aprilsched import (
     SimPublisher,
     blocking,
 )
+from aprilsched.core.messages.events import VersionSeen
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError, SchedulerClosed
 from tests.support.interrupting import InterruptingLoop
@@ -143,6 +145,68 @@ def test_a_wait_that_is_interrupted_loses_no_batch(store: bool):
     assert got == list(range(60))
     assert delivered == 60
     assert interrupts
+
+
+class Slow(SimPublisher):
+    """It prepares for a moment in which batches may be offered."""
+
+    async def prepare(self, version: int) -> None:
+        await asyncio.sleep(0.003)
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_an_update_of_another_thread_withdraws_no_batch_on_its_way(follow: bool):
+    """It had: the trainer got a batch whose groups were offered again."""
+    workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
+    config = SchedulerConfig(
+        batch_groups=2,
+        group_size=2,
+        over_provision=1.5,
+        pace="asynchronous",
+        follow_weights=follow,
+    )
+    got: list[int] = []
+    trained: list[int] = []
+    over = threading.Event()
+    with blocking.RolloutScheduler(
+        SimFleet(1, time_scale=0.001), workload, config=config
+    ) as rollouts:
+
+        def update() -> None:
+            while not over.is_set():
+                rollouts.update_weights(Slow())
+
+        updates = threading.Thread(target=update)
+        updates.start()
+        for batch in itertools.islice(rollouts, 300):
+            got.append(batch.index)
+            trained += [group.group_id for group in batch.groups]
+        over.set()
+        updates.join()
+    assert got == list(range(300))
+    assert len(set(trained)) == len(trained)
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_a_version_that_is_followed_waits_for_a_batch_on_its_way(arrives: bool):
+    async def main() -> None:
+        workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
+        config = SchedulerConfig(
+            batch_groups=2, group_size=2, pace="asynchronous", follow_weights=True
+        )
+        async with aprilsched.RolloutScheduler(SimFleet(1), workload, config=config) as rollouts:
+            batch = await rollouts._offered()
+            rollouts._hand_over()
+            rollouts._feed(VersionSeen(engine="sim-0", version=5))
+            assert rollouts.state.weights.update is None
+            if arrives:
+                assert rollouts._take() is batch
+            else:
+                rollouts._hand_back()
+            assert rollouts.state.weights.update is not None
+            assert rollouts.state.delivery.offer is None
+
+    run_virtual(main())
 
 
 def test_what_came_during_an_interrupt_is_offered_and_not_acknowledged():

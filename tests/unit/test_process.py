@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -146,6 +147,25 @@ def test_an_interrupted_wait_loses_no_batch(make: Any):
     assert got == list(range(40))
     assert delivered == 40
     assert interrupts
+
+
+def test_an_update_of_another_thread_withdraws_no_batch_on_its_way():
+    """The way to the trainer's process is long, so that this would happen often."""
+    over = threading.Event()
+    with process.RolloutScheduler(in_a_process.simple, pace="asynchronous") as rollouts:
+
+        def update() -> None:
+            while not over.is_set():
+                rollouts.update_weights(SimPublisher())
+
+        updates = threading.Thread(target=update)
+        updates.start()
+        batches = list(itertools.islice(rollouts, 100))
+        over.set()
+        updates.join()
+    assert [batch.index for batch in batches] == list(range(100))
+    trained = [group.group_id for batch in batches for group in batch.groups]
+    assert len(set(trained)) == len(trained)
 
 
 def test_ctrl_c_of_a_terminal_leaves_the_schedulers_process_to_the_trainer():
