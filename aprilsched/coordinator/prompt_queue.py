@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from typing import Self
 
+from aprilsched.coordinator.prompts import TOGETHER_S
 from aprilsched.errors import ConfigError
 from aprilsched.types import Prompt
 
@@ -25,9 +26,20 @@ class PromptQueue:
 
     In a resumed run nothing is passed over: push what the former run had not launched. It had
     launched the first ``rollouts.state.prompts.cursor`` prompts of all that were pushed.
+
+    Args:
+        together_s: seconds without a new prompt after which those that were pushed are launched.
+            Prompts that are launched together cost the running requests one prefill pass together;
+            0 launches each prompt at once.
+
+    Raises:
+        ConfigError: if `together_s` is negative.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, together_s: float = TOGETHER_S) -> None:
+        if not together_s >= 0:
+            raise ConfigError(f"together_s is {together_s}; give seconds, 0 or more.")
+        self.together_s = together_s
         self._prompts: deque[Prompt] = deque()
         self._closed = False
         self._lock = threading.Lock()

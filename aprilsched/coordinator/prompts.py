@@ -31,6 +31,7 @@ class PromptSource:
         self._async: AsyncIterator[Prompt] | None = None
         self._sync: Iterator[Prompt] = iter(())
         self._skip: Callable[[int], Any] | None = getattr(prompts, "skip", None)
+        self._together_s: float = getattr(prompts, "together_s", TOGETHER_S)
         self._passed = 0
         self._raised: ConfigError | None = None
         """Why the latest prompt was refused; None if it was not."""
@@ -68,8 +69,9 @@ class PromptSource:
     ) -> tuple[tuple[Prompt | RefusedPrompt, ...], bool]:
         """Read up to `count` prompts; returns them and whether the source has ended.
 
-        If an asynchronous source gives no prompt for :data:`TOGETHER_S`, `early` is called with the
-        prompts read so far, and only the rest is returned.
+        If an asynchronous source gives no prompt for :data:`TOGETHER_S`, or for as many seconds as
+        its attribute ``together_s`` says, `early` is called with the prompts read so far, and only
+        the rest is returned.
 
         Raises:
             Exception: any exception of the source. A ConfigError of the source counts as one bad
@@ -85,7 +87,7 @@ class PromptSource:
         for _ in range(count):
             timer = None
             if self._async is not None:
-                timer = asyncio.get_running_loop().call_later(TOGETHER_S, dry)
+                timer = asyncio.get_running_loop().call_later(self._together_s, dry)
             try:
                 prompt = await self._usable()
             finally:

@@ -28,6 +28,7 @@ from aprilsched.core.steps import (
     engines,
     follow,
     health,
+    hold,
     launch,
     outage,
     refit,
@@ -57,6 +58,9 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.UpdateWithdrawn: refit.on_update_withdrawn,
     events.SleepRequested: sleep.on_sleep_requested,
     events.WakeRequested: sleep.on_wake_requested,
+    events.HoldRequested: hold.on_hold_requested,
+    events.HoldEnded: hold.on_hold_ended,
+    events.GroupWithdrawn: hold.on_group_withdrawn,
     # The schedule and the prompts that new groups are made of.
     events.Planned: replan.on_planned,
     events.PromptsArrived: launch.on_prompts_arrived,

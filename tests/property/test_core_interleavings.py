@@ -215,6 +215,18 @@ class Interleavings(RuleBasedStateMachine):
         if sleep is not None and not sleep.waking:
             self.driver.feed(ev.WakeRequested())
 
+    @rule(ends=st.booleans())
+    def hold(self, ends: bool) -> None:
+        self.driver.feed(ev.HoldEnded() if ends else ev.HoldRequested())
+
+    @precondition(lambda self: self.driver.state.in_flight.groups)
+    @rule(choice=st.integers(0, 99))
+    def withdraw_group(self, choice: int) -> None:
+        """Also a group that is complete, offered, or of an evaluation."""
+        groups = list(self.driver.state.in_flight.groups)
+        group_id = groups[choice % len(groups)]
+        self.driver.feed(ev.GroupWithdrawn(group_id=group_id, cause="the client has left"))
+
     @precondition(lambda self: self.driver.plans)
     @rule(choice=st.integers(0, 99))
     def planned(self, choice: int) -> None:
@@ -395,6 +407,7 @@ class Interleavings(RuleBasedStateMachine):
         driver.supply = driver.given
         if driver.state.fleet.sleep is not None and not driver.state.fleet.sleep.waking:
             driver.feed(ev.WakeRequested())
+        driver.feed(ev.HoldEnded())
         self._mend()
         driver.takes = True
         if driver.state.delivery.offer is not None:

@@ -355,6 +355,25 @@ RULES: dict[str, Rule] = {
     "aprilsched.cli.main": Rule(
         ours=("aprilsched", "aprilsched.errors", "aprilsched.extras"), others=frozenset()
     ),
+    # A front of the coordinator, as a trainer is; it shares SGLang's bodies with the test server.
+    "aprilsched.gateway": Rule(
+        ours=(
+            # The version in the answers.
+            "aprilsched.__version__",
+            "aprilsched.coordinator",
+            "aprilsched.core",
+            "aprilsched.engines",
+            "aprilsched.errors",
+            "aprilsched.gateway",
+            "aprilsched.sampling",
+            "aprilsched.telemetry.base",
+            "aprilsched.testing.bodies",
+            "aprilsched.testing.generate_answers",
+            "aprilsched.testing.refusals",
+            "aprilsched.types",
+            "aprilsched.weights",
+        )
+    ),
     "aprilsched.runs": Rule(ours=("aprilsched",), others=CLI),
     "aprilsched.integrations": EVERYTHING,
 }

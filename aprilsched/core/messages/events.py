@@ -43,6 +43,9 @@ __all__ = [
     "Finished",
     "Flushed",
     "GroupRewarded",
+    "GroupWithdrawn",
+    "HoldEnded",
+    "HoldRequested",
     "Interrupted",
     "LogprobComparison",
     "LogprobDifferences",
@@ -230,6 +233,26 @@ class SleepRequested:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WakeRequested:
     """The trainer gives the engines' memory back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HoldRequested:
+    """The trainer wants the engines to be paused until :class:`HoldEnded`. Requests wait inside
+    them, and updates are carried out meanwhile. A second request changes nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HoldEnded:
+    """The trainer wants the engines to generate again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupWithdrawn:
+    """Nobody wants the group any more. It is ignored if the group has left flight, or is offered in
+    a batch already."""
+
+    group_id: int
+    cause: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -500,6 +523,9 @@ Event: TypeAlias = (
     | UpdateWithdrawn
     | SleepRequested
     | WakeRequested
+    | HoldRequested
+    | HoldEnded
+    | GroupWithdrawn
     | Planned
     | PromptsArrived
     | Progress

@@ -58,8 +58,9 @@ class Reason(StrEnum):
     ABANDONED = "abandoned"
     """Its evaluation was abandoned: its engines are gone, and only an update leads on."""
     WITHDRAWN = "withdrawn"
-    """The caller gave it up: a rollout of an evaluation whose call was cancelled. Also tokens of a
-    turn that an episode withdrew and did not keep; their rollout goes on."""
+    """The caller gave it up: a rollout of an evaluation whose call was cancelled, or of a client of
+    the gateway that has disconnected or aborted it. Also tokens of a turn that an episode withdrew
+    and did not keep; their rollout goes on."""
     OTHER_VERSION = "other_version"
     """An engine sampled some tokens of its evaluation under another version. The prompt is
     generated again."""

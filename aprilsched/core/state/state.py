@@ -197,6 +197,9 @@ class Fleet:
     """Number of attempts that were sent."""
     sleep: Sleep | None = None
     """The sleep that is under way: the trainer has the engines' memory."""
+    held: bool = False
+    """The trainer wants the engines to be paused, with the requests inside them. Steps: ``hold``.
+    A resumed run does not know it any more."""
     outage: Outage | None = None
     """The outage, while no engine is in use."""
     lost: dict[str, str] = field(default_factory=dict[str, str])

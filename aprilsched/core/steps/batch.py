@@ -103,7 +103,7 @@ def full(state: SchedulerState) -> bool:
 def training_runs(state: SchedulerState) -> bool:
     """Whether training rollouts should be generated now."""
     refits = state.weights.update is not None and state.weights.update.pauses
-    if refits or state.fleet.sleep is not None:
+    if refits or state.fleet.sleep is not None or state.fleet.held:
         return False
     return state.asynchronous or (state.collecting and not full(state))
 

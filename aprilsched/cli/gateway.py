@@ -1,0 +1,99 @@
+"""``aprilsched gateway``: one address in front of a fleet, which speaks SGLang's HTTP API."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import tyro
+
+from aprilsched.engines.sglang.fleet import SGLangFleet
+from aprilsched.errors import ConfigError
+from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.runs.keys import key_from
+
+__all__ = ["GatewayCommand", "main"]
+
+_INTERRUPTED = 130
+_STREAM_INTERVAL = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayCommand:
+    """Serve one address in front of SGLang servers; requests survive pauses, new weights and
+    servers that fail."""
+
+    engine: tuple[str, ...]
+    """URLs of the servers, such as http://127.0.0.1:30001."""
+    gateway: tyro.conf.OmitArgPrefixes[GatewaySettings] = field(default_factory=GatewaySettings)
+    """How the gateway listens, and how much it takes on."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key that clients of the gateway need."""
+    admin_key_env: str | None = None
+    """Name of the environment variable with the key that control calls of the gateway need."""
+    engine_api_key_env: str | None = None
+    """Name of the environment variable that holds the servers' API key."""
+    engine_admin_key_env: str | None = None
+    """Name of the environment variable that holds the servers' admin API key."""
+    stream_interval: int = _STREAM_INTERVAL
+    """Tokens between two events of a stream from a server. A longer interval costs less, and a
+    server that is lost loses the tokens of one interval."""
+
+    def made(self) -> Gateway:
+        """The gateway that the settings ask for, not started yet.
+
+        Raises:
+            ConfigError: if a setting is wrong.
+        """
+        if not self.engine:
+            raise ConfigError("No server is named; give the URL of one as --engine.")
+        fleet = SGLangFleet(
+            self.engine,
+            admin_key=key_from(self.engine_admin_key_env),
+            api_key=key_from(self.engine_api_key_env),
+            stream_interval=self.stream_interval,
+        )
+        return Gateway(
+            fleet,
+            settings=self.gateway,
+            api_key=key_from(self.api_key_env),
+            admin_key=key_from(self.admin_key_env),
+        )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit code, which is 0 after SIGTERM and 130 after Ctrl-C.
+
+    Raises:
+        AprilschedError: if a setting is wrong, if a server or the address cannot be used, or if the
+            fleet is lost.
+    """
+    command = tyro.cli(
+        GatewayCommand,
+        args=list(arguments),
+        prog="aprilsched gateway",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    return asyncio.run(_serve(command))
+
+
+async def _serve(command: GatewayCommand) -> int:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def end(code: int) -> None:
+        if not ended.done():
+            ended.set_result(code)
+
+    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, _INTERRUPTED)):
+        loop.add_signal_handler(number, end, code)
+    async with command.made() as gateway:
+        print(f"the gateway listens at {gateway.url}", flush=True)
+        failed = asyncio.create_task(gateway.wait_failed())
+        await asyncio.wait([ended, failed], return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            raise failed.result()
+        failed.cancel()
+        return ended.result()

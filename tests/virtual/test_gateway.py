@@ -1,0 +1,519 @@
+"""Tests the gateway through real loopback HTTP, in front of embedded engines behind theirs.
+
+The tests run in scaled wall time, because real sockets and a virtual clock do not fit together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from aprilsched import SchedulerConfig, SGLangFleet
+from aprilsched.config import Health
+from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.doctor import examine
+from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.errors import ConfigError
+from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.testing import SimServer
+from aprilsched.testing.streams import Stream, greedy, until
+from tests.support.sim_http import INTERVAL, Raw, asked, served, two_weights
+
+LONG = 3000
+"""Tokens of a response that is still running when a test looks at it."""
+KEY, ADMIN = "a-key", "an-admin-key"
+
+
+class Front:
+    """A gateway, its servers, and a client."""
+
+    def __init__(self, gateway: Gateway, servers: list[SimServer], raw: Raw) -> None:
+        self.gateway, self.servers, self.raw = gateway, servers, raw
+
+    @property
+    def state(self) -> SchedulerState:
+        return self.gateway._rollouts.state  # pyright: ignore[reportPrivateUsage]
+
+    def stream(self, tokens: int, **body: Any) -> Reader:
+        return Reader(self.raw, {**asked(tokens, **body), "stream": True, "return_logprob": True})
+
+    async def reference(self, tokens: int) -> list[int]:
+        """The tokens without an interruption."""
+        status, answer = await self.raw.post("/generate", asked(tokens))
+        assert status == 200
+        return answer["output_ids"]
+
+
+class Reader:
+    """A streamed response that a task reads; the events that have come so far."""
+
+    def __init__(self, raw: Raw, body: dict[str, Any]) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.done = False
+        self.task = asyncio.create_task(self._read(raw, body))
+
+    async def _read(self, raw: Raw, body: dict[str, Any]) -> None:
+        async with raw.session.post("/generate", json=body) as answer:
+            assert answer.status == 200
+            async for line in answer.content:
+                if line.startswith(b"data: [DONE]"):
+                    self.done = True
+                elif line.startswith(b"data: "):
+                    self.events.append(msgspec.json.decode(line.removeprefix(b"data: ")))
+
+    @property
+    def ids(self) -> list[int]:
+        return [i for event in self.events for i in event["output_ids"]]
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.events[-1]["meta_info"]
+
+    async def reach(self, tokens: int) -> Reader:
+        await until(lambda: len(self.ids) >= tokens or self.task.done())
+        assert not self.done, "the response was over too soon; ask for more tokens"
+        return self
+
+    async def end(self) -> Reader:
+        await self.task
+        assert self.done
+        return self
+
+
+@asynccontextmanager
+async def front(
+    engines: int = 1,
+    settings: GatewaySettings | None = None,
+    config: SchedulerConfig | None = None,
+    *,
+    api_key: str | None = None,
+    admin_key: str | None = None,
+) -> AsyncGenerator[Front]:
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(served()) for _ in range(engines)]
+        gateway = Gateway(
+            SGLangFleet([server.url for server in servers], stream_interval=INTERVAL),
+            settings=settings or GatewaySettings(port=0, drain_s=0),
+            config=config,
+            api_key=api_key,
+            admin_key=admin_key,
+        )
+        await stack.enter_async_context(gateway)
+        raw = await stack.enter_async_context(Raw(gateway.url, admin_key))
+        yield Front(gateway, servers, raw)
+
+
+@pytest.fixture
+async def one() -> AsyncIterator[Front]:
+    async with front() as opened:
+        yield opened
+
+
+def spans(meta: dict[str, Any]) -> list[tuple[str, int, int]]:
+    return [(span["version"], span["start"], span["end"]) for span in meta["weight_versions"]]
+
+
+# --- responses ---------------------------------------------------------------------------------
+
+
+async def test_a_whole_and_a_streamed_response_are_those_of_the_engine(one: Front):
+    async with Raw(one.servers[0].url) as engine:
+        _, expected = await engine.post("/generate", asked(50, return_logprob=True))
+    status, whole = await one.raw.post("/generate", asked(50, return_logprob=True, rid="mine"))
+    assert status == 200
+    assert whole["output_ids"] == expected["output_ids"]
+    meta = whole["meta_info"]
+    assert meta["output_token_logprobs"] == expected["meta_info"]["output_token_logprobs"]
+    assert (meta["id"], meta["completion_tokens"], meta["prompt_tokens"]) == ("mine", 50, 32)
+    assert meta["finish_reason"] == {"type": "length", "length": 50}
+    assert spans(meta) == [("default", 0, 50)]
+    assert meta["weight_versions_exact"]
+    stream = await one.stream(50).end()
+    assert stream.ids == expected["output_ids"]
+    assert len(stream.events) > 2, "the tokens come as they are sampled"
+    assert spans(stream.last) == [("default", 0, 50)]
+    assert len(stream.last["output_token_logprobs"]) == len(stream.events[-1]["output_ids"])
+
+
+async def test_many_clients_at_a_time(one: Front):
+    expected = await one.reference(40)
+    answers = await asyncio.gather(*(one.raw.post("/generate", asked(40)) for _ in range(60)))
+    assert all(answer["output_ids"] == expected for _, answer in answers)
+    assert len(one.gateway.responses) == 0
+    assert one.state.in_flight.counters.delivered == 61
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"input_ids": []}, "cannot be empty"),
+        ({"input_ids": [1, 10**6]}, r"input_ids must be in \[0, 511\], got 1000000"),
+        ({"input_ids": [-1]}, r"input_ids must be in \[0, 511\], got -1"),
+        ({"text": "hello"}, "has no tokenizer"),
+        ({}, "should be provided"),
+        ({"input_ids": [[1], [2]]}, "Expected `int`, got `array`"),
+        ({"input_ids": [1], "rid": ""}, "rid has 0 characters"),
+        ({"input_ids": [1], "lora_path": "x"}, "leave lora_path out"),
+        ({"input_ids": [1], "sampling_params": {"n": 2}}, "n is not 1"),
+        ({"input_ids": [1], "sampling_params": {"temprature": 1}}, "did you mean temperature"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "at least 1 token"),
+        ({"input_ids": [1], "sampling_params": {"logit_bias": {"999": 1}}}, "got 999"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bad_request_is_refused_before_anything_is_launched(
+    one: Front, body: dict[str, Any], words: str, stream: bool
+):
+    status, answer = await one.raw.post("/generate", {**body, "stream": stream})
+    assert status == 400
+    said = answer.get("message") or answer["error"]["message"]
+    assert re.search(words, said)
+    assert one.state.in_flight.counters.launched == 0
+    assert len(one.gateway.responses) == 0
+
+
+async def test_a_request_that_every_engine_refuses_fails_alone(one: Front):
+    bad = {**asked(20), "sampling_params": {"max_new_tokens": 10**9, "ignore_eos": True}}
+    running = await one.stream(LONG).reach(INTERVAL)
+    status, answer = await one.raw.post("/generate", bad)
+    assert status == 500
+    assert "refused at attempt" in answer["error"]["message"]
+    (error,) = await one.raw.events(bad)
+    assert error["error"]["code"] == 500
+    assert one.state.in_flight.ledger.rollouts == {Reason.FAILED: 2}
+    assert len((await running.end()).ids) == LONG
+
+
+async def test_more_requests_than_allowed_are_turned_away():
+    async with front(settings=GatewaySettings(port=0, drain_s=0, max_requests=2)) as one:
+        first, second = one.stream(LONG), one.stream(LONG)
+        await first.reach(1)
+        await second.reach(1)
+        status, answer = await one.raw.post("/generate", asked(5))
+        assert status == 503
+        assert "2 open responses" in answer["error"]["message"]
+        first.task.cancel()
+        await until(lambda: len(one.gateway.responses) < 2)
+        assert (await one.raw.post("/generate", asked(5)))[0] == 200
+
+
+# --- clients that leave or abort ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launched", [True, False])
+async def test_a_client_that_disconnects_leaves_nothing_but_an_entry_in_the_ledger(
+    one: Front, launched: bool
+):
+    if launched:
+        reader = await one.stream(LONG).reach(INTERVAL)
+    else:
+        await one.raw.post("/pause_generation", {"mode": "retract"})
+        reader = one.stream(LONG)
+        await until(lambda: len(one.gateway.responses) == 1)
+    reader.task.cancel()
+    await until(lambda: len(one.gateway.responses) == 0 and not one.state.in_flight.groups)
+    if not launched:
+        await one.raw.post("/continue_generation", {})
+    await until(lambda: one.state.in_flight.ledger.total == 1)
+    (entry,) = one.state.in_flight.ledger.entries
+    assert (entry.reason, entry.cause) == (Reason.WITHDRAWN, "the client has disconnected")
+    batcher = one.servers[0].engine.batcher
+    await until(lambda: batcher.running + batcher.waiting == 0)
+    assert (await one.raw.get("/v1/loads"))[1]["loads"][0]["num_running_reqs"] == 0
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_an_abort_ends_a_response_with_its_tokens_and_their_versions(
+    one: Front, paused: bool
+):
+    reader = await one.stream(LONG, rid="mine").reach(INTERVAL)
+    other = await one.stream(LONG, rid="mine-too").reach(INTERVAL)
+    if paused:
+        await one.raw.post("/pause_generation", {"mode": "in_place"})
+    assert await one.raw.post("/abort_request", {"rid": "nobody"}) == (200, "")
+    assert await one.raw.post("/abort_request", {"rid": "mine"}) == (200, "")
+    await reader.end()
+    assert reader.last["finish_reason"]["type"] == "abort"
+    assert spans(reader.last) == [("default", 0, len(reader.ids))]
+    assert not other.done, "only the whole name counts"
+    if paused:
+        await one.raw.post("/continue_generation", {})
+    assert len((await other.end()).ids) == LONG
+
+
+async def test_a_name_in_use_is_refused_and_free_again_afterwards(one: Front):
+    await one.stream(LONG, rid="mine").reach(1)
+    status, answer = await one.raw.post("/generate", asked(5, rid="mine"))
+    assert (status, answer["error"]["message"]) == (400, "Duplicate request ID detected: mine")
+    await one.raw.post("/abort_request", {"abort_all": True})
+    await until(lambda: len(one.gateway.responses) == 0)
+    assert (await one.raw.post("/generate", asked(5, rid="mine")))[0] == 200
+
+
+# --- control -----------------------------------------------------------------------------------
+
+
+async def test_a_response_survives_a_pause_and_new_weights_and_says_which_sampled_what(
+    one: Front, tmp_path: Path
+):
+    first, second = two_weights(tmp_path)
+    reader = await one.stream(LONG).reach(INTERVAL)
+    assert (await one.raw.post("/pause_generation", {"mode": "retract"}))[0] == 200
+    assert (await one.raw.get("/ready"))[0] == 503
+    assert (await one.raw.get("/health"))[0] == 200
+    assert one.servers[0].engine.batcher.paused == "retract"
+    assert (await one.raw.post("/flush_cache"))[0] == 200
+    late = one.stream(10)
+    body = {"model_path": str(first), "weight_version": "step-1", "flush_cache": False}
+    status, answer = await one.raw.post("/update_weights_from_disk", body)
+    assert (status, answer["success"]) == (200, True)
+    assert one.servers[0].engine.batcher.paused == "retract", "it stays paused after the update"
+    assert not late.events, "a request that comes during a pause waits"
+    assert (await one.raw.post("/continue_generation", {}))[0] == 200
+    assert (await one.raw.get("/ready"))[0] == 200
+    await late.end()
+    assert spans(late.last) == [("step-1", 0, 10)]
+    # Without a pause of the client's the scheduler pauses and continues by itself.
+    before = len(reader.ids)
+    await reader.reach(before + INTERVAL)
+    body = {"model_path": str(second)}
+    assert (await one.raw.post("/update_weights_from_disk", body))[0] == 200
+    assert (await one.raw.get("/model_info"))[1]["weight_version"] == "2"
+    await reader.end()
+    assert len(reader.ids) == LONG
+    (a, b, c) = spans(reader.last)
+    assert (a[0], b[0], c[0]) == ("default", "step-1", "2")
+    assert (a[1], a[2], b[2], c[2]) == (0, b[1], c[1], LONG)
+    assert reader.last["weight_versions_exact"]
+
+
+async def test_weights_that_cannot_be_loaded_are_said_and_the_old_ones_go_on(one: Front):
+    status, answer = await one.raw.post("/update_weights_from_disk", {"model_path": "/nowhere"})
+    assert (status, answer["success"]) == (400, False)
+    assert "/nowhere" in answer["message"]
+
+
+async def test_weights_that_were_loaded_behind_the_gateway_get_their_label(
+    one: Front, tmp_path: Path
+):
+    weights, _ = two_weights(tmp_path)
+    reader = await one.stream(LONG).reach(INTERVAL)
+    await one.raw.post("/pause_generation", {"mode": "retract"})
+    async with Raw(one.servers[0].url) as engine:
+        await engine.post("/flush_cache")
+        await engine.post(
+            "/update_weights_from_disk", {"model_path": str(weights), "flush_cache": False}
+        )
+    body = {"new_version": "behind", "abort_all_requests": False}
+    status, answer = await one.raw.post("/update_weight_version", body)
+    assert (status, answer["success"], answer["new_version"]) == (200, True, "behind")
+    await one.raw.post("/continue_generation", {})
+    await reader.end()
+    assert [label for label, _, _ in spans(reader.last)] == ["default", "behind"]
+
+
+@pytest.mark.parametrize("path", ["/update_weights_from_tensor", "/init_weights_update_group"])
+async def test_calls_for_a_single_engine_are_refused_with_what_to_do(one: Front, path: str):
+    status, answer = await one.raw.post(path, {})
+    assert status == 501
+    assert "/update_weight_version" in answer["message"]
+
+
+async def test_the_default_pause_ends_every_response_as_sglangs_does(one: Front):
+    reader = await one.stream(LONG).reach(INTERVAL)
+    assert (await one.raw.post("/pause_generation", {}))[0] == 200
+    await reader.end()
+    assert reader.last["finish_reason"]["type"] == "abort"
+    assert (await one.raw.post("/flush_cache"))[0] == 200
+
+
+async def test_a_flush_while_requests_run_is_refused(one: Front):
+    assert (await one.raw.get("/flush_cache"))[0] == 200, "idle"
+    await one.stream(LONG).reach(1)
+    assert (await one.raw.get("/flush_cache"))[0] == 400
+    assert (await one.raw.get("/ready"))[0] == 200
+
+
+async def test_control_calls_that_come_together_are_carried_out_one_after_the_other(
+    one: Front, tmp_path: Path
+):
+    weights = two_weights(tmp_path)
+    reader = await one.stream(LONG).reach(1)
+    calls = [one.raw.post("/pause_generation", {"mode": "retract"})]
+    for number in range(4):
+        body = {"model_path": str(weights[number % 2]), "weight_version": f"v{number}"}
+        calls += [one.raw.post("/update_weights_from_disk", body), one.raw.post("/flush_cache")]
+    calls.append(one.raw.post("/continue_generation", {}))
+    answers = await asyncio.gather(*calls)
+    assert {status for status, _ in answers} <= {200, 400}
+    assert (await one.raw.post("/continue_generation", {}))[0] == 200
+    await reader.end()
+    assert len(reader.ids) == LONG
+    assert spans(reader.last)[-1][2] == LONG
+
+
+# --- engines that fail -------------------------------------------------------------------------
+
+
+async def test_a_response_survives_an_engine_that_dies():
+    async with front(engines=2, config=SchedulerConfig(health=Health(fleet_wait_s=60))) as two:
+        expected = await two.reference(LONG)
+        readers = [two.stream(LONG) for _ in range(4)]
+        for reader in readers:
+            await reader.reach(INTERVAL)
+        await two.servers[0].crash()
+        for reader in readers:
+            await reader.end()
+            assert reader.ids == expected
+            assert spans(reader.last) == [("default", 0, LONG)]
+        engines = (await two.raw.get("/server_info"))[1]["gateway"]["engines"]
+        assert [engine["mode"] for engine in engines] == ["out of use", "running"]
+
+
+async def test_without_an_engine_requests_wait_and_health_says_so():
+    async with front() as one:
+        reader = await one.stream(LONG).reach(INTERVAL)
+        await one.servers[0].crash()
+        await until(lambda: not one.gateway.in_use)
+        assert (await one.raw.get("/health"))[0] == 503
+        assert not reader.task.done()
+        await one.servers[0].restart()
+        await reader.end()
+        assert len(reader.ids) == LONG
+
+
+async def test_a_fleet_that_is_lost_ends_every_response_with_the_cause():
+    async with front(config=SchedulerConfig(health=Health(fleet_wait_s=0))) as one:
+        reader = await one.stream(LONG).reach(INTERVAL)
+        await one.servers[0].crash()
+        await reader.end()
+        assert "no engine is left" in reader.events[-1]["error"]["message"]
+        assert "no engine is left" in str(await one.gateway.wait_failed())
+        status, answer = await one.raw.post("/generate", asked(5))
+        assert (status, "stops" in answer["error"]["message"]) == (503, True)
+
+
+# --- keys, settings, the end -------------------------------------------------------------------
+
+
+async def test_keys_are_asked_for():
+    async with front(api_key=KEY, admin_key=ADMIN) as one:
+        async with Raw(one.gateway.url) as stranger:
+            for path in ("/generate", "/pause_generation", "/no-such-path"):
+                assert await stranger.post(path, {}) == (401, {"error": "Unauthorized"})
+            assert (await stranger.get("/health"))[0] == 200
+        async with Raw(one.gateway.url, KEY) as client:
+            assert (await client.post("/generate", asked(5)))[0] == 200
+            assert (await client.post("/abort_request", {"rid": "x"}))[0] == 401
+            assert (await client.get("/no-such-path"))[0] == 404
+        assert (await one.raw.post("/generate", asked(5)))[0] == 200
+        assert (await one.raw.post("/abort_request", {"rid": "x"}))[0] == 200
+
+
+async def test_without_an_admin_key_the_api_key_opens_everything():
+    async with front(api_key=KEY) as one, Raw(one.gateway.url, KEY) as client:
+        assert (await one.raw.post("/abort_request", {"rid": "x"}))[0] == 401
+        assert (await client.post("/abort_request", {"rid": "x"}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (SchedulerConfig(straggler="abort"), "wait inside a paused engine"),
+        (SchedulerConfig(max_staleness=2), "a gateway has none"),
+    ],
+)
+def test_settings_that_a_gateway_cannot_keep_are_refused(config: SchedulerConfig, words: str):
+    with pytest.raises(ConfigError, match=words):
+        Gateway(SGLangFleet(["http://127.0.0.1:9"]), config=config)
+
+
+async def test_an_address_in_use_is_refused_and_the_engine_is_free_again(one: Front):
+    port = int(one.gateway.url.rpartition(":")[2])
+    async with served() as server:
+        with pytest.raises(ConfigError, match="Cannot listen"):
+            await Gateway(SGLangFleet([server.url]), settings=GatewaySettings(port=port)).start()
+        other = Gateway(SGLangFleet([server.url]), settings=GatewaySettings(port=0))
+        async with other, Raw(other.url) as raw:
+            assert (await raw.post("/generate", asked(5)))[0] == 200
+
+
+async def test_stopping_ends_what_is_open_with_its_tokens():
+    async with front(settings=GatewaySettings(port=0, drain_s=0)) as one:
+        reader = await one.stream(LONG).reach(INTERVAL)
+        await one.gateway.stop()
+        await reader.end()
+        assert reader.last["finish_reason"]["type"] == "abort"
+        assert reader.last["completion_tokens"] == len(reader.ids) > 0
+        batcher = one.servers[0].engine.batcher
+        await until(lambda: batcher.running + batcher.waiting == 0)
+
+
+async def test_stopping_lets_open_responses_end_and_takes_no_new_ones():
+    async with front(settings=GatewaySettings(port=0, drain_s=600)) as one:
+        reader = await one.stream(LONG).reach(INTERVAL)
+        stopping = asyncio.create_task(one.gateway.stop())
+        await until(lambda: one.gateway.draining)
+        assert (await one.raw.post("/generate", asked(5)))[0] == 503
+        assert (await one.raw.get("/health"))[0] == 503
+        await reader.end()
+        assert len(reader.ids) == LONG
+        await stopping
+
+
+# --- other clients -----------------------------------------------------------------------------
+
+
+async def test_the_doctor_finds_nothing_wrong_with_it(one: Front):
+    findings = {finding.check: finding for finding in await examine(one.gateway.url)}
+    assert [name for name, finding in findings.items() if finding.status == "fail"] == []
+    for name in (
+        "pause retract",
+        "continue after retract",
+        "flush after retract (hazard 3)",
+        "held requests (hazard 4)",
+        "ready while paused (hazard 6)",
+        "pause in_place",
+        "continue after in_place",
+        "abort",
+        "abort of nobody (hazard 11)",
+        "duplicate rid (hazard 11)",
+        "hanging up (hazard 9)",
+        "version spans",
+        "logprobs",
+        "greedy repeats",
+        "vocabulary (hazard 3b)",
+        "health (hazard 6)",
+        "left as found",
+    ):
+        assert findings[name].status == "pass", findings[name]
+
+
+async def test_the_adapter_of_this_library_uses_it_like_a_server(one: Front, tmp_path: Path):
+    weights, _ = two_weights(tmp_path)
+    engine = SGLangEngine(one.gateway.url, stream_interval=INTERVAL)
+    await engine.open()
+    try:
+        stream = await Stream(engine, greedy(LONG)).start().reach(INTERVAL)
+        await engine.pause("retract")
+        await engine.flush()
+        await engine.update_from_disk(weights, 1)
+        assert await engine.version() == 1
+        await engine.resume()
+        await stream.end()
+        assert len(stream.ids) == LONG
+        found = stream.last.spans
+        assert found is not None
+        assert [span.version for span in found] == [0, 1]
+        cut = await Stream(engine, greedy(LONG)).start().cut(INTERVAL)
+        assert cut.last.finish == "abort"
+    finally:
+        await engine.close()
