@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import threading
 from collections.abc import (
     AsyncIterable,
     Callable,
@@ -285,13 +286,14 @@ class RolloutScheduler:
         call = _Call(work, self._thread.loop, self._hand_over_resolved)
         try:
             call.begin()
+            call.wait()
             return call.outcome.result()
         except BaseException:
-            if not call.outcome.done():
+            if not call.ended:
                 # Ctrl-C in the trainer's thread. The call is withdrawn. Its end is waited for, so
                 # that it is not open any more at the next call. A second Ctrl-C ends this wait.
                 call.withdraw()
-                concurrent.futures.wait([call.outcome])
+                call.wait()
             raise
 
     async def _offered(self, within: float | None) -> Batch:
@@ -372,6 +374,22 @@ class _Call(Generic[T]):
         self._loop = loop
         self._ready = ready
         self._task: asyncio.Task[T] | None = None
+        self.ended = False
+        """Whether `outcome` is done."""
+        # Ctrl-C inside of the future's own wait had become "cannot release un-acquired lock", or
+        # had left a lock taken that the loop's thread needs. A plain lock has no such moment.
+        self._running = threading.Lock()
+        self._running.acquire()
+        self.outcome.add_done_callback(self._note_end)
+
+    def wait(self) -> None:
+        """Wait until `outcome` is done."""
+        while not self.ended:
+            self._running.acquire()
+
+    def _note_end(self, _: concurrent.futures.Future[T]) -> None:
+        self.ended = True
+        self._running.release()
 
     def begin(self) -> None:
         self._loop.call_soon_threadsafe(self._begin)

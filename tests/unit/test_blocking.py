@@ -8,9 +8,12 @@ import gc
 import itertools
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -145,6 +148,57 @@ def test_a_wait_that_is_interrupted_loses_no_batch(store: bool):
     assert got == list(range(60))
     assert delivered == 60
     assert interrupts
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt at the `line`-th line that a call of the scheduler executes in the
+    trainer's thread, in the library or in what it waits with."""
+
+    FILES = ("aprilsched/blocking.py", "concurrent/futures/_base.py", "threading.py")
+
+    def __init__(self, line: int) -> None:
+        self._left = line
+        self.raised = False
+
+    def __enter__(self) -> None:
+        sys.settrace(self._call)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Any:
+        return self._line if frame.f_code.co_filename.endswith(self.FILES) else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
+        # In next_batch() itself Python handles no signal between the last call and the return.
+        if event == "line" and not self.raised and frame.f_code.co_name != "next_batch":
+            self._left -= 1
+            if self._left < 0:
+                self.raised = True
+                raise KeyboardInterrupt
+        return self._line
+
+
+def test_an_interrupt_at_any_line_is_a_keyboard_interrupt_and_loses_no_batch():
+    """One inside of a lock of concurrent.futures had become "cannot release un-acquired lock"."""
+    got: list[int] = []
+    with make() as rollouts:
+        line, interrupted = 0, True
+        while interrupted:
+            interrupt = InterruptAt(line)
+            try:
+                with interrupt:
+                    batch = rollouts.next_batch()
+            except KeyboardInterrupt:
+                pass
+            else:
+                got.append(batch.index)
+            interrupted = interrupt.raised
+            line += 1
+        got.append(rollouts.next_batch().index)
+        delivered = rollouts.state.in_flight.counters.batches
+    assert line > 20
+    assert got == list(range(delivered))
 
 
 class Slow(SimPublisher):
