@@ -48,13 +48,35 @@ BANNED_NAMES = frozenset(
         "enable_load_extension", "load_extension", "recv_object_list", "scatter_object_list",
     }
 )  # fmt: skip
-BANNED_ARGUMENTS = {"allow_pickle": True, "shell": True, "ssl": False, "verify": False}
+BANNED_ARGUMENTS = {
+    "allow_pickle": True, "shell": True, "ssl": False, "verify": False, "weights_only": False,
+}  # fmt: skip
 
 REASONED = {
     (
         "aprilsched.cli.main",
         "import_module of a name that is made",
     ): "a name of COMMANDS, our own table",
+    (
+        "aprilsched.integrations.areal",
+        "import_module of a name that is made",
+    ): "modules of AReaL, which are named in the module itself",
+    (
+        "aprilsched.integrations.slime",
+        "import_module of a name that is made",
+    ): "modules of slime or miles, whichever has loaded this one",
+    (
+        "aprilsched.integrations.slime",
+        "passes weights_only=False",
+    ): "the samples in the trainer's own checkpoint, which has pickles of its own as well",
+    (
+        "aprilsched.integrations.verl",
+        "import_module of a name that is made",
+    ): "modules of verl and its packages, which are named in the module itself",
+    (
+        "aprilsched.process",
+        "imports pickle",
+    ): "what two processes of one program send each other, by a pipe that nobody else has",
     ("aprilsched.weights.tensor", "MultiprocessingSerializer"): "it only serializes, for SGLang",
 }
 """Exceptions, each with the reason why input of others cannot reach it."""
@@ -113,6 +135,7 @@ def test_of_what_is_serialized_for_sglang_nothing_is_read_back():
         "import torch\ntorch.load('x')",
         "import numpy as np\nnp.load('x')",
         "f(allow_pickle=True)",
+        "self.torch.load(path, weights_only=False)",
         "import asyncio\nrun('ls', shell=True)",
         "session.get(url, ssl=False)",
         "importlib.import_module(name)",
