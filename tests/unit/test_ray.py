@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig
+from aprilsched import Batch, Prompt, RolloutScheduler, SamplingParams, SchedulerConfig
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.errors import ConfigError, EngineUnreachable
@@ -98,6 +98,17 @@ async def opened(fleet: RayFleet) -> AsyncGenerator[RayFleet]:
         yield fleet
     finally:
         await fleet.close()
+
+
+async def generating(rollouts: RolloutScheduler, batches: list[Batch]) -> asyncio.Task[Batch]:
+    """A wait for a batch that has requests in flight; batches that were complete before it go to
+    `batches`."""
+    while True:
+        asked = asyncio.create_task(rollouts.next_batch())
+        await until(lambda: asked.done() or bool(rollouts.state.in_flight.open_attempts))  # noqa: B023
+        if not asked.done():
+            return asked
+        batches.append(await asked)
 
 
 def prompts(tokens: int) -> Iterator[Prompt]:
@@ -189,8 +200,7 @@ async def test_an_actor_is_killed_and_restarted_in_mid_generation_and_nothing_is
     ):
         batches = [await rollouts.next_batch()]
         for number in range(2):
-            asked = asyncio.create_task(rollouts.next_batch())
-            await until(lambda: bool(rollouts.state.in_flight.open_attempts))
+            asked = await generating(rollouts, batches)
             os.kill(await actors[number].pid.remote(), signal.SIGKILL)
             batches.append(await asked)
             await until(lambda number=number: has_moved(fleet, before[number]))
