@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
 from aprilsched.gateway import control, generate, info
-from aprilsched.gateway.state import GATEWAY
-from aprilsched.testing.refusals import as_json, refusing
-
-if TYPE_CHECKING:
-    from aprilsched.gateway.server import Gateway
+from aprilsched.gateway.service import SERVICE, Service
+from aprilsched.serving.keys import asking_for
+from aprilsched.serving.refusals import refusing
 
 __all__ = ["make_app"]
 
@@ -50,42 +46,23 @@ _ADMIN: Sequence[tuple[str, str, Handler]] = (
 )
 
 
-def make_app(gateway: Gateway, *, api_key: str | None, admin_key: str | None) -> web.Application:
+def make_app(service: Service, *, api_key: str | None, admin_key: str | None) -> web.Application:
     """The web application of a gateway.
 
     Args:
-        gateway: what the handlers ask.
+        service: what the handlers ask.
         api_key: bearer token for all calls but those for health; None asks for none.
         admin_key: bearer token for control calls, which is also good for the others; None asks for
             `api_key` there too.
     """
-    app = web.Application(
-        middlewares=[_asking_for(api_key, admin_key), refusing], client_max_size=_LARGEST_BODY
+    keys = asking_for(
+        api_key=api_key,
+        admin_key=admin_key,
+        control={path for _, path, _ in _ADMIN},
+        free={path for _, path, _ in _FREE},
     )
-    app[GATEWAY] = gateway
+    app = web.Application(middlewares=[keys, refusing], client_max_size=_LARGEST_BODY)
+    app[SERVICE] = service
     for method, path, handler in (*_FREE, *_OPEN, *_ADMIN):
         app.router.add_route(method, path, handler)
     return app
-
-
-def _asking_for(api_key: str | None, admin_key: str | None) -> Middleware:
-    """A middleware that answers 401 to a call without the key that it needs."""
-    free = {path for _, path, _ in _FREE}
-    closed = {path for _, path, _ in _ADMIN}
-    keys = [_bearer(key) for key in (api_key, admin_key) if key is not None]
-    admin = keys if admin_key is None else [_bearer(admin_key)]
-
-    @web.middleware
-    async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
-        wanted = admin if request.path in closed else keys if api_key is not None else []
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        good = not wanted or any(hmac.compare_digest(given, key) for key in wanted)
-        if not good and request.path not in free:
-            return as_json({"error": "Unauthorized"}, 401)
-        return await handler(request)
-
-    return ask
-
-
-def _bearer(key: str) -> bytes:
-    return f"Bearer {key}".encode()

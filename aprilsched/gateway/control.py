@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
+from aprilsched.coordinator.refits import RefitReport
 from aprilsched.errors import AprilschedError, EngineError
-from aprilsched.gateway.state import GATEWAY
-from aprilsched.testing.bodies import AbortBody, DiskBody, PauseBody, VersionBody, decode
-from aprilsched.testing.refusals import as_json
-
-if TYPE_CHECKING:
-    from aprilsched.coordinator.refits import RefitReport
+from aprilsched.gateway.service import SERVICE
+from aprilsched.serving.bodies import AbortBody, DiskBody, PauseBody, VersionBody, decode
+from aprilsched.serving.refusals import as_json
 
 __all__ = [
     "abort",
@@ -33,18 +31,18 @@ _LATE = (
 async def pause(request: web.Request) -> web.Response:
     """POST /pause_generation. The mode "abort" ends every request; after the others the requests
     wait inside the engines, as the gateway's own straggler rule says."""
-    gateway = request.app[GATEWAY]
+    service = request.app[SERVICE]
     body = decode(await request.read(), PauseBody)
     if body.mode == "abort":
-        gateway.responses.abort_all()
-    return await _in_time(gateway.pause(), "Generation paused successfully.")
+        service.responses.abort_all()
+    return await _in_time(service.pause(), "Generation paused successfully.")
 
 
 async def resume(request: web.Request) -> web.Response:
     """POST /continue_generation."""
     decode(await request.read(), dict[str, Any])
-    gateway = request.app[GATEWAY]
-    return await _in_time(gateway.resume(), "Generation continued successfully.")
+    service = request.app[SERVICE]
+    return await _in_time(service.resume(), "Generation continued successfully.")
 
 
 async def _in_time(call: Awaitable[None], done: str) -> web.Response:
@@ -58,7 +56,7 @@ async def _in_time(call: Awaitable[None], done: str) -> web.Response:
 async def abort(request: web.Request) -> web.Response:
     """POST /abort_request; answers 200 whether or not the request exists."""
     body = decode(await request.read(), AbortBody)
-    responses = request.app[GATEWAY].responses
+    responses = request.app[SERVICE].responses
     if body.abort_all:
         responses.abort_all()
     elif body.rid:
@@ -69,7 +67,7 @@ async def abort(request: web.Request) -> web.Response:
 async def flush(request: web.Request) -> web.Response:
     """GET or POST /flush_cache; 400 while requests run."""
     try:
-        done = await request.app[GATEWAY].flush()
+        done = await request.app[SERVICE].flush()
     except (EngineError, TimeoutError) as error:
         return web.Response(status=400, text=f"Flush cache failed: {error}\n")
     if done:
@@ -80,20 +78,20 @@ async def flush(request: web.Request) -> web.Response:
 async def update_from_disk(request: web.Request) -> web.Response:
     """POST /update_weights_from_disk. The scheduler pauses, flushes and continues the engines where
     the client has not; `flush_cache` is ignored."""
-    gateway = request.app[GATEWAY]
+    service = request.app[SERVICE]
     body = decode(await request.read(), DiskBody)
     if body.abort_all_requests:
-        gateway.responses.abort_all()
-    return await _updated(gateway.load(body.model_path, body.weight_version))
+        service.responses.abort_all()
+    return await _updated(service.load(body.model_path, body.weight_version))
 
 
 async def update_version(request: web.Request) -> web.Response:
     """POST /update_weight_version, after weights were loaded into the engines themselves."""
-    gateway = request.app[GATEWAY]
+    service = request.app[SERVICE]
     body = decode(await request.read(), VersionBody)
     if body.abort_all_requests:
-        gateway.responses.abort_all()
-    answer = await _updated(gateway.relabel(body.new_version), new_version=body.new_version)
+        service.responses.abort_all()
+    answer = await _updated(service.relabel(body.new_version), new_version=body.new_version)
     return answer
 
 

@@ -7,21 +7,24 @@ A response stays open through pauses, new weights and engines that fail. Its las
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from aiohttp import web
 
 from aprilsched.errors import ConfigError
-from aprilsched.gateway.state import GATEWAY
+from aprilsched.gateway.responses import Response
+from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.sampling import sampling_params
-from aprilsched.testing.bodies import GenerateBody, decode
-from aprilsched.testing.generate_answers import DONE, framed
-from aprilsched.testing.refusals import Refusal, Refused, as_json
+from aprilsched.serving.answers import (
+    DONE,
+    STREAM_HEADERS,
+    finish_reason,
+    framed,
+    token_logprobs,
+)
+from aprilsched.serving.bodies import GenerateBody, decode
+from aprilsched.serving.refusals import Refusal, Refused, as_json
 from aprilsched.types import Prompt, SamplingParams
-
-if TYPE_CHECKING:
-    from aprilsched.gateway.responses import Response
-    from aprilsched.gateway.server import Gateway
 
 __all__ = ["generate"]
 
@@ -40,41 +43,41 @@ class _Unavailable(Refusal):
 
 async def generate(request: web.Request) -> web.StreamResponse:
     """Answer one prompt."""
-    gateway = request.app[GATEWAY]
+    service = request.app[SERVICE]
     body = decode(await request.read(), GenerateBody)
-    response = _asked(gateway, body)
+    response = _asked(service, body)
     try:
         if body.stream:
-            return await _streamed(request, gateway, response, logprobs=body.return_logprob)
+            return await _streamed(request, service, response, logprobs=body.return_logprob)
         await response.end()
         if response.failure:
             return as_json({"error": {"message": response.failure}}, 500)
-        return as_json(_event(gateway, response, 0, logprobs=body.return_logprob))
+        return as_json(_event(service, response, 0, logprobs=body.return_logprob))
     finally:
-        gateway.responses.leave(response)
+        service.responses.leave(response)
 
 
-def _asked(gateway: Gateway, body: GenerateBody) -> Response:
+def _asked(service: Service, body: GenerateBody) -> Response:
     """The response to `body`, which is begun here.
 
     Raises:
         Refused: if the body asks for something that the gateway or an engine would refuse.
         _Unavailable: if the gateway stops, or has as many requests as it may have.
     """
-    if gateway.draining:
+    if service.draining:
         raise _Unavailable("The gateway stops and takes no new requests.")
-    if len(gateway.responses) >= gateway.settings.max_requests:
+    if len(service.responses) >= service.settings.max_requests:
         raise _Unavailable(
-            f"The gateway has {gateway.settings.max_requests} open responses; try again later."
+            f"The gateway has {service.settings.max_requests} open responses; try again later."
         )
     rid = uuid.uuid4().hex if body.rid is None else body.rid
     if not 0 < len(rid) <= _LONGEST_RID:
         raise Refused(f"rid has {len(rid)} characters; give 1 to {_LONGEST_RID}.")
-    if rid in gateway.responses:
+    if rid in service.responses:
         raise Refused(f"Duplicate request ID detected: {rid}")
     try:
-        sampling = _sampling(gateway, body)
-        return gateway.ask(rid, lambda key: _prompt(body, key, sampling))
+        sampling = _sampling(service, body)
+        return service.ask(rid, lambda key: _prompt(body, key, sampling))
     except ConfigError as error:
         raise Refused(str(error)) from error
 
@@ -83,7 +86,7 @@ def _prompt(body: GenerateBody, key: str, sampling: SamplingParams) -> Prompt:
     return Prompt(input_ids=body.input_ids, sampling=sampling, key=key)  # type: ignore[arg-type]
 
 
-def _sampling(gateway: Gateway, body: GenerateBody) -> SamplingParams:
+def _sampling(service: Service, body: GenerateBody) -> SamplingParams:
     if body.text is not None:
         raise Refused("The gateway has no tokenizer and cannot take text; provide input_ids.")
     if body.input_ids is None:
@@ -101,7 +104,7 @@ def _sampling(gateway: Gateway, body: GenerateBody) -> SamplingParams:
         raise Refused("n is not 1; send each response as a request of its own.")
     if params.get("max_new_tokens") is None and params.get("max_tokens") is None:
         params["max_new_tokens"] = _NEW_TOKENS
-    _check_vocabulary(gateway.vocab_size, body.input_ids, params.get("logit_bias"))
+    _check_vocabulary(service.vocab_size, body.input_ids, params.get("logit_bias"))
     return sampling_params(params)
 
 
@@ -120,9 +123,9 @@ def _check_vocabulary(size: int | None, input_ids: list[int], bias: object) -> N
 
 
 async def _streamed(
-    request: web.Request, gateway: Gateway, response: Response, *, logprobs: bool
+    request: web.Request, service: Service, response: Response, *, logprobs: bool
 ) -> web.StreamResponse:
-    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    stream = web.StreamResponse(headers=STREAM_HEADERS)
     sent = 0
     try:
         await stream.prepare(request)
@@ -133,7 +136,7 @@ async def _streamed(
                 await stream.write(framed({"error": {**error, "retryable": True}}))
                 break
             over, tokens = response.over, len(response.token_ids)
-            await stream.write(framed(_event(gateway, response, sent, logprobs=logprobs)))
+            await stream.write(framed(_event(service, response, sent, logprobs=logprobs)))
             sent = tokens
             if over:
                 break
@@ -143,49 +146,37 @@ async def _streamed(
     return stream
 
 
-def _event(gateway: Gateway, response: Response, sent: int, *, logprobs: bool) -> dict[str, Any]:
+def _event(service: Service, response: Response, sent: int, *, logprobs: bool) -> dict[str, Any]:
     """The event with the tokens behind the first `sent` ones."""
     ids = response.token_ids[sent:]
     total = len(response.token_ids)
     meta: dict[str, Any] = {
         "id": response.rid,
-        "finish_reason": _finish_reason(response),
+        "finish_reason": finish_reason(
+            response.finish, tokens=total, last=response.token_ids[-1] if total else 0
+        ),
         "prompt_tokens": response.prompt_tokens,
-        "weight_version": gateway.label,
+        "weight_version": service.label,
     }
     if logprobs:
         meta["input_token_logprobs"] = []
-        meta["output_token_logprobs"] = [
-            (p, i, None) for p, i in zip(response.logprobs[sent:], ids, strict=True)
-        ]
+        meta["output_token_logprobs"] = token_logprobs(ids, response.logprobs[sent:])
         meta["output_token_logprobs_length"] = total
     meta["completion_tokens"] = total
     meta["cached_tokens"] = 0
     if response.over:
-        meta["weight_versions"] = _spans(gateway, response)
+        meta["weight_versions"] = _spans(service, response)
         meta["weight_versions_exact"] = response.versions_exact
     return {"output_ids": ids, "meta_info": meta}
 
 
-def _spans(gateway: Gateway, response: Response) -> list[dict[str, str | int]]:
+def _spans(service: Service, response: Response) -> list[dict[str, str | int]]:
     """The label of each token, as SGLang writes it: adjacent tokens of one label are one span."""
     found: list[dict[str, str | int]] = []
     for part in response.segments:
-        label = gateway.label_of(part.version)
+        label = service.label_of(part.version)
         if found and found[-1]["version"] == label:
             found[-1]["end"] = part.end
         elif part.start < part.end:
             found.append({"version": label, "start": part.start, "end": part.end})
     return found
-
-
-def _finish_reason(response: Response) -> dict[str, Any] | None:
-    match response.finish:
-        case None:
-            return None
-        case "abort":
-            return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-        case "stop":
-            return {"type": "stop", "matched": response.token_ids[-1] if response.token_ids else 0}
-        case reason:
-            return {"type": reason, "length": len(response.token_ids)}

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
 from aprilsched import __version__
-from aprilsched.gateway.state import GATEWAY
-from aprilsched.testing.refusals import as_json
-
-if TYPE_CHECKING:
-    from aprilsched.gateway.server import Gateway
+from aprilsched.gateway.service import SERVICE, Service
+from aprilsched.serving import answers
+from aprilsched.serving.refusals import as_json
 
 __all__ = ["health", "loads", "model_info", "models", "openapi", "ready", "server_info"]
 
@@ -39,45 +37,45 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
 async def health(request: web.Request) -> web.Response:
     """GET /health: 503 while no engine is in use, or while the gateway stops. It generates nothing,
     so it also answers during a pause."""
-    gateway = request.app[GATEWAY]
-    return web.Response(status=200 if gateway.in_use and not gateway.draining else 503)
+    service = request.app[SERVICE]
+    return web.Response(status=200 if service.in_use and not service.draining else 503)
 
 
 async def ready(request: web.Request) -> web.Response:
     """GET /ready: 503 also while a client has paused the gateway."""
-    gateway = request.app[GATEWAY]
-    takes = gateway.in_use and not gateway.draining and not gateway.held
+    service = request.app[SERVICE]
+    takes = service.in_use and not service.draining and not service.held
     return web.Response(status=200 if takes else 503)
 
 
 async def model_info(request: web.Request) -> web.Response:
     """GET /model_info."""
-    gateway = request.app[GATEWAY]
+    service = request.app[SERVICE]
     return as_json(
         {
-            "model_path": gateway.model_path,
-            "served_model_name": gateway.model_path,
-            "tokenizer_path": gateway.model_path,
+            "model_path": service.model_path,
+            "served_model_name": service.model_path,
+            "tokenizer_path": service.model_path,
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": gateway.label,
+            "weight_version": service.label,
         }
     )
 
 
 async def server_info(request: web.Request) -> web.Response:
     """GET /server_info: what a client of SGLang looks up, and the engines under ``gateway``."""
-    gateway = request.app[GATEWAY]
-    running, tokens = _room(gateway)
-    modes = gateway.modes()
+    service = request.app[SERVICE]
+    running, tokens = _room(service)
+    modes = service.modes()
     engines = [
         {"name": engine.name, "mode": modes.get(engine.name, "out of use")}
-        for engine in gateway.fleet.engines
+        for engine in service.fleet.engines
     ]
     return as_json(
         {
-            "model_path": gateway.model_path,
-            "tokenizer_path": gateway.model_path,
+            "model_path": service.model_path,
+            "tokenizer_path": service.model_path,
             "skip_tokenizer_init": True,
             "incremental_streaming_output": True,
             "tp_size": 1,
@@ -86,10 +84,10 @@ async def server_info(request: web.Request) -> web.Response:
             "enable_lora": False,
             "max_running_requests": running,
             "max_total_num_tokens": tokens,
-            "weight_version": gateway.label,
-            "random_seed": gateway.random_seed,
+            "weight_version": service.label,
+            "random_seed": service.random_seed,
             "status": "ready",
-            "version": _release(gateway),
+            "version": _release(service),
             "gateway": {"aprilsched": __version__, "engines": engines},
         }
     )
@@ -97,55 +95,43 @@ async def server_info(request: web.Request) -> web.Response:
 
 async def loads(request: web.Request) -> web.Response:
     """GET /v1/loads: the requests of the gateway, as those of one server."""
-    gateway = request.app[GATEWAY]
-    running, tokens = _room(gateway)
+    service = request.app[SERVICE]
+    running, tokens = _room(service)
     rank = {
         "timestamp": time.time(),
         "dp_rank": 0,
-        "num_running_reqs": gateway.running(),
-        "num_waiting_reqs": gateway.waiting(),
+        "num_running_reqs": service.running(),
+        "num_waiting_reqs": service.waiting(),
         "max_running_requests": running,
         "max_total_num_tokens": tokens,
     }
     return as_json(
-        {"timestamp": datetime.now(UTC).isoformat(), "version": _release(gateway), "loads": [rank]}
+        {"timestamp": datetime.now(UTC).isoformat(), "version": _release(service), "loads": [rank]}
     )
 
 
 async def models(request: web.Request) -> web.Response:
     """GET /v1/models."""
-    path = request.app[GATEWAY].model_path
+    path = request.app[SERVICE].model_path
     model = {"id": path, "object": "model", "owned_by": "sglang", "root": path, "parent": None}
     return as_json({"object": "list", "data": [model]})
 
 
 async def openapi(request: web.Request) -> web.Response:
     """GET /openapi.json: the paths, and the bodies that clients look up."""
-    paths: dict[str, dict[str, Any]] = {}
-    for route in request.app.router.routes():
-        if route.resource is not None:
-            paths.setdefault(route.resource.canonical, {})[route.method.lower()] = {}
-    schemas = {name: {"properties": fields, "type": "object"} for name, fields in _SCHEMAS.items()}
-    return as_json(
-        {
-            "openapi": "3.1.0",
-            "info": {"title": "aprilsched gateway", "version": __version__},
-            "paths": paths,
-            "components": {"schemas": schemas},
-        }
-    )
+    return answers.openapi(request, "aprilsched gateway", __version__, _SCHEMAS)
 
 
-def _room(gateway: Gateway) -> tuple[int, int]:
+def _room(service: Service) -> tuple[int, int]:
     """Running requests and tokens of KV that fit on all engines which tell it."""
-    found = [engine.capabilities for engine in gateway.fleet.engines]
+    found = [engine.capabilities for engine in service.fleet.engines]
     return (
         sum(each.max_running_requests or 0 for each in found),
         sum(each.kv_tokens or 0 for each in found),
     )
 
 
-def _release(gateway: Gateway) -> str:
+def _release(service: Service) -> str:
     """The oldest release among the engines, whose answers those of the gateway resemble."""
-    found = [re.findall(r"\d+", engine.capabilities.server)[:3] for engine in gateway.fleet.engines]
+    found = [re.findall(r"\d+", engine.capabilities.server)[:3] for engine in service.fleet.engines]
     return ".".join(min(found, key=lambda parts: [int(part) for part in parts]))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Sequence
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from aprilsched.serving.keys import asking_for
+from aprilsched.serving.refusals import refusing
 from aprilsched.testing import control_handlers, info
 from aprilsched.testing.generate import generate
-from aprilsched.testing.refusals import as_json, refusing
 from aprilsched.testing.served import SERVED, ServedEngine
 
 __all__ = ["make_app"]
@@ -51,26 +51,9 @@ def make_app(
     served: ServedEngine, *, admin_key: str | None, outermost: Sequence[Middleware] = ()
 ) -> web.Application:
     """The web application of `served`; the `outermost` middlewares see all calls and answers."""
-    middlewares: list[Middleware] = [*outermost, refusing]
-    if admin_key is not None:
-        middlewares.insert(-1, _asking_for(admin_key))
-    app = web.Application(middlewares=middlewares, client_max_size=_LARGEST_BODY)
+    keys = asking_for(api_key=None, admin_key=admin_key, control={path for _, path, _ in _ADMIN})
+    app = web.Application(middlewares=[*outermost, keys, refusing], client_max_size=_LARGEST_BODY)
     app[SERVED] = served
     for method, path, handler in (*_OPEN, *_ADMIN):
         app.router.add_route(method, path, handler)
     return app
-
-
-def _asking_for(key: str) -> Middleware:
-    """A middleware that answers 401 to a control call without the key."""
-    closed = {path for _, path, _ in _ADMIN}
-    expected = f"Bearer {key}".encode()
-
-    @web.middleware
-    async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if request.path in closed and not hmac.compare_digest(given, expected):
-            return as_json({"error": "Unauthorized"}, 401)
-        return await handler(request)
-
-    return ask

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from aprilsched.engines.sim.resources import TAGS
 from aprilsched.errors import EngineRejected
-from aprilsched.testing.bodies import (
+from aprilsched.serving.bodies import (
     AbortBody,
     AdapterBody,
     DiskBody,
@@ -18,7 +18,7 @@ from aprilsched.testing.bodies import (
     VersionBody,
     decode,
 )
-from aprilsched.testing.refusals import Crashed, Malformed, as_json
+from aprilsched.serving.refusals import Crashed, Malformed, as_json
 from aprilsched.testing.served import SERVED
 
 __all__ = [

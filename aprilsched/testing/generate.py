@@ -18,15 +18,12 @@ from aiohttp import web
 
 from aprilsched.engines.base import Chunk
 from aprilsched.errors import EngineError
-from aprilsched.testing.bodies import (
-    GenerateBody,
-    decode,
-    generation_request,
-    known_parameters,
-)
+from aprilsched.serving.answers import DONE, STREAM_HEADERS, Item, framed
+from aprilsched.serving.bodies import GenerateBody, decode
+from aprilsched.serving.refusals import Refused, as_json
 from aprilsched.testing.faults.middleware import spoil
-from aprilsched.testing.generate_answers import DONE, Answer, Item, framed
-from aprilsched.testing.refusals import Refused, as_json
+from aprilsched.testing.generate_answers import Answer
+from aprilsched.testing.requests import generation_request, known_parameters
 from aprilsched.testing.served import SERVED, Call, ServedEngine
 
 __all__ = ["generate", "one_token"]
@@ -52,7 +49,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
 async def _streamed(
     request: web.Request, served: ServedEngine, body: GenerateBody, rid: str
 ) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    response = web.StreamResponse(headers=STREAM_HEADERS)
     await response.prepare(request)
     try:
         async with (

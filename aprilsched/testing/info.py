@@ -8,8 +8,9 @@ from typing import Any
 
 from aiohttp import web
 
+from aprilsched.serving import answers
+from aprilsched.serving.refusals import as_json
 from aprilsched.testing.generate import one_token
-from aprilsched.testing.refusals import as_json
 from aprilsched.testing.served import SERVED
 
 __all__ = ["health", "loads", "model_info", "models", "openapi", "ready", "server_info"]
@@ -165,17 +166,4 @@ async def models(request: web.Request) -> web.Response:
 
 async def openapi(request: web.Request) -> web.Response:
     """GET /openapi.json: the paths, and the bodies that clients look up."""
-    paths: dict[str, dict[str, Any]] = {}
-    for route in request.app.router.routes():
-        if route.resource is not None:
-            paths.setdefault(route.resource.canonical, {})[route.method.lower()] = {}
-    schemas = {
-        name: {"properties": properties, "type": "object"} for name, properties in _SCHEMAS.items()
-    }
-    content = {
-        "openapi": "3.1.0",
-        "info": {"title": "FastAPI", "version": "0.1.0"},
-        "paths": paths,
-        "components": {"schemas": schemas},
-    }
-    return as_json(content)
+    return answers.openapi(request, "FastAPI", "0.1.0", _SCHEMAS)

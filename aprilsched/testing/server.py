@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from types import TracebackType
-
-from aiohttp import web
 
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.engine import SimEngine
-from aprilsched.errors import ConfigError
+from aprilsched.serving.listening import Listener
 from aprilsched.testing.app import make_app
 from aprilsched.testing.faults.broken import reset
 from aprilsched.testing.faults.choosing import Faults
@@ -20,9 +17,6 @@ from aprilsched.testing.faults.script import FaultScript
 from aprilsched.testing.served import ServedEngine
 
 __all__ = ["SimServer"]
-
-_SHUTDOWN_SECONDS = 1.0
-_LARGEST_PORT = 2**16 - 1
 
 
 class SimServer:
@@ -52,20 +46,15 @@ class SimServer:
         refit_seconds: float = 0.0,
         faults: FaultScript | None = None,
     ) -> None:
-        if not 0 <= port <= _LARGEST_PORT:
-            raise ConfigError(f"port is {port}; give one from 0 (any) to {_LARGEST_PORT}.")
+        self._listener = Listener(host, port)
         config = config or SimConfig(stream_at_pause=False)
         self.engine = SimEngine(
             f"sim-{port}", config, time_scale=time_scale, refit_seconds=refit_seconds
         )
         self._config = config
-        self._host = host
-        self._port = port
         self._admin_key = admin_key
         self._time_scale = time_scale
         self._served: ServedEngine | None = None
-        self._runner: web.AppRunner | None = None
-        self._bound: int | None = None
         self.faults = Faults(faults or FaultScript())
         """The faults of the script and how often they have happened."""
         self._engine_faults = EngineFaults(self.faults, self)
@@ -73,14 +62,12 @@ class SimServer:
     @property
     def url(self) -> str:
         """The URL of the server; its port is known once the server is started."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        port = self._port if self._bound is None else self._bound
-        return f"http://{host}:{port}"
+        return self._listener.url
 
     @property
     def listening(self) -> bool:
         """Whether the server is started, and not dead at the moment."""
-        return self._runner is not None
+        return self._listener.listening
 
     async def start(self) -> None:
         """Start to listen.
@@ -97,21 +84,11 @@ class SimServer:
     async def _listen(self, served: ServedEngine) -> None:
         outermost = [spoiling(self.faults, self._engine_faults)] if self.faults else []
         app = make_app(served, admin_key=self._admin_key, outermost=outermost)
-        # A handler whose client leaves is cancelled, which ends its request, as in SGLang.
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS, access_log=None
-        )
         try:
-            await self._runner.setup()
-            port = self._port if self._bound is None else self._bound
-            await web.TCPSite(self._runner, self._host, port).start()
-            self._bound = self._runner.addresses[0][1]
-        except OSError as error:
+            await self._listener.open(app)
+        except BaseException:
             await self.stop()
-            where, why = f"{self._host}:{self._port}", os.strerror(error.errno or 0)
-            raise ConfigError(
-                f"Cannot listen on {where} ({why}); give another host or port."
-            ) from error
+            raise
 
     async def stop(self) -> None:
         """Break the open connections and stop listening."""
@@ -119,18 +96,16 @@ class SimServer:
         if self._served is not None:
             self._served.cancel_late_aborts()
         await self.engine.close()
-        await self._close()
-        self._bound = None
+        await self._listener.close()
 
     async def crash(self) -> None:
         """Fail like a killed process: every connection is reset, and nothing listens."""
         if self._served is not None:
             self._served.cancel_late_aborts()
         self.engine.crash()
-        if self._runner is not None and self._runner.server is not None:
-            for connection in self._runner.server.connections:
-                reset(connection.transport)
-        await self._close()
+        for connection in self._listener.connections:
+            reset(connection.transport)
+        await self._listener.close(keep_port=True)
 
     async def restart(self, *, keeps_weights: bool = False) -> None:
         """Start again after :meth:`crash`, at the same address, as a new process.
@@ -147,11 +122,6 @@ class SimServer:
         if keeps_weights and had is not None:
             await self._served.begin_with(*had)
         await self._listen(self._served)
-
-    async def _close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
 
     async def __aenter__(self) -> SimServer:
         await self.start()

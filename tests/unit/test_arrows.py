@@ -332,6 +332,8 @@ RULES: dict[str, Rule] = {
             "aprilsched.types",
         )
     ),
+    # The server side of SGLang's HTTP API, for the test server and the gateway; it knows neither.
+    "aprilsched.serving": Rule(ours=("aprilsched.errors", "aprilsched.serving")),
     # For tests of other projects, too: the embedded engine behind SGLang's HTTP API.
     "aprilsched.testing": Rule(
         ours=(
@@ -340,6 +342,7 @@ RULES: dict[str, Rule] = {
             "aprilsched.errors",
             "aprilsched.loop_thread",
             "aprilsched.sampling",
+            "aprilsched.serving",
             "aprilsched.testing",
             "aprilsched.types",
         )
@@ -355,7 +358,7 @@ RULES: dict[str, Rule] = {
     "aprilsched.cli.main": Rule(
         ours=("aprilsched", "aprilsched.errors", "aprilsched.extras"), others=frozenset()
     ),
-    # A front of the coordinator, as a trainer is; it shares SGLang's bodies with the test server.
+    # A front of the coordinator, as a trainer is.
     "aprilsched.gateway": Rule(
         ours=(
             # The version in the answers.
@@ -366,10 +369,8 @@ RULES: dict[str, Rule] = {
             "aprilsched.errors",
             "aprilsched.gateway",
             "aprilsched.sampling",
+            "aprilsched.serving",
             "aprilsched.telemetry.base",
-            "aprilsched.testing.bodies",
-            "aprilsched.testing.generate_answers",
-            "aprilsched.testing.refusals",
             "aprilsched.types",
             "aprilsched.weights",
         )

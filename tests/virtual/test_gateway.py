@@ -40,7 +40,7 @@ class Front:
 
     @property
     def state(self) -> SchedulerState:
-        return self.gateway._rollouts.state  # pyright: ignore[reportPrivateUsage]
+        return self.gateway.service._rollouts.state  # pyright: ignore[reportPrivateUsage]
 
     def stream(self, tokens: int, **body: Any) -> Reader:
         return Reader(self.raw, {**asked(tokens, **body), "stream": True, "return_logprob": True})
@@ -147,7 +147,7 @@ async def test_many_clients_at_a_time(one: Front):
     expected = await one.reference(40)
     answers = await asyncio.gather(*(one.raw.post("/generate", asked(40)) for _ in range(60)))
     assert all(answer["output_ids"] == expected for _, answer in answers)
-    assert len(one.gateway.responses) == 0
+    assert len(one.gateway.service.responses) == 0
     assert one.state.in_flight.counters.delivered == 61
 
 
@@ -177,7 +177,7 @@ async def test_a_bad_request_is_refused_before_anything_is_launched(
     said = answer.get("message") or answer["error"]["message"]
     assert re.search(words, said)
     assert one.state.in_flight.counters.launched == 0
-    assert len(one.gateway.responses) == 0
+    assert len(one.gateway.service.responses) == 0
 
 
 async def test_a_request_that_every_engine_refuses_fails_alone(one: Front):
@@ -201,7 +201,7 @@ async def test_more_requests_than_allowed_are_turned_away():
         assert status == 503
         assert "2 open responses" in answer["error"]["message"]
         first.task.cancel()
-        await until(lambda: len(one.gateway.responses) < 2)
+        await until(lambda: len(one.gateway.service.responses) < 2)
         assert (await one.raw.post("/generate", asked(5)))[0] == 200
 
 
@@ -217,9 +217,9 @@ async def test_a_client_that_disconnects_leaves_nothing_but_an_entry_in_the_ledg
     else:
         await one.raw.post("/pause_generation", {"mode": "retract"})
         reader = one.stream(LONG)
-        await until(lambda: len(one.gateway.responses) == 1)
+        await until(lambda: len(one.gateway.service.responses) == 1)
     reader.task.cancel()
-    await until(lambda: len(one.gateway.responses) == 0 and not one.state.in_flight.groups)
+    await until(lambda: len(one.gateway.service.responses) == 0 and not one.state.in_flight.groups)
     if not launched:
         await one.raw.post("/continue_generation", {})
     await until(lambda: one.state.in_flight.ledger.total == 1)
@@ -254,7 +254,7 @@ async def test_a_name_in_use_is_refused_and_free_again_afterwards(one: Front):
     status, answer = await one.raw.post("/generate", asked(5, rid="mine"))
     assert (status, answer["error"]["message"]) == (400, "Duplicate request ID detected: mine")
     await one.raw.post("/abort_request", {"abort_all": True})
-    await until(lambda: len(one.gateway.responses) == 0)
+    await until(lambda: len(one.gateway.service.responses) == 0)
     assert (await one.raw.post("/generate", asked(5, rid="mine")))[0] == 200
 
 
@@ -382,7 +382,7 @@ async def test_without_an_engine_requests_wait_and_health_says_so():
     async with front() as one:
         reader = await one.stream(LONG).reach(INTERVAL)
         await one.servers[0].crash()
-        await until(lambda: not one.gateway.in_use)
+        await until(lambda: not one.gateway.service.in_use)
         assert (await one.raw.get("/health"))[0] == 503
         assert not reader.task.done()
         await one.servers[0].restart()
@@ -461,7 +461,7 @@ async def test_stopping_lets_open_responses_end_and_takes_no_new_ones():
     async with front(settings=GatewaySettings(port=0, drain_s=600)) as one:
         reader = await one.stream(LONG).reach(INTERVAL)
         stopping = asyncio.create_task(one.gateway.stop())
-        await until(lambda: one.gateway.draining)
+        await until(lambda: one.gateway.service.draining)
         assert (await one.raw.post("/generate", asked(5)))[0] == 503
         assert (await one.raw.get("/health"))[0] == 503
         await reader.end()

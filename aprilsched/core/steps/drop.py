@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages.commands import Abort, CancelWork, GiveUp
-from aprilsched.core.messages.events import Failed
+from aprilsched.core.messages.events import Failed, GroupWithdrawn
 from aprilsched.core.messages.facts import (
     AttemptCalledBack,
     DroppedRollout,
@@ -24,7 +24,14 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import GroupRecord, RequestRecord
 from aprilsched.core.state.state import SchedulerState
 
-__all__ = ["abort", "count_failure", "count_interruption", "drop", "refuse"]
+__all__ = [
+    "abort",
+    "count_failure",
+    "count_interruption",
+    "drop",
+    "on_group_withdrawn",
+    "refuse",
+]
 
 _FAILURES = frozenset(
     {Reason.BAD_PROMPT, Reason.FAILED, Reason.REWARD_FAILED, Reason.EPISODE_FAILED}
@@ -84,6 +91,13 @@ def drop(
     )
     if reason in _FAILURES:
         _count_failure(state, cause)
+
+
+def on_group_withdrawn(state: SchedulerState, event: GroupWithdrawn) -> None:
+    """Drop a group that nobody wants any more, unless its batch is with the trainer."""
+    group = state.in_flight.groups.get(event.group_id)
+    if group is not None and group.evaluation_id is None and not group.offered:
+        drop(state, group, Reason.WITHDRAWN, event.cause)
 
 
 def refuse(state: SchedulerState, cause: str) -> None:

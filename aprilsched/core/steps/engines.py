@@ -1,4 +1,11 @@
-"""Handles engines that join, answer control calls, go on standby, come into use, and are lost."""
+"""Handles engines that join, answer control calls, go on standby, come into use, and are lost, and
+the hold of a trainer that pauses and continues them by calls of its own.
+
+A held fleet is paused like one whose batch is full: requests wait inside the engines where the
+straggler policy lets them (``retract``, ``in_place``, ``choose``), are called back (``abort``), or
+run to their end (``run``). Running evaluations end first. An update that comes meanwhile is carried
+out, and the engines stay paused after it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +16,8 @@ from aprilsched.core.messages.events import (
     EngineJoined,
     EngineLost,
     Flushed,
+    HoldEnded,
+    HoldRequested,
     Opened,
     Paused,
 )
@@ -38,6 +47,8 @@ __all__ = [
     "on_engine_joined",
     "on_engine_lost",
     "on_flushed",
+    "on_hold_ended",
+    "on_hold_requested",
     "on_opened",
     "on_paused",
     "promote",
@@ -138,6 +149,14 @@ def on_continued(state: SchedulerState, event: Continued) -> None:
             rollout = request.rollout
             request.pending_prefill = len(rollout.prompt_ids) + len(rollout.log)
             state.fleet.health.of(event.engine).pending_prefill += request.pending_prefill
+
+
+def on_hold_requested(state: SchedulerState, _: HoldRequested) -> None:
+    state.fleet.held = True
+
+
+def on_hold_ended(state: SchedulerState, _: HoldEnded) -> None:
+    state.fleet.held = False
 
 
 def on_control_failed(state: SchedulerState, event: ControlFailed) -> None:

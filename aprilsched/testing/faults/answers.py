@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from aiohttp import web
 
+from aprilsched.serving.refusals import as_json
 from aprilsched.testing.faults.broken import Broken, wait
 from aprilsched.testing.faults.choosing import Met
 from aprilsched.testing.faults.kinds import (
@@ -29,7 +30,6 @@ from aprilsched.testing.faults.kinds import (
     Truncate,
 )
 from aprilsched.testing.faults.stream_faults import dribbled, flood
-from aprilsched.testing.refusals import as_json
 
 __all__ = ["after", "instead"]
 

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from aprilsched.serving.answers import DONE, Event, Item, framed
 from aprilsched.testing.faults.broken import Broken, wait
 from aprilsched.testing.faults.choosing import Met
 from aprilsched.testing.faults.kinds import (
@@ -31,7 +32,6 @@ from aprilsched.testing.faults.kinds import (
     Stall,
     Truncate,
 )
-from aprilsched.testing.generate_answers import DONE, Event, Item, framed
 
 __all__ = [
     "CHANGES",

@@ -1,11 +1,11 @@
-"""Request bodies as typed structs, and the sampling parameters in them.
+"""Makes the request of the embedded engine from a body, and refuses what SGLang would refuse.
 
-Unknown fields of a body are ignored; an unknown sampling parameter fails the request, as in SGLang.
+An unknown sampling parameter fails the request, as in SGLang.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,81 +13,13 @@ import numpy as np
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.errors import ConfigError
-from aprilsched.testing.refusals import Crashed, Malformed, Refused
+from aprilsched.serving.bodies import GenerateBody
+from aprilsched.serving.refusals import Crashed, Refused
 from aprilsched.types import SamplingParams
 
-__all__ = [
-    "AbortBody",
-    "AdapterBody",
-    "DiskBody",
-    "GenerateBody",
-    "MemoryBody",
-    "PauseBody",
-    "VersionBody",
-    "decode",
-    "generation_request",
-    "known_parameters",
-]
+__all__ = ["generation_request", "known_parameters"]
 
-T = TypeVar("T")
-
-
-class GenerateBody(msgspec.Struct, frozen=True):
-    """POST /generate."""
-
-    input_ids: list[int] | None = None
-    text: str | None = None
-    sampling_params: dict[str, Any] | None = None
-    rid: str | None = None
-    stream: bool = False
-    return_logprob: bool = False
-    lora_path: str | None = None
-    extra_key: str | None = None
-
-
-class PauseBody(msgspec.Struct, frozen=True):
-    """Body of POST /pause_generation; SGLang's default ends every request."""
-
-    mode: Literal["abort", "retract", "in_place"] = "abort"
-
-
-class AbortBody(msgspec.Struct, frozen=True):
-    """POST /abort_request."""
-
-    rid: str | None = None
-    abort_all: bool = False
-
-
-class DiskBody(msgspec.Struct, frozen=True):
-    """POST /update_weights_from_disk."""
-
-    model_path: str
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-
-
-class VersionBody(msgspec.Struct, frozen=True):
-    """Body of POST /update_weight_version; SGLang's default ends every request."""
-
-    new_version: str
-    abort_all_requests: bool = True
-
-
-class AdapterBody(msgspec.Struct, frozen=True):
-    """Body of POST /load_lora_adapter and /unload_lora_adapter; unloading needs no path."""
-
-    lora_name: str
-    lora_path: str = ""
-
-
-class MemoryBody(msgspec.Struct, frozen=True):
-    """Body of POST /release_memory_occupation and /resume_memory_occupation.
-
-    Without `tags` the call is for all parts.
-    """
-
-    tags: list[str] | None = None
+_DEFAULT_NEW_TOKENS = 128
 
 
 class _Sampling(msgspec.Struct, frozen=True):
@@ -119,23 +51,6 @@ class _Sampling(msgspec.Struct, frozen=True):
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     custom_params: Any = None
-
-
-_DEFAULT_NEW_TOKENS = 128
-
-
-def decode(body: bytes, kind: type[T]) -> T:
-    """Decode `body` as a `kind`.
-
-    Raises:
-        Malformed: if it is missing or has another form.
-    """
-    if not body:
-        raise Malformed("Field required: the request has no body.")
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Malformed(str(error)) from error
 
 
 def known_parameters(body: GenerateBody) -> None:

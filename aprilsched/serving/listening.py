@@ -1,0 +1,98 @@
+"""Listens at one address with an aiohttp application."""
+
+from __future__ import annotations
+
+import os
+
+from aiohttp import web
+
+from aprilsched.errors import ConfigError
+
+__all__ = ["Listener", "check_port"]
+
+_LARGEST_PORT = 2**16 - 1
+_CLOSE_S = 1.0
+"""Seconds that open connections have when the listener closes."""
+
+
+def check_port(port: int) -> None:
+    """Refuse a port that there is not.
+
+    Raises:
+        ConfigError: if `port` is not from 0 (any) to 65535.
+    """
+    if not 0 <= port <= _LARGEST_PORT:
+        raise ConfigError(f"port is {port}; give one from 0 (any) to {_LARGEST_PORT}.")
+
+
+class Listener:
+    """An address, and the server that listens there while it is open.
+
+    Args:
+        host: address to listen at; any address but loopback lets other machines connect.
+        port: port to listen at; 0 for any free one.
+
+    Raises:
+        ConfigError: if the port is out of its range.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        check_port(port)
+        self._host = host
+        self._port = port
+        self._bound: int | None = None
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        """The URL of the server; with port 0 its port is known once it has listened."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port if self._bound is None else self._bound}"
+
+    @property
+    def listening(self) -> bool:
+        return self._runner is not None
+
+    @property
+    def connections(self) -> list[web.RequestHandler]:
+        """The open connections."""
+        if self._runner is None or self._runner.server is None:
+            return []
+        return list(self._runner.server.connections)
+
+    async def open(self, app: web.Application) -> None:
+        """Start to listen. A handler whose client leaves is cancelled.
+
+        Raises:
+            ConfigError: if the address cannot be used.
+        """
+        runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=_CLOSE_S, access_log=None
+        )
+        port = self._port if self._bound is None else self._bound
+        try:
+            await runner.setup()
+            await web.TCPSite(runner, self._host, port).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise ConfigError(
+                f"Cannot listen on {self._host}:{port} ({os.strerror(error.errno or 0)}); give "
+                "another host or port."
+            ) from error
+        except BaseException:
+            await runner.cleanup()
+            raise
+        self._runner = runner
+        self._bound = runner.addresses[0][1]
+
+    async def close(self, *, keep_port: bool = False) -> None:
+        """Stop to listen, and break what is still open after a second.
+
+        With `keep_port` the next :meth:`open` listens at the same port, also where any was asked
+        for.
+        """
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+        if not keep_port:
+            self._bound = None
