@@ -40,41 +40,27 @@ import shutil
 import signal
 import struct
 import tempfile
-import traceback
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any
 
-from aprilsched import blocking
-from aprilsched.coordinator import BiasNow, RefitReport
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.coordinator.prompt_queue import PromptQueue
-from aprilsched.core.state.state import SchedulerState
-from aprilsched.engines.base import Engine, Fleet
-from aprilsched.errors import (
-    AprilschedError,
-    ConfigError,
-    EngineError,
-    InvariantViolation,
-    RefitError,
-    SchedulerClosed,
+from aprilsched.errors import ConfigError, SchedulerClosed
+from aprilsched.remote import (
+    BlockingScheduler,
+    FromTrainer,
+    Raised,
+    RemoteScheduler,
+    Served,
+    absolute,
+    unsendable,
 )
-from aprilsched.telemetry.figures import AlignmentFigures
-from aprilsched.types import Batch, Prompt, Receipt
-from aprilsched.weights.base import AdapterPublisher, ConcludingPublisher, WeightPublisher
-from aprilsched.weights.external import ExternalWeights, Handshake
+from aprilsched.types import Prompt
 
 __all__ = ["FromTrainer", "RolloutScheduler"]
 
@@ -92,7 +78,7 @@ _INLINE_BYTES = 1 << 14
 would have to get Python's lock again for each part."""
 
 
-class RolloutScheduler(blocking.RolloutScheduler):
+class RolloutScheduler(BlockingScheduler):
     """The blocking scheduler with an interpreter of its own.
 
     Everything that `make` makes is in the scheduler's process: the fleet, the prompts, the reward
@@ -124,133 +110,22 @@ class RolloutScheduler(blocking.RolloutScheduler):
     def __init__(
         self, make: Callable[..., AsyncRolloutScheduler], /, *arguments: object, **named: object
     ) -> None:
-        self._remote = _Remote(make, arguments, named)
-        self._use(cast("AsyncRolloutScheduler", self._remote))
-
-    @property
-    def version(self) -> int:
-        """The trainer's policy version, as of the last answer of the scheduler."""
-        return self._remote.version
-
-    @property
-    def state(self) -> SchedulerState:
-        """A copy of the scheduler's state."""
-        return self._wait(lambda: self._remote.call("state"))
-
-    def bias(self) -> BiasNow:
-        """How the delivered lengths differ so far from the law that lengths are drawn from."""
-        return self._wait(lambda: self._remote.call("bias"))
-
-    async def _offered(self, within: float | None) -> Batch:
-        return await self._remote.offered(within)
+        self._process = _Remote(make, arguments, named)
+        self._use_remote(self._process)
 
     def _stop_thread(self) -> None:
         try:
             super()._stop_thread()
         finally:
-            self._remote.end()
-
-
-class FromTrainer:
-    """Runs a publisher in the trainer's process, where the tensors are.
-
-    ``rollouts.update_weights(FromTrainer(DistributedPublisher(weights), SGLangFleet(urls)))``
-    pauses the engines and asks each for its version afterwards, as every update does. In between,
-    the publisher moves the weights from the trainer's process to the engines of `fleet`. Make one
-    object for all updates of a scheduler, so that connections and groups last from one to the next.
-
-    Args:
-        publisher: any publisher of full weights.
-        fleet: the engines of the scheduler once more, under the same names. Only its list of
-            engines is used; each is opened here before the first update.
-
-    Raises:
-        ConfigError: if `publisher` publishes adapters, or nothing itself.
-    """
-
-    def __init__(self, publisher: WeightPublisher, fleet: Fleet) -> None:
-        if isinstance(publisher, AdapterPublisher | ExternalWeights | Handshake):
-            raise ConfigError(
-                f"a {type(publisher).__name__} moves no tensors of the trainer; give it to "
-                "update_weights() itself, or use paused_for_weights()."
-            )
-        self.publisher = publisher
-        self._fleet = fleet
-        self._opened: dict[str, Engine] = {}
-
-    async def prepare(self, version: int) -> None:
-        """Prepare the publisher."""
-        await self.publisher.prepare(version)
-
-    async def publish(
-        self, version: int, engines: Sequence[Engine]
-    ) -> Mapping[str, Exception | None]:
-        """What the publisher does, for a scheduler of the same process."""
-        return await self.publisher.publish(version, engines)
-
-    async def open(self, version: int) -> None:
-        """Open the engines here, while they generate.
-
-        An engine that cannot be opened does not take the version. It is tried again at the next.
-        """
-        closed = [each for each in self._fleet.engines if each.name not in self._opened]
-        failures = await asyncio.gather(
-            *(engine.open() for engine in closed), return_exceptions=True
-        )
-        for engine, failure in zip(closed, failures, strict=True):
-            if failure is None:
-                self._opened[engine.name] = engine
-            else:
-                log.error("%s does not take version %d: %r", engine.name, version, failure)
-
-    async def send(self, version: int, names: Sequence[str]) -> None:
-        """Bring `version` to the engines of these names, which the scheduler has paused.
-
-        Raises:
-            ConfigError: if none of them is open here.
-            Exception: what the publisher raises, or the first error if no engine took the weights.
-        """
-        engines = [self._opened[name] for name in names if name in self._opened]
-        if not engines:
-            raise ConfigError(
-                f"FromTrainer has opened {', '.join(self._opened) or 'no engine'}, and the "
-                f"scheduler has paused {', '.join(names)}; give it a fleet of the same servers."
-            )
-        try:
-            outcomes = await self.publisher.publish(version, engines)
-        except BaseException:
-            await self._close(list(self._opened))
-            raise
-        failed = {name: error for name, error in outcomes.items() if error is not None}
-        # What went wrong there may be a restart, of which an engine that is opened again knows.
-        await self._close(failed)
-        if len(failed) == len(engines):
-            raise next(iter(failed.values()))
-
-    async def close(self) -> None:
-        """Leave the engines' groups, and close the engines."""
-        if isinstance(self.publisher, LastingPublisher):
-            await self.publisher.aclose()
-        await self._close(list(self._opened))
-
-    async def _close(self, names: Iterable[str]) -> None:
-        for name in names:
-            await self._opened.pop(name).close()
-
-
-@runtime_checkable
-class LastingPublisher(Protocol):
-    """A publisher that keeps something from one update to the next."""
-
-    async def aclose(self) -> None: ...
+            self._process.end()
 
 
 # --- the trainer's process -----------------------------------------------------------------------
 
 
-class _Remote:
-    """The scheduler as the trainer's process sees it: the asyncio scheduler's methods, which are
-    called on the loop of the blocking scheduler's thread."""
+class _Remote(RemoteScheduler):
+    """The scheduler as the trainer's process sees it. Its methods are called on the loop of the
+    blocking scheduler's thread."""
 
     def __init__(
         self,
@@ -258,7 +133,7 @@ class _Remote:
         arguments: Sequence[object],
         named: Mapping[str, object],
     ) -> None:
-        self.version = 0
+        super().__init__()
         self._queues: list[PromptQueue] = []
         self._order = _Order(
             make=make,
@@ -271,9 +146,6 @@ class _Remote:
         self._numbers = itertools.count(_OPENING)
         self._unanswered: dict[int, asyncio.Future[Any]] = {}
         self._forwarding: list[asyncio.Task[None]] = []
-        self._publishers: dict[int, FromTrainer] = {}
-        """By identity: those that have engines to close."""
-        self._updates: set[asyncio.Task[RefitReport]] = set()
 
     def _replaced(self, argument: object) -> object:
         if isinstance(argument, PromptQueue):
@@ -303,11 +175,9 @@ class _Remote:
     async def close(self) -> None:
         if self._process is None:
             return
-        for task in (*self._forwarding, *self._updates):
+        for task in self._forwarding:
             task.cancel()
-        for publisher in self._publishers.values():
-            with suppress(EngineError):
-                await publisher.close()
+        await self._end_updates()
         if self._failure is None:
             with suppress(SchedulerClosed):
                 await self.call("close")
@@ -351,7 +221,6 @@ class _Remote:
     # --- calls ---------------------------------------------------------------------------------
 
     async def call(self, name: str, *arguments: object, **named: object) -> Any:
-        """Call a method of :class:`_Served` with this name, or else of the scheduler."""
         if self._process is None:
             raise SchedulerClosed("use the scheduler inside its `with` block.")
         number = next(self._numbers)
@@ -359,7 +228,6 @@ class _Remote:
         return await self._answer(self._process, number)
 
     def tell(self, name: str, *arguments: object) -> None:
-        """Make a call without an answer."""
         if self._process is not None:
             self._send(self._process, _NO_ANSWER, name, *arguments)
 
@@ -383,7 +251,7 @@ class _Remote:
         try:
             content = pickle.dumps((name, arguments, named))
         except Exception as error:
-            raise _unsendable(f"an argument of {name}()", error) from error
+            raise unsendable(f"an argument of {name}()", error) from error
         process.link.send(number, self.version, content)
 
     def _read(self, process: _Process) -> None:
@@ -403,7 +271,7 @@ class _Remote:
         try:
             result, error = message.read()
         except Exception as trouble:
-            future.set_exception(_unsendable("the scheduler's answer", trouble))
+            future.set_exception(unsendable("the scheduler's answer", trouble))
             return
         if error is None:
             future.set_result(result)
@@ -421,121 +289,10 @@ class _Remote:
         except ConfigError as error:
             self._fail(error)
 
-    # --- the scheduler's methods ---------------------------------------------------------------
-
-    async def offered(self, within: float | None) -> Batch:
-        try:
-            batch: Batch = await self.call("offered", within)
-        except BaseException:
-            # It may have been on its way.
-            self._hand_back()
-            raise
-        if batch.receipt is None:
-            return batch
-        return replace(batch, receipt=Receipt(partial(self.tell, "acknowledge", batch.index)))
-
-    def _take(self) -> None:
-        self.tell("take")
-
-    def _hand_back(self) -> None:
-        self.tell("hand_back")
-
-    async def evaluate(self, prompts: Iterable[Prompt], *, group_size: int) -> Batch:
-        return await self.call("evaluate", tuple(prompts), group_size=group_size)
-
-    async def report_logprobs(self, batch: Batch, logprobs: object) -> AlignmentFigures:
-        if isinstance(logprobs, list | tuple):
-            rows = [_plain(row) for row in cast("Sequence[object]", logprobs)]
-            return await self.call("report_logprobs", batch, rows)
-        return await self.call("report_logprobs", batch, _plain(logprobs))
-
-    async def update_weights(
-        self, publisher: WeightPublisher, *, version: int | None, acknowledge: bool
-    ) -> RefitReport:
-        named = {"version": version, "acknowledge": acknowledge}
-        if not isinstance(publisher, FromTrainer):
-            return await self.call("update_weights", publisher, **named)
-        self._publishers[id(publisher)] = publisher
-        number = self.version + 1 if version is None else version
-        begun = asyncio.Event()
-        update = asyncio.create_task(self._publish(publisher, number, acknowledge, begun))
-        self._updates.add(update)
-        update.add_done_callback(self._updates.discard)
-        try:
-            return await asyncio.shield(update)
-        except asyncio.CancelledError:
-            # Weights that are being loaded are loaded to their end, as in every update.
-            if not begun.is_set():
-                update.cancel()
-                await asyncio.wait([update])
-            raise
-
-    async def _publish(
-        self, here: FromTrainer, version: int, acknowledge: bool, begun: asyncio.Event
-    ) -> RefitReport:
-        try:
-            await here.prepare(version)
-            await here.open(version)
-            paused = await self.call("begin_update", version, acknowledge)
-            if isinstance(paused, RefitReport):
-                return paused
-            begun.set()
-            try:
-                await here.send(version, paused)
-            except BaseException as error:
-                # The update fails with the publisher's error, unless an engine has the version.
-                await self.call("end_update", _Raised.of(error))
-                raise
-            return await self.call("end_update", None)
-        finally:
-            if isinstance(here.publisher, ConcludingPublisher):
-                await here.publisher.conclude()
-
-    async def checkpoint(self, path: Path | str, *, acknowledge: bool) -> None:
-        await self.call("checkpoint", _absolute(path), acknowledge=acknowledge)
-
     def restore(self, path: Path | str) -> None:
         if self._process is not None:
             raise SchedulerClosed("restore() comes before the `with` block.")
-        self._order = replace(self._order, restored=_absolute(path))
-
-    def paused_for_weights(
-        self, *, version: int | None, label: bool
-    ) -> AbstractAsyncContextManager[tuple[str, ...]]:
-        return self._block("paused_for_weights", version=version, label=label)
-
-    def asleep(self, *, tags: Sequence[str]) -> AbstractAsyncContextManager[None]:
-        return self._block("asleep", tags=tuple(tags))
-
-    @asynccontextmanager
-    async def _block(self, name: str, **named: object) -> AsyncGenerator[Any]:
-        """A block of the scheduler around one of the trainer."""
-        entered = await self.call("enter", name, **named)
-        try:
-            yield entered
-        except BaseException as error:
-            await self.call("leave", _Raised.of(error))
-            raise
-        else:
-            await self.call("leave", None)
-
-
-def _unsendable(what: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"{what} cannot be sent to the scheduler's process ({error}); give functions and classes "
-        "of a module, and a publisher that needs the trainer's memory as FromTrainer(publisher, "
-        "fleet)."
-    )
-
-
-def _absolute(path: Path | str) -> Path:
-    return Path(path).absolute()
-
-
-def _plain(logprobs: object) -> object:
-    """A tensor as a numpy array, so that the scheduler's process needs no torch."""
-    detach = getattr(logprobs, "detach", None)
-    return logprobs if detach is None else detach().float().cpu().numpy()
+        self._order = replace(self._order, restored=absolute(path))
 
 
 # --- between the two -----------------------------------------------------------------------------
@@ -556,49 +313,6 @@ class _QueueOf:
     """Stands for a queue of prompts of the trainer's process."""
 
     number: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Raised:
-    """An exception on its way to the other process.
-
-    Pickle calls the constructor of an exception with its message, which many of them refuse. The
-    parts are sent instead, and a summary for those that the other process cannot have.
-    """
-
-    summary: str
-    parts: bytes | None
-    cause: _Raised | None
-
-    @classmethod
-    def of(cls, error: BaseException, *, tell_where: bool = False) -> _Raised:
-        if tell_where and not isinstance(
-            error, AprilschedError | TimeoutError | asyncio.CancelledError
-        ):
-            trace = "".join(traceback.format_exception(error))
-            error.add_note(f"In the scheduler's process:\n{trace}")
-        try:
-            parts = pickle.dumps((type(error), error.args, error.__dict__))
-        except Exception:
-            parts = None
-        cause = error.__cause__
-        return cls(
-            summary=f"{type(error).__name__}: {error}",
-            parts=parts,
-            cause=None if cause is None else cls.of(cause),
-        )
-
-    def again(self) -> BaseException:
-        error: BaseException
-        try:
-            kind, arguments, fields = pickle.loads(self.parts or b"")  # noqa: S301
-            error = kind.__new__(kind, *arguments)
-            error.__dict__.update(fields)
-        except Exception:
-            error = AprilschedError(f"the scheduler's process raised {self.summary}")
-        if self.cause is not None:
-            error.__cause__ = self.cause.again()
-        return error
 
 
 class _Process:
@@ -625,7 +339,7 @@ class _Process:
                 self._process.start()
         except Exception as error:
             self.link.close()
-            raise _unsendable("the function or an argument of it", error) from error
+            raise unsendable("the function or an argument of it", error) from error
         # At its end, Python waits for the process, which waits for this.
         atexit.register(self.link.close)
 
@@ -727,29 +441,22 @@ def _main(connection: Connection, folder: str, *, order: _Order) -> None:
     asyncio.run(_Served(_Link(connection, Path(folder)), order).run())
 
 
-class _Served:
+class _Served(Served):
     """Answers the calls of the trainer's process."""
 
     def __init__(self, link: _Link, order: _Order) -> None:
+        super().__init__()
         self._link = link
         self._order = order
-        self._scheduler: AsyncRolloutScheduler | None = None
         self._queues: dict[int, PromptQueue] = {}
-        self._calls: dict[int, asyncio.Task[Any]] = {}
-        self._blocks: list[AbstractAsyncContextManager[Any]] = []
-        self._update: tuple[Handshake, asyncio.Task[RefitReport]] | None = None
-        """The update whose weights the trainer's process is loading."""
         self._hung_up = asyncio.Event()
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        self._begin(_OPENING, self._open())
+        self._answer(_OPENING, self._begin(_OPENING, self._open()))
         loop.add_reader(self._link.connection.fileno(), self._read)
         await self._hung_up.wait()
-        for task in list(self._calls.values()):
-            task.cancel()
-        if self._scheduler is not None:
-            await self._scheduler.close()
+        await self._close()
         # A trainer that was killed has left the folder.
         self._link.close()
 
@@ -787,30 +494,25 @@ class _Served:
         try:
             name, arguments, named = message.read()
         except Exception as error:
-            self._reply(number, None, _unsendable("an argument", error))
+            self._reply(number, None, unsendable("an argument", error))
             return
         if name == "withdraw":
-            if number in self._calls:
-                self._calls[number].cancel()
+            self.withdraw(number)
         elif number == _NO_ANSWER:
             getattr(self, name)(*arguments)
         else:
-            method = getattr(self, name, None) or getattr(self._scheduler, name)
-            self._begin(number, method(*arguments, **named))
+            self._answer(number, self.begin(number, name, arguments, named))
 
-    def _begin(self, number: int, call: Coroutine[Any, Any, Any]) -> None:
-        task = self._calls[number] = asyncio.get_running_loop().create_task(call)
-        # A task that is cancelled before it begins runs nothing of its coroutine.
-        task.add_done_callback(partial(self._end, number))
+    def _answer(self, number: int, call: asyncio.Task[Any]) -> None:
+        call.add_done_callback(partial(self._end, number))
 
     def _end(self, number: int, task: asyncio.Task[Any]) -> None:
-        del self._calls[number]
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         self._reply(number, None if error else task.result(), error)
 
     def _reply(self, number: int, result: object, error: BaseException | None) -> None:
-        version = 0 if self._scheduler is None else self._scheduler.version
-        raised = None if error is None else _Raised.of(error, tell_where=True)
+        version = self.version
+        raised = None if error is None else Raised.of(error, tell_where=True)
         try:
             try:
                 content = pickle.dumps((result, raised))
@@ -821,85 +523,9 @@ class _Served:
                 ) from trouble
             self._link.send(number, version, content)
         except ConfigError as refused:
-            self._link.send(number, version, pickle.dumps((None, _Raised.of(refused))))
-
-    # --- what the trainer's process calls ------------------------------------------------------
-
-    @property
-    def _opened(self) -> AsyncRolloutScheduler:
-        if self._scheduler is None:
-            raise InvariantViolation("the scheduler's process was called before it was open")
-        return self._scheduler
-
-    async def offered(self, within: float | None) -> Batch:
-        return await blocking.offered(self._opened, within)
-
-    async def state(self) -> SchedulerState:
-        return self._opened.state
-
-    async def bias(self) -> BiasNow:
-        return self._opened.bias()
-
-    async def enter(self, name: str, **named: object) -> object:
-        block = getattr(self._opened, name)(**named)
-        entered = await block.__aenter__()
-        self._blocks.append(block)
-        return entered
-
-    async def leave(self, raised: _Raised | None) -> None:
-        block = self._blocks.pop()
-        if raised is None:
-            await block.__aexit__(None, None, None)
-            return
-        error = raised.again()
-        try:
-            await block.__aexit__(type(error), error, None)
-        except BaseException as other:
-            # The trainer's process raises its own error itself.
-            if other is not error:
-                raise
-
-    async def begin_update(self, version: int, acknowledge: bool) -> tuple[str, ...] | RefitReport:
-        """Pause the engines for a publisher of the trainer's process; returns their names."""
-        handshake = Handshake()
-        update = asyncio.create_task(
-            self._opened.update_weights(handshake, version=version, acknowledge=acknowledge)
-        )
-        try:
-            names = await handshake.paused()
-        except asyncio.CancelledError:
-            update.cancel()
-            await asyncio.wait([update])
-            raise
-        except RefitError:
-            # The update has ended by itself, and knows why.
-            return await update
-        self._update = (handshake, update)
-        return names
-
-    async def end_update(self, raised: _Raised | None) -> RefitReport:
-        """Say that the weights are loaded, or why not; returns when the engines were asked."""
-        if self._update is None:
-            raise InvariantViolation("an update was ended that had not begun")
-        (handshake, update), self._update = self._update, None
-        with suppress(RefitError):  # The update has taken too long, which it says itself.
-            if raised is None:
-                handshake.done()
-            else:
-                handshake.fail(raised.again())
-        return await update
+            self._link.send(number, version, pickle.dumps((None, Raised.of(refused))))
 
     # --- what it is told, without an answer ----------------------------------------------------
-
-    def take(self) -> None:
-        self._opened._take()  # pyright: ignore[reportPrivateUsage]
-
-    def hand_back(self) -> None:
-        self._opened._hand_back()  # pyright: ignore[reportPrivateUsage]
-
-    def acknowledge(self, index: int) -> None:
-        session = self._opened._session  # pyright: ignore[reportPrivateUsage]
-        session.durability.acknowledge((index,))
 
     def push(self, number: int, prompts: Sequence[Prompt]) -> None:
         self._queues[number].put(*prompts)

@@ -114,6 +114,16 @@ class Durability:
                 "or begin with a new store."
             ) from error
 
+    @property
+    def stored(self) -> bool:
+        """Whether there is a store."""
+        return self._recorder is not None
+
+    @property
+    def restores(self) -> bool:
+        """Whether the run begins with a checkpoint."""
+        return self._checkpoint is not None
+
     def start(self, tasks: Tasks) -> None:
         if self._recorder is not None:
             self._recorder.start(tasks)

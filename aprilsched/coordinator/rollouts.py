@@ -229,6 +229,26 @@ class RolloutScheduler:
         """Say that the batch has not arrived: it is offered as before."""
         self._session.end_hand_over()
 
+    @property
+    def _stored(self) -> bool:
+        """Whether there is a store."""
+        return self._session.durability.stored
+
+    @property
+    def _restores(self) -> bool:
+        """Whether it begins with a checkpoint."""
+        return self._session.durability.restores
+
+    def _suspect_weights(self) -> None:
+        """Say, before the scheduler is opened, that an update may have ended halfway: no engine is
+        used before the next update."""
+        self._session.weights_unknown = True
+
+    def _trainer_has(self, batches: Iterable[int]) -> None:
+        """Say which batches the trainer has that were not acknowledged. The others of them are
+        delivered again."""
+        self._feed(ev.TrainerReturned(batches=tuple(batches)))
+
     async def evaluate(self, prompts: Iterable[Prompt], *, group_size: int = 1) -> Batch:
         """Generate all responses to `prompts` on the same engines, under one version.
 

@@ -35,6 +35,7 @@ from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.loop import EventLoop
 from aprilsched.engines.base import Engine, Fleet
+from aprilsched.engines.refit import RefitElsewhere
 from aprilsched.errors import RunGivenUp, SchedulerClosed
 from aprilsched.planning import Planner
 from aprilsched.store.base import Store
@@ -119,6 +120,9 @@ class Session:
             engines=self.engines, silent=self._is_silent, feed=self.feed
         )
         self._planning = Planning(planner=planner, config=config, feed=self.feed)
+        self.weights_unknown = False
+        """Whether an update was under way when the process before this one died, so that engines
+        may have parts of two versions under the label of one."""
         self._stopping = asyncio.Event()
         self._opening: asyncio.Future[None] | None = None
         self._pid = os.getpid()
@@ -189,8 +193,14 @@ class Session:
         try:
             self._claim.take(self._fleet.engines)
             self.engines.update((engine.name, engine) for engine in self._fleet.engines)
+            if self.weights_unknown:
+                for engine in self._fleet.engines:
+                    if isinstance(engine, RefitElsewhere):
+                        engine.expect_weights()
             opened = await check_engines(
-                self._fleet.engines, self.config, resumed=self.state.resumed
+                self._fleet.engines,
+                self.config,
+                resumed=self.state.resumed or self.weights_unknown,
             )
             await say_who_is_there(self._fleet.engines)
             return opened

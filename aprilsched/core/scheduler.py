@@ -51,6 +51,7 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.BatchWithdrawn: batch.on_batch_withdrawn,
     events.BatchTaken: batch.on_batch_taken,
     events.BatchesAcknowledged: batch.on_batches_acknowledged,
+    events.TrainerReturned: batch.on_trainer_returned,
     events.LogprobsReported: batch.on_logprobs_reported,
     events.EvaluationRequested: launch.on_evaluation_requested,
     events.EvaluationWithdrawn: launch.on_evaluation_withdrawn,

@@ -122,6 +122,21 @@ class Restarts(Interleavings):
             chosen = batches[choice % len(batches)]
             self.driver.feed(ev.BatchesAcknowledged(batches=(chosen, chosen)))
 
+    @precondition(lambda self: self.driver.state.delivery.unacknowledged)
+    @rule(has=st.integers(0, 9))
+    def another_trainer(self, has: int) -> None:
+        """It has the first batches only, and gets the others again, as they were."""
+        delivery = self.driver.state.delivery
+        had = {batch.index: batch for batch in self.driver.batches}
+        had |= {batch.index: batch for batch in delivery.redelivery}
+        kept = list(delivery.unacknowledged)[:has]
+        missing = list(delivery.unacknowledged)[has:]
+        self.driver.feed(ev.TrainerReturned(batches=tuple(kept)))
+        assert [batch.index for batch in delivery.redelivery] == missing
+        for again in delivery.redelivery:
+            assert again.redelivered
+            assert content(again) == content(had[again.index])
+
     @rule(
         saved=st.booleans(),
         behind=st.lists(st.sampled_from([0, 0, 1, -1, None]), min_size=3, max_size=3),

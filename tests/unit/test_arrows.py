@@ -353,6 +353,9 @@ RULES: dict[str, Rule] = {
     "aprilsched.__main__": Rule(ours=("aprilsched.cli.main",)),
     "aprilsched.blocking": EVERYTHING,
     "aprilsched.process": EVERYTHING,
+    # What a trainer's process and a scheduler's have, for the module above and the package below.
+    "aprilsched.remote": EVERYTHING,
+    "aprilsched.ray": Rule(ours=("aprilsched",), others=DEPENDENCIES | {"ray"}),
     # What the console script starts with, in an install that may lack the extra.
     "aprilsched.cli": Rule(ours=("aprilsched",), others=CLI),
     "aprilsched.cli.main": Rule(

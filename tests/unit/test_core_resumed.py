@@ -103,3 +103,26 @@ def test_tokens_under_a_newer_label_in_a_refit_are_not_of_a_known_version_after_
     driver.finish(driver.attempts()[0], 3)
     ((rollout,),) = (group.rollouts for group in driver.batches[0].groups)
     assert not rollout.versions_exact
+
+
+def test_another_trainer_gets_the_batches_that_were_not_acknowledged():
+    driver = Driver(CONFIG, store=MemoryStore())
+    for _ in range(3):
+        driver.request_batch()
+        driver.finish(driver.attempts()[0], 1)
+    driver.feed(ev.BatchesAcknowledged(batches=(0,)))
+    driver.feed(ev.TrainerReturned(batches=()))
+    for _ in range(2):
+        driver.request_batch()
+    assert [batch.index for batch in driver.redelivered] == [1, 2]
+    for old, new in zip(driver.batches[1:], driver.redelivered, strict=True):
+        assert new.redelivered
+        ((first,), (second,)) = ([*batch.rollouts] for batch in (old, new))
+        assert first.token_ids.tolist() == second.token_ids.tolist()
+    driver.feed(ev.TrainerReturned(batches=(2,)))
+    assert [batch.index for batch in driver.state.delivery.redelivery] == [1]
+    driver.feed(ev.TrainerReturned(batches=(1, 2)))
+    driver.request_batch()
+    driver.finish(driver.attempts()[0], 1)
+    assert [batch.index for batch in driver.batches] == [0, 1, 2, 3]
+    assert len(driver.redelivered) == 2

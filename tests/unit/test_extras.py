@@ -42,6 +42,7 @@ def test_the_list_of_commands_needs_no_extra():
     [
         ("aprilsched.analysis.bias_plots", "matplotlib", "plots"),
         ("aprilsched.analysis.plots", "matplotlib", "plots"),
+        ("aprilsched.ray", "ray", "ray"),
         ("aprilsched.runs.settings", "tyro", "cli"),
         ("aprilsched.telemetry.live.display", "rich", "cli"),
     ],

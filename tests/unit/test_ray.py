@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import os
 import signal
-import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,10 +20,11 @@ from aprilsched import Batch, Prompt, RolloutScheduler, SamplingParams, Schedule
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.errors import ConfigError, EngineUnreachable
-from aprilsched.integrations.ray import RayFleet
+from aprilsched.ray import RayFleet
 from aprilsched.testing.server import SimServer
 from aprilsched.testing.streams import WAIT_SECONDS, until
 from aprilsched.testing.threaded import ThreadedServer
+from tests.support.ray_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
 
@@ -64,13 +64,8 @@ class NoServer:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        # Ray would write a token into the home folder.
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    with local_cluster():
         yield
-        ray.shutdown()
 
 
 def start(kind: type[Any], **options: Any) -> Any:
@@ -218,7 +213,7 @@ async def test_an_actor_is_killed_and_restarted_in_mid_generation_and_nothing_is
 async def test_a_busy_actor_keeps_its_server_in_the_fleet(
     cluster: None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("aprilsched.integrations.ray._ANSWER_S", 0.2)
+    monkeypatch.setattr("aprilsched.ray.fleet._ANSWER_S", 0.2)
 
     class Busy(Server):
         def work(self, seconds: float) -> None:

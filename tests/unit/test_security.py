@@ -77,6 +77,10 @@ REASONED = {
         "aprilsched.process",
         "imports pickle",
     ): "what two processes of one program send each other, by a pipe that nobody else has",
+    (
+        "aprilsched.remote",
+        "imports pickle",
+    ): "exceptions that processes of one program send each other, by a pipe or by Ray",
     ("aprilsched.weights.tensor", "MultiprocessingSerializer"): "it only serializes, for SGLang",
 }
 """Exceptions, each with the reason why input of others cannot reach it."""

@@ -61,6 +61,7 @@ __all__ = [
     "Rewarded",
     "SleepRequested",
     "Tick",
+    "TrainerReturned",
     "TurnKept",
     "TurnRequested",
     "TurnWithdrawn",
@@ -133,6 +134,15 @@ class BatchTaken:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchesAcknowledged:
     """The trainer is done with these batches: they need not be delivered again after a restart."""
+
+    batches: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerReturned:
+    """A trainer that had lost its connection to the scheduler has it again, or another trainer has
+    taken its place. Of the batches that are not acknowledged it has these, and the others are
+    delivered to it again. Without a store there are none of which the scheduler knows."""
 
     batches: tuple[int, ...]
 
@@ -516,6 +526,7 @@ Event: TypeAlias = (
     | BatchWithdrawn
     | BatchTaken
     | BatchesAcknowledged
+    | TrainerReturned
     | LogprobsReported
     | EvaluationRequested
     | EvaluationWithdrawn

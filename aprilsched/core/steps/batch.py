@@ -9,6 +9,7 @@ groups, which have not left flight, are ready again.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from aprilsched.core.messages import facts
@@ -26,6 +27,7 @@ from aprilsched.core.messages.events import (
     BatchTaken,
     BatchWithdrawn,
     LogprobsReported,
+    TrainerReturned,
 )
 from aprilsched.core.state.assembly import batch_of
 from aprilsched.core.state.records import DeliveredBatch, GroupRecord, Offered
@@ -45,6 +47,7 @@ __all__ = [
     "on_batch_taken",
     "on_batch_withdrawn",
     "on_batches_acknowledged",
+    "on_trainer_returned",
     "training_runs",
     "withdraw_offer",
 ]
@@ -65,6 +68,29 @@ def on_batch_withdrawn(state: SchedulerState, _: BatchWithdrawn) -> None:
 
 def on_batches_acknowledged(state: SchedulerState, event: BatchesAcknowledged) -> None:
     acknowledge(state, event.batches)
+
+
+def on_trainer_returned(state: SchedulerState, event: TrainerReturned) -> None:
+    """Deliver again what the trainer does not have. Batches keep the order of their delivery."""
+    waiting = {batch.index: batch for batch in state.delivery.redelivery}
+    missing = [index for index in state.delivery.unacknowledged if index not in event.batches]
+    if missing == list(waiting):
+        return
+    # An offer that is a batch delivered again must stay the first of those that wait.
+    withdraw_offer(state)
+    state.delivery.redelivery = deque(
+        waiting.get(index) or _again(state.delivery.unacknowledged[index]) for index in missing
+    )
+
+
+def _again(record: DeliveredBatch) -> Batch:
+    return batch_of(
+        record.groups,
+        index=record.index,
+        version=record.version,
+        oldest_unmasked=record.oldest_unmasked,
+        redelivered=True,
+    )
 
 
 def on_logprobs_reported(state: SchedulerState, event: LogprobsReported) -> None:

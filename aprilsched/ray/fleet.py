@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sglang.fleet import SGLangListedFleet
 from aprilsched.errors import ConfigError
-from aprilsched.extras import extra
+from aprilsched.ray.library import exceptions, ray
 
 __all__ = ["RayFleet"]
 
@@ -61,7 +61,6 @@ class RayFleet(SGLangListedFleet):
 
     Raises:
         ConfigError: if there is no actor, or if `poll_s` is not above 0.
-        MissingExtra: if ray is not installed.
     """
 
     def __init__(
@@ -77,8 +76,6 @@ class RayFleet(SGLangListedFleet):
         limits: HttpLimits | None = None,
         poll_s: float = 5.0,
     ) -> None:
-        with extra("ray"):
-            import ray as _  # noqa: F401
         if isinstance(actors, str):
             raise ConfigError(f"actors is the string {actors!r}; give a list of names or handles.")
         if not actors:
@@ -115,8 +112,6 @@ class RayFleet(SGLangListedFleet):
         return [url for _, url in sorted(self._known.items()) if url is not None]
 
     async def _ask(self, number: int) -> None:
-        from ray.exceptions import RayActorError, RayTaskError
-
         actor = self._actors[number]
         try:
             async with asyncio.timeout(_FIRST_ANSWER_S if self._opening else _ANSWER_S):
@@ -125,21 +120,19 @@ class RayFleet(SGLangListedFleet):
                     self._known.pop(number, None)
                 else:
                     self._known[number] = _url(await self._address(handle))
-        except RayActorError:  # It has died, or is just being restarted.
+        except exceptions.RayActorError:  # It has died, or is just being restarted.
             self._known.pop(number, None)
-        except (RayTaskError, TimeoutError):
+        except (exceptions.RayTaskError, TimeoutError):
             # An actor that was restarted may have no server yet, and raise.
             if self._opening:
                 raise
 
     def _named(self, actor: Any) -> Any:
         """The actor of that name; None if there is none now."""
-        import ray
-
         if not isinstance(actor, str):
             return actor
         try:
-            return cast("Any", ray).get_actor(actor, namespace=self._namespace)
+            return ray.get_actor(actor, namespace=self._namespace)
         except ValueError:
             return None
 

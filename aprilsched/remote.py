@@ -1,0 +1,522 @@
+"""A scheduler that runs in another process than the trainer: what both sides have, whatever
+connects them.
+
+:class:`RemoteScheduler` is the trainer's side. It has the methods of the asyncio scheduler, and
+makes a call or tells something without an answer. :class:`Served` is the scheduler's side, which
+answers. :mod:`aprilsched.process` connects them by a pipe, and :mod:`aprilsched.ray` by an actor.
+
+Invariant: a batch counts as delivered only when the trainer's call returns it. Until the trainer's
+side says that it was taken, it is on its way, and is offered again if it does not arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+from aprilsched import blocking
+from aprilsched.coordinator import BiasNow, RefitReport
+from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.engines.base import Engine, Fleet
+from aprilsched.errors import (
+    AprilschedError,
+    ConfigError,
+    EngineError,
+    InvariantViolation,
+    RefitError,
+)
+from aprilsched.telemetry.figures import AlignmentFigures
+from aprilsched.types import Batch, Prompt, Receipt
+from aprilsched.weights.base import AdapterPublisher, ConcludingPublisher, WeightPublisher
+from aprilsched.weights.external import ExternalWeights, Handshake
+
+__all__ = [
+    "BlockingScheduler",
+    "FromTrainer",
+    "Raised",
+    "RemoteScheduler",
+    "Served",
+    "absolute",
+    "unsendable",
+]
+
+log = logging.getLogger("aprilsched")
+
+
+class FromTrainer:
+    """Runs a publisher in the trainer's process, where the tensors are.
+
+    ``rollouts.update_weights(FromTrainer(DistributedPublisher(weights), SGLangFleet(urls)))``
+    pauses the engines and asks each for its version afterwards, as every update does. In between,
+    the publisher moves the weights from the trainer's process to the engines of `fleet`. Make one
+    object for all updates of a scheduler, so that connections and groups last from one to the next.
+
+    Args:
+        publisher: any publisher of full weights.
+        fleet: the engines of the scheduler once more, under the same names. Only its list of
+            engines is used; each is opened here before the first update.
+
+    Raises:
+        ConfigError: if `publisher` publishes adapters, or nothing itself.
+    """
+
+    def __init__(self, publisher: WeightPublisher, fleet: Fleet) -> None:
+        if isinstance(publisher, AdapterPublisher | ExternalWeights | Handshake):
+            raise ConfigError(
+                f"a {type(publisher).__name__} moves no tensors of the trainer; give it to "
+                "update_weights() itself, or use paused_for_weights()."
+            )
+        self.publisher = publisher
+        self._fleet = fleet
+        self._opened: dict[str, Engine] = {}
+
+    async def prepare(self, version: int) -> None:
+        """Prepare the publisher."""
+        await self.publisher.prepare(version)
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        """What the publisher does, for a scheduler of the same process."""
+        return await self.publisher.publish(version, engines)
+
+    async def open(self, version: int) -> None:
+        """Open the engines here, while they generate.
+
+        An engine that cannot be opened does not take the version. It is tried again at the next.
+        """
+        closed = [each for each in self._fleet.engines if each.name not in self._opened]
+        failures = await asyncio.gather(
+            *(engine.open() for engine in closed), return_exceptions=True
+        )
+        for engine, failure in zip(closed, failures, strict=True):
+            if failure is None:
+                self._opened[engine.name] = engine
+            else:
+                log.error("%s does not take version %d: %r", engine.name, version, failure)
+
+    async def send(self, version: int, names: Sequence[str]) -> None:
+        """Bring `version` to the engines of these names, which the scheduler has paused.
+
+        Raises:
+            ConfigError: if none of them is open here.
+            Exception: what the publisher raises, or the first error if no engine took the weights.
+        """
+        engines = [self._opened[name] for name in names if name in self._opened]
+        if not engines:
+            raise ConfigError(
+                f"FromTrainer has opened {', '.join(self._opened) or 'no engine'}, and the "
+                f"scheduler has paused {', '.join(names)}; give it a fleet of the same servers."
+            )
+        try:
+            outcomes = await self.publisher.publish(version, engines)
+        except BaseException:
+            await self._close(list(self._opened))
+            raise
+        failed = {name: error for name, error in outcomes.items() if error is not None}
+        # What went wrong there may be a restart, of which an engine that is opened again knows.
+        await self._close(failed)
+        if len(failed) == len(engines):
+            raise next(iter(failed.values()))
+
+    async def close(self) -> None:
+        """Leave the engines' groups, and close the engines."""
+        if isinstance(self.publisher, LastingPublisher):
+            await self.publisher.aclose()
+        await self._close(list(self._opened))
+
+    async def _close(self, names: Iterable[str]) -> None:
+        for name in names:
+            await self._opened.pop(name).close()
+
+
+@runtime_checkable
+class LastingPublisher(Protocol):
+    """A publisher that keeps something from one update to the next."""
+
+    async def aclose(self) -> None: ...
+
+
+# --- the trainer's side --------------------------------------------------------------------------
+
+
+class RemoteScheduler(ABC):
+    """The scheduler as the trainer's side has it; its methods are those of
+    :class:`aprilsched.RolloutScheduler`, which describes them."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        """The trainer's policy version, as of the last answer of the scheduler."""
+        self._offer: int | None = None
+        """Number of the batch that was offered last."""
+        self._publishers: dict[int, FromTrainer] = {}
+        """By identity: those that have engines to close."""
+        self._updates: set[asyncio.Task[RefitReport]] = set()
+
+    # --- what connects the two sides -------------------------------------------------------------
+
+    @abstractmethod
+    async def call(self, name: str, *arguments: object, **named: object) -> Any:
+        """Call a method of :class:`Served` with this name, or else of the scheduler."""
+
+    @abstractmethod
+    def tell(self, name: str, *arguments: object) -> None:
+        """Call a method of :class:`Served` that has no answer."""
+
+    async def _end_updates(self) -> None:
+        """End the updates of this side, and close the engines of its publishers."""
+        for task in self._updates:
+            task.cancel()
+        for publisher in self._publishers.values():
+            with suppress(EngineError):
+                await publisher.close()
+
+    # --- batches ---------------------------------------------------------------------------------
+
+    async def offered(self, within: float | None) -> Batch:
+        """Wait for a batch for at most `within` seconds; returns it without taking it."""
+        try:
+            batch: Batch = await self.call("offered", within)
+        except BaseException:
+            # It may have been on its way.
+            self._hand_back()
+            raise
+        self._offer = batch.index
+        if batch.receipt is None:
+            return batch
+        return replace(batch, receipt=Receipt(partial(self._acknowledge, batch.index)))
+
+    def _take(self) -> None:
+        self.tell("take", self._offer)
+
+    def _hand_back(self) -> None:
+        self.tell("hand_back")
+
+    def _acknowledge(self, index: int) -> None:
+        self.tell("acknowledge", index)
+
+    async def evaluate(self, prompts: Iterable[Prompt], *, group_size: int = 1) -> Batch:
+        """Generate all responses to `prompts`, without over-provisioning and carry."""
+        return await self.call("evaluate", tuple(prompts), group_size=group_size)
+
+    async def report_logprobs(self, batch: Batch, logprobs: object) -> AlignmentFigures:
+        """Compare the trainer's log-probabilities of a batch with those of the engines."""
+        if isinstance(logprobs, list | tuple):
+            rows = [_plain(row) for row in cast("Sequence[object]", logprobs)]
+            return await self.call("report_logprobs", batch, rows)
+        return await self.call("report_logprobs", batch, _plain(logprobs))
+
+    # --- weights ---------------------------------------------------------------------------------
+
+    async def update_weights(
+        self,
+        publisher: WeightPublisher,
+        *,
+        version: int | None = None,
+        acknowledge: bool = True,
+    ) -> RefitReport:
+        """Bring new weights into every engine. The publisher is sent to the scheduler and runs
+        there, or here if it is a :class:`FromTrainer`."""
+        named = {"version": version, "acknowledge": acknowledge}
+        if not isinstance(publisher, FromTrainer):
+            return await self.call("update_weights", publisher, **named)
+        self._publishers[id(publisher)] = publisher
+        number = self.version + 1 if version is None else version
+        begun = asyncio.Event()
+        update = asyncio.create_task(self._publish(publisher, number, acknowledge, begun))
+        self._updates.add(update)
+        update.add_done_callback(self._updates.discard)
+        try:
+            return await asyncio.shield(update)
+        except asyncio.CancelledError:
+            # Weights that are being loaded are loaded to their end, as in every update.
+            if not begun.is_set():
+                update.cancel()
+                await asyncio.wait([update])
+            raise
+
+    async def _publish(
+        self, here: FromTrainer, version: int, acknowledge: bool, begun: asyncio.Event
+    ) -> RefitReport:
+        try:
+            await here.prepare(version)
+            await here.open(version)
+            return await self._publish_prepared(here, version, acknowledge, begun)
+        finally:
+            if isinstance(here.publisher, ConcludingPublisher):
+                await here.publisher.conclude()
+
+    async def _publish_prepared(
+        self, here: FromTrainer, version: int, acknowledge: bool, begun: asyncio.Event
+    ) -> RefitReport:
+        paused = await self.call("begin_update", version, acknowledge)
+        if isinstance(paused, RefitReport):
+            return paused
+        begun.set()
+        try:
+            await here.send(version, paused)
+        except BaseException as error:
+            # The update fails with the publisher's error, unless an engine has the version.
+            await self.call("end_update", Raised.of(error))
+            raise
+        return await self.call("end_update", None)
+
+    def paused_for_weights(
+        self, *, version: int | None = None, label: bool = False
+    ) -> AbstractAsyncContextManager[tuple[str, ...]]:
+        """Pause the engines while the trainer loads new weights by calls of its own."""
+        return self._block("paused_for_weights", version=version, label=label)
+
+    def asleep(
+        self, *, tags: Sequence[str] = ("kv_cache", "weights")
+    ) -> AbstractAsyncContextManager[None]:
+        """Release the engines' memory for a trainer on the same GPUs."""
+        return self._block("asleep", tags=tuple(tags))
+
+    @asynccontextmanager
+    async def _block(self, name: str, **named: object) -> AsyncGenerator[Any]:
+        """A block of the scheduler around one of the trainer."""
+        entered = await self.call("enter", name, **named)
+        try:
+            yield entered
+        except BaseException as error:
+            await self.call("leave", Raised.of(error))
+            raise
+        else:
+            await self.call("leave", None)
+
+    # --- durability ------------------------------------------------------------------------------
+
+    async def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
+        """Write the scheduler's state to a file, which the scheduler's process writes."""
+        await self.call("checkpoint", absolute(path), acknowledge=acknowledge)
+
+
+class BlockingScheduler(blocking.RolloutScheduler):
+    """The blocking scheduler over a remote one; a subclass says what connects it."""
+
+    def _use_remote(self, remote: RemoteScheduler) -> None:
+        self._remote = remote
+        self._use(cast("AsyncRolloutScheduler", remote))
+
+    @property
+    def version(self) -> int:
+        """The trainer's policy version, as of the last answer of the scheduler."""
+        return self._remote.version
+
+    @property
+    def state(self) -> SchedulerState:
+        """A copy of the scheduler's state."""
+        return self._wait(lambda: self._remote.call("state"))
+
+    def bias(self) -> BiasNow:
+        """How the delivered lengths differ so far from the law that lengths are drawn from."""
+        return self._wait(lambda: self._remote.call("bias"))
+
+    async def _offered(self, within: float | None) -> Batch:
+        return await self._remote.offered(within)
+
+
+def unsendable(what: str, error: Exception) -> ConfigError:
+    """The error for something that pickle cannot take."""
+    return ConfigError(
+        f"{what} cannot be sent to the scheduler's process ({error}); give functions and classes "
+        "of a module, and a publisher that needs the trainer's memory as FromTrainer(publisher, "
+        "fleet)."
+    )
+
+
+def absolute(path: Path | str) -> Path:
+    """The path from the root, because the other process may be in another folder."""
+    return Path(path).absolute()
+
+
+def _plain(logprobs: object) -> object:
+    """A tensor as a numpy array, so that the scheduler's process needs no torch."""
+    detach = getattr(logprobs, "detach", None)
+    return logprobs if detach is None else detach().float().cpu().numpy()
+
+
+# --- between the two -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raised:
+    """An exception on its way to the other process.
+
+    Pickle calls the constructor of an exception with its message, which many of them refuse. The
+    parts are sent instead, and a summary for those that the other process cannot have.
+    """
+
+    summary: str
+    parts: bytes | None
+    cause: Raised | None
+
+    @classmethod
+    def of(cls, error: BaseException, *, tell_where: bool = False) -> Raised:
+        if tell_where and not isinstance(
+            error, AprilschedError | TimeoutError | asyncio.CancelledError
+        ):
+            trace = "".join(traceback.format_exception(error))
+            error.add_note(f"In the scheduler's process:\n{trace}")
+        try:
+            parts = pickle.dumps((type(error), error.args, error.__dict__))
+        except Exception:
+            parts = None
+        cause = error.__cause__
+        return cls(
+            summary=f"{type(error).__name__}: {error}",
+            parts=parts,
+            cause=None if cause is None else cls.of(cause),
+        )
+
+    def again(self) -> BaseException:
+        error: BaseException
+        try:
+            kind, arguments, fields = pickle.loads(self.parts or b"")  # noqa: S301
+            error = kind.__new__(kind, *arguments)
+            error.__dict__.update(fields)
+        except Exception:
+            error = AprilschedError(f"the scheduler's process raised {self.summary}")
+        if self.cause is not None:
+            error.__cause__ = self.cause.again()
+        return error
+
+
+# --- the scheduler's side ------------------------------------------------------------------------
+
+
+class Served:
+    """Answers the calls of the trainer's side, on the event loop of the scheduler."""
+
+    def __init__(self) -> None:
+        self._scheduler: AsyncRolloutScheduler | None = None
+        self._calls: dict[int, asyncio.Task[Any]] = {}
+        self._on_its_way: int | None = None
+        """Number of the batch that the trainer's side was sent and has not taken."""
+        self._blocks: list[AbstractAsyncContextManager[Any]] = []
+        self._update: tuple[Handshake, asyncio.Task[RefitReport]] | None = None
+        """The update whose weights the trainer's side is loading."""
+
+    @property
+    def version(self) -> int:
+        """The trainer's policy version."""
+        return 0 if self._scheduler is None else self._scheduler.version
+
+    def begin(
+        self, number: int, name: str, arguments: Sequence[object], named: Mapping[str, object]
+    ) -> asyncio.Task[Any]:
+        """Begin a call of a method with this name, of this class or else of the scheduler."""
+        method = getattr(self, name, None) or getattr(self._opened, name)
+        return self._begin(number, method(*arguments, **named))
+
+    def withdraw(self, number: int) -> None:
+        """Cancel a call, if it has not ended."""
+        if number in self._calls:
+            self._calls[number].cancel()
+
+    def _begin(self, number: int, call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = self._calls[number] = asyncio.get_running_loop().create_task(call)
+        # A task that is cancelled before it begins runs nothing of its coroutine.
+        task.add_done_callback(lambda _: self._calls.pop(number, None))
+        return task
+
+    async def _close(self) -> None:
+        for task in list(self._calls.values()):
+            task.cancel()
+        if self._scheduler is not None:
+            await self._scheduler.close()
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    @property
+    def _opened(self) -> AsyncRolloutScheduler:
+        if self._scheduler is None:
+            raise InvariantViolation("the scheduler's process was called before it was open")
+        return self._scheduler
+
+    async def offered(self, within: float | None) -> Batch:
+        batch = await blocking.offered(self._opened, within)
+        self._on_its_way = batch.index
+        return batch
+
+    async def state(self) -> SchedulerState:
+        return self._opened.state
+
+    async def bias(self) -> BiasNow:
+        return self._opened.bias()
+
+    async def enter(self, name: str, **named: object) -> object:
+        block = getattr(self._opened, name)(**named)
+        entered = await block.__aenter__()
+        self._blocks.append(block)
+        return entered
+
+    async def leave(self, raised: Raised | None) -> None:
+        block = self._blocks.pop()
+        if raised is None:
+            await block.__aexit__(None, None, None)
+            return
+        error = raised.again()
+        try:
+            await block.__aexit__(type(error), error, None)
+        except BaseException as other:
+            # The trainer's side raises its own error itself.
+            if other is not error:
+                raise
+
+    async def begin_update(self, version: int, acknowledge: bool) -> tuple[str, ...] | RefitReport:
+        """Pause the engines for a publisher of the trainer's side; returns their names."""
+        handshake = Handshake()
+        update = asyncio.create_task(
+            self._opened.update_weights(handshake, version=version, acknowledge=acknowledge)
+        )
+        try:
+            names = await handshake.paused()
+        except asyncio.CancelledError:
+            update.cancel()
+            await asyncio.wait([update])
+            raise
+        except RefitError:
+            # The update has ended by itself, and knows why.
+            return await update
+        self._update = (handshake, update)
+        return names
+
+    async def end_update(self, raised: Raised | None) -> RefitReport:
+        """Say that the weights are loaded, or why not; returns when the engines were asked."""
+        if self._update is None:
+            raise InvariantViolation("an update was ended that had not begun")
+        (handshake, update), self._update = self._update, None
+        with suppress(RefitError):  # The update has taken too long, which it says itself.
+            if raised is None:
+                handshake.done()
+            else:
+                handshake.fail(raised.again())
+        return await update
+
+    # --- what it is told, without an answer ------------------------------------------------------
+
+    def take(self, index: int) -> None:
+        # What became of a batch may be known already when this arrives.
+        if index == self._on_its_way:
+            self._on_its_way = None
+            self._opened._take()  # pyright: ignore[reportPrivateUsage]
+
+    def hand_back(self) -> None:
+        self._on_its_way = None
+        self._opened._hand_back()  # pyright: ignore[reportPrivateUsage]
+
+    def acknowledge(self, index: int) -> None:
+        session = self._opened._session  # pyright: ignore[reportPrivateUsage]
+        session.durability.acknowledge((index,))

@@ -1,0 +1,454 @@
+"""Tests the scheduler as a Ray actor, with real Ray and the SGLang-compatible test server."""
+
+# pyright: basic
+# Ray has no complete types.
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched import Batch, DiskPublisher, Handshake, Prompt, SGLangFleet
+from aprilsched.errors import ConfigError, RefitError, SchedulerClosed
+from aprilsched.testing.streams import WAIT_SECONDS
+from aprilsched.testing.threaded import ThreadedServer
+from tests.support import in_an_actor
+from tests.support.ray_cluster import local_cluster, pid_of
+
+ray = pytest.importorskip("ray")
+
+from aprilsched.ray import (  # noqa: E402
+    ActorScheduler,
+    FromTrainer,
+    RolloutScheduler,
+    start_scheduler,
+    stop_scheduler,
+)
+
+NAME = "rollouts"
+EARLY_AND_LATE = pytest.mark.parametrize(
+    "late", [True, pytest.param(False, marks=pytest.mark.long)]
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with local_cluster():
+        yield
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadedServer]:
+    with ThreadedServer() as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def stopped(cluster: None) -> Iterator[None]:
+    yield
+    stop_scheduler(NAME)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "rollouts.store"
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"1")
+    return folder
+
+
+def start(make: Any, *arguments: Any, **named: Any) -> None:
+    start_scheduler(NAME, partial(make, *arguments, **named), num_cpus=0)
+
+
+def kill() -> None:
+    """End the process of the scheduler as a power failure does; Ray starts another one."""
+    os.kill(pid_of(ray.get_actor(NAME)), signal.SIGKILL)
+
+
+def keys(batches: list[Batch]) -> list[Any]:
+    return [group.prompt.key for batch in batches for group in batch.groups]
+
+
+def assert_nothing_is_lost_or_doubled(batches: list[Batch], in_flight: set[Any]) -> None:
+    """Every prompt up to the last one of a batch is in one batch, or is in flight."""
+    delivered = keys(batches)
+    assert len(set(delivered)) == len(delivered)
+    assert [batch.index for batch in batches] == list(range(len(batches)))
+    assert set(range(max(delivered) + 1)) <= set(delivered) | in_flight
+
+
+async def in_flight(rollouts: ActorScheduler) -> set[Any]:
+    state = await rollouts.state()
+    return {group.prompt.key for group in state.in_flight.groups.values()}
+
+
+def test_a_trainer_without_asyncio(server: ThreadedServer, store: Path, weights: Path):
+    start(in_an_actor.served, server.url, store)
+    with RolloutScheduler(NAME, wait_s=60) as rollouts:
+        with pytest.raises(TimeoutError, match="the next call continues the wait"):
+            rollouts.next_batch(timeout=0)
+        first = rollouts.next_batch()
+        figures = rollouts.report_logprobs(first, [each.logprobs for each in first.rollouts])
+        assert (figures.whole.tokens, figures.whole.largest) == (first.tokens, 0)
+        report = rollouts.update_weights(DiskPublisher(weights))
+        assert (report.version, rollouts.version, report.quarantined) == (1, 1, {})
+        second = rollouts.next_batch()
+        assert (second.index, second.version) == (1, 1)
+        assert rollouts.state.in_flight.counters.batches == 2
+        assert rollouts.bias().warning is None
+        with rollouts.paused_for_weights(version=9, label=True) as engines:
+            assert engines == (server.url.removeprefix("http://"),)
+        assert rollouts.version == 9
+        prompts = (Prompt(input_ids=np.array([number])) for number in (1, 2))
+        evaluated = rollouts.evaluate(prompts, group_size=3)
+        assert [len(group.rollouts) for group in evaluated.groups] == [3, 3]
+        rollouts.checkpoint(store.with_name("checkpoint"))
+        assert store.with_name("checkpoint").exists()
+    with pytest.raises(SchedulerClosed, match="inside its `with` block"):
+        rollouts.next_batch()
+
+
+def mapped(array: np.ndarray) -> str:
+    """What this process has mapped where the array lies."""
+    at = array.__array_interface__["data"][0]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(each, 16) for each in line.split()[0].split("-"))
+        if low <= at < high:
+            return line
+    return ""
+
+
+async def test_the_arrays_of_a_batch_are_views_of_the_object_store(server: ThreadedServer):
+    start(in_an_actor.served, server.url, tokens=in_an_actor.LONG)
+    async with ActorScheduler(NAME, wait_s=60) as rollouts:
+        batch = await rollouts.next_batch()
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            arrays = (rollout.prompt_ids, rollout.token_ids, rollout.logprobs, rollout.versions)
+            for array in (*arrays, rollout.loss_mask):
+                assert not array.flags.owndata
+                assert not array.flags.writeable
+                assert "plasma" in mapped(array)
+    assert batch.groups[0].prompt.input_ids.shape == (in_an_actor.LONG,)
+
+
+# --- the actor dies ------------------------------------------------------------------------------
+
+
+async def test_an_actor_that_is_killed_again_and_again(
+    server: ThreadedServer, store: Path, weights: Path
+):
+    start(in_an_actor.served, server.url, store, pace="asynchronous")
+    batches: list[Batch] = []
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+        for round_ in range(3):
+            batches.append(await rollouts.next_batch())
+            asked = asyncio.create_task(rollouts.next_batch())
+            kill()
+            if round_ == 1:
+                ray.kill(ray.get_actor(NAME), no_restart=False)
+            batches.append(await asked)
+            if round_ == 2:
+                kill()
+            report = await rollouts.update_weights(DiskPublisher(weights))
+            assert report.version == rollouts.version == round_ + 1
+        batches.append(await rollouts.next_batch())
+        assert_nothing_is_lost_or_doubled(batches, await in_flight(rollouts))
+        assert {batch.version for batch in batches} == {0, 1, 2, 3}
+
+
+@EARLY_AND_LATE
+async def test_an_actor_that_dies_twice_with_a_batch_on_its_way(
+    server: ThreadedServer, store: Path, tmp_path: Path, late: bool
+):
+    """It dies when the store has the batch, or is about to have it."""
+    fuses = [tmp_path / "first", tmp_path / "second"]
+    start(in_an_actor.fatal_store, server.url, store, fuses, late=late)
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+        batches = [await rollouts.next_batch()]
+        for fuse in fuses:
+            fuse.touch()
+        batches += [await rollouts.next_batch() for _ in range(3)]
+        assert not any(fuse.exists() for fuse in fuses)
+        assert_nothing_is_lost_or_doubled(batches, await in_flight(rollouts))
+
+
+@EARLY_AND_LATE
+async def test_an_actor_that_dies_in_an_update(
+    server: ThreadedServer, store: Path, weights: Path, tmp_path: Path, late: bool
+):
+    """Before or after the engines have the weights; the update is repeated."""
+    fuses = [tmp_path / "first", tmp_path / "second"]
+    start(in_an_actor.served, server.url, store)
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+        batches = [await rollouts.next_batch()]
+        for fuse in fuses:
+            fuse.touch()
+        publisher = in_an_actor.FatalPublisher(weights, fuses, late=late)
+        report = await rollouts.update_weights(publisher)
+        assert (report.version, rollouts.version, report.quarantined) == (1, 1, {})
+        assert not any(fuse.exists() for fuse in fuses)
+        batches.append(await rollouts.next_batch())
+        assert_nothing_is_lost_or_doubled(batches, await in_flight(rollouts))
+        assert [batch.version for batch in batches] == [0, 1]
+
+
+@EARLY_AND_LATE
+async def test_an_actor_that_dies_while_the_trainer_moves_weights(
+    server: ThreadedServer, store: Path, weights: Path, late: bool
+):
+    class Publisher(DiskPublisher):
+        killed = False
+
+        async def publish(self, version: int, engines: Any) -> Any:
+            if not late and not self.killed:
+                self.killed = True
+                kill()
+            outcomes = await super().publish(version, engines)
+            if not self.killed:
+                self.killed = True
+                kill()
+            return outcomes
+
+    start(in_an_actor.served, server.url, store, pace="asynchronous")
+    publisher = FromTrainer(Publisher(weights), SGLangFleet([server.url]))
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+        batches = [await rollouts.next_batch()]
+        assert (await rollouts.update_weights(publisher)).version == 1
+        batches.append(await rollouts.next_batch())
+        assert (await rollouts.update_weights(publisher)).version == 2
+        batches.append(await rollouts.next_batch())
+        assert_nothing_is_lost_or_doubled(batches, await in_flight(rollouts))
+        assert [batch.version for batch in batches] == [0, 1, 2]
+
+
+@pytest.mark.long
+async def test_an_actor_that_dies_in_a_block_of_the_trainer(server: ThreadedServer, store: Path):
+    """The engines may have parts of two versions, so none is used before the next update."""
+
+    async def load(rollouts: ActorScheduler) -> None:
+        async with rollouts.paused_for_weights(label=True):
+            kill()
+            with pytest.raises(SchedulerClosed, match="leave the block first"):
+                await asyncio.gather(*(rollouts.bias() for _ in range(1000)))
+
+    start(in_an_actor.served, server.url, store)
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+        await rollouts.next_batch()
+        with pytest.raises(RefitError, match="load them again in another"):
+            await load(rollouts)
+        with pytest.raises(RefitError, match="update_weights"):
+            await rollouts.next_batch()
+        async with rollouts.paused_for_weights(label=True):
+            pass
+        assert (await rollouts.next_batch()).version == rollouts.version == 1
+
+
+@pytest.mark.long
+async def test_an_actor_that_dies_in_a_checkpoint(
+    server: ThreadedServer, store: Path, tmp_path: Path
+):
+    start(in_an_actor.served, server.url, store)
+    path = tmp_path / "checkpoint"
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+        first = await rollouts.next_batch()
+        written = asyncio.create_task(rollouts.checkpoint(path))
+        await asyncio.sleep(0)
+        kill()
+        await written
+        second = await rollouts.next_batch()
+    stop_scheduler(NAME)
+    start_scheduler(
+        NAME,
+        partial(in_an_actor.served, server.url, tmp_path / "other.store"),
+        restore=path,
+        num_cpus=0,
+    )
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+        again = await rollouts.next_batch()
+        assert (first.index, second.index, again.index) == (0, 1, 1)
+        kill()
+        # It goes on from its store, and not from the checkpoint again.
+        last = await rollouts.next_batch()
+        assert last.index == 2
+        assert not set(keys([first, again])) & set(keys([last]))
+
+
+async def test_batches_that_were_acknowledged_never_come_again(server: ThreadedServer, store: Path):
+    start(in_an_actor.served, server.url, store)
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+        batches = [await rollouts.next_batch() for _ in range(2)]
+        batches[1].acknowledge()
+        kill()
+        batches.append(await rollouts.next_batch())
+        assert_nothing_is_lost_or_doubled(batches, await in_flight(rollouts))
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+        again = [await rollouts.next_batch() for _ in range(3)]
+    assert [batch.index for batch in again] == [0, 2, 3]
+    assert [batch.redelivered for batch in again] == [True, True, False]
+
+
+async def test_without_a_store_an_actor_that_dies_is_lost(server: ThreadedServer):
+    start(in_an_actor.served, server.url)
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+        await rollouts.next_batch()
+        kill()
+        for _ in range(2):
+            with pytest.raises(SchedulerClosed, match="has no store to go on from; give it store="):
+                await rollouts.next_batch()
+
+
+@pytest.mark.long
+async def test_a_store_that_died_with_the_actor_is_noticed(server: ThreadedServer, store: Path):
+    start(in_an_actor.served, server.url, store)
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+        await rollouts.next_batch()
+        for file in store.parent.glob(f"{store.name}*"):
+            file.unlink()
+        kill()
+        with pytest.raises(Exception, match="give its scheduler a store that outlives the actor"):
+            await rollouts.next_batch()
+
+
+# --- the trainer dies ----------------------------------------------------------------------------
+
+
+async def test_another_trainer_gets_what_the_first_has_not_acknowledged(
+    server: ThreadedServer, store: Path, weights: Path
+):
+    start(in_an_actor.served, server.url, store)
+    async with asyncio.timeout(WAIT_SECONDS):
+        first = await ActorScheduler(NAME, wait_s=60).__aenter__()
+        trained = await first.next_batch()
+        await first.update_weights(DiskPublisher(weights))
+        untrained = [await first.next_batch() for _ in range(2)]
+        lost = asyncio.create_task(first.next_batch())
+        async with ActorScheduler(NAME, wait_s=60) as second:
+            assert second.version == 1
+            again = [await second.next_batch() for _ in range(3)]
+            with pytest.raises(SchedulerClosed, match="one scheduler has one trainer"):
+                await lost
+            with pytest.raises(SchedulerClosed, match="one scheduler has one trainer"):
+                await first.update_weights(DiskPublisher(weights))
+            assert_nothing_is_lost_or_doubled([trained, *again], await in_flight(second))
+            for old, new in zip(untrained, again, strict=False):
+                assert new.redelivered
+                assert keys([old]) == keys([new])
+                pairs = zip(old.rollouts, new.rollouts, strict=True)
+                assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in pairs)
+            await second.update_weights(DiskPublisher(weights))
+            assert (await second.next_batch()).index == 4
+        await first.close()
+
+
+async def test_a_trainer_that_dies_in_an_update_leaves_no_engine_paused(
+    server: ThreadedServer, store: Path, weights: Path
+):
+    class Publisher(DiskPublisher):
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            self.begun, self.never = asyncio.Event(), asyncio.Event()
+
+        async def publish(self, version: int, engines: Any) -> Any:
+            self.begun.set()
+            await self.never.wait()
+
+    start(in_an_actor.served, server.url, store)
+    async with asyncio.timeout(WAIT_SECONDS):
+        first = await ActorScheduler(NAME, wait_s=60).__aenter__()
+        await first.next_batch()
+        publisher = Publisher(weights)
+        dead = asyncio.create_task(
+            first.update_weights(FromTrainer(publisher, SGLangFleet([server.url])))
+        )
+        await publisher.begun.wait()
+        async with ActorScheduler(NAME, wait_s=60) as second:
+            assert (await second.update_weights(DiskPublisher(weights))).version == 1
+            again = await second.next_batch()
+            assert (again.index, again.redelivered) == (0, True)
+        dead.cancel()
+        await asyncio.wait([dead])
+        await first.close()
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+async def test_a_name_that_is_taken(server: ThreadedServer):
+    start(in_an_actor.served, server.url)
+    with pytest.raises(ConfigError, match="there is an actor 'rollouts' already; attach to it"):
+        start(in_an_actor.served, server.url)
+
+
+async def test_an_actor_that_is_not_there():
+    with pytest.raises(SchedulerClosed, match=r"no actor of this name.*start it again"):
+        async with ActorScheduler("nobody", wait_s=0.5):
+            pass
+    stop_scheduler("nobody")
+
+
+async def test_an_actor_that_cannot_be_placed(server: ThreadedServer):
+    start_scheduler(NAME, partial(in_an_actor.served, server.url), num_cpus=1000)
+    with pytest.raises(SchedulerClosed, match=r"does not answer.*look at `ray status`"):
+        async with ActorScheduler(NAME, wait_s=2.0):
+            pass
+    ray.kill(ray.get_actor(NAME))
+
+
+async def test_a_function_that_cannot_make_a_scheduler(server: ThreadedServer, store: Path):
+    start(in_an_actor.unmade)
+    with pytest.raises(FileNotFoundError, match=r"prompts\.jsonl") as raised:
+        async with ActorScheduler(NAME, wait_s=60):
+            pass
+    assert "in unmade" in raised.value.__notes__[0]
+
+
+@pytest.mark.long
+async def test_a_function_that_restores_by_itself(
+    server: ThreadedServer, store: Path, tmp_path: Path
+):
+    start(in_an_actor.served, server.url, store)
+    async with ActorScheduler(NAME, wait_s=60) as rollouts:
+        await rollouts.checkpoint(tmp_path / "checkpoint")
+    stop_scheduler(NAME)
+    start(in_an_actor.restoring, server.url, store, tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match="as restore=path"):
+        async with ActorScheduler(NAME, wait_s=60):
+            pass
+
+
+async def test_what_cannot_be_sent_is_refused(server: ThreadedServer):
+    start(in_an_actor.served, server.url)
+    async with ActorScheduler(NAME, wait_s=60) as rollouts:
+        await rollouts.next_batch()
+        with pytest.raises(ConfigError, match=r"as FromTrainer\(publisher, fleet\)"):
+            await rollouts.update_weights(Handshake())
+        assert (await rollouts.next_batch()).index == 1
+
+
+async def test_a_cancelled_wait_loses_no_batch(server: ThreadedServer, store: Path):
+    start(in_an_actor.served, server.url, store)
+    batches: list[Batch] = []
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+        cancelled = 0
+        while len(batches) < 10 or not cancelled:
+            try:
+                async with asyncio.timeout(0.02 * (cancelled % 3)):
+                    batches.append(await rollouts.next_batch())
+            except TimeoutError:
+                cancelled += 1
+        assert_nothing_is_lost_or_doubled(batches, await in_flight(rollouts))
