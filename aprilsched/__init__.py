@@ -14,6 +14,7 @@ from aprilsched.coordinator import (
     TurnOutput,
 )
 from aprilsched.engines.sglang.fleet import SGLangFleet, SGLangListedFleet
+from aprilsched.engines.sglang.in_process import SGLangInProcessFleet
 from aprilsched.engines.sglang.router import SGLangRouterFleet
 from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.errors import AprilschedError
@@ -48,6 +49,7 @@ __all__ = [
     "Rollout",
     "RolloutScheduler",
     "SGLangFleet",
+    "SGLangInProcessFleet",
     "SGLangListedFleet",
     "SGLangRouterFleet",
     "SamplingParams",

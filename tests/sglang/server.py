@@ -52,11 +52,14 @@ def server_python() -> Path:
 
 
 @functools.cache
-def _module_runner() -> subprocess.Popen[str]:
-    """The process of module_runner.py, which the first call starts. It runs as long as this one."""
+def _module_runner(purpose: str) -> subprocess.Popen[str]:
+    """The process of module_runner.py for a purpose, which the first call starts.
+
+    It runs as long as this one.
+    """
     process = subprocess.Popen(
         [str(server_python()), str(HERE / "module_runner.py")],
-        env=server_environment(),
+        env={**server_environment(), "PYTHONPATH": str(HERE.parents[1])},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -67,13 +70,15 @@ def _module_runner() -> subprocess.Popen[str]:
     return process
 
 
-def run_with_server_packages(module: str, *arguments: object) -> None:
-    """Call `main` of a module beside module_runner.py, with the server's packages.
+def run_with_server_packages(module: str, *arguments: object, purpose: str = "models") -> None:
+    """Call `main` of a module beside module_runner.py, with the server's packages and aprilsched.
+
+    Calls of one `purpose` share a process.
 
     Raises:
         RuntimeError: if it raises.
     """
-    process = _module_runner()
+    process = _module_runner(purpose)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps([module, *map(str, arguments)]) + "\n")

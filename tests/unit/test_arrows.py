@@ -172,6 +172,7 @@ RULES: dict[str, Rule] = {
         ours=(
             "aprilsched.engines",
             "aprilsched.errors",
+            "aprilsched.loop_thread",
             "aprilsched.timing.model",
             "aprilsched.types",
             "aprilsched.weights.base",

@@ -68,6 +68,20 @@ def assert_tokens(chunks: list[Chunk], count: int) -> None:
     np.testing.assert_allclose(logprobs, -np.arange(count) / 10, rtol=1e-6)
 
 
+def test_an_event_may_be_an_object() -> None:
+    """SGLang in this process gives what it would write as JSON."""
+    payloads = event(0, 1), event(1, 5, finish=LENGTH, spans=[("7", 0, 5)])
+    assembler = ChunkAssembler("engine:1", "r", MAX_TOKENS)
+    chunks = [assembler.convert(json.loads(payload)) for payload in payloads]
+    assert_tokens(chunks, 5)
+    assert chunks[1].spans == feed(*payloads)[1].spans == (VersionSpan(version=7, start=0, end=5),)
+    for logprob in (float("nan"), float("-inf"), "-1", None):
+        broken = json.loads(event(0, 1))
+        broken["meta_info"]["output_token_logprobs"] = [(logprob, 100, None)]
+        with pytest.raises(EngineProtocolError, match="gave an output that cannot be read"):
+            ChunkAssembler("engine:1", "r", MAX_TOKENS).convert(broken)
+
+
 def test_labels_may_count_from_another_version_than_0() -> None:
     assembler = ChunkAssembler("engine:1", "r", MAX_TOKENS, first_version=40)
     spans = [("default", 0, 2), ("7", 2, 5)]

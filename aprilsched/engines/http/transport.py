@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
@@ -37,7 +37,7 @@ from aprilsched.errors import (
     EngineUnreachable,
 )
 
-__all__ = ["Transport"]
+__all__ = ["ControlCalls", "Transport"]
 
 _KEEPALIVE_SECONDS = 2.0
 """It is below the 5 s after which uvicorn (of SGLang and vLLM) closes an idle connection. One that
@@ -52,6 +52,25 @@ _ERROR_BYTES = 2**16
 _ATTEMPTS = 3
 _UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError)
 """The exceptions of encoding JSON; a lone surrogate in a string is a ValueError."""
+
+
+class ControlCalls(Protocol):
+    """The control calls of one server: :class:`Transport`, or a server in this process."""
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        timeout: float,  # noqa: ASYNC109 - as Transport.call
+        accept: tuple[int, ...] = (200,),
+        repeatable: bool = True,
+        admin: bool = True,
+        at_most: int | None = None,
+    ) -> Answer:
+        """Make one call; see :meth:`Transport.call`."""
+        ...
 
 
 class Transport:

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 from tenacity import AsyncRetrying, retry_if_result, wait_exponential
 
-from aprilsched.engines.base import PauseMode
+from aprilsched.engines.base import Capabilities, GenerationRequest, PauseMode
 from aprilsched.engines.http.failures import Answer, quoted
 from aprilsched.engines.http.limits import HttpLimits
-from aprilsched.engines.http.transport import Transport
+from aprilsched.engines.http.transport import ControlCalls
 from aprilsched.engines.load import EngineLoad
 from aprilsched.engines.sglang.loads import read_load
 from aprilsched.engines.sglang.probe import ServerFacts, weight_label
@@ -27,7 +27,7 @@ from aprilsched.errors import ControlTimeout, EngineRejected, EngineUnreachable
 
 __all__ = ["ServerControl"]
 
-_BUSY = 400
+_BAD_REQUEST = _BUSY = 400
 _PAUSED = 503
 _CONFLICT = 409
 _FLUSH_POLL_SECONDS = 0.05
@@ -40,10 +40,10 @@ class ServerControl:
     """The control calls of an engine."""
 
     def __init__(
-        self, name: str, transport: Transport, limits: HttpLimits, *, first_version: int = 0
+        self, name: str, server: ControlCalls, limits: HttpLimits, *, first_version: int = 0
     ) -> None:
         self._name = name
-        self._transport = transport
+        self._server = server
         self._limits = limits
         self._first_version = first_version
         self._facts: ServerFacts | None = None
@@ -61,15 +61,20 @@ class ServerControl:
             raise EngineUnreachable(self.name, "is not open; call open() before using it.")
         return self._facts
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the server can do; known after :meth:`open`."""
+        return self.facts.capabilities
+
     async def version(self) -> int:
         """Ask for the policy version of the server's weights."""
-        label = await weight_label(self.name, self._transport, self._limits.control_timeout)
+        label = await weight_label(self.name, self._server, self._limits.control_timeout)
         return version_number(label, self._first_version)
 
     async def is_paused(self) -> bool | None:
         """Whether the server is paused; None where it cannot tell (before SGLang had /ready)."""
         timeout = self._limits.control_timeout
-        answer = await self._transport.call(
+        answer = await self._server.call(
             "GET", "ready", timeout=timeout, accept=(200, _PAUSED, 404), admin=False
         )
         return None if answer.status == 404 else answer.status == _PAUSED
@@ -78,9 +83,7 @@ class ServerControl:
         """Ask for the server's load; see :class:`~aprilsched.engines.load.ReportsLoad`."""
         timeout = min(_LOAD_SECONDS, self._limits.control_timeout)
         enabled = self.facts.metrics
-        return await read_load(
-            self.name, self._transport, timeout, enabled=enabled, metrics=metrics
-        )
+        return await read_load(self.name, self._server, timeout, enabled=enabled, metrics=metrics)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop decoding. The mode is always sent: SGLang's default aborts every request."""
@@ -138,7 +141,7 @@ class ServerControl:
         before, self._released = self._released, after
         try:
             # The call is not repeated: a second wake kills the server.
-            await self._transport.call(
+            await self._server.call(
                 "POST",
                 path,
                 {"tags": list(tags)},
@@ -154,15 +157,27 @@ class ServerControl:
         if self._released and await self.is_paused() is False:
             self._released = frozenset()
 
+    def _check_ids(self, request: GenerationRequest) -> None:
+        vocab = self.facts.vocab_size
+        largest = int(request.input_ids.max(initial=0))
+        # SGLang 0.5.21 does not check: the lookup in the embedding fails and the server dies.
+        if vocab is not None and largest >= vocab:
+            raise EngineRejected(
+                self.name,
+                f"request {request.request_id} holds token id {largest}, and the model knows "
+                f"{vocab}; tokenize the prompt with this model's tokenizer.",
+                status=_BAD_REQUEST,
+            )
+
     def _conflict(self, why: str) -> EngineRejected:
         return EngineRejected(self.name, why, status=_CONFLICT)
 
     async def _control(
         self, path: str, body: object = None, *, accept: tuple[int, ...] = (200,)
     ) -> Answer:
-        return await self._transport.call(
+        return await self._server.call(
             "POST", path, body, timeout=self._limits.control_timeout, accept=accept
         )
 
     async def _abort(self, request_id: str, timeout: float) -> None:  # noqa: ASYNC109
-        await self._transport.call("POST", "abort_request", {"rid": request_id}, timeout=timeout)
+        await self._server.call("POST", "abort_request", {"rid": request_id}, timeout=timeout)

@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, suppress
 
 import aiohttp
 
-from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest
+from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http.address import ServerAddress
 from aprilsched.engines.http.failures import Answer, engine_error, rejection
 from aprilsched.engines.http.limits import HttpLimits
@@ -40,7 +40,6 @@ from aprilsched.errors import ConfigError, EngineError, EngineRejected, EngineUn
 __all__ = ["SGLangEngine"]
 
 _log = logging.getLogger(__name__)
-_BAD_REQUEST = 400
 _DRAIN_SECONDS = 1.0
 _DRAIN_BYTES = 2**16
 
@@ -78,9 +77,11 @@ class SGLangEngine(ServerRefit):
         self._calls: dict[str, Call] = {}
         limits = limits or HttpLimits()
         name = ServerAddress.parse(url).name
-        transport = Transport(name, self._url, admin_key=admin_key, api_key=api_key, limits=limits)
+        self._transport = Transport(
+            name, self._url, admin_key=admin_key, api_key=api_key, limits=limits
+        )
         self._unfinished = UnfinishedEvents(name, limits.max_unfinished_bytes)
-        super().__init__(name, transport, limits, first_version=first_version)
+        super().__init__(name, self._transport, limits, first_version=first_version)
         self._bind_to_loop()
 
     def _bind_to_loop(self) -> None:
@@ -95,11 +96,6 @@ class SGLangEngine(ServerRefit):
 
     def __repr__(self) -> str:
         return f"SGLangEngine({str(self._url)!r})"
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the server can do; known after :meth:`open`."""
-        return self.facts.capabilities
 
     async def open(self) -> None:
         """Connect and probe; close the connections again if the server cannot be used."""
@@ -176,18 +172,6 @@ class SGLangEngine(ServerRefit):
         """The response to the one POST that asks for `request`."""
         interval = self._stream_interval if self.facts.stream_interval else None
         return self._transport.stream("generate", generate_body(request, stream_interval=interval))
-
-    def _check_ids(self, request: GenerationRequest) -> None:
-        vocab = self.facts.vocab_size
-        largest = int(request.input_ids.max(initial=0))
-        # SGLang 0.5.21 does not check: the lookup in the embedding fails and the server dies.
-        if vocab is not None and largest >= vocab:
-            raise EngineRejected(
-                self.name,
-                f"request {request.request_id} holds token id {largest}, and the model knows "
-                f"{vocab}; tokenize the prompt with this model's tokenizer.",
-                status=_BAD_REQUEST,
-            )
 
     async def _check_status(self, response: aiohttp.ClientResponse) -> None:
         if response.status == 200:

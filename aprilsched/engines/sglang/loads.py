@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from aprilsched.engines.http.transport import Transport
+from aprilsched.engines.http.transport import ControlCalls
 from aprilsched.engines.load import EngineLoad
 from aprilsched.engines.sglang.probe import decode
 
@@ -77,7 +77,7 @@ class OlderLoad(msgspec.Struct, frozen=True):
 
 async def read_load(
     engine: str,
-    transport: Transport,
+    transport: ControlCalls,
     timeout: float,  # noqa: ASYNC109 - of each of the calls, retries included
     *,
     enabled: bool,

@@ -10,7 +10,7 @@ import msgspec
 
 from aprilsched.engines.base import Capabilities
 from aprilsched.engines.http.failures import UNREADABLE, quoted
-from aprilsched.engines.http.transport import Transport
+from aprilsched.engines.http.transport import ControlCalls
 from aprilsched.engines.sglang.wire import Labelled, ModelInfo, OpenApi, ServerInfo, ServerProcess
 from aprilsched.errors import EngineProtocolError, EngineRejected
 
@@ -82,7 +82,7 @@ def decode(engine: str, what: str, body: bytes, kind: type[T]) -> T:
         ) from error
 
 
-async def weight_label(engine: str, transport: Transport, timeout: float) -> str:  # noqa: ASYNC109
+async def weight_label(engine: str, transport: ControlCalls, timeout: float) -> str:  # noqa: ASYNC109
     """Ask for the label of the weights that the server has now."""
     answer = await transport.call("GET", "model_info", timeout=timeout, admin=False)
     label = decode(engine, "/model_info", answer.body, ModelInfo).weight_version
@@ -95,7 +95,7 @@ async def weight_label(engine: str, transport: Transport, timeout: float) -> str
     return label
 
 
-async def probe(engine: str, transport: Transport, timeout: float) -> ServerFacts:  # noqa: ASYNC109
+async def probe(engine: str, transport: ControlCalls, timeout: float) -> ServerFacts:  # noqa: ASYNC109
     """Ask a server what it is; refuse one that is not SGLang or does not accept our key.
 
     Raises:
@@ -129,13 +129,13 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
     )
 
 
-async def server_process(engine: str, transport: Transport, timeout: float) -> ServerProcess:  # noqa: ASYNC109
+async def server_process(engine: str, transport: ControlCalls, timeout: float) -> ServerProcess:  # noqa: ASYNC109
     """Ask for what distinguishes the process that answers now from others."""
     answer = await transport.call("GET", "server_info", timeout=timeout, admin=False)
     return decode(engine, "/server_info", answer.body, ServerProcess)
 
 
-async def _model_info(engine: str, transport: Transport, timeout: float) -> ModelInfo:  # noqa: ASYNC109
+async def _model_info(engine: str, transport: ControlCalls, timeout: float) -> ModelInfo:  # noqa: ASYNC109
     try:
         answer = await transport.call("GET", "model_info", timeout=timeout, admin=False)
     except EngineRejected as error:
@@ -174,7 +174,7 @@ def _capabilities(server: ServerInfo) -> Capabilities:
     )
 
 
-async def _schema(engine: str, transport: Transport, timeout: float) -> OpenApi:  # noqa: ASYNC109
+async def _schema(engine: str, transport: ControlCalls, timeout: float) -> OpenApi:  # noqa: ASYNC109
     """The server's OpenAPI schema; an empty one where it publishes none."""
     try:
         answer = await transport.call("GET", "openapi.json", timeout=timeout, admin=False)
@@ -183,7 +183,7 @@ async def _schema(engine: str, transport: Transport, timeout: float) -> OpenApi:
     return decode(engine, "/openapi.json", answer.body, OpenApi)
 
 
-async def _vocab_size(engine: str, transport: Transport, timeout: float) -> int | None:  # noqa: ASYNC109
+async def _vocab_size(engine: str, transport: ControlCalls, timeout: float) -> int | None:  # noqa: ASYNC109
     """The model's vocabulary size, which SGLang reports only in a refusal.
 
     A bias on an impossible id is refused before the request reaches the scheduler, so nothing

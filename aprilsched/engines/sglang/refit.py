@@ -19,7 +19,7 @@ from typing import Any
 
 from aprilsched.engines.http.failures import quoted
 from aprilsched.engines.http.limits import HttpLimits
-from aprilsched.engines.http.transport import Transport
+from aprilsched.engines.http.transport import ControlCalls
 from aprilsched.engines.refit import RefitGroup, TensorMeta
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import decode, server_process, weight_label
@@ -38,9 +38,9 @@ class ServerRefit(ServerControl):
     """The calls that change the weights of an engine."""
 
     def __init__(
-        self, name: str, transport: Transport, limits: HttpLimits, *, first_version: int = 0
+        self, name: str, server: ControlCalls, limits: HttpLimits, *, first_version: int = 0
     ) -> None:
-        super().__init__(name, transport, limits, first_version=first_version)
+        super().__init__(name, server, limits, first_version=first_version)
         self._open_update = ""
         """Names the update that was begun and has not succeeded; empty if there is none."""
         self._groups: set[str] = set()
@@ -64,7 +64,7 @@ class ServerRefit(ServerControl):
 
     async def _check_process(self) -> None:
         timeout = self._limits.control_timeout
-        process = await server_process(self.name, self._transport, timeout)
+        process = await server_process(self.name, self._server, timeout)
         if process != self.facts.process:
             raise EngineRestarted(
                 self.name,
@@ -188,7 +188,7 @@ class ServerRefit(ServerControl):
         if label:
             await self._label(version)
         timeout = self._limits.control_timeout
-        said = await weight_label(self.name, self._transport, timeout)
+        said = await weight_label(self.name, self._server, timeout)
         if version_number(said, self._first_version) != version:
             raise EngineRejected(
                 self.name,
@@ -212,7 +212,7 @@ class ServerRefit(ServerControl):
         The server waits for the adapter's last request and loads no other adapter meanwhile. It
         remembers the path: a request that names the adapter again would load it again.
         """
-        await self._transport.call(
+        await self._server.call(
             "POST",
             "unload_lora_adapter",
             {"lora_name": name},
@@ -245,7 +245,7 @@ class ServerRefit(ServerControl):
             # Flushing here would kill the scheduler if a request runs or waits, and aborting
             # would end every straggler.
             body = {**body, "flush_cache": False, "abort_all_requests": False}
-        answer = await self._transport.call(
+        answer = await self._server.call(
             "POST",
             path,
             body,

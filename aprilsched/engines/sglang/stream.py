@@ -16,9 +16,9 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from operator import itemgetter
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -75,6 +75,19 @@ class ChunkAssembler:
             raise self._broken(
                 f"sent an event that cannot be read ({quoted(str(error))})"
             ) from error
+        return self._of(event)
+
+    def convert(self, output: Mapping[str, Any]) -> Chunk:
+        """Return the chunk of an event that is an object, not yet JSON; errors as :meth:`feed`."""
+        try:
+            event = msgspec.convert(output, StreamEvent)
+        except UNREADABLE as error:
+            raise self._broken(
+                f"gave an output that cannot be read ({quoted(str(error))})"
+            ) from error
+        return self._of(event)
+
+    def _of(self, event: StreamEvent) -> Chunk:
         if event.error is not None:
             raise self._rejected(event.error.message, event.error.code)
         if event.meta_info is None or event.index != 0:

@@ -1,0 +1,63 @@
+"""Tests SGLang inside of the scheduler's process, in a process with SGLang's own packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from aprilsched import SGLangInProcessFleet
+from aprilsched.errors import ConfigError
+from aprilsched.testing.contract import ALL_CHECKS, MEMORY_CHECKS
+from tests.sglang.server import run_with_server_packages
+
+
+def run(what: str, *parameters: object) -> None:
+    run_with_server_packages("in_process", what, *parameters, purpose="in_process")
+
+
+LONG = {
+    "abort_returns_the_partial",
+    "in_place_keeps_streams_open",
+    "retract_and_flush_keep_greedy_tokens",
+    *(check.__name__ for check in MEMORY_CHECKS),
+}
+"""Checks that take seconds, and of whose calls others here take some."""
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check.__name__, marks=[pytest.mark.long] if check.__name__ in LONG else [])
+        for check in ALL_CHECKS
+    ],
+)
+def test_it_keeps_the_contract_of_an_engine(models: tuple[Path, Path], check: str) -> None:
+    run("contract", check, *models)
+
+
+def test_it_takes_weights_from_the_memory_of_this_process(models: tuple[Path, Path]) -> None:
+    run("tensors", *models)
+
+
+def test_tokens_have_the_versions_of_the_weights_that_sampled_them(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run("versions", *models, tmp_path)
+
+
+def test_it_starts_again_after_its_processes_were_killed(models: tuple[Path, Path]) -> None:
+    run("loss", models[0])
+
+
+def test_it_needs_an_engine_or_the_arguments_for_one() -> None:
+    with pytest.raises(ConfigError, match="give one of the two"):
+        SGLangInProcessFleet()
+    with pytest.raises(ConfigError, match="give one of the two"):
+        SGLangInProcessFleet(object(), model_path="/model")
+
+
+async def test_without_sglang_the_error_says_what_to_do() -> None:
+    fleet = SGLangInProcessFleet(model_path="/model")
+    with pytest.raises(ConfigError, match="needs SGLang in this environment"):
+        await fleet.open()
