@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar, cast
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import Accept, BiasNow, Episode, GroupReward, RefitReport, Reward
@@ -39,13 +39,15 @@ from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, PromptsExhausted, SchedulerClosed
 from aprilsched.loop_thread import LoopThread
 from aprilsched.planning import Planner
+from aprilsched.shards.base import Shard
+from aprilsched.shards.scheduler import ShardedScheduler as AsyncShardedScheduler
 from aprilsched.store import Store
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt
 from aprilsched.weights.base import WeightPublisher
 
-__all__ = ["RolloutScheduler"]
+__all__ = ["RolloutScheduler", "ShardedScheduler"]
 
 T = TypeVar("T")
 
@@ -343,6 +345,52 @@ class RolloutScheduler:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.stop()
+
+
+class ShardedScheduler(RolloutScheduler):
+    """The blocking form of :class:`aprilsched.shards.ShardedScheduler`, which describes the
+    arguments.
+
+    :attr:`state`, :meth:`bias`, :meth:`asleep` and :meth:`paused_for_weights` are those of one
+    scheduler, and raise ConfigError here.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        *,
+        config: SchedulerConfig | None = None,
+        listeners: Sequence[AnyListener] = (),
+        folder: Path | str | None = None,
+    ) -> None:
+        sharded = AsyncShardedScheduler(
+            shards, prompts, config=config, listeners=listeners, folder=folder
+        )
+        self._use(cast("AsyncRolloutScheduler", sharded))
+
+    @property
+    def state(self) -> SchedulerState:
+        raise _of_one_scheduler("state")
+
+    def bias(self) -> BiasNow:
+        raise _of_one_scheduler("bias()")
+
+    @contextmanager
+    def paused_for_weights(
+        self, *, version: int | None = None, label: bool = False
+    ) -> Generator[tuple[str, ...]]:
+        raise _of_one_scheduler("paused_for_weights()")
+        yield ()
+
+    @contextmanager
+    def asleep(self, *, tags: Sequence[str] = ("kv_cache", "weights")) -> Generator[None]:
+        raise _of_one_scheduler("asleep()")
+        yield
+
+
+def _of_one_scheduler(name: str) -> ConfigError:
+    return ConfigError(f"{name} is that of one scheduler; shards have no such thing together.")
 
 
 @dataclass(slots=True, eq=False)

@@ -379,6 +379,22 @@ RULES: dict[str, Rule] = {
             "aprilsched.weights",
         )
     ),
+    # Several schedulers as one, in front of the coordinator as a trainer is.
+    "aprilsched.shards": Rule(
+        ours=(
+            "aprilsched.coordinator",
+            "aprilsched.core",
+            "aprilsched.driver",
+            "aprilsched.engines.base",
+            "aprilsched.errors",
+            "aprilsched.shards",
+            "aprilsched.store",
+            "aprilsched.telemetry",
+            "aprilsched.types",
+            "aprilsched.weights.base",
+            "aprilsched.weights.external",
+        )
+    ),
     "aprilsched.runs": Rule(ours=("aprilsched",), others=CLI),
     "aprilsched.integrations": EVERYTHING,
 }

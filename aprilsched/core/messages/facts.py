@@ -67,6 +67,8 @@ __all__ = [
     "RolloutScored",
     "RunOpened",
     "ScheduleChanged",
+    "ShardLost",
+    "ShardOpened",
     "SleepBegun",
     "SleepEnded",
     "SleepRequested",
@@ -529,6 +531,26 @@ class UpdateWanted(Fact, frozen=True):
     version: int
     batch: bool
     evaluations: tuple[int, ...]
+
+
+# --- shards ------------------------------------------------------------------------------------
+
+
+class ShardOpened(Fact, frozen=True):
+    """A shard takes part, for the `opening`-th time. `slot` is its part of the ids of the run, and
+    `version` the policy version of its engines."""
+
+    shard: str
+    slot: int
+    opening: int
+    version: int
+
+
+class ShardLost(Fact, frozen=True):
+    """A shard has ended, and is opened again."""
+
+    shard: str
+    cause: str
 
 
 # --- updates and sleep -------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -13,51 +14,57 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from aprilsched.telemetry.metrics.histogram import Buckets
-from aprilsched.telemetry.metrics.listener import Metrics, Sample
+from aprilsched.telemetry.metrics.listener import Metrics
 from aprilsched.telemetry.metrics.table import METRICS
 from aprilsched.telemetry.metrics.table import Metric as Declared
 
 __all__ = ["MetricsCollector"]
 
 
-class MetricsCollector(Collector):
-    """Reads `metrics` at each scrape."""
+_Labels: TypeAlias = tuple[str, ...]
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+
+class MetricsCollector(Collector):
+    """Reads `metrics` at each scrape: those of one run, or those of each shard of a run by its
+    name, which becomes the first label."""
+
+    def __init__(self, metrics: Metrics | Mapping[str, Metrics]) -> None:
+        self._metrics: Mapping[_Labels, Metrics]
+        if isinstance(metrics, Metrics):
+            self._labels: _Labels = ()
+            self._metrics = {(): metrics}
+        else:
+            self._labels = ("shard",)
+            self._metrics = {(shard,): each for shard, each in metrics.items()}
 
     def describe(self) -> Iterator[Metric]:
         """The metrics without values; a registry uses their names to find conflicts."""
         for declared in METRICS.values():
-            yield _simple(declared, ()) if declared.kind != "histogram" else _empty(declared)
+            yield self._empty(declared)
 
     def collect(self) -> Iterator[Metric]:
-        scrape = self._metrics.scrape()
-        samples: dict[str, list[Sample]] = {name: [] for name in METRICS}
-        for sample in scrape.samples:
-            samples[sample.name].append(sample)
-        for name, declared in METRICS.items():
-            if declared.kind == "histogram":
-                yield _histogram(declared, scrape.histograms[name])
-            else:
-                yield _simple(declared, samples[name])
+        families = {name: self._empty(declared) for name, declared in METRICS.items()}
+        for labels, metrics in self._metrics.items():
+            scrape = metrics.scrape()
+            for sample in scrape.samples:
+                families[sample.name].add_metric((*labels, *sample.labels), sample.value)
+            for name, held in scrape.histograms.items():
+                families[name].add_metric(labels, _pairs(held), held.sum)
+        yield from families.values()
+
+    def _empty(self, declared: Declared) -> Any:
+        """The metric without values. The families of the three kinds take different values."""
+        kind = _FAMILIES[declared.kind]
+        return kind(declared.name, declared.help, labels=(*self._labels, *declared.labels))
 
 
-def _simple(declared: Declared, samples: Sequence[Sample]) -> Metric:
-    of = CounterMetricFamily if declared.kind == "counter" else GaugeMetricFamily
-    family = of(declared.name, declared.help, labels=declared.labels)
-    for sample in samples:
-        family.add_metric(sample.labels, sample.value)
-    return family
+_FAMILIES: Mapping[str, Callable[..., Metric]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
-def _empty(declared: Declared) -> HistogramMetricFamily:
-    return HistogramMetricFamily(declared.name, declared.help, labels=declared.labels)
-
-
-def _histogram(declared: Declared, held: Buckets) -> Metric:
-    family = _empty(declared)
+def _pairs(held: Buckets) -> Sequence[tuple[str, float]]:
     edges = (*(str(edge) for edge in held.edges), "+Inf")
-    pairs = [(edge, float(count)) for edge, count in zip(edges, held.counts, strict=True)]
-    family.add_metric((), pairs, held.sum)
-    return family
+    return [(edge, float(count)) for edge, count in zip(edges, held.counts, strict=True)]

@@ -6,7 +6,7 @@ loop for minutes, and the metrics must stay available meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,12 +33,16 @@ class MetricsServer:
 
 
 @contextmanager
-def serve_metrics(metrics: Metrics, port: int, host: str = "127.0.0.1") -> Generator[MetricsServer]:
+def serve_metrics(
+    metrics: Metrics | Mapping[str, Metrics], port: int, host: str = "127.0.0.1"
+) -> Generator[MetricsServer]:
     """Serve `metrics` while the block runs (needs the extra ``metrics``).
 
     There is no authentication, so the default `host` is the loopback interface of this machine.
 
     Args:
+        metrics: the metrics of a run; or those of the shards of a run by their names, which every
+            metric then has as its label ``shard``.
         port: the port; 0 takes a free one.
 
     Raises:

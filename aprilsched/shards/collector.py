@@ -1,0 +1,640 @@
+"""Decides for all shards together: how many groups each may start, when all hold, and which groups
+make a batch.
+
+Like the core, it is told what happened and carries nothing out, so the asyncio shell
+(:mod:`aprilsched.shards.scheduler`) and a simulation use the same decisions. Prompts are permits: a
+shard starts a group for every prompt that it gets, so the refill rule, the over-provision ratio and
+the staleness gate of the run are asked here, once, about the sums over all shards.
+
+Invariants:
+- A serial is with one shard, or its group is ready here, or it was delivered or dropped.
+- A group of a serial that is not with its shard any more was counted before, and is not counted.
+- A shard takes part while its version is the version of the run. Otherwise it holds, and the groups
+  that it has open do not count, so that others are started in their place.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from aprilsched.core.config import SchedulerConfig
+from aprilsched.core.policies.over_provision import PoolLoad
+from aprilsched.core.policies.refill import PoolView, Refill
+from aprilsched.core.policies.wave import Wave
+from aprilsched.core.state.saved import SavedGroup
+from aprilsched.errors import ConfigError, InvariantViolation, StoreError
+from aprilsched.shards.base import (
+    NOTHING,
+    Complete,
+    News,
+    Opened,
+    numbered,
+    qualified,
+    serial_of,
+    unnumbered,
+)
+from aprilsched.shards.settings import check_shardable
+from aprilsched.store.codec import decode, encode, group_from, group_record
+from aprilsched.telemetry.event_log.merging import SLOTS
+from aprilsched.types import Batch, Group, Prompt, Rollout
+
+__all__ = ["Collector", "Cut", "Post"]
+
+log = logging.getLogger("aprilsched")
+
+_SIZES = 32
+"""Number of groups over which the mean group size is taken."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Post:
+    """What the collector knows of one shard.
+
+    Attributes:
+        name: name of the shard.
+        slot: which part of the ids is the shard's.
+        version: the version under which it generates; None if it cannot generate, or is lost.
+        engines: number of its engines in use.
+        serials: the prompts that it was given and that have not come back, with their group sizes.
+        generating: number of its rollouts that generate, as it said last.
+        complete: its complete groups that have not arrived, as it said last.
+        told: group sizes of the prompts that were given and are not launched, as it said last.
+        launched: number of prompts that it had launched, as it said last.
+        prompts: prompts that are to be given.
+        received: numbers of groups that it need not keep any longer.
+    """
+
+    name: str
+    slot: int
+    version: int | None = None
+    engines: int = 1
+    serials: dict[int, int] = field(default_factory=dict[int, int])
+    generating: int = 0
+    complete: Complete = NOTHING
+    told: deque[int] = field(default_factory=deque[int])
+    launched: int = 0
+    prompts: list[Prompt] = field(default_factory=list[Prompt])
+    received: list[int] = field(default_factory=list[int])
+
+    @property
+    def running(self) -> int:
+        """Number of its rollouts that generate or soon will."""
+        return self.generating + sum(self.told)
+
+
+@dataclass(slots=True, eq=False)
+class _Arrived:
+    """A complete group, where it came from, and the number by which that knows it."""
+
+    group: Group
+    post: Post
+    number: int
+    serial: int
+
+    @property
+    def members(self) -> Sequence[Rollout]:
+        return self.group.rollouts
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(rollout) for rollout in self.group.rollouts)
+
+
+class _Held:
+    """The sums that a stop rule reads."""
+
+    def __init__(self, groups: int, samples: int, tokens: int) -> None:
+        self.samples, self.tokens, self._groups = samples, tokens, groups
+
+    def __len__(self) -> int:
+        return self._groups
+
+
+class Collector:
+    """The decisions over N shards.
+
+    Args:
+        config: the settings of the run.
+        names: the names of the shards.
+
+    Attributes:
+        version: the trainer's policy version.
+        batches: number of batches that the trainer has taken.
+        serials: number of serials that were given out.
+        cursor: number of the source's prompts that were used.
+        stock: prompts that have come from the source and are not given to a shard.
+        exhausted: whether the source has ended.
+        requested: whether the trainer waits for a batch.
+        updating: whether an update is under way.
+        evicted: groups that were dropped here because they became too stale, since this was
+            emptied.
+
+    Raises:
+        ConfigError: if the settings cannot work in shards.
+    """
+
+    def __init__(self, config: SchedulerConfig, names: Sequence[str]) -> None:
+        check_shardable(config)
+        policies = config.policies
+        if policies.over_provision is None:
+            raise ConfigError("over_provision is not known beforehand; give a ratio.")
+        self.config = config
+        self._stop, self._staleness = policies.stop, policies.staleness
+        self._over_provision, self._start_up = policies.over_provision, policies.start_up
+        self._refill = policies.refill
+        self.posts = [Post(name=name, slot=place) for place, name in enumerate(names)]
+        self._slots = len(self.posts)
+        self.version = 0
+        self.batches = 0
+        self.serials = 0
+        self.cursor = 0
+        self.stock: deque[Prompt | None] = deque()
+        self.exhausted = False
+        self.fetching = False
+        self.dry = False
+        """Whether the source has no more prompts at the moment."""
+        self.requested = False
+        self.updating = False
+        self.evicted: list[Group] = []
+        self._prompts: dict[int, Prompt] = {}
+        """The prompts that are with a shard, as the user gave them."""
+        self._ready: list[_Arrived] = []
+        self._samples = self._tokens = 0
+        """The rollouts and tokens in `_ready`."""
+        self._offer: tuple[Batch, list[_Arrived]] | None = None
+        self._batches_since_update = 0
+        self._target = 0
+        self._usual_group = float(config.group_size)
+        self._usual_size = float(config.group_size)
+        self._sizes_seen = 0
+        self._wave_pending = False
+        self._aim()
+
+    # --- the trainer ---------------------------------------------------------------------------
+
+    def request(self) -> None:
+        """The trainer waits for a batch."""
+        self.requested = True
+        if self._synchronous:
+            self._wave_pending = True
+
+    def withdraw_request(self) -> None:
+        """The trainer waits no longer."""
+        self.requested = False
+
+    def offer(self) -> Batch | None:
+        """Compose the next batch; None if it is not complete, not requested, or offered already."""
+        if not self._collecting or self.updating:
+            return None
+        count = self._stop.take(self._ready)
+        if count is None:
+            if not self.drained:
+                return None
+            count = len(self._ready)
+        if not count:
+            return None
+        taken = self._ready[:count]
+        self._remove(taken)
+        oldest = self._staleness.oldest_unmasked(self.version)
+        batch = Batch(
+            index=self.batches,
+            version=self.version,
+            groups=tuple(_masked(each.group, oldest) for each in taken),
+        )
+        self._offer = (batch, taken)
+        self._aim()
+        self._wave_pending = self._wave_pending or not self._synchronous
+        return batch
+
+    def withdraw_offer(self) -> None:
+        """A new version comes, so the batch that is offered is composed again after it."""
+        if self._offer is not None:
+            (_, taken), self._offer = self._offer, None
+            self._ready[:0] = taken
+            self._count(taken, 1)
+
+    def take(self) -> None:
+        """The trainer has taken the batch that was offered."""
+        if self._offer is None:
+            raise InvariantViolation("a batch was taken that is not offered")
+        (_, taken), self._offer = self._offer, None
+        self.requested = False
+        self.batches += 1
+        self._batches_since_update += 1
+        for each in taken:
+            each.post.received.append(each.number)
+
+    def updated(self, version: int) -> None:
+        """The shards that take part have this version now."""
+        self.version = version
+        self._batches_since_update = 0
+        self._evict()
+
+    @property
+    def drained(self) -> bool:
+        """Whether the prompts have ended and no shard has one."""
+        waiting = self.stock or self.fetching or any(post.serials for post in self.posts)
+        return self.exhausted and not waiting
+
+    @property
+    def ended(self) -> bool:
+        """Whether the trainer waits for a batch that will never come, because the prompts have
+        ended."""
+        return self._collecting and self.drained and not self._ready
+
+    @property
+    def held(self) -> bool:
+        """Whether the shards pause their engines with the requests inside."""
+        return self._synchronous and not (self._collecting and not self._full)
+
+    def takes_part(self, post: Post) -> bool:
+        """Whether a shard has the version of the run."""
+        return post.version == self.version
+
+    def must_hold(self, post: Post) -> bool:
+        """Whether this shard holds: with all of them, or because its version is another one."""
+        return self.held or not (self.updating or self.takes_part(post))
+
+    # --- shards --------------------------------------------------------------------------------
+
+    def opened(self, post: Post, opened: Opened) -> None:
+        """A shard is there, for the first time or again. Prompts of which it knows nothing are to
+        be given to it again."""
+        known = set(opened.serials)
+        if not opened.continued and post.launched:
+            # Its ids begin again, and must not be those of the groups that it gave before.
+            if self._slots >= SLOTS:
+                raise ConfigError(
+                    f"shards were begun again {SLOTS} times without their stores; give them stores."
+                )
+            post.slot, self._slots = self._slots, self._slots + 1
+        lost = [serial for serial in post.serials if serial not in known]
+        for serial in [serial for serial in lost if serial not in self._prompts]:
+            # Its checkpoint had the prompt, and neither its store nor this process has it.
+            log.error("%s has lost the group of prompt %d for good", post.name, serial)
+            lost.remove(serial)
+            del post.serials[serial]
+        post.version, post.engines = opened.version, max(1, opened.engines)
+        post.launched, post.complete = 0, NOTHING
+        post.generating = sum(size for serial, size in post.serials.items() if serial in known)
+        post.prompts = [numbered(self._prompts[serial], serial) for serial in lost]
+        post.told = deque(post.serials[serial] for serial in lost)
+        # Those that it keeps nevertheless arrive again, and are received once more.
+        post.received.clear()
+
+    def lost(self, post: Post) -> None:
+        """A shard has ended. What it has open does not count until it is opened again."""
+        post.version = None
+
+    def note(self, post: Post, news: News) -> None:
+        """A shard has news."""
+        # A message that was under way during an update must not take the new version back.
+        if news.version is None or post.version is None or news.version > post.version:
+            post.version = news.version
+        post.engines = max(1, news.engines)
+        post.generating, post.complete = news.generating, news.complete
+        for _ in range(min(news.launched - post.launched, len(post.told))):
+            post.told.popleft()
+        post.launched = max(post.launched, news.launched)
+        for serial in news.dropped:
+            if post.serials.pop(serial, None) is not None:
+                self._prompts.pop(serial, None)
+        for number, group in news.groups:
+            self._arrive(post, number, group)
+
+    def _arrive(self, post: Post, number: int, group: Group) -> None:
+        serial = serial_of(group.prompt)
+        if serial is None or post.serials.pop(serial, None) is None:
+            # It was counted before the shard was opened again.
+            if all(each.serial != serial for each in self._kept()):
+                post.received.append(number)
+            else:
+                self._renumber(post, number, serial)
+            return
+        # After a restore, only the group itself has the prompt.
+        prompt = self._prompts.pop(serial, None) or unnumbered(group.prompt)
+        arrived = _Arrived(
+            qualified(group, prompt, slot=post.slot, shard=post.name), post, number, serial
+        )
+        if self._too_stale(arrived):
+            post.received.append(number)
+            self.evicted.append(arrived.group)
+            return
+        self._ready.append(arrived)
+        self._count([arrived], 1)
+
+    def _kept(self) -> Iterable[_Arrived]:
+        """The groups that have arrived and are not taken."""
+        yield from self._ready
+        if self._offer is not None:
+            yield from self._offer[1]
+
+    def _renumber(self, post: Post, number: int, serial: int | None) -> None:
+        for each in self._kept():
+            if each.serial == serial:
+                each.post, each.number = post, number
+
+    # --- prompts -------------------------------------------------------------------------------
+
+    def arrived(self, prompts: Iterable[Prompt | None], *, last: bool, partial: bool) -> None:
+        """Prompts have come from the source. None stands for one that cannot be used."""
+        self.stock.extend(prompts)
+        self.fetching = self.dry = partial
+        self.exhausted = self.exhausted or last
+
+    def give(self) -> int:
+        """Distribute the prompts that may be started now to the shards, in `post.prompts`; returns
+        how many more prompts are needed from the source."""
+        if self.updating or not self._may_launch() or not any(map(self.takes_part, self.posts)):
+            return 0
+        count = self._launches()
+        usable = sum(prompt is not None for prompt in self.stock)
+        missing = count - usable
+        if missing > 0 and not self.exhausted:
+            ask = 0 if self.fetching else missing
+            # A wave should reach the engines together.
+            if not self.dry and usable == len(self.stock):
+                return ask
+        else:
+            ask = 0
+        self._distribute(count)
+        return ask
+
+    def _distribute(self, count: int) -> None:
+        """Give each prompt to the shard with the fewest rollouts for each engine."""
+        loads = [
+            (post.running / post.engines, place)
+            for place, post in enumerate(self.posts)
+            if self.takes_part(post)
+        ]
+        heapq.heapify(loads)
+        while count and self.stock:
+            prompt = self.stock.popleft()
+            self.cursor += 1
+            if prompt is None:
+                continue
+            count -= 1
+            size = prompt.group_size or self.config.group_size
+            self._note_size(size)
+            load, place = loads[0]
+            post, serial = self.posts[place], self.serials
+            self.serials += 1
+            self._prompts[serial] = prompt
+            post.serials[serial] = size
+            post.told.append(size)
+            post.prompts.append(numbered(prompt, serial))
+            heapq.heapreplace(loads, (load + size / post.engines, place))
+
+    def _note_size(self, size: int) -> None:
+        self._sizes_seen = min(self._sizes_seen + 1, _SIZES)
+        self._usual_size += (size - self._usual_size) / self._sizes_seen
+
+    def _may_launch(self) -> bool:
+        if self._synchronous:
+            return self._collecting
+        return not self._stop.enough(self._merged(), batches=self.config.ready_batches)
+
+    def _launches(self) -> int:
+        view = self._view()
+        count = self._refill_now().launches(view)
+        if count and self._stop.learns:
+            self._aim()
+            view = self._view()
+            count = self._refill_now().launches(view)
+        if count:
+            admissible = self._staleness.admissible(
+                batch_groups=self._batch_groups,
+                outstanding=view.open_groups + view.ready_groups,
+                batches_since_update=self._batches_since_update + (self._offer is not None),
+                wanted=self._collecting,
+            )
+            if admissible is not None and count > admissible:
+                return admissible
+        usable = sum(prompt is not None for prompt in self.stock)
+        self._wave_pending = self._wave_pending and count > usable and not self.exhausted
+        return count
+
+    # --- sums over the shards ------------------------------------------------------------------
+
+    @property
+    def _synchronous(self) -> bool:
+        return self.config.pace == "synchronous"
+
+    @property
+    def _collecting(self) -> bool:
+        return self.requested and self._offer is None
+
+    @property
+    def _full(self) -> bool:
+        return self._stop.enough(self._merged())
+
+    @property
+    def _batch_groups(self) -> int:
+        return self._stop.batch_groups(self._usual_group)
+
+    def _working(self) -> Iterable[Post]:
+        return (post for post in self.posts if self.takes_part(post))
+
+    def _merged(self) -> _Held:
+        """What is complete, here and in the shards."""
+        groups, samples, tokens = len(self._ready), self._samples, self._tokens
+        for post in self._working():
+            groups += post.complete.groups
+            samples += post.complete.samples
+            tokens += post.complete.tokens
+        return _Held(groups, samples, tokens)
+
+    def _view(self) -> PoolView:
+        merged = self._merged()
+        working = list(self._working())
+        return PoolView(
+            batch_groups=self._batch_groups,
+            group_size=self._usual_size,
+            target_groups=self._target,
+            open_groups=sum(len(post.serials) - post.complete.groups for post in working),
+            ready_groups=self._stop.as_groups(merged, self._usual_group),
+            in_flight=sum(post.running for post in working),
+            wave_due=self._wave_pending,
+            batch_open=not self._stop.enough(merged),
+            asynchronous=not self._synchronous,
+        )
+
+    def _refill_now(self) -> Refill:
+        return Wave() if self._start_up.lasts(self._begun) else self._refill
+
+    @property
+    def _begun(self) -> int:
+        return self.batches + (self._offer is not None)
+
+    def _aim(self) -> None:
+        """Decide how many groups are kept open for the next batch."""
+        usual = self._stop.usual_group(self._usual_size, lambda: None)
+        self._usual_group = self._usual_group if usual is None else usual
+        groups = self._batch_groups
+        target = self._over_provision.target_groups(
+            PoolLoad(batch_groups=groups, current=self._target)
+        )
+        if self._start_up.lasts(self._begun):
+            target = self._start_up.target_groups(self._begun, batch_groups=groups, target=target)
+        self._target = target
+
+    # --- groups that are ready -----------------------------------------------------------------
+
+    def _count(self, groups: Iterable[_Arrived], sign: int) -> None:
+        for each in groups:
+            self._samples += sign * len(each.members)
+            self._tokens += sign * each.tokens
+
+    def _remove(self, groups: Sequence[_Arrived]) -> None:
+        gone = set(map(id, groups))
+        self._ready = [each for each in self._ready if id(each) not in gone]
+        self._count(groups, -1)
+
+    def _evict(self) -> None:
+        stale = [each for each in self._ready if self._too_stale(each)]
+        if stale:
+            self._remove(stale)
+        for each in stale:
+            each.post.received.append(each.number)
+            self.evicted.append(each.group)
+
+    def _too_stale(self, arrived: _Arrived) -> bool:
+        if self._staleness.rule != "evict":
+            return False
+        versions = [rollout.oldest_version for rollout in arrived.members]
+        oldest = min((version for version in versions if version is not None), default=None)
+        return self._staleness.evicts(oldest, self.version)
+
+    # --- a saved run ---------------------------------------------------------------------------
+
+    def cut(self) -> Cut:
+        """The state of this moment, for a checkpoint."""
+        return Cut(
+            _Saved(
+                folder="",
+                version=self.version,
+                batches=self.batches,
+                batches_since_update=self._batches_since_update,
+                serials=self.serials,
+                cursor=self.cursor,
+                slots=self._slots,
+                shards=[
+                    _SavedShard(
+                        name=post.name,
+                        slot=post.slot,
+                        # What has arrived and is not taken is in the file of its shard.
+                        serials=post.serials
+                        | {e.serial: len(e.members) for e in self._kept() if e.post is post},
+                        prompts=[],
+                    )
+                    for post in self.posts
+                ],
+            ),
+            dict(self._prompts),
+        )
+
+    def restore(self, saved: bytes) -> str:
+        """Begin with what :meth:`Cut.encoded` returned; returns the name of the folder with the
+        files of the shards.
+
+        Raises:
+            StoreError: if it cannot be read, or if the run had other shards.
+        """
+        try:
+            record = decode(saved, _Saved)
+            prompts = {
+                group.group_id: group.prompt
+                for shard in record.shards
+                for group in map(group_from, shard.prompts)
+            }
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise StoreError(f"the checkpoint of the shards cannot be read ({error}).") from error
+        names = [post.name for post in self.posts]
+        if [shard.name for shard in record.shards] != names:
+            had = ", ".join(shard.name for shard in record.shards)
+            raise StoreError(
+                f"the checkpoint has the shards {had}, and this run has {', '.join(names)}; give "
+                "the same ones in the same order."
+            )
+        self.version, self.batches = record.version, record.batches
+        self._batches_since_update = record.batches_since_update
+        self.serials, self.cursor, self._slots = record.serials, record.cursor, record.slots
+        self._prompts.update(prompts)
+        for post, shard in zip(self.posts, record.shards, strict=True):
+            post.slot, post.serials = shard.slot, dict(shard.serials)
+        return record.folder
+
+
+class _SavedShard(msgspec.Struct, array_like=True):
+    name: str
+    slot: int
+    serials: dict[int, int]
+    """The group size of each prompt that the shard has."""
+    prompts: list[bytes]
+    """Prompts of which the file of the shard knows nothing."""
+
+
+class _Saved(msgspec.Struct, array_like=True):
+    folder: str
+    version: int
+    batches: int
+    batches_since_update: int
+    serials: int
+    cursor: int
+    slots: int
+    shards: list[_SavedShard]
+
+
+class Cut:
+    """The state of a collector at one moment.
+
+    Args:
+        saved: its numbers.
+        prompts: the prompts that the shards had, by their serials.
+    """
+
+    def __init__(self, saved: _Saved, prompts: Mapping[int, Prompt]) -> None:
+        self._saved = saved
+        self._prompts = prompts
+
+    def encoded(self, folder: str, kept: Mapping[str, Collection[int]]) -> bytes:
+        """The content of a file.
+
+        Args:
+            folder: name of the folder with the files of the shards.
+            kept: for each shard the serials of the groups in its file. The prompts of the others
+                are saved here.
+
+        Raises:
+            ConfigError: if a prompt holds a value that cannot be stored.
+        """
+        self._saved.folder = folder
+        for shard in self._saved.shards:
+            shard.prompts = [
+                group_record(
+                    SavedGroup(group_id=serial, prompt=self._prompts[serial], opened=0, members=())
+                )
+                for serial in shard.serials
+                if serial not in kept[shard.name] and serial in self._prompts
+            ]
+        return encode(self._saved)
+
+
+def _masked(group: Group, oldest: int | None) -> Group:
+    """The group as a batch has it, in which tokens older than version `oldest` are masked."""
+    if oldest is None:
+        return group
+    return replace(group, rollouts=tuple(_masked_rollout(each, oldest) for each in group.rollouts))
+
+
+def _masked_rollout(rollout: Rollout, oldest: int) -> Rollout:
+    first = rollout.oldest_version
+    if first is None or first >= oldest:
+        return rollout
+    return replace(rollout, loss_mask=rollout.loss_mask & (rollout.versions >= oldest))

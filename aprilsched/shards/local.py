@@ -1,0 +1,232 @@
+"""A shard in the process of the collector: a scheduler with its part of the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from aprilsched.coordinator.episodes import Episode
+from aprilsched.coordinator.prompt_queue import PromptQueue
+from aprilsched.coordinator.refits import RefitReport
+from aprilsched.coordinator.rollouts import RolloutScheduler
+from aprilsched.core.config import SchedulerConfig
+from aprilsched.core.messages import events as ev
+from aprilsched.core.steps.outage import stranded
+from aprilsched.driver.callbacks import Accept, GroupReward, Reward
+from aprilsched.engines.base import Fleet
+from aprilsched.errors import AprilschedError, FleetLost, RefitError, SchedulerClosed
+from aprilsched.shards.base import News, Opened, Orders, ShardLost
+from aprilsched.shards.reporter import Reporter, serials_of
+from aprilsched.store.base import Store
+from aprilsched.telemetry.base import AnyListener
+from aprilsched.telemetry.event_log import EventLog
+from aprilsched.types import Batch, Prompt
+from aprilsched.weights.base import WeightPublisher
+
+__all__ = ["LocalShard", "ShardParts"]
+
+_AGAIN_S = 1.0
+"""Seconds after which a group is asked for again where no engine can generate before an update."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardParts:
+    """What a shard is made of; the fields are the arguments of
+    :class:`~aprilsched.RolloutScheduler`.
+
+    The functions see a prompt with its number under the key ``aprilsched.serial`` of its metadata.
+    """
+
+    fleet: Fleet
+    reward: Reward | GroupReward | None = None
+    reward_scope: Literal["rollout", "group"] = "rollout"
+    accept: Accept | None = None
+    episode: Episode | None = None
+    store: Store | None = None
+    listeners: Sequence[AnyListener] = ()
+
+
+class _Rollouts(RolloutScheduler):
+    """The scheduler of a shard, which the collector holds."""
+
+    def hold(self, *, held: bool) -> None:
+        """Pause the engines with the requests inside them, or let them generate again."""
+        self._feed(ev.HoldRequested() if held else ev.HoldEnded())
+
+
+class LocalShard:
+    """A shard in this process.
+
+    Args:
+        name: its name, which no other shard has.
+        parts: makes the parts of the shard. It is called each time the shard is opened, so that a
+            shard that was lost begins again with a new fleet over the same engines and the same
+            store.
+    """
+
+    def __init__(self, name: str, parts: Callable[[], ShardParts]) -> None:
+        self.name = name
+        self._parts = parts
+        self._rollouts: _Rollouts | None = None
+        self._queue = PromptQueue(together_s=0)
+        self._reporter = self._new_reporter()
+        self._log: EventLog | None = None
+        self._news = asyncio.Event()
+        self._batches: dict[int, Batch] = {}
+        """The batches that the store keeps until they are received."""
+        self._held = False
+        self._failure: BaseException | None = None
+        self._taking: asyncio.Task[None] | None = None
+
+    @property
+    def publishes_here(self) -> bool:
+        """Whether a publisher in this process can reach its engines."""
+        return True
+
+    # --- lifetime ------------------------------------------------------------------------------
+
+    async def open(
+        self, config: SchedulerConfig, *, log: Path | None, checkpoint: Path | None
+    ) -> Opened:
+        """Begin; see :meth:`~aprilsched.shards.base.Shard.open`."""
+        await self.close()
+        parts = self._parts()
+        self._queue, self._news = PromptQueue(together_s=0), asyncio.Event()
+        self._batches, self._held, self._failure = {}, False, None
+        self._reporter = self._new_reporter()
+        listeners: list[AnyListener] = [self._reporter, *parts.listeners]
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            self._log = EventLog(log)
+            listeners.append(self._log)
+        rollouts = self._rollouts = _Rollouts(
+            parts.fleet,
+            self._queue,
+            reward=parts.reward,
+            reward_scope=parts.reward_scope,
+            accept=parts.accept,
+            episode=parts.episode,
+            config=config,
+            listeners=listeners,
+            store=parts.store,
+        )
+        if checkpoint is not None:
+            rollouts.restore(checkpoint)
+        try:
+            await rollouts.__aenter__()
+        except BaseException:
+            self._rollouts = None
+            raise
+        if self._log is not None:
+            self._log.start()
+        state = rollouts.state
+        self._reporter.opened()
+        self._taking = asyncio.create_task(self._take(rollouts), name=f"aprilsched {self.name}")
+        engines = state.fleet.control.engines
+        return Opened(
+            version=None if stranded(state) else state.weights.versions.trainer,
+            run_version=state.weights.versions.trainer,
+            engines=len(engines),
+            serials=serials_of(state),
+            continued=state.resumed,
+            stored=parts.store is not None,
+        )
+
+    async def close(self) -> None:
+        """End in any state."""
+        taking, self._taking = self._taking, None
+        if taking is not None:
+            taking.cancel()
+            await asyncio.wait([taking])
+        rollouts, self._rollouts = self._rollouts, None
+        if rollouts is not None:
+            await rollouts.close()
+        log, self._log = self._log, None
+        if log is not None:
+            await asyncio.to_thread(log.close)
+
+    # --- messages ------------------------------------------------------------------------------
+
+    async def tell(self, orders: Orders) -> None:
+        """Carry out orders; see :meth:`~aprilsched.shards.base.Shard.tell`."""
+        rollouts = self._open()
+        for number in orders.received:
+            batch = self._batches.pop(number, None)
+            if batch is not None:
+                batch.acknowledge()
+        if orders.held != self._held:
+            self._held = orders.held
+            rollouts.hold(held=orders.held)
+        if orders.prompts:
+            self._queue.put(*orders.prompts)
+
+    async def ask(self) -> News:
+        """Wait for news; see :meth:`~aprilsched.shards.base.Shard.ask`."""
+        self._open()
+        await self._news.wait()
+        self._open()
+        self._news.clear()
+        return self._reporter.news()
+
+    async def update(self, publisher: WeightPublisher, version: int) -> RefitReport:
+        """Load a version; see :meth:`~aprilsched.shards.base.Shard.update`."""
+        rollouts = self._open()
+        try:
+            return await rollouts.update_weights(publisher, version=version, acknowledge=False)
+        except (FleetLost, SchedulerClosed) as error:
+            raise ShardLost(str(error)) from error
+
+    async def evaluate(self, prompts: Sequence[Prompt], group_size: int) -> Batch:
+        """Generate responses; see :meth:`~aprilsched.shards.base.Shard.evaluate`."""
+        rollouts = self._open()
+        try:
+            return await rollouts.evaluate(prompts, group_size=group_size)
+        except (FleetLost, SchedulerClosed) as error:
+            raise ShardLost(str(error)) from error
+
+    async def checkpoint(self, path: Path) -> tuple[int, ...]:
+        """Write the state to a file; see :meth:`~aprilsched.shards.base.Shard.checkpoint`."""
+        rollouts = self._open()
+        # The file is a cut of this moment, before anything is awaited.
+        kept = serials_of(rollouts.state)
+        await rollouts.checkpoint(path, acknowledge=False)
+        return kept
+
+    # --- the scheduler -------------------------------------------------------------------------
+
+    def _new_reporter(self) -> Reporter:
+        return Reporter(lambda: self._open().state, lambda: self._news.set())
+
+    def _open(self) -> _Rollouts:
+        """The scheduler.
+
+        Raises:
+            ShardLost: if the shard is not open, or has lost its fleet.
+        """
+        if self._failure is not None:
+            if isinstance(self._failure, FleetLost | SchedulerClosed):
+                raise ShardLost(str(self._failure)) from self._failure
+            raise self._failure
+        if self._rollouts is None:
+            raise ShardLost(f"{self.name} is not open.")
+        return self._rollouts
+
+    async def _take(self, rollouts: RolloutScheduler) -> None:
+        """Take every group as soon as it is complete, until the scheduler ends."""
+        while True:
+            try:
+                batch = await rollouts.next_batch()
+            except RefitError:
+                # No engine can generate before the next update, which the next news says.
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            except AprilschedError as error:
+                self._failure = error
+                self._news.set()
+                return
+            if batch.receipt is not None:
+                self._batches[batch.index] = batch
+            self._reporter.deliver(batch.index, batch.groups)
