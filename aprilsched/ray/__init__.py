@@ -3,6 +3,7 @@
 - :func:`start_scheduler` starts a scheduler as a named actor. A trainer on any node uses it by
   that name: :class:`ActorScheduler` if the trainer is asyncio code, :class:`RolloutScheduler` if
   it is not.
+- :class:`SGLangServers` starts SGLang servers as actors, on GPUs of their own, and restarts them.
 - :class:`RayFleet` is a fleet of the SGLang servers of any Ray actors.
 - :class:`FromTrainer` runs a publisher in the trainer's process, where the tensors are.
 
@@ -17,6 +18,7 @@ from aprilsched.ray.scheduler import (
     start_scheduler,
     stop_scheduler,
 )
+from aprilsched.ray.servers import SGLangServers
 from aprilsched.remote import FromTrainer
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "FromTrainer",
     "RayFleet",
     "RolloutScheduler",
+    "SGLangServers",
     "start_scheduler",
     "stop_scheduler",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sglang.fleet import SGLangListedFleet
 from aprilsched.errors import ConfigError
-from aprilsched.ray.library import exceptions, ray
+from aprilsched.ray.library import exceptions, named
 
 __all__ = ["RayFleet"]
 
@@ -129,12 +129,7 @@ class RayFleet(SGLangListedFleet):
 
     def _named(self, actor: Any) -> Any:
         """The actor of that name; None if there is none now."""
-        if not isinstance(actor, str):
-            return actor
-        try:
-            return ray.get_actor(actor, namespace=self._namespace)
-        except ValueError:
-            return None
+        return named(actor, self._namespace) if isinstance(actor, str) else actor
 
 
 def _address(actor: Any) -> Any:

@@ -10,7 +10,15 @@ with extra("ray"):
     import ray as _ray
     from ray import exceptions as _exceptions
 
-__all__ = ["exceptions", "ray"]
+__all__ = ["exceptions", "named", "ray"]
 
 ray: Any = _ray
 exceptions: Any = _exceptions
+
+
+def named(name: str, namespace: str | None) -> Any:
+    """The actor of this name; None if there is none."""
+    try:
+        return ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return None

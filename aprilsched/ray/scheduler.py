@@ -67,7 +67,7 @@ from aprilsched.errors import (
     StoreError,
 )
 from aprilsched.loop_thread import LoopThread
-from aprilsched.ray.library import exceptions, ray
+from aprilsched.ray.library import exceptions, named, ray
 from aprilsched.remote import (
     BlockingScheduler,
     FromTrainer,
@@ -131,7 +131,7 @@ def start_scheduler(
     try:
         _started[name] = ray.remote(_SchedulerActor).options(**options).remote(order)
     except ValueError as error:
-        if _named(name, namespace) is None:
+        if named(name, namespace) is None:
             raise
         raise ConfigError(
             f"there is an actor {name!r} already; attach to it, end it by stop_scheduler(), or "
@@ -146,7 +146,7 @@ def stop_scheduler(name: str, *, namespace: str | None = None) -> None:
 
     Requests are aborted, every engine continues, and the store has the last state.
     """
-    actor = _named(name, namespace)
+    actor = named(name, namespace)
     if actor is None:
         return
     try:
@@ -160,14 +160,6 @@ def stop_scheduler(name: str, *, namespace: str | None = None) -> None:
 _started: dict[str, Any] = {}
 """The actors that this process has started, by name: Ray ends an actor of which nobody has a
 handle."""
-
-
-def _named(name: str, namespace: str | None) -> Any:
-    """The actor of this name; None if there is none."""
-    try:
-        return ray.get_actor(name, namespace=namespace)
-    except ValueError:
-        return None
 
 
 # --- the trainer's side --------------------------------------------------------------------------
@@ -290,7 +282,7 @@ class ActorScheduler(RemoteScheduler):
         while True:
             try:
                 async with asyncio.timeout_at(until):
-                    self._actor = await asyncio.to_thread(_named, self.name, self._namespace)
+                    self._actor = await asyncio.to_thread(named, self.name, self._namespace)
                     if self._actor is not None:
                         answer: _Answer = await self._actor.attach.remote(
                             self._trainer, dict(self._held), unsure=self._unsure

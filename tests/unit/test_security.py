@@ -78,6 +78,10 @@ REASONED = {
         "imports pickle",
     ): "what two processes of one program send each other, by a pipe that nobody else has",
     (
+        "aprilsched.ray.servers",
+        "imports subprocess",
+    ): "the command of a server, which the user's own program gives",
+    (
         "aprilsched.remote",
         "imports pickle",
     ): "exceptions that processes of one program send each other, by a pipe or by Ray",
