@@ -153,13 +153,13 @@ class Attempts:
             async with aclosing(self._engines[send.engine].generate(request)) as chunks:
                 async for chunk in chunks:
                     news = progress(chunk, request_id, attempt)
-                    end = ending(chunk, request_id, attempt)
-                    if end is not None:
+                    if chunk.finish is None:
+                        if news is not None:
+                            self._feed(news)
+                    elif (end := ending(chunk, request_id, attempt)) is not None:
                         self._look_for_others(end, send)
                         last = [end] if news is None else [news, end]
                         break
-                    if news is not None:
-                        self._feed(news)
         except EngineError as error:
             if not last:
                 final = isinstance(error, EngineRejected) and error.status in _OF_THE_REQUEST

@@ -83,7 +83,7 @@ class Session:
         self.attempts = Attempts(
             run_id=run_id,
             engines=self.engines,
-            feed=self.feed,
+            feed=self._loop.feed,
             may_send=self.state.fleet.control.runs,
             rate=config.dispatch.rate,
         )

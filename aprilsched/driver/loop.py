@@ -53,7 +53,7 @@ class EventLoop:
         if self._stopped:
             return
         self._inbox.append(event)
-        if not self._busy and not self._held:
+        if not (self._busy or self._held):
             self._drain()
 
     def hold(self) -> None:
@@ -86,7 +86,7 @@ class EventLoop:
             listeners.release()
         elif listeners.watch_protocol and kind is not VersionSeen:
             listeners.event(event, now)
-        facts = self.core.facts
+        facts = self.core.state.facts
         if kind is BatchTaken:
             for part in by_delivery(facts):
                 listeners.facts(part, now)

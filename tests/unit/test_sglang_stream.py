@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -274,9 +274,13 @@ def test_a_line_of_megabytes_is_read_and_a_longer_one_refused() -> None:
         splitter.feed(piece)
 
 
-async def _stream(*parts: bytes) -> AsyncIterator[bytes]:
-    for part in parts:
-        yield part
+def _stream(*parts: bytes) -> Callable[[], Awaitable[bytes]]:
+    left = iter(parts)
+
+    async def read() -> bytes:
+        return next(left, b"")
+
+    return read
 
 
 async def _read(*parts: bytes) -> list[Chunk]:
@@ -307,12 +311,11 @@ async def _refused(parts: list[bytes], why: str) -> int:
     """Number of parts that were read until the stream was refused."""
     left = list(parts)
 
-    async def content() -> AsyncIterator[bytes]:
-        while left:
-            yield left.pop(0)
+    async def read() -> bytes:
+        return left.pop(0) if left else b""
 
     reader = read_chunks(
-        content(),
+        read,
         Allowance("engine:1", "r", ROOM, UNFINISHED),
         ChunkAssembler("engine:1", "r", MAX_TOKENS),
     )

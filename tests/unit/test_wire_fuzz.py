@@ -9,7 +9,7 @@ would take minutes.
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -155,12 +155,13 @@ def _workers(listing: Any) -> None:
 
 
 async def _read(recorded: Recorded, pieces: list[bytes], chunks: list[Chunk]) -> None:
-    async def content() -> AsyncIterator[bytes]:
-        for piece in pieces:
-            yield piece
+    left = filter(None, pieces)
+
+    async def read() -> bytes:
+        return next(left, b"")
 
     reader = read_chunks(
-        content(),
+        read,
         Allowance("engine:1", "r", ROOM, UNFINISHED),
         ChunkAssembler("engine:1", "r", recorded.asked),
     )

@@ -220,7 +220,8 @@ class InFlight:
         rollout, version, engine = request.rollout, request.version, request.engine
         self.hold(len(ids))
         rollout.log.append(ids, logprobs, version=version, engine=engine)
-        self.journal.arrive(rollout, ids, logprobs, version=version, engine=engine)
+        if self.journal.active:
+            self.journal.arrive(rollout, ids, logprobs, version=version, engine=engine)
         if request.crossed and not request.unsure:
             # Saved, because a process that goes on from here never gets the engine's report.
             request.unsure = True
@@ -232,7 +233,8 @@ class InFlight:
     def hold(self, tokens: int) -> None:
         """Count tokens that are with engines in addition."""
         self.held_tokens += tokens
-        self.peak_tokens = max(self.peak_tokens, self.held_tokens)
+        if self.held_tokens > self.peak_tokens:
+            self.peak_tokens = self.held_tokens
 
     def requeue(self, request: RequestRecord) -> None:
         """Let the rest of a request wait to be sent, with all tokens known so far."""

@@ -117,7 +117,12 @@ class TokenLog:
     def append(self, ids: Int32Array, logprobs: Float32Array, *, version: int, engine: str) -> None:
         """Add tokens that `engine` sampled, under `version` as far as is known now."""
         self._extend(ids, logprobs)
-        self._mark(version, engine)
+        last = self._runs[-1] if self._runs else None
+        if last is not None and last.version == version and last.engine == engine:
+            # Nearly every chunk continues the last run, so it costs no further call.
+            last.end = self._size
+        else:
+            self._mark(version, engine)
 
     def append_environment(self, ids: Int32Array) -> None:
         """Add tokens of the environment, which no policy sampled."""

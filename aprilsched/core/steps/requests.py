@@ -62,7 +62,8 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
     elif not same:
         _note_newer_version(state, request)
     state.in_flight.arrive(request, event.token_ids, event.logprobs)
-    state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
+    if state.staleness.finishes:
+        state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
     if request.refusal is not None:
         refusal, request.refusal = request.refusal, None
         why = f"it refused what {request.engine} takes: {refusal.cause}"

@@ -125,6 +125,7 @@ class EventSplitter:
         self._allowance.take(len(data))
         lines = data.split(b"\n")
         rest = lines.pop()
+        held = self._size
         if lines and self._pieces:
             lines[0] = b"".join((*self._pieces, lines[0]))
             self._pieces, self._size = [], 0
@@ -133,5 +134,6 @@ class EventSplitter:
         if rest:
             self._pieces.append(rest)
             self._size += len(rest)
-        self._allowance.hold(self._size)
+        if self._size != held:
+            self._allowance.hold(self._size)
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]

@@ -200,7 +200,7 @@ class SGLangEngine(ServerRefit):
             request.sampling.max_new_tokens,
             first_version=self._first_version,
         )
-        return read_chunks(response.content.iter_any(), allowance, assembler)
+        return read_chunks(response.content.readany, allowance, assembler)
 
 
 async def _drain(response: aiohttp.ClientResponse) -> None:

@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -95,7 +95,7 @@ class ChunkAssembler:
         return self._chunk(event.output_ids or [], event.meta_info)
 
     def _chunk(self, output_ids: list[int], meta: MetaInfo) -> Chunk:
-        finish = self._finish(meta.finish_reason)
+        finish = None if meta.finish_reason is None else self._finish(meta.finish_reason)
         fresh = self._fresh(meta, finish)
         tokens = list(map(_ID, fresh))
         # An abort is exempt: its output_ids hold a repeat of the last one.
@@ -150,9 +150,7 @@ class ChunkAssembler:
             )
         return triples[len(triples) - (end - self.held) : len(triples) - (end - upto)]
 
-    def _finish(self, reason: Finish | None) -> FinishReason | Literal["abort"] | None:
-        if reason is None:
-            return None
+    def _finish(self, reason: Finish) -> FinishReason | Literal["abort"]:
         match reason.type:
             case "stop" | "length" as natural:
                 return natural
@@ -205,9 +203,14 @@ def nothing(*, spans_known: bool) -> Chunk:
 
 
 async def read_chunks(
-    content: AsyncIterator[bytes], allowance: Allowance, assembler: ChunkAssembler
+    read: Callable[[], Awaitable[bytes]], allowance: Allowance, assembler: ChunkAssembler
 ) -> AsyncGenerator[Chunk, None]:
     """Yield every chunk of one response, up to the last one.
+
+    Args:
+        read: waits for more bytes, and returns none when the stream has ended.
+        allowance: bounds the bytes.
+        assembler: makes the chunks.
 
     Raises:
         EngineError: if the stream ends before the response does.
@@ -215,13 +218,15 @@ async def read_chunks(
     """
     splitter = EventSplitter(allowance)
     try:
-        async for data in content:
-            payloads = deque(payload for payload in splitter.feed(data) if payload != _DONE)
+        while data := await read():
+            payloads = deque(splitter.feed(data))
             # A paused stream is silent for a long time. Thousands of them would keep their last
             # read alive: after a burst, several times the size of all their tokens.
             del data
             while payloads:
                 payload = payloads.popleft()
+                if payload == _DONE:
+                    continue
                 chunk = assembler.feed(payload)
                 if len(chunk.token_ids):
                     allowance.pay(len(payload), assembler.held)

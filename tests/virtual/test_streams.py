@@ -1,0 +1,215 @@
+"""Tests batches that the trainer takes group by group, on the embedded engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from aprilsched import (
+    Batch,
+    LongTailWorkload,
+    RolloutScheduler,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+    blocking,
+    process,
+)
+from aprilsched.core.invariants import check as check_invariants
+from aprilsched.core.messages.events import Event
+from aprilsched.engines.sim import run_virtual
+from aprilsched.errors import PromptsExhausted
+from aprilsched.simulation import Costs, Simulation
+from aprilsched.store import SqliteStore
+
+
+def workload(count: int | None = None) -> LongTailWorkload:
+    return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, count=count, seed=3)
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Checking:
+    """A listener that checks the invariants after every event."""
+
+    def __init__(self) -> None:
+        self.scheduler: RolloutScheduler | None = None
+
+    def on_event(self, event: Event, now: float) -> None:
+        if self.scheduler is not None:
+            check_invariants(self.scheduler.state)
+
+
+async def streamed(rollouts: RolloutScheduler) -> list[Batch]:
+    return [part async for part in rollouts.stream()]
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("straggler", ["retract", "abort", "in_place"])
+def test_streamed_batches_are_the_batches_of_the_same_run_without_streams(
+    pace: str, straggler: str
+):
+    """The trainer does nothing in between, so every batch has the same groups and tokens."""
+
+    async def run(by_group: bool) -> list[dict[int, bytes]]:
+        listener = Checking()
+        scheduler = RolloutScheduler(
+            SimFleet(2, stream_interval=16),
+            workload(),
+            config=config(pace=pace, straggler=straggler),
+            listeners=[listener],
+        )
+        listener.scheduler = scheduler
+        found: list[dict[int, bytes]] = []
+        async with scheduler as rollouts:
+            for number in range(5):
+                parts = await streamed(rollouts) if by_group else [await rollouts.next_batch()]
+                assert [part.complete for part in parts] == [False] * (len(parts) - 1) + [True]
+                assert {part.index for part in parts} == {number}
+                rolled = [rollout for part in parts for rollout in part.rollouts]
+                found.append({r.rollout_id: r.token_ids.tobytes() for r in rolled})
+                await rollouts.update_weights(SimPublisher())
+        return found
+
+    assert run_virtual(run(True)) == run_virtual(run(False))
+
+
+def test_the_first_group_comes_while_the_others_are_generated():
+    async def main() -> tuple[list[float], int]:
+        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+            clock = asyncio.get_running_loop().time
+            times: list[float] = []
+            in_flight = 0
+            async for part in rollouts.stream():
+                times.append(clock())
+                in_flight = in_flight or rollouts.state.in_flight.open_attempts
+                assert len(part.groups) == 1
+            return times, in_flight
+
+    times, in_flight = run_virtual(main())
+    assert times == sorted(times)
+    assert times[0] < times[-1]
+    assert in_flight > 0
+
+
+def test_a_loop_that_ends_early_goes_on_where_it_was_and_loses_nothing():
+    async def main() -> None:
+        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+            got: list[int] = []
+            async for part in rollouts.stream():
+                got.append(part.groups[0].group_id)
+                break
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1e-6):
+                    await streamed(rollouts)
+            rest = await streamed(rollouts)
+            got += [group.group_id for part in rest for group in part.groups]
+            assert len(got) == len(set(got)) == 4
+            assert {part.index for part in rest} == {0}
+            after = await rollouts.next_batch()
+            assert after.index == 1
+            assert not {group.group_id for group in after.groups} & set(got)
+
+    run_virtual(main())
+
+
+def test_the_prompts_end_in_a_stream():
+    async def main() -> None:
+        scheduler = RolloutScheduler(SimFleet(1), workload(count=6), config=config())
+        async with scheduler as rollouts:
+            sizes = [len(await streamed(rollouts)) for _ in range(2)]
+            assert sizes == [4, 2]
+            with pytest.raises(PromptsExhausted):
+                await streamed(rollouts)
+
+    run_virtual(main())
+
+
+def test_a_run_that_goes_on_gives_the_batch_again_from_its_first_group(tmp_path: Path):
+    """Whether its last group was taken before or not; an acknowledged batch is not given again."""
+    got: list[int] = []
+
+    async def begin() -> None:
+        scheduler = RolloutScheduler(
+            SimFleet(1), workload(), config=config(), store=SqliteStore(tmp_path / "store")
+        )
+        async with scheduler as rollouts:
+            for part in (first := await streamed(rollouts)):
+                got.extend(group.group_id for group in part.groups)
+            first[-1].acknowledge()
+            async for part in rollouts.stream():
+                got.extend(group.group_id for group in part.groups)
+                if len(got) == 6:
+                    break
+
+    async def go_on() -> list[Batch]:
+        scheduler = RolloutScheduler(
+            SimFleet(1), workload(), config=config(), store=SqliteStore(tmp_path / "store")
+        )
+        async with scheduler as rollouts:
+            return await streamed(rollouts)
+
+    run_virtual(begin())
+    parts = run_virtual(go_on())
+    again = [group.group_id for part in parts for group in part.groups]
+    assert {part.index for part in parts} == {1}
+    assert again[:2] == got[4:]
+    assert len(set(again)) == 4
+    assert not set(again) & set(got[:4])
+    parts_again = run_virtual(go_on())
+    assert [group.group_id for part in parts_again for group in part.groups] == again
+    assert all(part.redelivered for part in parts_again)
+
+
+def test_the_blocking_form_gives_the_same_groups():
+    with blocking.RolloutScheduler(
+        SimFleet(1, time_scale=0.01), workload(), config=config()
+    ) as rollouts:
+        for number in range(3):
+            parts = list(rollouts.stream())
+            assert {part.index for part in parts} == {number}
+            assert [part.complete for part in parts] == [False] * 3 + [True]
+            rollouts.update_weights(SimPublisher())
+        for _ in rollouts.stream():
+            break
+        assert rollouts.next_batch().index == 4
+
+
+def make() -> RolloutScheduler:
+    return RolloutScheduler(SimFleet(1, time_scale=0.01), workload(count=8), config=config())
+
+
+def test_a_scheduler_in_its_own_process_gives_the_same_groups():
+    with process.RolloutScheduler(make) as rollouts:
+        for number in range(2):
+            parts = list(rollouts.stream())
+            assert [len(part.groups) for part in parts] == [1] * 4
+            assert {part.index for part in parts} == {number}
+        with pytest.raises(PromptsExhausted):
+            list(rollouts.stream())
+
+
+def test_streams_hide_the_trainer_behind_the_tail_without_a_stale_token():
+    """A step takes the tail, or the trainer, and the work on the last group."""
+
+    def seconds(by_group: bool) -> float:
+        simulation = Simulation(
+            config(over_provision=1.0),
+            workload(),
+            batches=10,
+            streamed=by_group,
+            costs=Costs(train_seconds=4.0),
+        )
+        simulation.run()
+        counters = simulation.state.in_flight.counters
+        assert counters.batches == 10
+        assert not counters.tokens_reprefilled
+        return simulation.agenda.now
+
+    whole, by_group = seconds(False), seconds(True)
+    assert whole - 10 * 3.0 - 1e-6 <= by_group < whole
