@@ -176,7 +176,7 @@ class RolloutScheduler:
             raise ConfigError(f"timeout is {timeout}; give seconds, 0 or more, or None.")
         handing = _Handing()
         try:
-            batch = self._wait(lambda: self._hand_over(handing, timeout))
+            batch = self._wait(lambda: self._hand_over(handing, timeout, streamed=False))
             # From here to the return nothing can raise, because Python handles a signal only at a
             # call.
             handing.done = True
@@ -184,6 +184,26 @@ class RolloutScheduler:
         except BaseException:
             handing.void = True
             raise
+
+    def stream(self) -> Iterator[Batch]:
+        """The groups of the next batch, each as soon as it is scored and accepted; see
+        :meth:`aprilsched.RolloutScheduler.stream`.
+
+        The engines go on generating while the trainer works on a group.
+        """
+        complete = False
+        while not complete:
+            handing = _Handing()
+            try:
+                part = self._wait(partial(self._hand_over, handing, None, streamed=True))
+                complete = part.complete
+                if part.groups:
+                    # As in next_batch(), nothing can raise between these two lines.
+                    handing.done = True
+                    yield part
+            except BaseException:
+                handing.void = True
+                raise
 
     def report_logprobs(self, batch: Batch, logprobs: object) -> AlignmentFigures:
         """Compare the trainer's log-probabilities of a batch with those of the engines; see
@@ -298,13 +318,18 @@ class RolloutScheduler:
                 call.wait()
             raise
 
-    async def _offered(self, within: float | None) -> Batch:
-        return await offered(self._rollouts, within)
+    async def _offered(self, within: float | None, *, streamed: bool) -> Batch:
+        return await offered(self._rollouts, within, streamed=streamed)
 
-    async def _hand_over(self, handing: _Handing, within: float | None) -> Batch:
-        """Wait for a batch for at most `within` seconds, and let the trainer's thread take it."""
+    async def _hand_over(self, handing: _Handing, within: float | None, *, streamed: bool) -> Batch:
+        """Wait for a batch, or the next part of one, for at most `within` seconds, and let the
+        trainer's thread take it."""
         # The batch counts as taken when _hand_over_resolved() finds that the call has returned.
-        batch = await self._offered(within)
+        batch = await self._offered(within, streamed=streamed)
+        if not batch.groups:
+            # A streamed batch ends without a further group. There is nothing that could be lost.
+            self._rollouts._take()  # pyright: ignore[reportPrivateUsage]
+            return batch
         self._handing = handing
         asyncio.get_running_loop().call_soon(self._take_in_time)
         if batch.receipt is None:
@@ -470,8 +495,11 @@ class _Call(Generic[T]):
             self.outcome.set_result(task.result())
 
 
-async def offered(rollouts: AsyncRolloutScheduler, within: float | None) -> Batch:
-    """Wait for a batch for at most `within` seconds; returns it without taking it.
+async def offered(
+    rollouts: AsyncRolloutScheduler, within: float | None, *, streamed: bool
+) -> Batch:
+    """Wait for a batch, or with `streamed` the next part of one, for at most `within` seconds;
+    returns it without taking it.
 
     Raises:
         TimeoutError: if none is complete by then.
@@ -479,7 +507,7 @@ async def offered(rollouts: AsyncRolloutScheduler, within: float | None) -> Batc
     limit = asyncio.timeout(within)
     try:
         async with limit:
-            batch = await rollouts._offered()  # pyright: ignore[reportPrivateUsage]
+            batch = await rollouts._offered(streamed=streamed)  # pyright: ignore[reportPrivateUsage]
     except TimeoutError:
         if not limit.expired():
             raise

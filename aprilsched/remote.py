@@ -183,10 +183,11 @@ class RemoteScheduler(ABC):
 
     # --- batches ---------------------------------------------------------------------------------
 
-    async def offered(self, within: float | None) -> Batch:
-        """Wait for a batch for at most `within` seconds; returns it without taking it."""
+    async def offered(self, within: float | None, *, streamed: bool = False) -> Batch:
+        """Wait for a batch, or with `streamed` the next part of one, for at most `within` seconds;
+        returns it without taking it."""
         try:
-            batch: Batch = await self.call("offered", within)
+            batch: Batch = await self.call("offered", within, streamed=streamed)
         except BaseException:
             # It may have been on its way.
             self._hand_back()
@@ -323,8 +324,8 @@ class BlockingScheduler(blocking.RolloutScheduler):
         """How the delivered lengths differ so far from the law that lengths are drawn from."""
         return self._wait(lambda: self._remote.call("bias"))
 
-    async def _offered(self, within: float | None) -> Batch:
-        return await self._remote.offered(within)
+    async def _offered(self, within: float | None, *, streamed: bool) -> Batch:
+        return await self._remote.offered(within, streamed=streamed)
 
 
 def unsendable(what: str, error: Exception) -> ConfigError:
@@ -445,8 +446,8 @@ class Served:
             raise InvariantViolation("the scheduler's process was called before it was open")
         return self._scheduler
 
-    async def offered(self, within: float | None) -> Batch:
-        batch = await blocking.offered(self._opened, within)
+    async def offered(self, within: float | None, *, streamed: bool = False) -> Batch:
+        batch = await blocking.offered(self._opened, within, streamed=streamed)
         self._on_its_way = batch.index
         return batch
 

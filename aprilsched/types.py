@@ -379,12 +379,15 @@ class Batch:
         redelivered: True if the batch was delivered before a restart and not acknowledged; its
             content is the same as then.
         receipt: acknowledges the batch; see :meth:`acknowledge`.
+        complete: False for a part of a streamed batch that is not the last one, see
+            :meth:`aprilsched.RolloutScheduler.stream`.
     """
 
     index: int
     version: int
     groups: tuple[Group, ...]
     redelivered: bool = False
+    complete: bool = True
     receipt: Receipt | None = field(default=None, repr=False)
 
     def acknowledge(self) -> None:

@@ -92,6 +92,9 @@ class SimulateCommand:
     """Bound on staleness, for policies that set none."""
     train_seconds: float = 0.0
     """Seconds that the trainer takes for a batch."""
+    streamed: bool = False
+    """The trainer takes each batch group by group, and begins with the first group that is scored,
+    for an equal part of its seconds on each."""
     model: str | None = None
     """Step times of the engines: a TOML file that aprilsched calibrate wrote."""
     sim: SimSettings = field(default_factory=lambda: SimSettings(stream_interval=NEVER))
@@ -119,6 +122,7 @@ class SimulateCommand:
             seed=self.seed,
             burn_in=self.burn_in,
             train_seconds=self.train_seconds,
+            streamed=self.streamed,
             model=self.model,
             sim=self.sim,
             workload=self.workload,

@@ -138,7 +138,7 @@ class Durability:
     def offer(self, command: Offer) -> None:
         """Offer a batch to the trainer when the store has it."""
         offered = command.offered
-        if self._recorder is None:
+        if self._recorder is None or not offered.complete:
             self._waits.show(offered)
             return
         batch = replace(offered, receipt=Receipt(lambda: self.acknowledge((offered.index,))))
@@ -146,7 +146,7 @@ class Durability:
         def show() -> None:
             # A new version may have arrived while the batch was written.
             offer = self._core.state.delivery.offer
-            if offer is not None and offer.batch is offered:
+            if offer is not None and offer.given is offered:
                 self._waits.show(batch)
 
         self._recorder.before(show)

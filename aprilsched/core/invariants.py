@@ -91,8 +91,11 @@ def _batches(state: SchedulerState) -> None:
         raise InvariantViolation(
             f"{len(offered)} groups in flight are marked as offered, and {state.offered_groups} are"
         )
-    if state.delivery.offer is not None and state.weights.update is not None:
+    if state.weights.update is not None and (state.delivery.offer or state.delivery.streamed):
         raise InvariantViolation("a batch is offered while a version is on its way")
+    ready = {group.group_id for group in (*state.in_flight.ready, *offered)}
+    if state.delivery.streamed.keys() - ready:
+        raise InvariantViolation("the trainer has groups of a batch that are not ready any more")
     for batch in state.delivery.unacknowledged.values():
         if not all(group.members for group in batch.groups):
             raise InvariantViolation(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import BatchTaken, Event, Tick, VersionSeen
+from aprilsched.core.messages.events import Event, Tick, VersionSeen
 from aprilsched.core.messages.facts import by_delivery
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.driver.listeners import Listeners
@@ -87,11 +87,11 @@ class EventLoop:
         elif listeners.watch_protocol and kind is not VersionSeen:
             listeners.event(event, now)
         facts = self.core.state.facts
-        if kind is BatchTaken:
+        if len(facts) == 1:
+            listeners.facts(facts, now)
+        else:
             for part in by_delivery(facts):
                 listeners.facts(part, now)
-        elif facts:
-            listeners.facts(facts, now)
         if commands:
             # A listener may have to know the tokens before a command is carried out.
             listeners.release()

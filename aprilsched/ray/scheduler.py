@@ -448,7 +448,12 @@ class ActorScheduler(RemoteScheduler):
         self._take()
         return batch
 
-    async def offered(self, within: float | None) -> Batch:
+    async def offered(self, within: float | None, *, streamed: bool = False) -> Batch:
+        if streamed:
+            raise ConfigError(
+                "a scheduler actor gives whole batches only, because its trainer may come back in "
+                "the middle of one; use next_batch()."
+            )
         loop = asyncio.get_running_loop()
         until = None if within is None else loop.time() + within
         while True:

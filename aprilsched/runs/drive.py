@@ -32,6 +32,7 @@ from aprilsched.telemetry.run_folder import CONFIG, EVENTS, RunFolder
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.sampling import Sampler
 from aprilsched.telemetry.summary import Remainder, Summary
+from aprilsched.types import Batch
 
 __all__ = ["PriorRun", "Run"]
 
@@ -148,14 +149,27 @@ class Run:
         setup, settings = self._setup, self._setup.settings
         for done in range(before + 1, settings.batches + 1):
             try:
-                batch = await rollouts.next_batch()
+                await self._step(rollouts)
             except PromptsExhausted:
                 return
-            if settings.train_seconds:
-                await asyncio.sleep(settings.train_seconds)
-            batch.acknowledge()
             if setup.publisher is not None and done % settings.update_every == 0:
                 await rollouts.update_weights(setup.publisher)
+
+    async def _step(self, rollouts: RolloutScheduler) -> None:
+        """Take a batch, train on it, and acknowledge it."""
+        settings = self._setup.settings
+        taken: Batch | None = None
+        if settings.streamed:
+            group_seconds = settings.train_seconds / self._setup.config.batch_groups
+            async for taken in rollouts.stream():
+                if group_seconds:
+                    await asyncio.sleep(group_seconds * len(taken.groups))
+        else:
+            taken = await rollouts.next_batch()
+            if settings.train_seconds:
+                await asyncio.sleep(settings.train_seconds)
+        if taken is not None:
+            taken.acknowledge()
 
     async def _begin(self, state: SchedulerState) -> int:
         """Make the folder, and start the log. Returns how many batches the trainer had before."""

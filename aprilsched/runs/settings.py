@@ -103,6 +103,9 @@ class RunSettings:
     """Number of batches between two policy versions; 0 for one version during the whole run."""
     train_seconds: float = 0.0
     """Seconds that the trainer takes for a batch."""
+    streamed: bool = False
+    """The trainer takes each batch group by group, and begins with the first group that is scored,
+    for an equal part of its seconds on each."""
     burn_in: int | None = None
     """Number of batches left out of the steady-state figures; a quarter of the batches if not
     given."""

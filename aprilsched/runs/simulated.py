@@ -142,6 +142,7 @@ class SimulatedRun:
             costs=self._costs,
             batches=settings.batches,
             update_every=settings.update_every,
+            streamed=settings.streamed,
             planner=Planner(self._timing, max_running=sim.max_running, inline=True),
             listeners=listeners,
         )

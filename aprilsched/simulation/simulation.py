@@ -44,6 +44,7 @@ class Simulation:
         costs: durations of everything else.
         batches: number of batches that the trainer takes.
         update_every: number of batches between two versions; 0 for a single version.
+        streamed: whether the trainer takes each batch group by group.
         accept: filters groups, as in RolloutScheduler.
         planner: chooses schedules for ``over_provision="auto"``; by default one that knows the
             engines' own model.
@@ -60,6 +61,7 @@ class Simulation:
         costs: Costs | None = None,
         batches: int = 40,
         update_every: int = 1,
+        streamed: bool = False,
         accept: Callable[[Group], bool] | None = None,
         planner: Planner | None = None,
         listeners: Sequence[AnyListener] = (),
@@ -89,6 +91,8 @@ class Simulation:
             batches=batches,
             update_every=update_every,
             train_seconds=self._costs.train_seconds,
+            batch_groups=config.batch_groups,
+            streamed=streamed,
         )
         self._wire()
 
@@ -141,7 +145,7 @@ class Simulation:
                 do.GiveUpFleet: lambda _: None,
                 do.GiveUp: self._give_up,
                 do.FinishUpdate: trainer.finish_update,
-                do.Offer: lambda c: self._loop.feed(ev.BatchTaken(index=c.offered.index)),
+                do.Offer: trainer.take,
                 do.WithdrawOffer: lambda _: None,
                 do.Deliver: trainer.deliver,
                 do.EndOfPrompts: trainer.end,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aprilsched.core.messages.commands import Deliver, EndOfPrompts, FinishUpdate
-from aprilsched.core.messages.events import BatchRequested, Event, UpdateRequested
+from aprilsched.core.messages.commands import Deliver, EndOfPrompts, FinishUpdate, Offer
+from aprilsched.core.messages.events import BatchRequested, BatchTaken, Event, UpdateRequested
 from aprilsched.errors import ConfigError
 from aprilsched.simulation.agenda import Agenda
 
@@ -14,7 +14,12 @@ __all__ = ["Costs", "ModelledTrainer"]
 
 
 class ModelledTrainer:
-    """Takes `batches` batches, with a new version after every `update_every` (0: no versions)."""
+    """Takes `batches` batches, with a new version after every `update_every` (0: no versions).
+
+    With `streamed` it takes each batch group by group, and trains on each group for an equal part
+    of `train_seconds` as soon as it has the group and is done with those before. Otherwise it
+    begins when it has the whole batch.
+    """
 
     def __init__(
         self,
@@ -24,6 +29,8 @@ class ModelledTrainer:
         batches: int,
         update_every: int,
         train_seconds: float,
+        batch_groups: int,
+        streamed: bool,
     ) -> None:
         self.done = False
         self.batches = 0
@@ -32,14 +39,26 @@ class ModelledTrainer:
         self._wanted = batches
         self._update_every = update_every
         self._train_seconds = train_seconds
+        self._group_seconds = train_seconds / batch_groups
+        self._streamed = streamed
+        self._busy_until = 0.0
+        """When it is done with the groups that it has of a streamed batch."""
         self._version = 0
 
     def begin(self) -> None:
-        self._feed(BatchRequested())
+        self._feed(BatchRequested(streamed=self._streamed))
+
+    def take(self, command: Offer) -> None:
+        """Take a batch, or the next part of a streamed one."""
+        if self._streamed:
+            seconds = self._group_seconds * len(command.offered.groups)
+            self._busy_until = max(self._busy_until, self._agenda.now) + seconds
+        self._feed(BatchTaken(index=command.offered.index))
 
     def deliver(self, _: Deliver) -> None:
         self.batches += 1
-        self._agenda.after(self._train_seconds, self._trained)
+        left = self._busy_until - self._agenda.now if self._streamed else self._train_seconds
+        self._agenda.after(left, self._trained)
 
     def end(self, _: EndOfPrompts) -> None:
         self.done = True
@@ -59,7 +78,7 @@ class ModelledTrainer:
         if self.batches >= self._wanted:
             self.done = True
         else:
-            self._feed(BatchRequested())
+            self.begin()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

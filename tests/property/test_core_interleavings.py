@@ -150,10 +150,11 @@ class Interleavings(RuleBasedStateMachine):
 
     # --- the trainer ---------------------------------------------------------------------------
 
-    @rule()
-    def request_batch(self) -> None:
-        if not self.driver.state.delivery.batch_requested:
-            self.driver.feed(ev.BatchRequested())
+    @rule(streamed=st.booleans())
+    def request_batch(self, streamed: bool) -> None:
+        delivery = self.driver.state.delivery
+        if not delivery.batch_requested or delivery.by_group:
+            self.driver.feed(ev.BatchRequested(streamed=streamed))
 
     @rule()
     def withdraw(self) -> None:

@@ -18,6 +18,7 @@ from aprilsched import (
     process,
 )
 from aprilsched.core.invariants import check as check_invariants
+from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import PromptsExhausted
@@ -43,6 +44,9 @@ class Checking:
     def on_event(self, event: Event, now: float) -> None:
         if self.scheduler is not None:
             check_invariants(self.scheduler.state)
+
+    def on_command(self, command: Command, now: float) -> None:
+        pass
 
 
 async def streamed(rollouts: RolloutScheduler) -> list[Batch]:

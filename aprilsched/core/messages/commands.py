@@ -405,7 +405,8 @@ class Plan:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Offer:
     """Save the batch, then let the trainer take it. The answer is BatchTaken. No other batch is
-    offered before that, unless this one is withdrawn."""
+    offered before that, unless this one is withdrawn. A part of a batch that is not ``complete``
+    need not be saved."""
 
     offered: Batch
 

@@ -115,7 +115,10 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchRequested:
-    """The trainer wants its next batch."""
+    """The trainer wants its next batch, or goes on with one that it takes group by group."""
+
+    streamed: bool = False
+    """The trainer takes the groups of the batch one by one, as soon as they are accepted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +129,8 @@ class BatchWithdrawn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchTaken:
-    """The trainer has taken the batch that was offered. It is delivered from now on."""
+    """The trainer has taken the batch that was offered. It is delivered from now on. A part of a
+    streamed batch that is not the last one is only noted."""
 
     index: int
 

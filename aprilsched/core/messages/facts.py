@@ -53,6 +53,7 @@ __all__ = [
     "GroupAccepted",
     "GroupDropped",
     "GroupLaunched",
+    "GroupStreamed",
     "GroupsFailed",
     "LogprobsCompared",
     "OfferWithdrawn",
@@ -120,6 +121,13 @@ class BatchRequested(Fact, frozen=True):
 
 class BatchRequestWithdrawn(Fact, frozen=True):
     """The trainer no longer waits for a batch, because its call was cancelled."""
+
+
+class GroupStreamed(Fact, frozen=True):
+    """The trainer has taken a group of a batch that is not complete yet."""
+
+    batch: int
+    group_id: int
 
 
 class BatchOffered(Fact, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 
 from aprilsched.core.messages.facts import GroupLaunched, RestoredLengths
@@ -58,12 +58,18 @@ def batch_of(
     version: int,
     oldest_unmasked: int | None = None,
     redelivered: bool = False,
+    made: Mapping[int, Group] | None = None,
 ) -> Batch:
-    """A batch of whole groups, which the trainer consumes at `version`."""
+    """A batch of whole groups, which the trainer consumes at `version`. Groups that are in `made`,
+    by id, are those that the trainer has already."""
+    made = made or {}
     return Batch(
         index=index,
         version=version,
-        groups=tuple(group_of(record, oldest_unmasked=oldest_unmasked) for record in records),
+        groups=tuple(
+            made.get(record.group_id) or group_of(record, oldest_unmasked=oldest_unmasked)
+            for record in records
+        ),
         redelivered=redelivered,
     )
 

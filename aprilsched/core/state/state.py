@@ -29,7 +29,7 @@ from aprilsched.core.state.records import (
     group_lengths,
 )
 from aprilsched.core.state.weights import Weights
-from aprilsched.types import Batch, Prompt, RefusedPrompt
+from aprilsched.types import Batch, Group, Prompt, RefusedPrompt
 
 __all__ = [
     "Delivery",
@@ -52,6 +52,13 @@ class Delivery:
     """Groups that the next batch must contain (staleness rule "finish")."""
     batch_requested: bool = False
     """The trainer waits for a batch."""
+    by_group: bool = False
+    """The trainer takes the batch group by group."""
+    streamed: dict[int, Group] = field(default_factory=dict[int, Group])
+    """Groups of the batch in work, by id, that the trainer has already. They stay in flight, as
+    ready groups, until their batch is delivered, so a resumed run gives them again."""
+    streamed_again: int = 0
+    """Number of groups that the trainer has of the first batch in `redelivery`."""
     offer: Offered | None = None
     """The batch that the trainer may take and has not taken yet."""
     batches_since_update: int = 0
@@ -297,8 +304,9 @@ class SchedulerState:
 
     @property
     def collecting(self) -> bool:
-        """Whether the trainer waits for a batch that is not offered yet."""
-        return self.delivery.batch_requested and self.delivery.offer is None
+        """Whether the trainer waits for a batch that is not offered yet as a whole."""
+        offer = self.delivery.offer
+        return self.delivery.batch_requested and (offer is None or not offer.given.complete)
 
     @property
     def offered_groups(self) -> int:

@@ -5,12 +5,18 @@ A batch is *full* when enough is generated, so that a slow reward never delays i
 the trainer has taken it. Between an offer and its delivery the trainer may give up its wait, a
 store may be slow, and a new version may come. For a new version the offer is withdrawn, and its
 groups, which have not left flight, are ready again.
+
+A trainer may also take the groups of a batch one by one, each as soon as it is accepted. Every
+group but the last is offered as a part of the batch, and stays in flight as a ready group when it
+is taken. With the last group the batch as a whole is offered and delivered as any other. An update
+or a request for a whole batch ends a streamed batch with the groups that were taken.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from aprilsched.core.messages import facts
 from aprilsched.core.messages.commands import (
@@ -39,6 +45,7 @@ from aprilsched.types import Batch
 __all__ = [
     "acknowledge",
     "deliver_evaluations",
+    "end_stream",
     "full",
     "handed_over",
     "masked_tokens",
@@ -53,9 +60,21 @@ __all__ = [
 ]
 
 
-def on_batch_requested(state: SchedulerState, _: BatchRequested) -> None:
+def on_batch_requested(state: SchedulerState, event: BatchRequested) -> None:
+    offered = state.delivery.offer
+    if offered is not None and offered.streamed != event.streamed:
+        withdraw_offer(state)
+    if not event.streamed:
+        end_stream(state)
+    state.delivery.by_group = event.streamed
+    if state.delivery.batch_requested:
+        return
     state.tell(facts.BatchRequested())
     state.delivery.batch_requested = True
+    _begin_wave(state)
+
+
+def _begin_wave(state: SchedulerState) -> None:
     if not state.asynchronous:
         state.plan.wave_pending = True
         state.plan.choice_pending = True
@@ -113,10 +132,11 @@ def acknowledge(state: SchedulerState, batches: Iterable[int]) -> None:
 
 
 def handed_over(state: SchedulerState) -> tuple[int, ...]:
-    """Numbers of the batches that the trainer has and has not acknowledged. After a restart it has
-    none of them until they are delivered again."""
+    """Numbers of the batches that the trainer has and has not acknowledged, with the one of which
+    it has some groups. After a restart it has none of them until they are delivered again."""
     waiting = {batch.index for batch in state.delivery.redelivery}
-    return tuple(index for index in state.delivery.unacknowledged if index not in waiting)
+    whole = tuple(index for index in state.delivery.unacknowledged if index not in waiting)
+    return (*whole, state.in_flight.counters.batches) if state.delivery.streamed else whole
 
 
 def full(state: SchedulerState) -> bool:
@@ -149,12 +169,14 @@ def deliver_evaluations(state: SchedulerState) -> None:
 
 def offer(state: SchedulerState) -> None:
     """Offer the next batch if it is requested and complete, and no other is offered."""
-    if not state.collecting or state.weights.update is not None:
+    delivery = state.delivery
+    if not state.collecting or delivery.offer is not None or state.weights.update is not None:
         return
-    if state.delivery.redelivery:
-        state.delivery.offer = Offered(batch=state.delivery.redelivery[0])
-        _tell_offer(state, state.delivery.offer.batch)
-        state.commands.append(Offer(offered=state.delivery.offer.batch))
+    if delivery.redelivery:
+        _offer_again(state, delivery.redelivery[0])
+        return
+    if delivery.by_group:
+        _offer_next_group(state)
         return
     if not (state.stop.enough(state.in_flight.ready) or _drained(state)):
         return
@@ -177,14 +199,97 @@ def offer(state: SchedulerState) -> None:
     elif not all(group.accepted for group in _required(state)):
         return
     if count == 0:
-        state.delivery.batch_requested = False
-        state.tell(facts.PromptsEnded())
-        state.commands.append(EndOfPrompts())
+        _end_prompts(state)
     else:
-        _offer_batch(state, accepted[:count])
+        _offer_batch(state, _composed(state, accepted[:count]))
 
 
-def _offer_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
+def _end_prompts(state: SchedulerState) -> None:
+    state.delivery.batch_requested = False
+    state.tell(facts.PromptsEnded())
+    state.commands.append(EndOfPrompts())
+
+
+def _offer_batch(state: SchedulerState, offered: Offered) -> None:
+    state.delivery.offer = offered
+    state.tell(facts.BatchOffered(batch=offered.batch.index, version=offered.batch.version))
+    state.commands.append(Offer(offered=offered.given))
+
+
+def _offer_part(state: SchedulerState, part: Batch) -> None:
+    state.delivery.offer = Offered(batch=part, streamed=True)
+    state.commands.append(Offer(offered=part))
+
+
+def _offer_again(state: SchedulerState, batch: Batch) -> None:
+    """Offer a batch of before the restart, or the next group of it."""
+    if not state.delivery.by_group:
+        _offer_batch(state, Offered(batch=batch))
+        return
+    given = state.delivery.streamed_again
+    part = replace(batch, groups=batch.groups[given : given + 1])
+    if given + 1 >= len(batch.groups):
+        _offer_batch(state, Offered(batch=batch, last_part=part, streamed=True))
+    else:
+        _offer_part(state, replace(part, complete=False))
+
+
+def _offer_next_group(state: SchedulerState) -> None:
+    """Offer the next group of a batch that the trainer takes group by group, if there is one."""
+    streamed, ready = state.delivery.streamed, state.in_flight.ready
+    taken = [group for group in ready if group.group_id in streamed]
+    waiting = [group for group in ready if group.accepted and group.group_id not in streamed]
+    due = {group.group_id for group in _required(state)} - streamed.keys()
+    enough = bool(taken) and state.stop.take(taken) is not None
+    # Groups that the batch must contain go first, and room is left for those that still generate.
+    waiting.sort(key=lambda group: group.group_id not in due)
+    room = not (enough or state.stop.fixed_groups) or len(taken) + len(due) < state.stop.amount
+    fits = [group for group in waiting if room or group.group_id in due]
+    if fits:
+        then = [*taken, fits[0]]
+        left = due - {fits[0].group_id}
+        drained = _drained(state) and len(waiting) == 1
+        if (state.stop.take(then) is not None and not left) or drained:
+            _offer_last_part(state, then)
+        else:
+            version = state.weights.versions.trainer
+            part = batch_of(
+                fits[:1],
+                index=state.in_flight.counters.batches,
+                version=version,
+                oldest_unmasked=state.staleness.oldest_unmasked(version),
+            )
+            _offer_part(state, replace(part, complete=False))
+    elif (enough and not due) or _drained(state):
+        # The groups that the batch still waited for were dropped.
+        if taken:
+            _offer_last_part(state, taken)
+        else:
+            _end_prompts(state)
+
+
+def _offer_last_part(state: SchedulerState, groups: list[GroupRecord]) -> None:
+    """Offer the batch of `groups`, of which the trainer has all but the last already."""
+    offered = _composed(state, groups)
+    rest = tuple(g for g in offered.batch.groups if g.group_id not in state.delivery.streamed)
+    last_part = replace(offered.batch, groups=rest)
+    _offer_batch(state, replace(offered, last_part=last_part, streamed=True))
+
+
+def end_stream(state: SchedulerState) -> None:
+    """Deliver the groups that the trainer has of a streamed batch as a batch, which ends it."""
+    streamed = state.delivery.streamed
+    if not streamed:
+        return
+    withdraw_offer(state)
+    groups = [group for group in state.in_flight.ready if group.group_id in streamed]
+    _deliver(state, _composed(state, groups))
+    if state.delivery.batch_requested:
+        _begin_wave(state)
+
+
+def _composed(state: SchedulerState, groups: list[GroupRecord]) -> Offered:
+    """The batch of `groups`, which are not ready for another one any more."""
     version = state.weights.versions.trainer
     oldest_unmasked = state.staleness.oldest_unmasked(version)
     batch = batch_of(
@@ -192,6 +297,7 @@ def _offer_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
         index=state.in_flight.counters.batches,
         version=version,
         oldest_unmasked=oldest_unmasked,
+        made=state.delivery.streamed,
     )
     for group in groups:
         state.in_flight.ready.remove(group)
@@ -203,7 +309,7 @@ def _offer_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
         groups=tuple(groups),
     )
     state.in_flight.journal.deliver(record)
-    state.delivery.offer = Offered(
+    offered = Offered(
         batch=batch,
         record=record,
         target_groups=state.plan.target_groups,
@@ -213,8 +319,7 @@ def _offer_batch(state: SchedulerState, groups: list[GroupRecord]) -> None:
     state.expectations.renew()
     retarget(state)
     state.plan.wave_pending = state.plan.wave_pending or state.asynchronous
-    _tell_offer(state, batch)
-    state.commands.append(Offer(offered=batch))
+    return offered
 
 
 def withdraw_offer(state: SchedulerState) -> None:
@@ -234,7 +339,8 @@ def withdraw_offer(state: SchedulerState) -> None:
         state.in_flight.journal.withdraw(offered.record)
         state.plan.target_groups = offered.target_groups
         state.in_flight.peak_tokens = max(state.in_flight.peak_tokens, offered.peak_tokens)
-    state.tell(facts.OfferWithdrawn(batch=offered.batch.index))
+    if offered.given.complete:
+        state.tell(facts.OfferWithdrawn(batch=offered.batch.index))
     state.commands.append(WithdrawOffer(index=offered.batch.index))
 
 
@@ -243,26 +349,41 @@ def on_batch_taken(state: SchedulerState, event: BatchTaken) -> None:
     if offered is None or offered.batch.index != event.index:
         raise InvariantViolation(f"batch {event.index} was taken and not offered")
     state.delivery.offer = None
+    if not offered.given.complete:
+        _note_part(state, offered.batch)
+        return
     state.delivery.batch_requested = False
-    batch = offered.batch
     if offered.record is None:
         state.delivery.redelivery.popleft()
-        _tell_delivery(state, batch, again=True)
-        state.commands.append(Redeliver(batch=batch))
+        state.delivery.streamed_again = 0
+        _tell_delivery(state, offered.batch, again=True)
+        state.commands.append(Redeliver(batch=offered.batch))
+    else:
+        _deliver(state, offered)
+
+
+def _note_part(state: SchedulerState, part: Batch) -> None:
+    """Note that the trainer has taken a part of a batch."""
+    if part.redelivered:
+        state.delivery.streamed_again += 1
         return
+    for group in part.groups:
+        state.delivery.streamed[group.group_id] = group
+        state.tell(facts.GroupStreamed(batch=part.index, group_id=group.group_id))
+
+
+def _deliver(state: SchedulerState, offered: Offered) -> None:
+    batch = offered.batch
+    state.delivery.streamed = {}
     for group in offered.groups:
         state.in_flight.deliver(group)
-    if state.in_flight.journal.active:
+    if state.in_flight.journal.active and offered.record is not None:
         state.delivery.unacknowledged[batch.index] = offered.record
     state.in_flight.counters.batches += 1
     state.delivery.batches_since_update += 1
     delivered = _tell_delivery(state, batch, again=False)
     state.in_flight.counters.tokens_masked += sum([r.masked for r in delivered])
     state.commands.append(Deliver(batch=batch))
-
-
-def _tell_offer(state: SchedulerState, batch: Batch) -> None:
-    state.tell(facts.BatchOffered(batch=batch.index, version=batch.version))
 
 
 def _tell_delivery(

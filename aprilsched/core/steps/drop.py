@@ -96,7 +96,9 @@ def drop(
 def on_group_withdrawn(state: SchedulerState, event: GroupWithdrawn) -> None:
     """Drop a group that nobody wants any more, unless its batch is with the trainer."""
     group = state.in_flight.groups.get(event.group_id)
-    if group is not None and group.evaluation_id is None and not group.offered:
+    if group is None or group.evaluation_id is not None or group.offered:
+        return
+    if group.group_id not in state.delivery.streamed:
         drop(state, group, Reason.WITHDRAWN, event.cause)
 
 

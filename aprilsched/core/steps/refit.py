@@ -29,7 +29,7 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.state.weights import Update
-from aprilsched.core.steps.batch import acknowledge, withdraw_offer
+from aprilsched.core.steps.batch import acknowledge, end_stream, withdraw_offer
 from aprilsched.core.steps.drop import drop
 from aprilsched.core.steps.engines import demote, promote
 from aprilsched.core.steps.launch import launch_again
@@ -85,6 +85,7 @@ def end_following(state: SchedulerState, cause: str) -> None:
 
 def begin(state: SchedulerState, update: Update) -> None:
     """Begin an update; there must be none under way."""
+    end_stream(state)
     state.tell(
         UpdateBegun(version=update.version, adapter=update.adapter, external=update.external)
     )
