@@ -269,8 +269,10 @@ class ShardedScheduler:
         await self._offered()
         return self._take()
 
-    async def _offered(self) -> Batch:
+    async def _offered(self, *, streamed: bool = False) -> Batch:
         self._check_open()
+        if streamed:
+            raise ConfigError("shards give whole batches only; use next_batch().")
         if self._waits.batch_requested:
             raise ConfigError(
                 "another next_batch() call is waiting already; await it before the next call."

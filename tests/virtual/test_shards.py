@@ -848,6 +848,8 @@ def test_a_blocking_trainer_uses_shards(tmp_path: Path):
         assert len(rollouts.evaluate(list(workload(3)), group_size=4).groups) == 3
         with pytest.raises(ConfigError, match="that of one scheduler"):
             rollouts.bias()
+        with pytest.raises(ConfigError, match="whole batches only"):
+            next(rollouts.stream())
         batches += list(rollouts)
     check(batches)
     assert sorted(keys(batches)) == list(range(COUNT))
