@@ -135,6 +135,9 @@ class Prompt:
         metadata: anything that a reward or an episode needs; it is never sent to an engine.
         group_size: number of rollouts of this prompt; None for that of the scheduler's
             configuration, or of the call of ``evaluate()``.
+        affinity: name that prompts share whose contexts begin alike, such as the turns of one
+            conversation. With ``Dispatch(placement="prefix")`` their rollouts go to the same
+            engine, for its cached keys, unless that has far more to do than the others.
 
     Raises:
         ConfigError: if `input_ids` is empty, not one-dimensional or holds negative ids, or if
@@ -146,6 +149,7 @@ class Prompt:
     key: str | int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     group_size: int | None = None
+    affinity: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", token_array(self.input_ids, "input_ids"))

@@ -65,6 +65,11 @@ class Durability:
         self._safe: asyncio.Future[None] | None = None
         self._pid = os.getpid()
 
+    @property
+    def error(self) -> str | None:
+        """Why the store does not save the run at present; None while it does."""
+        return None if self._recorder is None else self._recorder.error
+
     # --- lifetime ------------------------------------------------------------------------------
 
     def restore(self, path: Path) -> None:

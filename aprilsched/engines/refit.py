@@ -97,8 +97,18 @@ class RefitFromGroup(_RefitInBuckets, Protocol):
         """Leave a group; does nothing if the engine is not in it."""
         ...
 
-    async def receive(self, tensors: Sequence[TensorMeta], *, group: str) -> None:
-        """Receive one flattened bucket that rank 0 broadcasts; returns when it is loaded."""
+    async def receive(
+        self,
+        tensors: Sequence[TensorMeta],
+        *,
+        group: str,
+        load_format: str | None = "flattened_bucket",
+    ) -> None:
+        """Receive one bucket that rank 0 broadcasts; returns when it is loaded.
+
+        `load_format` says how it travels: "flattened_bucket" is one row of bytes, and None is one
+        broadcast for each tensor.
+        """
         ...
 
 
@@ -106,7 +116,9 @@ class RefitFromGroup(_RefitInBuckets, Protocol):
 class RefitFromTensors(_RefitInBuckets, Protocol):
     """An engine on the trainer's machine that opens the trainer's own memory (CUDA IPC)."""
 
-    async def update_from_tensors(self, serialized: Sequence[str], *, load_format: str) -> None:
+    async def update_from_tensors(
+        self, serialized: Sequence[str], *, load_format: str | None
+    ) -> None:
         """Load one bucket; `serialized` has one handle for each rank of the engine."""
         ...
 

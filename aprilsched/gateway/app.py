@@ -40,9 +40,12 @@ _ADMIN: Sequence[tuple[str, str, Handler]] = (
     ("POST", "/flush_cache", control.flush),
     ("POST", "/update_weights_from_disk", control.update_from_disk),
     ("POST", "/update_weight_version", control.update_version),
-    ("POST", "/update_weights_from_tensor", control.not_through_here),
-    ("POST", "/update_weights_from_distributed", control.not_through_here),
-    ("POST", "/init_weights_update_group", control.not_through_here),
+    ("POST", "/begin_weight_update", control.begin_update),
+    ("POST", "/end_weight_update", control.end_update),
+    ("POST", "/update_weights_from_tensor", control.update_from_tensor),
+    ("POST", "/update_weights_from_distributed", control.update_from_distributed),
+    ("POST", "/init_weights_update_group", control.join_group),
+    ("POST", "/destroy_weights_update_group", control.leave_group),
 )
 
 

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
 from aprilsched.coordinator.refits import RefitReport
-from aprilsched.errors import AprilschedError, EngineError
-from aprilsched.gateway.service import SERVICE
-from aprilsched.serving.bodies import AbortBody, DiskBody, PauseBody, VersionBody, decode
+from aprilsched.engines.refit import RefitGroup, TensorMeta
+from aprilsched.errors import AprilschedError, ConfigError, EngineError
+from aprilsched.gateway.service import SERVICE, Service
+from aprilsched.gateway.updates import Bucket, broadcast, handles
+from aprilsched.serving.bodies import (
+    AbortBody,
+    BroadcastBody,
+    DiskBody,
+    JoinBody,
+    LeaveBody,
+    PauseBody,
+    TensorBody,
+    VersionBody,
+    decode,
+)
 from aprilsched.serving.refusals import as_json
 
 __all__ = [
     "abort",
+    "begin_update",
+    "end_update",
     "flush",
-    "not_through_here",
+    "join_group",
+    "leave_group",
     "pause",
     "resume",
     "update_from_disk",
+    "update_from_distributed",
+    "update_from_tensor",
     "update_version",
 ]
 
@@ -50,6 +67,8 @@ async def _in_time(call: Awaitable[None], done: str) -> web.Response:
         await call
     except TimeoutError:
         return as_json({"message": _LATE, "status": "error"}, 504)
+    except AprilschedError as error:
+        return as_json({"message": str(error), "status": "error"}, 400)
     return as_json({"message": done, "status": "ok"})
 
 
@@ -61,6 +80,8 @@ async def abort(request: web.Request) -> web.Response:
         responses.abort_all()
     elif body.rid:
         responses.abort(body.rid)
+    elif body.group:
+        responses.abort_group(body.group)
     return web.Response()
 
 
@@ -108,10 +129,88 @@ async def _updated(update: Awaitable[RefitReport], **more: object) -> web.Respon
     return as_json({"success": True, "message": message, "num_paused_requests": 0, **more})
 
 
-async def not_through_here(request: web.Request) -> web.Response:
-    """A call whose tensors or ranks belong to one engine, so that nobody can pass it on to all."""
-    message = (
-        f"{request.path} is for a single engine; pause the gateway, load the weights into each "
-        "engine itself, and give the gateway their label with /update_weight_version."
+async def begin_update(request: web.Request) -> web.Response:
+    """POST /begin_weight_update: pauses and flushes the engines where the client has not."""
+    return await _done(request.app[SERVICE].begin_weights())
+
+
+async def end_update(request: web.Request) -> web.Response:
+    """POST /end_weight_update."""
+    return await _done(request.app[SERVICE].end_weights())
+
+
+async def update_from_tensor(request: web.Request) -> web.Response:
+    """POST /update_weights_from_tensor: a bucket of an update for all engines."""
+    service = request.app[SERVICE]
+    body = decode(await request.read(), TensorBody)
+    if body.abort_all_requests:
+        service.responses.abort_all()
+    given, engines = body.serialized_named_tensors, service.takers
+    return await _taken(service, body, lambda: handles(given, engines, body.load_format))
+
+
+async def update_from_distributed(request: web.Request) -> web.Response:
+    """POST /update_weights_from_distributed: a bucket that the client broadcasts to all engines."""
+    service = request.app[SERVICE]
+    body = decode(await request.read(), BroadcastBody)
+    if body.abort_all_requests:
+        service.responses.abort_all()
+    return await _taken(
+        service,
+        body,
+        lambda: broadcast(_metas(body), group=body.group_name, load_format=body.load_format),
     )
-    return as_json({"success": False, "message": message}, 501)
+
+
+def _metas(body: BroadcastBody) -> list[TensorMeta]:
+    if not len(body.names) == len(body.dtypes) == len(body.shapes):
+        raise ConfigError(
+            f"There are {len(body.names)} names, {len(body.dtypes)} dtypes and "
+            f"{len(body.shapes)} shapes; give one of each for every tensor."
+        )
+    return [
+        TensorMeta(name=name, dtype=dtype.removeprefix("torch."), shape=tuple(shape))
+        for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
+    ]
+
+
+async def _taken(
+    service: Service, body: TensorBody | BroadcastBody, bucket: Callable[[], Bucket]
+) -> web.Response:
+    try:
+        failed = await service.take_bucket(
+            bucket(), label=body.weight_version, last=body.flush_cache
+        )
+    except AprilschedError as error:
+        return as_json({"success": False, "message": f"Failed to update weights: {error}"}, 400)
+    message = "Succeeded to update model weights."
+    if failed:
+        message += f" Not updated, and out of use: {', '.join(sorted(failed))}."
+    return as_json({"success": True, "message": message})
+
+
+async def join_group(request: web.Request) -> web.Response:
+    """POST /init_weights_update_group: every engine joins with its part of the ranks."""
+    body = decode(await request.read(), JoinBody)
+    group = RefitGroup(
+        name=body.group_name,
+        address=body.master_address,
+        port=body.master_port,
+        world_size=body.world_size,
+        backend=body.backend,
+    )
+    return await _done(request.app[SERVICE].join_group(group, body.rank_offset))
+
+
+async def leave_group(request: web.Request) -> web.Response:
+    """POST /destroy_weights_update_group."""
+    body = decode(await request.read(), LeaveBody)
+    return await _done(request.app[SERVICE].leave_group(body.group_name))
+
+
+async def _done(call: Awaitable[None]) -> web.Response:
+    try:
+        await call
+    except AprilschedError as error:
+        return as_json({"success": False, "message": str(error)}, 400)
+    return as_json({"success": True, "message": "Success"})

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from aprilsched import __version__
 from aprilsched.gateway.service import SERVICE, Service
+from aprilsched.gateway.updates import Groups
 from aprilsched.serving import answers
 from aprilsched.serving.refusals import as_json
 
@@ -64,7 +65,10 @@ async def model_info(request: web.Request) -> web.Response:
 
 
 async def server_info(request: web.Request) -> web.Response:
-    """GET /server_info: what a client of SGLang looks up, and the engines under ``gateway``."""
+    """GET /server_info: what a client of SGLang looks up, and the engines under ``gateway``.
+
+    A group for weights needs a rank for each rank of all engines, so `tp_size` is their number.
+    """
     service = request.app[SERVICE]
     running, tokens = _room(service)
     modes = service.modes()
@@ -78,7 +82,7 @@ async def server_info(request: web.Request) -> web.Response:
             "tokenizer_path": service.model_path,
             "skip_tokenizer_init": True,
             "incremental_streaming_output": True,
-            "tp_size": 1,
+            "tp_size": Groups.ranks(service.takers) or 1,
             "pp_size": 1,
             "dp_size": 1,
             "enable_lora": False,
@@ -88,7 +92,11 @@ async def server_info(request: web.Request) -> web.Response:
             "random_seed": service.random_seed,
             "status": "ready",
             "version": _release(service),
-            "gateway": {"aprilsched": __version__, "engines": engines},
+            "gateway": {
+                "aprilsched": __version__,
+                "engines": engines,
+                "store": service.store_state,
+            },
         }
     )
 

@@ -1,30 +1,60 @@
 """The open responses of a gateway: each is a rollout, whose tokens come from the facts of the run.
 
 A :class:`Response` is what the handler of one HTTP request waits for. Its tokens arrive with
-``TokensReceived`` while the rollout generates, and its end with the delivery of the rollout, which
-names the version of each token. What waits for a slow client is at most the rest of its response.
+``TokensReceived`` while the rollout generates, and it ends with ``RolloutFinished``, when the
+version of each token is known. What waits for a slow client is at most the rest of its response.
+
+With a store the rollouts of the prior process are there when a gateway starts. Their responses are
+*unclaimed* until a client sends the same rid again with the same prompt.
 
 Invariants:
 - A response ends exactly once: with its rollout, with an abort, or with the cause of its failure.
 - The tokens of an ended response are those of its rollout.
 - A rollout whose client has left is withdrawn, also if it is launched only later.
+- The store forgets a rollout only after its client has read it or has left.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
+from aprilsched.core.state.assembly import rollout_of
 from aprilsched.core.state.ledger import Reason
-from aprilsched.types import FinishReason, Prompt, Rollout, Segment
+from aprilsched.core.state.records import GroupRecord, RolloutRecord
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.errors import ConfigError
+from aprilsched.types import Batch, FinishReason, Group, Prompt, Rollout, Segment
 
-__all__ = ["Response", "Responses"]
+__all__ = ["Asked", "Response", "Responses"]
 
 _LEFT = "the client has disconnected"
 _ABORTED = "the client has aborted it"
+_NAMELESS = "its request had no rid, so nobody can ask for it after the restart"
+_NEWER = "another request has its rid"
+_FAILED, _INTERRUPTED = 500, 503
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Asked:
+    """One response that a client asks for.
+
+    Attributes:
+        rid: the client's name for it; None if the client gives none.
+        prompt: its prompt, without a key.
+        group: name of the responses that belong together; empty for none.
+    """
+
+    rid: str | None
+    prompt: Prompt
+    group: str = ""
 
 
 class Response:
@@ -33,29 +63,46 @@ class Response:
     Attributes:
         rid: the client's name for it.
         key: its name in the run, which no other response has.
+        prompt: its prompt.
+        group: name of the responses that belong together; empty for none.
         token_ids: the tokens that have arrived, in order.
         logprobs: the log-probability of each of them.
         group_id: the group of its rollout; None before it is launched.
+        member: its rollout, once it is launched.
         finish: why it ended; None while it is open.
+        message: what an aborted response says of its end.
         segments: the versions of its tokens; known at its end.
         versions_exact: whether the engines could tell the version of every token.
         failure: the cause, if it has failed.
+        status: the HTTP status of a failure.
     """
 
-    def __init__(self, rid: str, key: str, prompt_tokens: int) -> None:
+    def __init__(self, rid: str, key: str, prompt: Prompt, group: str = "") -> None:
         self.rid = rid
         self.key = key
-        self.prompt_tokens = prompt_tokens
+        self.prompt = prompt
+        self.group = group
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.group_id: int | None = None
+        self.member: RolloutRecord | None = None
         self.unwanted = ""
         """Why nobody wants it any more; empty as long as somebody does."""
         self.finish: FinishReason | str | None = None
+        self.message = "Aborted"
         self.segments: tuple[Segment, ...] = ()
         self.versions_exact = True
         self.failure = ""
+        self.status = _FAILED
+        self.left = False
+        """Whether its client reads no more of it."""
+        self.batch: Batch | None = None
+        """The batch of its rollout, which the store keeps until the client has left."""
         self._news = asyncio.Event()
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt.input_ids)
 
     @property
     def over(self) -> bool:
@@ -73,28 +120,38 @@ class Response:
             await self.news()
 
     def arrive(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Take new tokens."""
+        """Take new tokens; those that come after the end are nobody's."""
+        if self.over:
+            return
         self.token_ids += token_ids
         self.logprobs += logprobs
         self._news.set()
 
     def complete(self, rollout: Rollout) -> None:
-        """End with the delivered rollout."""
+        """End with the rollout, which is generated to its end."""
+        if self.over:
+            return
         self.token_ids = rollout.token_ids.tolist()
         self.logprobs = rollout.logprobs.tolist()
         self.segments = rollout.segments
         self.versions_exact = rollout.versions_exact
         self._finish(rollout.finish_reason)
 
-    def abort(self, segments: tuple[Segment, ...], *, exact: bool) -> None:
-        """End with the tokens that have arrived, whose versions are `segments`."""
-        self.segments, self.versions_exact = segments, exact
+    def abort(self, message: str = "Aborted") -> None:
+        """End with the tokens that have arrived."""
+        member = self.member
+        if not self.over and member is not None:
+            # Tokens of a dropped rollout that are still on their way are not in its record.
+            self.segments = member.log.segments()
+            sure = member.request is None or not member.request.unsure
+            self.versions_exact = member.log.exact and sure
+        self.message = message
         self._finish("abort")
 
-    def fail(self, cause: str) -> None:
+    def fail(self, cause: str, status: int = _FAILED) -> None:
         """End without a result."""
         if not self.over:
-            self.failure = cause
+            self.failure, self.status = cause, status
             self._news.set()
 
     def _finish(self, reason: FinishReason | str) -> None:
@@ -108,22 +165,23 @@ class Responses:
 
     Args:
         withdraw: tells the scheduler that nobody wants a group any more, and why.
-        versions: the segments of the tokens that a group in flight has so far, and whether the
-            version of each of them is known.
+        state: the scheduler's state, to be read only.
     """
 
     wants_tokens = True
 
     def __init__(
-        self,
-        *,
-        withdraw: Callable[[int, str], None],
-        versions: Callable[[int], tuple[tuple[Segment, ...], bool]],
+        self, *, withdraw: Callable[[int, str], None], state: Callable[[], SchedulerState]
     ) -> None:
+        self.foreign = False
+        """Whether the store had rollouts that are no gateway's."""
         self._withdraw = withdraw
-        self._versions = versions
-        self._numbers = itertools.count()
+        self._state = state
+        self._next = 0
+        """Number of the next response; it makes the keys different."""
         self._by_rid: dict[str, Response] = {}
+        self._unclaimed: dict[str, Response] = {}
+        """Responses of the prior process for which no client has asked yet."""
         self._by_key: dict[str, Response] = {}
         """Responses whose rollout is not launched yet, those that nobody wants included."""
         self._by_group: dict[int, Response] = {}
@@ -135,9 +193,10 @@ class Responses:
         self._empty.set()
 
     def __len__(self) -> int:
-        """Number of responses that a client waits for or has not read to their end, and of rollouts
-        that are still to be launched for nobody."""
-        return len(self._by_rid) + sum(bool(r.unwanted) for r in self._by_key.values())
+        """Number of responses that a client waits for, has not read to their end, or may still ask
+        for, and of rollouts that are still to be launched for nobody."""
+        unwanted = sum(bool(r.unwanted) for r in self._by_key.values())
+        return len(self._by_rid) + len(self._unclaimed) + unwanted
 
     @property
     def to_launch(self) -> int:
@@ -145,34 +204,88 @@ class Responses:
         return len(self._by_key)
 
     def __contains__(self, rid: str) -> bool:
+        """Whether a client waits for a response of this name."""
         return rid in self._by_rid
 
     # --- clients -------------------------------------------------------------------------------
 
-    def open(self, rid: str, prompt: Callable[[str], Prompt]) -> tuple[Response, Prompt]:
-        """A new response, and its prompt, which `prompt` makes with the name that it is given."""
-        key = f"{rid}#{next(self._numbers)}"
-        made = prompt(key)
-        response = Response(rid, key, len(made.input_ids))
-        self._by_rid[rid] = self._by_key[key] = response
+    def new(self, asked: Sequence[Asked]) -> int:
+        """How many of these responses no prior process had begun."""
+        return sum(ask.rid not in self._unclaimed for ask in asked)
+
+    def open(self, asked: Sequence[Asked]) -> tuple[list[Response], list[Prompt]]:
+        """The responses that are asked for, all or none, and the prompts to launch for those that
+        no prior process had begun.
+
+        Raises:
+            ConfigError: if a name is in use, or belongs to a response with another prompt.
+        """
+        names = Counter(ask.rid for ask in asked)
+        for ask in asked:
+            if ask.rid is None:
+                continue
+            if ask.rid in self._by_rid or names[ask.rid] > 1:
+                raise ConfigError(f"Duplicate request ID detected: {ask.rid}")
+            known = self._unclaimed.get(ask.rid)
+            if known is not None and not _same(known.prompt, ask.prompt):
+                raise ConfigError(
+                    f"rid {ask.rid} is that of a response from before the restart, with another "
+                    "prompt or other sampling parameters; choose another rid."
+                )
+        responses: list[Response] = []
+        prompts: list[Prompt] = []
+        for ask in asked:
+            response = self._unclaimed.pop(ask.rid, None) if ask.rid is not None else None
+            if response is None:
+                key = f"{ask.rid or ''}#{self._next}"
+                self._next += 1
+                rid = uuid.uuid4().hex if ask.rid is None else ask.rid
+                response = Response(rid, key, replace(ask.prompt, key=key), ask.group)
+                self._by_key[key] = response
+                prompts.append(response.prompt)
+            response.group = ask.group
+            self._by_rid[response.rid] = response
+            responses.append(response)
         self._empty.clear()
-        return response, made
+        return responses, prompts
 
     def abort(self, rid: str) -> None:
-        """End a response with the tokens that it has; an unknown name is ignored."""
-        response = self._by_rid.get(rid)
-        if response is not None:
-            self._give_up(response, _ABORTED)
+        """End a response with the tokens that it has, or all responses of a body with this name;
+        an unknown name is ignored."""
+        if rid in self._by_rid:
+            self._give_up(self._by_rid[rid], _ABORTED)
+        elif rid in self._unclaimed:
+            self._drop(self._unclaimed.pop(rid), _ABORTED)
+        else:
+            self.abort_group(rid)
 
     def abort_all(self) -> None:
         """End every response with the tokens that it has."""
-        for rid in list(self._by_rid):
+        for rid in [*self._by_rid, *self._unclaimed]:
             self.abort(rid)
+
+    def abort_group(self, name: str) -> None:
+        """End every response of a group with the tokens that it has."""
+        for response in list(self._by_rid.values()):
+            if response.group == name:
+                self._give_up(response, _ABORTED)
+
+    def interrupt_all(self, cause: str) -> None:
+        """End every response without a result, and leave the rollouts to the store."""
+        for response in self._by_rid.values():
+            response.fail(cause, _INTERRUPTED)
+
+    def expire(self, cause: str) -> None:
+        """Give up the responses of the prior process for which nobody has asked."""
+        unclaimed, self._unclaimed = self._unclaimed, {}
+        for response in unclaimed.values():
+            self._drop(response, cause)
 
     def leave(self, response: Response) -> None:
         """Say that the client reads no more of it; its rollout is withdrawn, unless it is over."""
         if not response.over:
             self._give_up(response, _LEFT)
+        self._read(response)
         if self._by_rid.get(response.rid) is response:
             del self._by_rid[response.rid]
         if not self._by_rid:
@@ -186,13 +299,20 @@ class Responses:
         if response.over or response.unwanted:
             return
         response.unwanted = why
-        if response.group_id is None:
-            response.abort((), exact=True)
-        else:
-            segments, exact = self._versions(response.group_id)
+        response.abort()
+        if response.group_id is not None:
             self._withdraw(response.group_id, why)
-            if response.group_id not in self._by_group:
-                response.abort(segments, exact=exact)
+
+    def _drop(self, response: Response, why: str) -> None:
+        """Give up a response that no client waits for."""
+        self._give_up(response, why)
+        self._read(response)
+
+    def _read(self, response: Response) -> None:
+        """Note that nobody reads any more of it, so that the store may forget it at its end."""
+        response.left = not response.failure
+        if response.left and response.batch is not None:
+            response.batch.acknowledge()
 
     # --- the run -------------------------------------------------------------------------------
 
@@ -201,11 +321,26 @@ class Responses:
         self._changed.clear()
         await self._changed.wait()
 
-    def deliver(self, group_id: int, rollout: Rollout) -> None:
-        """End the response of a group that was delivered."""
-        response = self._forget(group_id)
-        if response is not None:
-            response.complete(rollout)
+    def deliver(self, batch: Batch) -> None:
+        """Take a batch, whose groups of one have ended."""
+        for group in batch.groups:
+            response = self._forget(group.group_id)
+            if response is None:
+                batch.acknowledge()
+                continue
+            if not response.over:
+                response.complete(group.rollouts[0])
+            response.batch = batch
+            if response.left:
+                batch.acknowledge()
+
+    def restore(self, batch: Batch) -> None:
+        """Take a batch of the prior process that is delivered again later."""
+        for group in batch.groups:
+            response = self._known(group)
+            if response is not None:
+                response.complete(group.rollouts[0])
+                self._by_group[group.group_id] = response
 
     def fail_all(self, cause: str) -> None:
         """End every response, because the run has ended."""
@@ -224,28 +359,79 @@ class Responses:
                     if fact.group_id in self._by_group:
                         self._by_request[fact.request_id] = self._by_group[fact.group_id]
                         self._requests.setdefault(fact.group_id, set()).add(fact.request_id)
-                case of.GroupLaunched(key=str(key), evaluation_id=None):
-                    self._launched(key, fact.group_id)
+                case of.GroupLaunched(evaluation_id=None):
+                    self._launched(fact)
+                case of.RolloutFinished():
+                    self._finished(fact)
                 case of.GroupDropped():
-                    response = self._forget(fact.group_id)
-                    if response is not None and fact.reason != Reason.WITHDRAWN:
-                        response.fail(fact.cause)
+                    self._dropped(fact)
                 case of.EngineModeChanged() | of.EngineAdmitted() | of.EngineLost():
                     self._changed.set()
                 case _:
                     pass
 
-    def _launched(self, key: str, group_id: int) -> None:
-        response = self._by_key.pop(key, None)
+    def _launched(self, fact: of.GroupLaunched) -> None:
+        record = self._state().in_flight.groups.get(fact.group_id)
+        response = self._by_key.pop(str(fact.key), None)
+        if response is None and record is not None:
+            response = self._known(record)
         if response is None:
             return
-        response.group_id = group_id
-        self._by_group[group_id] = response
+        response.group_id = fact.group_id
+        self._by_group[fact.group_id] = response
+        if record is not None:
+            (response.member,) = record.members
+            log = response.member.log
+            if len(log):
+                response.arrive(log.token_ids.tolist(), log.logprobs().tolist())
         if response.unwanted:
             # The core takes this after the event that it is handling now.
-            self._withdraw(group_id, response.unwanted)
+            self._withdraw(fact.group_id, response.unwanted)
+
+    def _known(self, group: Group | GroupRecord) -> Response | None:
+        """A response of the prior process, by its group of one; None if it is no gateway's."""
+        prompt = group.prompt
+        members = group.rollouts if isinstance(group, Group) else group.members
+        rid, mark, number = str(prompt.key).rpartition("#")
+        if not (mark and number.isdecimal() and len(members) == 1):
+            self.foreign = True
+            return None
+        self._next = max(self._next, int(number) + 1)
+        response = Response(rid, str(prompt.key), prompt)
+        if not rid:
+            self._drop(response, _NAMELESS)
+            return response
+        other = self._unclaimed.get(rid)
+        if other is not None and int(other.key.rpartition("#")[2]) > int(number):
+            self._drop(response, _NEWER)
+            return response
+        self._unclaimed[rid] = response
+        if other is not None:
+            self._drop(other, _NEWER)
+        return response
+
+    def _finished(self, fact: of.RolloutFinished) -> None:
+        response = self._by_group.get(fact.group_id)
+        if response is not None and response.member is not None:
+            response.complete(rollout_of(response.member))
+
+    def _dropped(self, fact: of.GroupDropped) -> None:
+        response = self._forget(fact.group_id)
+        if response is None:
+            return
+        if self._unclaimed.get(response.rid) is response:
+            del self._unclaimed[response.rid]
+        if fact.reason == Reason.STALE:
+            response.abort(fact.cause)
+        elif fact.reason != Reason.WITHDRAWN:
+            response.fail(fact.cause)
 
     def _forget(self, group_id: int) -> Response | None:
         for request_id in self._requests.pop(group_id, ()):
             del self._by_request[request_id]
         return self._by_group.pop(group_id, None)
+
+
+def _same(one: Prompt, other: Prompt) -> bool:
+    """Whether two prompts ask for the same response."""
+    return one.sampling == other.sampling and np.array_equal(one.input_ids, other.input_ids)

@@ -11,8 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -23,14 +26,17 @@ from aprilsched.coordinator.rollouts import RolloutScheduler
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.engine_control import Mode
-from aprilsched.engines.base import Fleet
+from aprilsched.engines.base import Engine, Fleet
+from aprilsched.engines.refit import RefitGroup
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.errors import AprilschedError, InvariantViolation, RefitError
-from aprilsched.gateway.responses import Response, Responses
+from aprilsched.errors import AprilschedError, ConfigError, InvariantViolation, RefitError
+from aprilsched.gateway.labels import Labels
+from aprilsched.gateway.responses import Asked, Response, Responses
 from aprilsched.gateway.settings import GatewaySettings, for_clients
-from aprilsched.gateway.updates import FromDisk
+from aprilsched.gateway.updates import Bucket, FromCalls, FromDisk, Groups
+from aprilsched.store.codec import check_storable
+from aprilsched.store.sqlite import SqliteStore
 from aprilsched.telemetry.base import AnyListener
-from aprilsched.types import Prompt, Segment
 from aprilsched.weights.base import WeightPublisher
 from aprilsched.weights.external import ExternalWeights
 
@@ -38,6 +44,7 @@ __all__ = ["SERVICE", "Service"]
 
 log = logging.getLogger("aprilsched")
 
+_STOPPED = "The gateway stops; send the same rid again to go on with this response."
 _AGAIN_S = 1.0
 """Seconds after which a batch is asked for again that no engine can generate before an update."""
 
@@ -49,9 +56,29 @@ class _Rollouts(RolloutScheduler):
         """Pause the engines with the requests inside them, or let them generate again."""
         self._feed(ev.HoldRequested() if held else ev.HoldEnded())
 
+    @property
+    def store_error(self) -> str | None:
+        """Why the store does not save the run at present; None while it does."""
+        return self._session.durability.error
+
     def withdraw(self, group_id: int, cause: str) -> None:
         """Drop a group that nobody wants any more."""
         self._feed(ev.GroupWithdrawn(group_id=group_id, cause=cause))
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Open:
+    """An update whose weights come in calls."""
+
+    version: int
+    weights: FromCalls
+    task: asyncio.Task[RefitReport]
+    label: str | None = None
+    begun: bool = False
+    """Whether the client has said that it begins, and will say that it ends."""
 
 
 class Service:
@@ -77,7 +104,7 @@ class Service:
     ) -> None:
         self.settings = settings
         self.fleet = fleet
-        self.responses = Responses(withdraw=self._withdraw, versions=self._versions)
+        self.responses = Responses(withdraw=self._withdraw, state=lambda: self._rollouts.state)
         self.random_seed = secrets.randbelow(2**31)
         """Distinguishes this process from a later one at its address, as a server's seed does."""
         self.held = False
@@ -89,13 +116,27 @@ class Service:
         self._failure: AprilschedError | None = None
         """The error that has ended the scheduler, if one has."""
         self._prompts = PromptQueue(together_s=0)
-        self._labels: dict[int, str] = {}
-        self._config = for_clients(config, settings.max_requests)
+        store = settings.store
+        self._stored = store is not None
+        self._labels = Labels(None if store is None else Path(f"{store}-labels.json"))
+        self._config = for_clients(config, settings)
         self._rollouts = _Rollouts(
-            fleet, self._prompts, config=self._config, listeners=[self.responses, *listeners]
+            fleet,
+            self._prompts,
+            config=self._config,
+            listeners=[self.responses, *listeners],
+            store=None if store is None else SqliteStore(store),
         )
         self._control = asyncio.Lock()
+        self._groups = Groups()
+        self._calls: set[asyncio.Task[Any]] = set()
+        """Control calls that go on if their client leaves."""
+        self._open: _Open | None = None
+        """The update whose weights come in calls, while there is one."""
+        self._unnamed: int | None = None
+        """The version of an update that ended without a label, which may follow."""
         self._delivering: asyncio.Task[None] | None = None
+        self._expiring: asyncio.TimerHandle | None = None
         self._closing = AsyncExitStack()
 
     # --- what the handlers ask -----------------------------------------------------------------
@@ -107,12 +148,21 @@ class Service:
 
     def label_of(self, version: int) -> str:
         """The label of a version; a version that no client has named is a decimal number."""
-        return self._labels.get(version, str(version))
+        return self._labels[version]
 
     @property
     def in_use(self) -> list[str]:
         """Names of the engines that are in use."""
         return list(self._rollouts.state.fleet.control.engines)
+
+    @property
+    def takers(self) -> Sequence[Engine]:
+        """The engines that new weights are for, in the order of the fleet: those that answer, or
+        those that the open update began with."""
+        if self._open is not None and not self._open.task.done() and self._open.weights.engines:
+            return self._open.weights.engines
+        names = {control.name for control in self._rollouts.state.fleet.control.all()}
+        return [engine for engine in self.fleet.engines if engine.name in names]
 
     def modes(self) -> dict[str, Mode]:
         """The mode of each engine that is in use."""
@@ -128,6 +178,13 @@ class Service:
         return self.responses.to_launch + len(self._rollouts.state.in_flight.queue)
 
     @property
+    def store_state(self) -> str | None:
+        """Why the store does not save at present, or "saved"; None without a store."""
+        if not self._stored:
+            return None
+        return self._rollouts.store_error or "saved"
+
+    @property
     def vocab_size(self) -> int | None:
         """Smallest number of token ids among the engines that tell it."""
         known = [
@@ -139,26 +196,25 @@ class Service:
 
     # --- responses -----------------------------------------------------------------------------
 
-    def ask(self, rid: str, prompt: Callable[[str], Prompt]) -> Response:
-        """Begin a response to the prompt that `prompt` makes with the name that it is given.
+    def ask(self, *asked: Asked) -> list[Response]:
+        """Begin responses, or go on with those of the prior process that have the same names.
+
+        Either all of them begin or none does.
 
         Raises:
-            ConfigError: if the prompt cannot be used.
+            ConfigError: if a prompt or a name cannot be used.
         """
-        response, made = self.responses.open(rid, lambda key: checked(prompt(key), 1))
-        self._prompts.put(made)
-        return response
+        for ask in asked:
+            checked(ask.prompt, 1)
+            if self._stored:
+                check_storable(replace(ask.prompt, key=ask.rid))
+        responses, prompts = self.responses.open(asked)
+        if prompts:
+            self._prompts.put(*prompts)
+        return responses
 
     def _withdraw(self, group_id: int, cause: str) -> None:
         self._rollouts.withdraw(group_id, cause)
-
-    def _versions(self, group_id: int) -> tuple[tuple[Segment, ...], bool]:
-        group = self._rollouts.state.in_flight.groups.get(group_id)
-        if group is None:
-            return (), False
-        (member,) = group.members
-        sure = member.request is None or not member.request.unsure
-        return member.log.segments(), member.log.exact and sure
 
     # --- control calls -------------------------------------------------------------------------
 
@@ -176,13 +232,19 @@ class Service:
 
         Raises:
             TimeoutError: if an engine does not continue in time.
+            RefitError: if weights that came in calls reached no engine.
         """
         async with self._control:
-            await self._end_hold()
+            try:
+                await self._end_open(None)
+            finally:
+                await self._end_hold()
 
     async def flush(self) -> bool:
         """Drop the cached KV of all engines; returns False while requests run."""
         async with self._control:
+            if self._open is not None and not self._open.task.done():
+                return True  # The update has flushed them, and nothing runs in it.
             if not self.held and self.running() + self.waiting():
                 return False
             held = self.held
@@ -199,26 +261,170 @@ class Service:
         """Load the weights in `path` into every engine, and name them `label`.
 
         Raises:
+            ConfigError: if the label cannot be used, or if weights are coming in calls.
             RefitError: if no engine has loaded them.
         """
+        return await self._to_its_end(self._load(path, label))
+
+    async def _load(self, path: str, label: str | None) -> RefitReport:
+        if self._open is not None and not self._open.task.done():
+            raise ConfigError(
+                "Another update is open, whose weights come in calls; end it with "
+                "/update_weight_version or /continue_generation."
+            )
         report = await self._update(FromDisk(path), label)
         self.model_path = path
         return report
 
     async def relabel(self, label: str) -> RefitReport:
-        """Take the weights that somebody has loaded into the engines already, under a new label.
+        """End an update whose weights came in calls, or name the one that has ended without a
+        label, or else take the weights that somebody has loaded into the engines already.
 
         Raises:
+            ConfigError: if the label cannot be used.
             RefitError: if no engine takes the label.
         """
+        Labels.check(label)
+        return await self._to_its_end(self._relabel(label))
+
+    async def _relabel(self, label: str) -> RefitReport:
+        report = await self._end_open(label)
+        if report is not None:
+            return report
+        version = self._rollouts.version
+        if version == self._unnamed:
+            self._unnamed = None
+            await self._name(version, label)
+            return RefitReport(version=version, quarantined={}, seconds=0.0)
         return await self._update(ExternalWeights(label=True), label)
 
+    async def _to_its_end(self, call: Coroutine[Any, Any, T]) -> T:
+        """Carry a control call out to its end, also if the client that waits for it leaves: weights
+        that were loaded halfway are of no use to anybody."""
+
+        async def alone() -> T:
+            async with self._control:
+                return await call
+
+        task = asyncio.create_task(alone(), name="aprilsched control call")
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        task.add_done_callback(_seen)
+        return await asyncio.shield(task)
+
     async def _update(self, publisher: WeightPublisher, label: str | None) -> RefitReport:
-        async with self._control:
-            version = self._rollouts.version + 1
-            # Named before it is loaded: tokens of the new weights may arrive at once.
-            self._labels[version] = str(version) if label is None else label
-            return await self._rollouts.update_weights(publisher, version=version)
+        version = self._rollouts.version + 1
+        await self._name(version, label)
+        # A store keeps a response until its client has read it, whatever is loaded meanwhile.
+        return await self._rollouts.update_weights(
+            publisher, version=version, acknowledge=not self._stored
+        )
+
+    async def _name(self, version: int, label: str | None) -> None:
+        """Label a version, which is done before it is loaded: its tokens may arrive at once."""
+        if label is not None:
+            Labels.check(label)
+        await asyncio.to_thread(
+            self._labels.name, version, str(version) if label is None else label
+        )
+
+    # --- weights that come in calls ------------------------------------------------------------
+
+    async def begin_weights(self) -> None:
+        """Begin an update whose weights come in calls, unless one is open.
+
+        Raises:
+            RefitError: if the update ends before the engines take any weights.
+        """
+        await self._to_its_end(self._begin_weights())
+
+    async def _begin_weights(self) -> None:
+        opened = self._opened()
+        opened.begun = True
+        await opened.weights.ready()
+
+    async def take_bucket(
+        self, bucket: Bucket, *, label: str | None, last: bool
+    ) -> Mapping[str, Exception | str]:
+        """Pass a bucket of an update on to all engines; the first begins the update.
+
+        Args:
+            label: the label that came with it; that of the last one names the weights.
+            last: whether the client sends no more, unless it has paused the gateway or has said
+                that it will say so.
+
+        Returns:
+            The engines that have failed, and why.
+
+        Raises:
+            ConfigError: if the label cannot be used.
+            RefitError: if no engine takes the weights.
+        """
+        if label is not None:
+            Labels.check(label)
+        return await self._to_its_end(self._take_bucket(bucket, label, last=last))
+
+    async def _take_bucket(
+        self, bucket: Bucket, label: str | None, *, last: bool
+    ) -> Mapping[str, Exception | str]:
+        opened = self._opened()
+        failed = await opened.weights.pass_on(bucket)
+        opened.label = opened.label if label is None else label
+        if last and not self.held and not opened.begun:
+            report = await self._end_open(None)
+            return failed if report is None else report.quarantined
+        return failed
+
+    async def end_weights(self) -> None:
+        """Say that all weights are there. In a pause of the client the update ends with its label
+        or with the pause.
+
+        Raises:
+            ConfigError: if no update is open.
+            RefitError: if no engine has taken the weights.
+        """
+        await self._to_its_end(self._end_weights())
+
+    async def _end_weights(self) -> None:
+        if self._open is None:
+            raise ConfigError("No update is open; begin one first.")
+        if not self.held:
+            await self._end_open(None)
+
+    async def join_group(self, group: RefitGroup, rank_offset: int) -> None:
+        """Let all engines that answer join a group of the client; see :meth:`Groups.join`."""
+        await self._to_its_end(self._groups.join(group, rank_offset, self.takers))
+
+    async def leave_group(self, name: str) -> None:
+        """Let all engines leave a group of the client; see :meth:`Groups.leave`."""
+        await self._to_its_end(self._groups.leave(name, self.fleet.engines))
+
+    def _opened(self) -> _Open:
+        """The open update; begins one if there is none."""
+        if self._open is None or self._open.task.done():
+            version, weights = self._rollouts.version + 1, FromCalls()
+            task = asyncio.create_task(
+                self._rollouts.update_weights(
+                    weights, version=version, acknowledge=not self._stored
+                ),
+                name="aprilsched update",
+            )
+            # Whoever ends the update gets its error, and perhaps nobody does.
+            task.add_done_callback(_seen)
+            self._open = _Open(version=version, weights=weights, task=task)
+        return self._open
+
+    async def _end_open(self, label: str | None) -> RefitReport | None:
+        """End the open update; None if there is none."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return None
+        if not opened.task.done():
+            if label is None and opened.label is None:
+                self._unnamed = opened.version
+            await self._name(opened.version, label or opened.label)
+            opened.weights.end()
+        return await asyncio.shield(opened.task)
 
     async def _hold(self) -> None:
         self.held = True
@@ -234,7 +440,8 @@ class Service:
     def _stands_still(self, mode: Mode, engine: str) -> bool:
         # The scheduler does not pause an engine that has nothing to do; it sends it nothing.
         idle = not self._rollouts.state.in_flight.open[engine]
-        return mode is Mode.PAUSED or (mode is Mode.RUNNING and idle)
+        loading = mode is Mode.REFITTING and self._open is not None
+        return mode is Mode.PAUSED or loading or (mode is Mode.RUNNING and idle)
 
     async def _until(self, reached: Callable[[Mode, str], bool]) -> None:
         """Wait until this is true for every engine in use."""
@@ -249,30 +456,64 @@ class Service:
 
         Raises:
             EngineError: if an engine cannot be used.
-            ConfigError: if the engines cannot be used together.
+            ConfigError: if the engines cannot be used together, or if the store is a trainer's.
+            StoreError: if the store cannot be used.
         """
+        self._labels.open()
         await self._closing.enter_async_context(self._rollouts)
+        for batch in self._rollouts.state.delivery.redelivery:
+            # Now, and not when it is delivered: its client may ask for it at once.
+            self.responses.restore(batch)
+        if self.responses.foreign:
+            raise ConfigError(
+                f"{self.settings.store} has the run of a trainer; give the gateway a store of its "
+                "own."
+            )
         first = self.fleet.engines[0]
         if isinstance(first, SGLangEngine):
             self.model_path = first.facts.model_path
-            self._labels[self._rollouts.version] = first.facts.label
+            if self._rollouts.version not in self._labels:
+                self._labels.name(self._rollouts.version, first.facts.label)
+        if self._stored:
+            loop = asyncio.get_running_loop()
+            self._expiring = loop.call_later(self.settings.reclaim_s, self._expire)
         self._delivering = asyncio.create_task(self._deliver(), name="aprilsched gateway")
 
     async def drain(self) -> None:
         """Take no new requests, and let the open responses end.
 
-        A response that is still open after `drain_s` ends as aborted with its tokens.
+        A response that is still open after `drain_s` ends as aborted with its tokens, or, with a
+        store, without a result.
         """
         self.draining = True
         try:
             async with asyncio.timeout(self.settings.drain_s):
                 await self.responses.all_read()
         except TimeoutError:
-            self.responses.abort_all()
+            if self._stored:
+                self.responses.interrupt_all(_STOPPED)
+            else:
+                self.responses.abort_all()
+
+    def _expire(self) -> None:
+        self.responses.expire(
+            f"nobody asked for it within {self.settings.reclaim_s:g} s after the restart"
+        )
 
     async def close(self) -> None:
         """End the scheduler, and close the fleet."""
         self.draining = True
+        for call in self._calls:
+            call.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls)
+        if self._open is not None:
+            # The trainer brings no more of these weights, and a half of them is never in use.
+            self._open.task.cancel()
+            await asyncio.wait([self._open.task])
+            self._open = None
+        if self._expiring is not None:
+            self._expiring.cancel()
         if self._delivering is not None:
             self._delivering.cancel()
             await asyncio.wait([self._delivering])
@@ -306,8 +547,13 @@ class Service:
                 self._failed.set()
                 return
             waits = False
-            for group in batch.groups:
-                self.responses.deliver(group.group_id, group.rollouts[0])
+            self.responses.deliver(batch)
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    """Mark the error of a task as seen, so that asyncio does not warn."""
+    if not task.cancelled():
+        task.exception()
 
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)

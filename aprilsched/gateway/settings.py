@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 from aprilsched.core.config import Dispatch, Retries, SchedulerConfig
 from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, check_settings
 from aprilsched.core.policies.refill import PoolView, Refill
+from aprilsched.core.policies.staleness import Staleness
 from aprilsched.errors import ConfigError
 from aprilsched.serving.listening import check_port
 
-__all__ = ["GatewaySettings", "OnDemand", "for_clients"]
+__all__ = ["GatewaySettings", "OnDemand", "Versions", "for_clients"]
 
 _NEVER = 2**31 - 1
 
@@ -32,6 +34,29 @@ class OnDemand(Refill):
         return f"what clients ask for, at most {self.limit} rollouts at a time"
 
 
+@dataclass(frozen=True, slots=True)
+class Versions(Staleness):
+    """Ends responses at the update that would make their oldest tokens too old, and lets new ones
+    wait while there are enough for the versions that may consume them."""
+
+    per_version: int | None = None
+    """Number of responses that a version consumes; None lets no response wait."""
+
+    def admissible(
+        self, *, batch_groups: int, outstanding: int, batches_since_update: int, wanted: bool
+    ) -> int | None:
+        """Number of responses that may still begin. A gateway's batch is one response, so
+        `batches_since_update` of them have ended since the update."""
+        if self.bound is None or self.per_version is None:
+            return None
+        limit = (self.bound + 1) * self.per_version
+        return max(0, limit - batches_since_update - outstanding)
+
+    def oldest_unmasked(self, version: int) -> int | None:
+        """None: a client gets every token with its version, and masks what it likes."""
+        return None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewaySettings:
     """How a gateway listens, and how much it takes on.
@@ -48,14 +73,34 @@ class GatewaySettings:
     """Largest number of open responses. A request beyond it is answered with 503 at once."""
     drain_s: Annotated[float, AT_LEAST_0] = 30.0
     """Seconds for which open responses may go on when the gateway stops. Those that are left then
-    end as aborted, with their tokens."""
+    end as aborted, with their tokens. With a store they end with 503, and may be asked for again
+    after the restart."""
+    store: Path | None = None
+    """File that keeps the open responses with their tokens, so that they survive a restart and the
+    end of the process. A client gets the tokens so far and the rest if it sends the same rid with
+    the same prompt again. None keeps nothing."""
+    max_staleness: Annotated[int, AT_LEAST_0] | None = None
+    """Largest number of versions between a token's and that of the newest weights. A response with
+    an older token ends at the update, as aborted and with its tokens. None ends none."""
+    per_version: Annotated[int, AT_LEAST_1] | None = None
+    """Number of responses that a version of the weights consumes. With `max_staleness` at most
+    (max_staleness + 1) * per_version responses are open or have ended since the last update; others
+    wait. None lets none wait."""
+    reclaim_s: Annotated[float, AT_LEAST_0] = 600.0
+    """Seconds after a restart for which responses of the prior process wait for their clients.
+    Those that no client has asked for again by then are given up."""
 
     def __post_init__(self) -> None:
         check_settings(self)
         check_port(self.port)
+        if self.per_version is not None and self.max_staleness is None:
+            raise ConfigError(
+                "per_version says how many responses a version consumes, which matters to "
+                "max_staleness alone; set max_staleness too."
+            )
 
 
-def for_clients(config: SchedulerConfig, limit: int) -> SchedulerConfig:
+def for_clients(config: SchedulerConfig, settings: GatewaySettings) -> SchedulerConfig:
     """`config` with the settings that follow from serving clients in the place of a trainer.
 
     Raises:
@@ -68,9 +113,10 @@ def for_clients(config: SchedulerConfig, limit: int) -> SchedulerConfig:
         )
     if config.max_staleness is not None:
         raise ConfigError(
-            "max_staleness bounds the batches of a trainer, and a gateway has none; leave it out, "
-            "and look at weight_versions in the answers."
+            "max_staleness of SchedulerConfig bounds the batches of a trainer, and a gateway has "
+            "none; set max_staleness of GatewaySettings."
         )
+    limit, bound = settings.max_requests, settings.max_staleness
     return SchedulerConfig(
         batch_groups=1,
         group_size=1,
@@ -78,6 +124,7 @@ def for_clients(config: SchedulerConfig, limit: int) -> SchedulerConfig:
         refill=OnDemand(limit=limit),
         straggler=config.straggler,
         pace="asynchronous",
+        max_staleness=None if bound is None else Versions(bound, "evict", settings.per_version),
         # Complete rollouts wait for the end of an update, and must not hold new ones up.
         ready_batches=limit,
         kv_after_refit=config.kv_after_refit,
@@ -91,5 +138,6 @@ def for_clients(config: SchedulerConfig, limit: int) -> SchedulerConfig:
         ),
         health=config.health,
         timeouts=config.timeouts,
+        save_interval_s=config.save_interval_s,
         allow_inexact_versions=config.allow_inexact_versions,
     )

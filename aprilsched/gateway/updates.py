@@ -1,16 +1,41 @@
-"""How weights reach every engine when a client of the gateway sends them to one address."""
+"""How weights reach every engine when a client of the gateway sends them to one address.
+
+- :class:`FromDisk` gives the client's path to every engine.
+- :class:`FromCalls` takes the buckets of one update from any number of calls, and passes each on to
+  all engines. What is in a bucket is never opened here.
+- :class:`Groups` spreads the ranks of a client's torch.distributed group over the engines.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar, cast
 
 from aprilsched.engines.base import Engine
-from aprilsched.engines.refit import RefitFromDisk
-from aprilsched.errors import ConfigError
+from aprilsched.engines.refit import (
+    RefitFromDisk,
+    RefitFromGroup,
+    RefitFromTensors,
+    RefitGroup,
+    TensorMeta,
+)
+from aprilsched.errors import ConfigError, EngineRejected, RefitError
 
-__all__ = ["FromDisk"]
+__all__ = ["FromCalls", "FromDisk", "Groups", "broadcast", "handles"]
+
+
+_NOT_THERE = 409
+"""Status for an engine that lacks what a call needs."""
+
+
+class Taker(Engine, RefitFromGroup, RefitFromTensors, Protocol):
+    """An engine that takes weights in buckets."""
+
+
+Bucket = Callable[[Taker], Awaitable[None]]
+"""Passes one bucket on to an engine."""
 
 
 class FromDisk:
@@ -26,14 +51,211 @@ class FromDisk:
         self, version: int, engines: Sequence[Engine]
     ) -> Mapping[str, Exception | None]:
         """Load the directory into all engines, in parallel."""
-        outcomes = await asyncio.gather(*(self._load(version, engine) for engine in engines))
-        return {engine.name: outcome for engine, outcome in zip(engines, outcomes, strict=True)}
+        return await _each(engines, lambda engine: self._load(version, engine))
 
-    async def _load(self, version: int, engine: Engine) -> Exception | None:
+    async def _load(self, version: int, engine: Engine) -> None:
         if not isinstance(engine, RefitFromDisk):
-            return ConfigError(f"{engine.name} does not load weights from a disk.")
+            raise ConfigError(f"{engine.name} does not load weights from a disk.")
+        await engine.update_from_disk(self._path, version)
+
+
+class FromCalls:
+    """Takes the buckets of one update from the calls of a client.
+
+    The update pauses and flushes the engines as every update does, and waits for the buckets while
+    the engines are in :meth:`publish`. Each call of :meth:`pass_on` brings one, and :meth:`end`
+    says that there are no more. An engine that fails is left out of what follows.
+    """
+
+    def __init__(self) -> None:
+        self.engines: Sequence[Engine] = ()
+        """The engines that the weights are for, once they are paused."""
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._complete = asyncio.Event()
+        self._over = False
+        self._outcomes: dict[str, Exception | None] = {}
+        self._left: list[Taker] = []
+
+    async def prepare(self, version: int) -> None:
+        """Do nothing: the weights come later."""
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        """Let the client's calls load the weights, and label them `version` at their end."""
+        self.engines = engines
+        for engine in engines:
+            if isinstance(engine, RefitFromGroup) and isinstance(engine, RefitFromTensors):
+                self._left.append(cast(Taker, engine))
+            else:
+                self._outcomes[engine.name] = ConfigError(
+                    f"{engine.name} takes no weights in buckets; load them from a disk."
+                )
         try:
-            await engine.update_from_disk(self._path, version)
+            await self._try(lambda engine: engine.begin_update())
+            self._ready.set_result(None)
+            await self._complete.wait()
+            await self._try(lambda engine: engine.end_update(version))
+        finally:
+            self._over = True
+        return self._outcomes
+
+    async def conclude(self) -> None:
+        """Release those who wait to pass a bucket on, if the update ended before."""
+        self._over = True
+        if not self._ready.done():
+            self._ready.set_exception(RefitError("the update ended before it took any weights."))
+            self._ready.exception()  # Perhaps nobody waits.
+
+    async def ready(self) -> None:
+        """Wait until the engines are paused and have begun to take the weights.
+
+        Raises:
+            RefitError: if the update ends before.
+        """
+        await asyncio.shield(self._ready)
+
+    async def pass_on(self, bucket: Bucket) -> Mapping[str, Exception]:
+        """Pass a bucket on to all engines that are left; returns those that have failed so far.
+
+        Raises:
+            RefitError: if the update is over, or if no engine is left.
+        """
+        await self.ready()
+        if self._over:
+            raise RefitError("the update is over, because it took longer than a refit may take.")
+        await self._try(bucket)
+        failed = {name: error for name, error in self._outcomes.items() if error is not None}
+        if not self._left:
+            self.end()
+            causes = "; ".join(f"{name}: {error}" for name, error in failed.items())
+            raise RefitError(f"no engine has taken the weights: {causes}")
+        return failed
+
+    def end(self) -> None:
+        """Say that all weights are there."""
+        self._complete.set()
+
+    async def _try(self, call: Bucket) -> None:
+        self._outcomes |= await _each(self._left, call)
+        self._left = [engine for engine in self._left if self._outcomes[engine.name] is None]
+
+
+def handles(
+    serialized: Sequence[str], engines: Sequence[Engine], load_format: str | None
+) -> Bucket:
+    """Passes on a bucket that comes as one handle for each rank.
+
+    A client either gives the ranks of all engines handles of their own, in the order of the
+    engines, or gives as many as one engine has, and all engines open the same.
+
+    Raises:
+        ConfigError: if there are neither so many handles.
+    """
+    ranks = {engine.name: engine.capabilities.ranks for engine in engines}
+    total, given = sum(ranks.values()), len(serialized)
+    parts: dict[str, Sequence[str]] = {}
+    if given == total:
+        at = 0
+        for name, count in ranks.items():
+            parts[name] = serialized[at : at + count]
+            at += count
+    elif set(ranks.values()) == {given}:
+        parts = dict.fromkeys(ranks, serialized)
+    else:
+        raise ConfigError(
+            f"serialized_named_tensors has {given} parts, and the engines have {total} ranks in "
+            "all; give one for each rank, or one for each rank of a single engine."
+        )
+    return lambda engine: engine.update_from_tensors(parts[engine.name], load_format=load_format)
+
+
+def broadcast(tensors: Sequence[TensorMeta], *, group: str, load_format: str | None) -> Bucket:
+    """Passes on a bucket that the client broadcasts in `group`."""
+
+    async def receive(engine: Taker) -> None:
+        if not engine.in_group(group):
+            raise EngineRejected(
+                engine.name,
+                f"is not in the group {group}, perhaps because it was restarted; destroy the group "
+                "and init it again.",
+                status=_NOT_THERE,
+            )
+        await engine.receive(tensors, group=group, load_format=load_format)
+
+    return receive
+
+
+class Groups:
+    """The torch.distributed groups of clients, each with ranks of all engines."""
+
+    @staticmethod
+    def ranks(engines: Sequence[Engine]) -> int:
+        """Number of ranks of all engines."""
+        return sum(engine.capabilities.ranks for engine in engines)
+
+    async def join(self, group: RefitGroup, rank_offset: int, engines: Sequence[Engine]) -> None:
+        """Let all engines join: the first with the ranks from `rank_offset` on, and so forth.
+
+        Raises:
+            ConfigError: if the ranks do not fit into the group, or an engine joins none.
+            RefitError: if an engine does not join. The others leave again.
+        """
+        total = self.ranks(engines)
+        if rank_offset < 0 or rank_offset + total != group.world_size:
+            raise ConfigError(
+                f"The {len(engines)} engines behind the gateway have {total} ranks (tp_size in "
+                f"/server_info), so with rank_offset {rank_offset} world_size is "
+                f"{rank_offset + total} and not {group.world_size}."
+            )
+        offsets: dict[str, int] = {}
+        for engine in engines:
+            if not isinstance(engine, RefitFromGroup):
+                raise ConfigError(f"{engine.name} joins no group; load weights from a disk.")
+            offsets[engine.name] = rank_offset
+            rank_offset += engine.capabilities.ranks
+        members = [cast(Taker, engine) for engine in engines]
+        outcomes = await _each(
+            members, lambda engine: engine.join_group(group, rank_offset=offsets[engine.name])
+        )
+        failed = {name: error for name, error in outcomes.items() if error is not None}
+        if failed:
+            await self.leave(group.name, [m for m in members if m.name not in failed])
+            causes = "; ".join(f"{name}: {error}" for name, error in failed.items())
+            raise RefitError(f"not every engine has joined the group: {causes}")
+
+    async def leave(self, name: str, engines: Sequence[Engine]) -> None:
+        """Let every engine that is in the group leave it.
+
+        Raises:
+            RefitError: if an engine does not.
+        """
+        members = [
+            cast(Taker, engine)
+            for engine in engines
+            if isinstance(engine, RefitFromGroup) and engine.in_group(name)
+        ]
+        outcomes = await _each(members, lambda engine: engine.leave_group(name))
+        failed = {name: error for name, error in outcomes.items() if error is not None}
+        if failed:
+            causes = "; ".join(f"{name}: {error}" for name, error in failed.items())
+            raise RefitError(f"not every engine has left the group: {causes}")
+
+
+T = TypeVar("T", bound=Engine)
+
+
+async def _each(
+    engines: Sequence[T], call: Callable[[T], Awaitable[None]]
+) -> dict[str, Exception | None]:
+    """Call all engines in parallel; returns for each why it failed, or None."""
+
+    async def outcome(engine: T) -> Exception | None:
+        try:
+            await call(engine)
         except Exception as error:  # One engine's failure must not hide the others' results.
             return error
         return None
+
+    outcomes = await asyncio.gather(*(outcome(engine) for engine in engines))
+    return {engine.name: found for engine, found in zip(engines, outcomes, strict=True)}

@@ -11,10 +11,15 @@ from aprilsched.serving.refusals import Malformed
 __all__ = [
     "AbortBody",
     "AdapterBody",
+    "BroadcastBody",
     "DiskBody",
     "GenerateBody",
+    "JoinBody",
+    "LeaveBody",
     "MemoryBody",
     "PauseBody",
+    "PromptsBody",
+    "TensorBody",
     "VersionBody",
     "decode",
 ]
@@ -23,12 +28,25 @@ T = TypeVar("T")
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
-    """POST /generate."""
+    """POST /generate with one prompt."""
 
     input_ids: list[int] | None = None
     text: str | None = None
     sampling_params: dict[str, Any] | None = None
     rid: str | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    lora_path: str | None = None
+    extra_key: str | None = None
+
+
+class PromptsBody(msgspec.Struct, frozen=True):
+    """POST /generate with one prompt or several, and a number of responses to each."""
+
+    input_ids: list[int | list[int]] | None = None
+    text: str | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    rid: str | list[str] | None = None
     stream: bool = False
     return_logprob: bool = False
     lora_path: str | None = None
@@ -42,10 +60,11 @@ class PauseBody(msgspec.Struct, frozen=True):
 
 
 class AbortBody(msgspec.Struct, frozen=True):
-    """POST /abort_request."""
+    """POST /abort_request; the gateway alone knows a `group`."""
 
     rid: str | None = None
     abort_all: bool = False
+    group: str | None = None
 
 
 class DiskBody(msgspec.Struct, frozen=True):
@@ -55,6 +74,47 @@ class DiskBody(msgspec.Struct, frozen=True):
     weight_version: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
+
+
+class TensorBody(msgspec.Struct, frozen=True):
+    """POST /update_weights_from_tensor: one handle or pickled bucket for each rank, as base64. They
+    are passed on as they come; nothing here opens them."""
+
+    serialized_named_tensors: list[str]
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
+class BroadcastBody(msgspec.Struct, frozen=True):
+    """POST /update_weights_from_distributed: what the ranks of a group receive next."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
+class JoinBody(msgspec.Struct, frozen=True):
+    """POST /init_weights_update_group."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+class LeaveBody(msgspec.Struct, frozen=True):
+    """POST /destroy_weights_update_group."""
+
+    group_name: str = "weight_update_group"
 
 
 class VersionBody(msgspec.Struct, frozen=True):

@@ -50,6 +50,7 @@ class _Group(msgspec.Struct, array_like=True):
     """For each member its rollout id, its index, and the index of its sampling in `samplings`."""
     samplings: list[SamplingParams]
     group_size: int | None = None
+    affinity: str | None = None
 
 
 class _Lengths(msgspec.Struct, array_like=True):
@@ -152,6 +153,7 @@ def group_record(group: SavedGroup) -> bytes:
         members=members,
         samplings=samplings,
         group_size=prompt.group_size,
+        affinity=prompt.affinity,
     )
     try:
         record.key, record.metadata = packed(prompt.key), packed(prompt.metadata)
@@ -188,6 +190,7 @@ def group_from(body: bytes) -> SavedGroup:
             key=record.key,
             metadata=cast("dict[Any, Any]", metadata),
             group_size=record.group_size,
+            affinity=record.affinity,
         ),
         members=tuple(
             SavedMember(rollout_id=rollout, index=index, sampling=record.samplings[place])

@@ -12,9 +12,13 @@ from aprilsched.errors import EngineRejected
 from aprilsched.serving.bodies import (
     AbortBody,
     AdapterBody,
+    BroadcastBody,
     DiskBody,
+    JoinBody,
+    LeaveBody,
     MemoryBody,
     PauseBody,
+    TensorBody,
     VersionBody,
     decode,
 )
@@ -26,12 +30,16 @@ __all__ = [
     "begin_update",
     "end_update",
     "flush",
+    "join_group",
+    "leave_group",
     "load_adapter",
     "pause",
     "release",
     "resume",
     "unload_adapter",
     "update_from_disk",
+    "update_from_distributed",
+    "update_from_tensor",
     "update_version",
     "wake",
 ]
@@ -152,6 +160,38 @@ async def _memory(
     except EngineRejected as error:
         raise Crashed from error
     return as_json(None)
+
+
+async def update_from_tensor(request: web.Request) -> web.Response:
+    """POST /update_weights_from_tensor; nothing is opened, and any content makes new weights."""
+    body = decode(await request.read(), TensorBody)
+    why_not = await request.app[SERVED].take_bucket("".join(body.serialized_named_tensors).encode())
+    return _session(why_not is None, why_not or "")
+
+
+async def update_from_distributed(request: web.Request) -> web.Response:
+    """POST /update_weights_from_distributed; nothing is received, and any names make new
+    weights."""
+    served = request.app[SERVED]
+    body = decode(await request.read(), BroadcastBody)
+    if body.group_name not in served.groups:
+        return _session(False, f"Group {body.group_name} not in groups.")
+    why_not = await served.take_bucket(",".join(body.names).encode())
+    return _session(why_not is None, why_not or "")
+
+
+async def join_group(request: web.Request) -> web.Response:
+    """POST /init_weights_update_group."""
+    body = decode(await request.read(), JoinBody)
+    joined = request.app[SERVED].join_group(body.group_name, body.rank_offset, body.world_size)
+    return _session(joined, f"The group {body.group_name} exists already.")
+
+
+async def leave_group(request: web.Request) -> web.Response:
+    """POST /destroy_weights_update_group."""
+    body = decode(await request.read(), LeaveBody)
+    left = request.app[SERVED].leave_group(body.group_name)
+    return _session(left, f"The group {body.group_name} does not exist.")
 
 
 async def begin_update(request: web.Request) -> web.Response:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+import zlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -186,6 +187,8 @@ class ServedEngine(ServedRequests):
         super().__init__(engine, config, time_scale=time_scale)
         self.adapters: dict[str, str] = {}
         """The path of each loaded adapter."""
+        self.groups: dict[str, tuple[int, int]] = {}
+        """The rank offset and the size of each group that trainers broadcast weights in."""
         self._updating = False
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
@@ -271,6 +274,27 @@ class ServedEngine(ServedRequests):
         """End the update in parts; return False if none is open."""
         closed, self._updating = self._updating, False
         return closed
+
+    async def take_bucket(self, content: bytes) -> str | None:
+        """Take new weights, which follow from the present ones and `content`; return why not."""
+        if not self._updating:
+            return "begin_weight_update must be called first"
+        batcher = self.engine.batcher
+        try:
+            await self.engine.refit(batcher.version, zlib.crc32(content, batcher.weights_key))
+        except EngineRejected as error:
+            return str(error)
+        return None
+
+    def join_group(self, name: str, rank_offset: int, world_size: int) -> bool:
+        """Join a group; return False if there is one of this name."""
+        joined = name not in self.groups
+        self.groups.setdefault(name, (rank_offset, world_size))
+        return joined
+
+    def leave_group(self, name: str) -> bool:
+        """Leave a group; return False if it is unknown."""
+        return self.groups.pop(name, None) is not None
 
     async def load_adapter(self, name: str, path: str) -> str | None:
         """Load the adapter in `path`; return why not, if that fails."""

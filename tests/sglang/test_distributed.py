@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from aprilsched import SGLangFleet
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromGroup
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import ControlTimeout, EngineRejected, InconsistentWeights
-from aprilsched.testing.streams import PROMPT, greedy, whole
+from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.testing.streams import PROMPT, Stream, greedy, whole
 from aprilsched.types import Rollout
 from aprilsched.weights.distributed import DistributedPublisher
 from aprilsched.weights.process_group import TrainerGroup
@@ -106,6 +108,41 @@ async def test_two_servers_take_weights_at_once_in_one_bucket(
     for engine in pair:
         await assert_has(engine, models[1], models[0], 1, tmp_path)
     await made.aclose()
+
+
+async def test_a_broadcast_through_a_gateway_reaches_all_servers_behind_it(
+    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The trainer knows one address. Both servers have responses open, whose tokens are scored
+    under the weights of their versions."""
+    fleet = SGLangFleet([server.url for server in clean_pair], admin_key=ADMIN_KEY)
+    async with Gateway(fleet, settings=GatewaySettings(port=0, drain_s=0)) as gateway:
+        front = SGLangEngine(gateway.url, stream_interval=8)
+        await front.open()
+        assert front.capabilities.ranks == 2
+        streams = [Stream(front, greedy(200)).start() for _ in range(4)]
+        for stream in streams:
+            await stream.reach(8)
+        await front.pause("retract")
+        await front.flush()
+        made = publisher(lambda: tensors(models[1]))
+        assert await made.publish(1, [front]) == {front.name: None}
+        await front.resume()
+        assert await front.version() == 1
+        for stream in streams:
+            await stream.end()
+            found = SimpleNamespace(prompt_ids=PROMPT, token_ids=np.array(stream.ids))
+            spans = stream.last.spans
+            assert spans is not None
+            assert [span.version for span in spans] == [0, 1]
+            for span, right in zip(
+                spans, scores(list(models), [cast(Rollout, found)], tmp_path), strict=True
+            ):
+                of_version = slice(span.start, span.end)
+                difference = np.abs(stream.logprobs - right[0])[of_version]
+                assert difference.max() < TOLERANCE
+        await made.aclose()
+        await front.close()
 
 
 async def test_types_may_be_mixed_in_a_bucket(

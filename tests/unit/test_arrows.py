@@ -374,6 +374,7 @@ RULES: dict[str, Rule] = {
             "aprilsched.gateway",
             "aprilsched.sampling",
             "aprilsched.serving",
+            "aprilsched.store",
             "aprilsched.telemetry.base",
             "aprilsched.types",
             "aprilsched.weights",

@@ -7,118 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from aprilsched import SchedulerConfig, SGLangFleet
 from aprilsched.config import Health
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.state import SchedulerState
 from aprilsched.doctor import examine
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
-from aprilsched.testing import SimServer
 from aprilsched.testing.streams import Stream, greedy, until
+from tests.support.gateway import LONG, Front, front, spans
 from tests.support.sim_http import INTERVAL, Raw, asked, served, two_weights
 
-LONG = 3000
-"""Tokens of a response that is still running when a test looks at it."""
 KEY, ADMIN = "a-key", "an-admin-key"
-
-
-class Front:
-    """A gateway, its servers, and a client."""
-
-    def __init__(self, gateway: Gateway, servers: list[SimServer], raw: Raw) -> None:
-        self.gateway, self.servers, self.raw = gateway, servers, raw
-
-    @property
-    def state(self) -> SchedulerState:
-        return self.gateway.service._rollouts.state  # pyright: ignore[reportPrivateUsage]
-
-    def stream(self, tokens: int, **body: Any) -> Reader:
-        return Reader(self.raw, {**asked(tokens, **body), "stream": True, "return_logprob": True})
-
-    async def reference(self, tokens: int) -> list[int]:
-        """The tokens without an interruption."""
-        status, answer = await self.raw.post("/generate", asked(tokens))
-        assert status == 200
-        return answer["output_ids"]
-
-
-class Reader:
-    """A streamed response that a task reads; the events that have come so far."""
-
-    def __init__(self, raw: Raw, body: dict[str, Any]) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.done = False
-        self.task = asyncio.create_task(self._read(raw, body))
-
-    async def _read(self, raw: Raw, body: dict[str, Any]) -> None:
-        async with raw.session.post("/generate", json=body) as answer:
-            assert answer.status == 200
-            async for line in answer.content:
-                if line.startswith(b"data: [DONE]"):
-                    self.done = True
-                elif line.startswith(b"data: "):
-                    self.events.append(msgspec.json.decode(line.removeprefix(b"data: ")))
-
-    @property
-    def ids(self) -> list[int]:
-        return [i for event in self.events for i in event["output_ids"]]
-
-    @property
-    def last(self) -> dict[str, Any]:
-        return self.events[-1]["meta_info"]
-
-    async def reach(self, tokens: int) -> Reader:
-        await until(lambda: len(self.ids) >= tokens or self.task.done())
-        assert not self.done, "the response was over too soon; ask for more tokens"
-        return self
-
-    async def end(self) -> Reader:
-        await self.task
-        assert self.done
-        return self
-
-
-@asynccontextmanager
-async def front(
-    engines: int = 1,
-    settings: GatewaySettings | None = None,
-    config: SchedulerConfig | None = None,
-    *,
-    api_key: str | None = None,
-    admin_key: str | None = None,
-) -> AsyncGenerator[Front]:
-    async with AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(served()) for _ in range(engines)]
-        gateway = Gateway(
-            SGLangFleet([server.url for server in servers], stream_interval=INTERVAL),
-            settings=settings or GatewaySettings(port=0, drain_s=0),
-            config=config,
-            api_key=api_key,
-            admin_key=admin_key,
-        )
-        await stack.enter_async_context(gateway)
-        raw = await stack.enter_async_context(Raw(gateway.url, admin_key))
-        yield Front(gateway, servers, raw)
 
 
 @pytest.fixture
 async def one() -> AsyncIterator[Front]:
     async with front() as opened:
         yield opened
-
-
-def spans(meta: dict[str, Any]) -> list[tuple[str, int, int]]:
-    return [(span["version"], span["start"], span["end"]) for span in meta["weight_versions"]]
 
 
 # --- responses ---------------------------------------------------------------------------------
@@ -151,23 +63,31 @@ async def test_many_clients_at_a_time(one: Front):
     assert one.state.in_flight.counters.delivered == 61
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"input_ids": []}, "cannot be empty"),
-        ({"input_ids": [1, 10**6]}, r"input_ids must be in \[0, 511\], got 1000000"),
-        ({"input_ids": [-1]}, r"input_ids must be in \[0, 511\], got -1"),
-        ({"text": "hello"}, "has no tokenizer"),
-        ({}, "should be provided"),
-        ({"input_ids": [[1], [2]]}, "Expected `int`, got `array`"),
-        ({"input_ids": [1], "rid": ""}, "rid has 0 characters"),
-        ({"input_ids": [1], "lora_path": "x"}, "leave lora_path out"),
-        ({"input_ids": [1], "sampling_params": {"n": 2}}, "n is not 1"),
-        ({"input_ids": [1], "sampling_params": {"temprature": 1}}, "did you mean temperature"),
-        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "at least 1 token"),
-        ({"input_ids": [1], "sampling_params": {"logit_bias": {"999": 1}}}, "got 999"),
-    ],
-)
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"input_ids": []}, "cannot be empty"),
+    ({"input_ids": [1, 10**6]}, r"input_ids must be in \[0, 511\], got 1000000"),
+    ({"input_ids": [-1]}, r"input_ids must be in \[0, 511\], got -1"),
+    ({"text": "hello"}, "has no tokenizer"),
+    ({}, "should be provided"),
+    ({"input_ids": [[1], []]}, "has an empty list"),
+    ({"input_ids": [1, [2]]}, "has numbers and lists"),
+    ({"input_ids": [[1], 2]}, "a number beside lists"),
+    ({"input_ids": [[1], [2]], "rid": ["a"]}, "2 responses and 1 rids"),
+    ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "Duplicate request ID"),
+    ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "2 prompts and 1 sampling_params"),
+    ({"input_ids": [[1], [2]], "sampling_params": [{"n": 2}, {}]}, "n differs"),
+    ({"input_ids": [1], "sampling_params": {"n": 5000}}, "asks for 5000 responses"),
+    ({"input_ids": [1], "rid": ""}, "rid has 0 characters"),
+    ({"input_ids": [1], "lora_path": "x"}, "leave lora_path out"),
+    ({"input_ids": [1], "sampling_params": {"n": 0}}, "n is 0"),
+    ({"input_ids": [1], "sampling_params": {"temprature": 1}}, "did you mean temperature"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "at least 1 token"),
+    ({"input_ids": [1], "sampling_params": {"logit_bias": {"999": 1}}}, "got 999"),
+]
+"""Bodies that are refused, and what the refusal says."""
+
+
+@pytest.mark.parametrize(("body", "words"), BAD)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_bad_request_is_refused_before_anything_is_launched(
     one: Front, body: dict[str, Any], words: str, stream: bool
@@ -318,13 +238,6 @@ async def test_weights_that_were_loaded_behind_the_gateway_get_their_label(
     await one.raw.post("/continue_generation", {})
     await reader.end()
     assert [label for label, _, _ in spans(reader.last)] == ["default", "behind"]
-
-
-@pytest.mark.parametrize("path", ["/update_weights_from_tensor", "/init_weights_update_group"])
-async def test_calls_for_a_single_engine_are_refused_with_what_to_do(one: Front, path: str):
-    status, answer = await one.raw.post(path, {})
-    assert status == 501
-    assert "/update_weight_version" in answer["message"]
 
 
 async def test_the_default_pause_ends_every_response_as_sglangs_does(one: Front):

@@ -28,6 +28,9 @@ from aprilsched.types import (
 
 __all__ = ["InFlight"]
 
+_MOST_HOMES = 4096
+"""Affinities of prompts that are remembered; those that were used last are kept."""
+
 
 class InFlight:
     """The records in flight by id, and their counts. `place` orders the requests that wait."""
@@ -47,6 +50,8 @@ class InFlight:
         """Number of rollouts of training groups that are not generated to their end."""
         self.open: Counter[str] = Counter()
         """Number of open attempts on each engine."""
+        self.homes: dict[str, str] = {}
+        """For each affinity of prompts the engine that the latest attempt was sent to."""
         self.open_attempts = 0
         """Number of open attempts, including those of dropped rollouts and of evaluations."""
         self.held_tokens = 0
@@ -176,6 +181,7 @@ class InFlight:
         rollout = request.rollout
         rollout.move(Move.SEND)
         rollout.group.engine = engine
+        self._note_home(rollout.group.prompt.affinity, engine)
         known = len(rollout.log)
         request.pending_prefill = len(rollout.prompt_ids) + known if request.attempt else 0
         request.attempt += 1
@@ -189,6 +195,14 @@ class InFlight:
         self.open_attempts += 1
         self.hold(len(rollout.prompt_ids) + known)
         self._open_on.setdefault(engine, {})[request.request_id] = request
+
+    def _note_home(self, affinity: str | None, engine: str) -> None:
+        if affinity is None:
+            return
+        self.homes.pop(affinity, None)
+        self.homes[affinity] = engine
+        if len(self.homes) > _MOST_HOMES:
+            del self.homes[next(iter(self.homes))]
 
     def attempt(self, request_id: int, attempt: int) -> RequestRecord | None:
         """The request, if this attempt of it is open. Late answers to other attempts are

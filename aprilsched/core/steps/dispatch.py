@@ -13,6 +13,9 @@ from aprilsched.core.steps.drop import abort
 
 __all__ = ["dispatch", "interrupt", "steer"]
 
+_AFFINE = 8
+"""How many requests more than the least loaded engine the engine may have that has the context of
+prompts with one affinity. Sending it elsewhere costs a prefill of the whole context."""
 _QUIET_S = 1.0
 """Seconds without requests after which an engine is asked for its version before it gets one. No
 server restarts in less time."""
@@ -74,7 +77,11 @@ def dispatch(state: SchedulerState) -> None:
         group = request.rollout.group
         # A group stays on its engine while that has less than a group more to do than the others.
         slack = len(group.members) if near else -1
-        engine = free.take(prefer=group.engine, slack=slack, avoid=request.avoid)
+        prefer, affinity = group.engine, group.prompt.affinity
+        if near and affinity is not None:
+            prefer = prefer or in_flight.homes.get(affinity, "")
+            slack = max(slack, _AFFINE)
+        engine = free.take(prefer=prefer, slack=slack, avoid=request.avoid)
         if engine is None:
             return
         _send(state, request, engine)

@@ -148,7 +148,13 @@ class ServerRefit(ServerControl):
             "destroy_weights_update_group", {"group_name": name}, accept=(200, _REFUSED)
         )
 
-    async def receive(self, tensors: Sequence[TensorMeta], *, group: str) -> None:
+    async def receive(
+        self,
+        tensors: Sequence[TensorMeta],
+        *,
+        group: str,
+        load_format: str | None = "flattened_bucket",
+    ) -> None:
         """Receive one bucket that rank 0 broadcasts."""
         await self._load(
             "update_weights_from_distributed",
@@ -157,11 +163,13 @@ class ServerRefit(ServerControl):
                 "dtypes": [tensor.dtype for tensor in tensors],
                 "shapes": [list(tensor.shape) for tensor in tensors],
                 "group_name": group,
-                "load_format": "flattened_bucket",
+                "load_format": load_format,
             },
         )
 
-    async def update_from_tensors(self, serialized: Sequence[str], *, load_format: str) -> None:
+    async def update_from_tensors(
+        self, serialized: Sequence[str], *, load_format: str | None
+    ) -> None:
         """Load one bucket from the trainer's own memory."""
         await self._load(
             "update_weights_from_tensor",

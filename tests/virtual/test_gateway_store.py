@@ -1,0 +1,302 @@
+"""Tests that a gateway with a store carries responses over a restart and over the end of its
+process, through real loopback HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from aprilsched import PromptQueue, RolloutScheduler, SchedulerConfig, SGLangFleet, SqliteStore
+from aprilsched.core.state.ledger import Reason
+from aprilsched.errors import ConfigError, StoreError
+from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.testing import SimServer
+from aprilsched.testing.streams import until
+from aprilsched.types import Prompt
+from tests.support.gateway import LONG, Front, Reader, spans
+from tests.support.sim_http import INTERVAL, Raw, asked, served, two_weights
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[SimServer]:
+    async with served() as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def gateway(server: SimServer, store: Path, **settings: Any) -> AsyncGenerator[Front]:
+    made = Gateway(
+        SGLangFleet([server.url], stream_interval=INTERVAL),
+        settings=GatewaySettings(port=0, drain_s=0, store=store, **settings),
+        config=SchedulerConfig(save_interval_s=0.05),
+    )
+    async with made, Raw(made.url) as raw:
+        yield Front(made, [server], raw)
+        await made.stop()  # Before the clients leave.
+
+
+async def reference(server: SimServer, tokens: int) -> list[int]:
+    async with Raw(server.url) as raw:
+        return (await raw.post("/generate", asked(tokens)))[1]["output_ids"]
+
+
+async def interrupted(reader: Reader) -> int:
+    """Wait until the gateway has ended a response for its own end; returns its tokens."""
+    await reader.end()
+    error = reader.events.pop()["error"]
+    assert (error["code"], error["retryable"]) == (503, True)
+    assert "send the same rid again" in error["message"]
+    return len(reader.ids)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_response_goes_on_after_a_restart_with_its_versions(
+    server: SimServer, tmp_path: Path, stream: bool
+):
+    expected = await reference(server, LONG)
+    store, (weights, _) = tmp_path / "store", two_weights(tmp_path)
+    async with gateway(server, store) as first:
+        reader = await first.stream(LONG, rid="mine").reach(INTERVAL)
+        body = {"model_path": str(weights), "weight_version": "step-1"}
+        assert (await first.raw.post("/update_weights_from_disk", body))[0] == 200
+        await reader.reach(len(reader.ids) + INTERVAL)
+    before = await interrupted(reader)
+    async with gateway(server, store) as second:
+        if stream:
+            again = await second.stream(LONG, rid="mine").end()
+            assert len(again.events[0]["output_ids"]) >= before
+            ids, meta = again.ids, again.last
+        else:
+            status, whole = await second.raw.post("/generate", asked(LONG, rid="mine"))
+            assert status == 200
+            ids, meta = whole["output_ids"], whole["meta_info"]
+        assert ids[:before] == reader.ids
+        assert len(ids) == LONG
+        assert ids != expected, "the new weights have sampled the rest"
+        (old, new) = spans(meta)
+        assert (old[0], new[0], new[2]) == ("default", "step-1", LONG)
+        assert (await second.raw.get("/model_info"))[1]["weight_version"] == "step-1"
+        await until(lambda: not second.state.delivery.unacknowledged)
+
+
+async def test_a_response_that_was_complete_is_there_until_it_is_read(
+    server: SimServer, tmp_path: Path
+):
+    expected = await reference(server, 3 * INTERVAL)
+    async with gateway(server, tmp_path / "store") as first:
+        await first.stream(LONG, rid="mine").reach(INTERVAL)
+    async with gateway(server, tmp_path / "store") as second:
+        (member,) = second.state.in_flight.rollouts.values()
+        await until(lambda: len(member.log) == LONG and not second.state.in_flight.groups)
+    async with gateway(server, tmp_path / "store") as third:
+        status, whole = await third.raw.post("/generate", asked(LONG, rid="mine"))
+        assert (status, len(whole["output_ids"])) == (200, LONG)
+        assert whole["output_ids"][: 3 * INTERVAL] == expected
+        await until(lambda: not third.state.delivery.unacknowledged)
+        assert third.state.in_flight.counters.launched == 1
+    async with gateway(server, tmp_path / "store") as last:
+        assert len(last.gateway.service.responses) == 0
+
+
+async def test_another_prompt_under_the_name_of_a_restored_response_is_refused(
+    server: SimServer, tmp_path: Path
+):
+    async with gateway(server, tmp_path / "store") as first:
+        await first.stream(LONG, rid="mine").reach(INTERVAL)
+    async with gateway(server, tmp_path / "store") as second:
+        for other in (asked(LONG - 1), {**asked(LONG), "input_ids": [5, 6]}):
+            status, answer = await second.raw.post("/generate", {**other, "rid": "mine"})
+            assert (status, "another prompt" in answer["error"]["message"]) == (400, True)
+        # Of two clients that ask at once, one gets it.
+        one, two = await asyncio.gather(
+            *(second.raw.post("/generate", asked(LONG, rid="mine")) for _ in range(2))
+        )
+        assert sorted([one[0], two[0]]) == [200, 400]
+        assert "Duplicate" in min(one, two, key=lambda each: -each[0])[1]["error"]["message"]
+        assert second.state.in_flight.counters.launched == 1
+
+
+async def test_what_nobody_asks_for_again_ends_in_the_ledger(server: SimServer, tmp_path: Path):
+    async with gateway(server, tmp_path / "store") as first:
+        await first.stream(LONG, rid="mine").reach(INTERVAL)
+        await first.stream(LONG).reach(INTERVAL)
+    async with gateway(server, tmp_path / "store", reclaim_s=0) as second:
+        await until(lambda: second.state.in_flight.ledger.total == 2)
+        causes = sorted(entry.cause for entry in second.state.in_flight.ledger.entries)
+        assert causes == [
+            "its request had no rid, so nobody can ask for it after the restart",
+            "nobody asked for it within 0 s after the restart",
+        ]
+        assert {e.reason for e in second.state.in_flight.ledger.entries} == {Reason.WITHDRAWN}
+        assert len(second.gateway.service.responses) == 0
+        batcher = server.engine.batcher
+        await until(lambda: batcher.running + batcher.waiting == 0)
+        # The name is free again.
+        assert (await second.raw.post("/generate", asked(5, rid="mine")))[0] == 200
+
+
+async def test_a_restored_response_can_be_aborted(server: SimServer, tmp_path: Path):
+    async with gateway(server, tmp_path / "store") as first:
+        await first.stream(LONG, rid="mine").reach(INTERVAL)
+    async with gateway(server, tmp_path / "store") as second:
+        assert len(second.gateway.service.responses) == 1
+        await second.raw.post("/abort_request", {"rid": "mine"})
+        await until(lambda: second.state.in_flight.ledger.total == 1)
+        assert len(second.gateway.service.responses) == 0
+
+
+async def test_a_gateway_that_stops_in_a_clients_pause_keeps_what_waits(
+    server: SimServer, tmp_path: Path
+):
+    expected = await reference(server, LONG)
+    async with gateway(server, tmp_path / "store") as first:
+        reader = await first.stream(LONG, rid="mine").reach(INTERVAL)
+        assert (await first.raw.post("/pause_generation", {"mode": "in_place"}))[0] == 200
+        waiting = first.stream(10, rid="later")
+        await until(lambda: len(first.gateway.service.responses) == 2)
+    await interrupted(reader)
+    assert await interrupted(waiting) == 0
+    async with gateway(server, tmp_path / "store") as second:
+        # The one that no server had begun is not there, so it begins.
+        again = [second.stream(LONG, rid="mine"), second.stream(10, rid="later")]
+        assert [len((await each.end()).ids) for each in again] == [LONG, 10]
+        assert again[0].ids == expected
+        assert second.state.in_flight.counters.launched == 2
+
+
+async def test_a_client_that_has_left_is_not_restored(server: SimServer, tmp_path: Path):
+    async with gateway(server, tmp_path / "store") as first:
+        reader = await first.stream(LONG, rid="mine").reach(INTERVAL)
+        reader.task.cancel()
+        await until(lambda: not first.state.in_flight.groups)
+    async with gateway(server, tmp_path / "store") as second:
+        assert len(second.gateway.service.responses) == 0
+        assert second.state.in_flight.ledger.total == 1
+
+
+async def test_a_store_that_is_no_gateways_is_refused_and_left_alone(
+    server: SimServer, tmp_path: Path
+):
+    store, queue = tmp_path / "store", PromptQueue()
+    queue.put(Prompt(input_ids=[3, 4], key="mine"))  # type: ignore[arg-type]
+    config = SchedulerConfig(batch_groups=1, group_size=1, straggler="retract")
+    async with RolloutScheduler(
+        SGLangFleet([server.url]), queue, config=config, store=SqliteStore(store)
+    ) as trainer:
+        await asyncio.wait_for(asyncio.create_task(_launched(trainer)), 60)
+    with pytest.raises(ConfigError, match="the run of a trainer"):
+        async with gateway(server, store):
+            pass
+    saved = SqliteStore(store).open()
+    assert saved is not None
+    assert [group.prompt.key for group in saved.groups] == ["mine"]
+
+
+async def _launched(trainer: RolloutScheduler) -> None:
+    batch = asyncio.create_task(trainer.next_batch())
+    await until(lambda: bool(trainer.state.in_flight.groups))
+    batch.cancel()
+
+
+async def test_a_damaged_file_of_labels_is_refused(server: SimServer, tmp_path: Path):
+    (tmp_path / "store-labels.json").write_text("{")
+    with pytest.raises(StoreError, match="remove the file"):
+        async with gateway(server, tmp_path / "store"):
+            pass
+
+
+async def test_a_store_that_cannot_be_written_does_not_stop_the_gateway(
+    server: SimServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object, **__: object) -> None:
+        raise StoreError("the disk is full")
+
+    async with gateway(server, tmp_path / "store") as one:
+        monkeypatch.setattr(SqliteStore, "save", full)
+        assert (await one.raw.post("/generate", asked(50, rid="mine")))[0] == 200
+        await until(lambda: not one.state.in_flight.groups)
+        said = (await one.raw.get("/server_info"))[1]["gateway"]["store"]
+        assert "the disk is full" in said
+
+
+# --- a process of its own ----------------------------------------------------------------------
+
+
+class Process:
+    """``aprilsched gateway`` in a process of its own."""
+
+    def __init__(self, server: SimServer, store: Path) -> None:
+        self._command = ["-m", "aprilsched", "gateway", "--engine", server.url, "--port", "0"]
+        self._command += ["--store", str(store), "--drain-s", "0"]
+        self._command += ["--stream-interval", str(INTERVAL)]
+
+    async def __aenter__(self) -> Process:
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, *self._command, stdout=asyncio.subprocess.PIPE
+        )
+        assert self.process.stdout is not None
+        line = (await self.process.stdout.readline()).decode()
+        self.raw = Raw(line.rpartition(" ")[2].strip())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.raw.session.close()
+        await self.end(signal.SIGKILL)
+
+    async def end(self, number: int) -> int:
+        """Send a signal, and wait for the end; returns the exit code."""
+        if self.process.returncode is None:
+            os.kill(self.process.pid, number)
+        return await self.process.wait()
+
+    def stream(self, tokens: int, **body: Any) -> Reader:
+        return Reader(self.raw, {**asked(tokens, **body), "stream": True, "return_logprob": True})
+
+
+def saved_tokens(store: Path, copy: Path) -> int:
+    """Number of tokens in a copy of a store that another process writes."""
+    for path in store.parent.glob(f"{store.name}*"):
+        shutil.copy(path, copy.with_name(path.name.replace(store.name, copy.name, 1)))
+    try:
+        stored = SqliteStore(copy)
+        saved = stored.open()
+        stored.close()
+    except StoreError:  # It was copied in the middle of a write.
+        return 0
+    return 0 if saved is None else sum(len(each.token_ids) for each in saved.tokens.values())
+
+
+async def test_a_response_survives_the_kill_of_the_process_and_then_its_end_by_a_signal(
+    server: SimServer, tmp_path: Path
+):
+    expected = await reference(server, LONG)
+    store = tmp_path / "store"
+    async with Process(server, store) as first:
+        reader = await first.stream(LONG, rid="mine").reach(INTERVAL)
+        copies = iter(range(10**6))
+        await until(lambda: saved_tokens(store, tmp_path / f"copy{next(copies)}") > 0)
+        assert await first.end(signal.SIGKILL) == -signal.SIGKILL
+    with pytest.raises(aiohttp.ClientError):  # The connection broke.
+        await reader.end()
+    async with Process(server, store) as second:
+        again = await second.stream(LONG, rid="mine").reach(1)
+        assert len(again.events[0]["output_ids"]) > 0
+        await again.reach(len(again.ids) + 1)
+        assert await second.end(signal.SIGTERM) == 0
+        before = await interrupted(again)
+    async with Process(server, store) as third:
+        status, whole = await third.raw.post("/generate", asked(LONG, rid="mine"))
+        assert status == 200
+        assert whole["output_ids"] == expected
+        assert whole["output_ids"][:before] == again.ids
+        assert spans(whole["meta_info"]) == [("default", 0, LONG)]

@@ -1,0 +1,212 @@
+"""Tests weights that a client sends to a gateway as tensors or by a group of ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aprilsched import SchedulerConfig
+from aprilsched.config import Timeouts
+from aprilsched.testing import SimServer
+from aprilsched.testing.streams import until
+from tests.support.gateway import LONG, Front, front, spans
+from tests.support.sim_http import INTERVAL, Raw, asked, two_weights
+
+TENSOR, DISTRIBUTED = "/update_weights_from_tensor", "/update_weights_from_distributed"
+
+
+@pytest.fixture
+async def two() -> AsyncIterator[Front]:
+    async with front(engines=2) as opened:
+        yield opened
+
+
+def tensors(*parts: str, **more: Any) -> dict[str, Any]:
+    return {"serialized_named_tensors": list(parts), **more}
+
+
+def key(server: SimServer) -> int:
+    """What the server's weights are."""
+    return server.engine.batcher.weights_key
+
+
+async def done(raw: Raw, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    status, answer = await raw.post(path, body)
+    assert status == 200, answer
+    return answer
+
+
+async def refused(raw: Raw, path: str, body: dict[str, Any]) -> str:
+    status, answer = await raw.post(path, body)
+    assert (status, answer["success"]) == (400, False)
+    return answer["message"]
+
+
+@pytest.mark.parametrize("ending", ["label", "continue"])
+async def test_many_buckets_in_a_pause_are_one_update(two: Front, ending: str):
+    first, second = two.servers
+    before = key(first)
+    readers = [await two.stream(LONG).reach(INTERVAL) for _ in range(2)]
+    await done(two.raw, "/pause_generation", {"mode": "retract"})
+    assert (await two.raw.post("/flush_cache"))[0] == 200
+    for part in "abc":
+        body = tensors(part, part, flush_cache=part == "c", weight_version="step-1")
+        await done(two.raw, TENSOR, body)
+    if ending == "label":
+        body = {"new_version": "step-1", "abort_all_requests": False}
+        await done(two.raw, "/update_weight_version", body)
+    await done(two.raw, "/continue_generation", {})
+    assert key(first) == key(second) != before
+    assert two.state.in_flight.counters.updates == 1
+    assert (await two.raw.get("/model_info"))[1]["weight_version"] == "step-1"
+    for reader in readers:
+        await reader.end()
+        assert [label for label, _, _ in spans(reader.last)] == ["default", "step-1"]
+        assert reader.last["weight_versions_exact"]
+
+
+async def test_without_a_pause_the_bucket_that_flushes_is_the_last(two: Front):
+    reader = await two.stream(LONG).reach(INTERVAL)
+    await done(two.raw, TENSOR, tensors("a", "a", flush_cache=False))
+    length = len(reader.ids)
+    assert two.state.weights.update is not None, "the engines wait for the rest"
+    # What SGLang's default asks for: it is the last.
+    await done(two.raw, TENSOR, tensors("b", "b"))
+    assert two.state.weights.versions.trainer == 1
+    await reader.reach(length + INTERVAL)
+    await done(two.raw, TENSOR, tensors("c", "d"))
+    assert two.state.weights.versions.trainer == 2
+    # Each engine has had the handles of its own ranks.
+    assert key(two.servers[0]) != key(two.servers[1])
+    await reader.end()
+    assert [label for label, _, _ in spans(reader.last)] == ["default", "1", "2"]
+
+
+async def test_a_client_that_begins_and_ends_an_update(two: Front):
+    await done(two.raw, "/begin_weight_update", {})
+    await done(two.raw, TENSOR, tensors("a", "a"))
+    await done(two.raw, TENSOR, tensors("b", "b", weight_version="step-1"))
+    assert two.state.in_flight.counters.updates == 0
+    await done(two.raw, "/end_weight_update", {})
+    assert two.state.in_flight.counters.updates == 1
+    assert (await two.raw.get("/model_info"))[1]["weight_version"] == "step-1"
+    assert "begin one first" in await refused(two.raw, "/end_weight_update", {})
+    # A label that comes afterwards is that of the same weights.
+    await done(two.raw, "/begin_weight_update", {})
+    await done(two.raw, TENSOR, tensors("c", "c"))
+    await done(two.raw, "/end_weight_update", {})
+    reader = await two.stream(LONG).reach(INTERVAL)
+    body = {"new_version": "step-2", "abort_all_requests": False}
+    await done(two.raw, "/update_weight_version", body)
+    await reader.end()
+    assert spans(reader.last) == [("step-2", 0, LONG)]
+    assert reader.last["weight_versions_exact"]
+    assert two.state.in_flight.counters.updates == 2
+
+
+async def test_a_group_has_a_rank_for_every_rank_of_every_engine(two: Front):
+    tp_size = (await two.raw.get("/server_info"))[1]["tp_size"]
+    assert tp_size == 2
+    group = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "group_name": "g"}
+    message = await refused(two.raw, "/init_weights_update_group", {**group, "world_size": 2})
+    assert "world_size is 3 and not 2" in message
+    await done(two.raw, "/init_weights_update_group", {**group, "world_size": 1 + tp_size})
+    found = [server._served.groups for server in two.servers]  # type: ignore[union-attr]
+    assert found == [{"g": (1, 3)}, {"g": (2, 3)}]
+    bucket = {"names": ["w"], "dtypes": ["torch.bfloat16"], "shapes": [[2, 2]], "group_name": "g"}
+    await done(two.raw, DISTRIBUTED, {**bucket, "weight_version": "step-1"})
+    assert key(two.servers[0]) == key(two.servers[1])
+    assert "0 shapes" in await refused(two.raw, DISTRIBUTED, {**bucket, "shapes": []})
+    await done(two.raw, "/destroy_weights_update_group", {"group_name": "g"})
+    assert "is not in the group g" in await refused(two.raw, DISTRIBUTED, bucket)
+    assert found == [{}, {}]
+
+
+async def test_an_engine_that_does_not_join_makes_the_others_leave(two: Front):
+    served = two.servers[1]._served
+    assert served is not None
+    served.join_group("g", 7, 8)
+    group = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "group_name": "g"}
+    message = await refused(two.raw, "/init_weights_update_group", {**group, "world_size": 3})
+    assert "not every engine has joined" in message
+    assert two.servers[0]._served is not None
+    assert two.servers[0]._served.groups == {}
+
+
+async def test_a_wrong_number_of_handles_is_refused_before_anything_is_paused(two: Front):
+    assert "has 3 parts" in await refused(two.raw, TENSOR, tensors("a", "b", "c"))
+    assert two.state.weights.update is None
+    label = "x" * 1_000_000
+    long = tensors("a", "a", weight_version=label)
+    assert "1000000 characters" in await refused(two.raw, TENSOR, long)
+    body = {"new_version": label, "abort_all_requests": False}
+    assert "1000000 characters" in await refused(two.raw, "/update_weight_version", body)
+    assert two.state.weights.versions.trainer == 0
+
+
+async def test_another_update_is_refused_while_buckets_come(two: Front, tmp_path: Path):
+    await done(two.raw, "/pause_generation", {"mode": "retract"})
+    await done(two.raw, TENSOR, tensors("a", "a"))
+    body = {"model_path": str(two_weights(tmp_path)[0])}
+    assert "Another update is open" in await refused(two.raw, "/update_weights_from_disk", body)
+    assert (await two.raw.post("/pause_generation", {"mode": "retract"}))[0] == 200
+    assert (await two.raw.post("/flush_cache"))[0] == 200
+    await done(two.raw, "/continue_generation", {})
+    assert two.state.in_flight.counters.updates == 1
+    await done(two.raw, "/update_weights_from_disk", body)
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_bucket_stops_nothing(two: Front):
+    calls = [two.raw.post(TENSOR, tensors("a", "a")) for _ in range(3)]
+    tasks = [asyncio.create_task(call) for call in calls]
+    await until(lambda: two.state.weights.update is not None)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    await until(lambda: two.state.in_flight.counters.updates > 0)
+    await done(two.raw, TENSOR, tensors("b", "b"))
+    assert (await two.raw.post("/generate", asked(5)))[0] == 200
+    assert key(two.servers[0]) == key(two.servers[1])
+
+
+async def test_two_clients_that_bring_buckets_at_once_make_whole_updates(two: Front):
+    bodies = [tensors(part, part) for part in "abcdef"]
+    answers = await asyncio.gather(*(two.raw.post(TENSOR, body) for body in bodies))
+    assert {status for status, _ in answers} == {200}
+    assert two.state.in_flight.counters.updates == len(bodies)
+    assert key(two.servers[0]) == key(two.servers[1])
+
+
+async def test_an_engine_that_dies_between_buckets_is_named_and_left_out(two: Front):
+    reader = await two.stream(LONG).reach(INTERVAL)
+    await done(two.raw, "/pause_generation", {"mode": "retract"})
+    await done(two.raw, TENSOR, tensors("a", "a"))
+    await two.servers[0].crash()
+    answer = await done(two.raw, TENSOR, tensors("b", "b", weight_version="step-1"))
+    assert two.servers[0].url.removeprefix("http://") in answer["message"]
+    await done(two.raw, "/continue_generation", {})
+    assert two.gateway.service.in_use == [two.servers[1].url.removeprefix("http://")]
+    await reader.end()
+    assert len(reader.ids) == LONG
+
+
+async def test_a_trainer_that_goes_away_in_an_update_leaves_it_to_the_next():
+    config = SchedulerConfig(timeouts=Timeouts(refit_s=0.5))
+    async with front(config=config) as one:
+        reader = await one.stream(LONG).reach(INTERVAL)
+        await done(one.raw, TENSOR, tensors("a", flush_cache=False))
+        await until(lambda: not one.gateway.service.in_use)
+        await done(one.raw, TENSOR, tensors("b", weight_version="step-2"))
+        await reader.end()
+        assert [label for label, _, _ in spans(reader.last)] == ["default", "step-2"]
+
+
+async def test_stopping_in_the_middle_of_an_update_ends():
+    async with front() as one:
+        await one.stream(LONG).reach(INTERVAL)
+        await done(one.raw, TENSOR, tensors("a", flush_cache=False))
+        await one.gateway.stop()
