@@ -180,6 +180,23 @@ def loss(first: str) -> None:
     assert not [new for new in set(threading.enumerate()) - threads if new.name == "sglang"]
 
 
+def failed_start(first: str) -> None:
+    """SGLang refuses its arguments, or one of its processes fails: nothing of it is left."""
+    shut_down()
+
+    async def go() -> None:
+        refused = SGLangInProcessFleet(no_such_argument=1, **arguments(first))
+        await expect(refused.open(), ConfigError)
+        broken = SGLangInProcessFleet(**{**arguments(first), "max_total_tokens": 1})
+        await expect(broken.open(), EngineError)
+        works = SGLangInProcessFleet(**arguments(first))
+        await works.open()
+        await works.close()
+
+    asyncio.run(go())
+    assert not multiprocessing.active_children()
+
+
 # --- parts -------------------------------------------------------------------------------------
 
 
@@ -218,6 +235,5 @@ def main(what: str, *parameters: str) -> None:
     """Run what is asked for."""
     if multiprocessing.get_start_method(allow_none=True) is None:
         stand_ins.fork()
-    {"contract": contract, "tensors": tensors, "versions": versions, "loss": loss}[what](
-        *parameters
-    )
+    tests = (contract, tensors, versions, loss, failed_start)
+    {test.__name__: test for test in tests}[what](*parameters)

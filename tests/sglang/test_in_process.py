@@ -50,6 +50,10 @@ def test_it_starts_again_after_its_processes_were_killed(models: tuple[Path, Pat
     run("loss", models[0])
 
 
+def test_a_start_that_fails_leaves_nothing(models: tuple[Path, Path]) -> None:
+    run("failed_start", models[0])
+
+
 def test_it_needs_an_engine_or_the_arguments_for_one() -> None:
     with pytest.raises(ConfigError, match="give one of the two"):
         SGLangInProcessFleet()

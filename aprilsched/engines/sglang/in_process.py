@@ -27,6 +27,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import warnings
 from collections import deque
 from collections.abc import (
     AsyncGenerator,
@@ -38,6 +39,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
@@ -72,6 +74,8 @@ _NAME = "in-process"
 _LOOK_SECONDS = 0.5
 """Interval at which the processes of SGLang are looked at."""
 _KILL_SECONDS = 60.0
+_WARNINGS = ("Duplicate Operation ID", "ORJSONResponse is deprecated")
+"""What FastAPI says to SGLang's developers at the first calls, and would say in every notebook."""
 _BAD_REQUEST = 400
 _FAILED = 500
 _DEFAULTS: Mapping[str, Any] = {
@@ -203,7 +207,12 @@ class SGLangInProcessEngine(ServerRefit):
         self._groups.clear()
         inside = await self._source.inside()
         self._application.attach(inside)
-        self._facts = await probe(self.name, self._application, self._limits.control_timeout)
+        self._facts = await probe(
+            self.name,
+            self._application,
+            self._limits.control_timeout,
+            vocab_size=inside.manager.model_config.vocab_size,
+        )
         await self._forget_releases_of_prior_run()
         self._watching = asyncio.create_task(self._watch(inside), name="SGLang's processes")
 
@@ -287,6 +296,8 @@ class _Inside:
         structs = importlib.import_module("sglang.srt.managers.io_struct")
         managers = importlib.import_module("sglang.srt.managers.tokenizer_manager")
         server: Any = importlib.import_module("sglang.srt.entrypoints.http_server")
+        for message in _WARNINGS:
+            warnings.filterwarnings("ignore", message)
         self.generate_input: Callable[..., Any] = structs.GenerateReqInput
         self.application: _Asgi = server.app
         server.set_global_state(
@@ -413,7 +424,6 @@ class _Started:
         try:
             inside = await asyncio.wrap_future(start)
         except (ConfigError, EngineError):
-            # SGLang's processes are killed with the thread that started them.
             await asyncio.to_thread(thread.stop)
         else:
             await asyncio.to_thread(inside.end)
@@ -421,9 +431,12 @@ class _Started:
     async def _started(self, thread: LoopThread) -> _Inside:
         root = logging.getLogger()
         handlers, level = list(root.handlers), root.level
+        started = False
         try:
             sglang = importlib.import_module("sglang")
-            return _Inside(sglang.Engine(**self._arguments), thread)
+            inside = _Inside(sglang.Engine(**self._arguments), thread)
+            started = True
+            return inside
         except ImportError as error:
             raise ConfigError(
                 f"SGLangInProcessFleet needs SGLang in this environment ({error}); install it, or "
@@ -434,8 +447,25 @@ class _Started:
         except Exception as error:
             raise EngineError(_NAME, f"did not start ({quoted(str(error))}).") from error
         finally:
+            if not started:
+                _kill_children_of_this_thread()
             root.handlers[:] = handlers
             root.setLevel(level)
+
+
+def _kill_children_of_this_thread() -> None:
+    """Kill what a start has left that failed: some of SGLang's processes may still be loading.
+
+    They would end with this thread, but only once they have asked the kernel for it.
+    """
+    try:
+        pids = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    except OSError:  # Not every kernel lists them.
+        return
+    for process in multiprocessing.active_children():
+        if str(process.pid) in pids:
+            process.kill()
+            process.join(_KILL_SECONDS)
 
 
 # --- calls and streams across the two loops ----------------------------------------------------

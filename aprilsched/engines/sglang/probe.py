@@ -95,8 +95,16 @@ async def weight_label(engine: str, transport: ControlCalls, timeout: float) -> 
     return label
 
 
-async def probe(engine: str, transport: ControlCalls, timeout: float) -> ServerFacts:  # noqa: ASYNC109
+async def probe(
+    engine: str,
+    transport: ControlCalls,
+    timeout: float,  # noqa: ASYNC109
+    *,
+    vocab_size: int | None = None,
+) -> ServerFacts:
     """Ask a server what it is; refuse one that is not SGLang or does not accept our key.
+
+    The server is not asked for its `vocab_size` where the caller knows it.
 
     Raises:
         EngineProtocolError: if it does not answer like an SGLang server that generates.
@@ -115,7 +123,7 @@ async def probe(engine: str, transport: ControlCalls, timeout: float) -> ServerF
         model_path=model.model_path,
         label=await weight_label(engine, transport, timeout),
         capabilities=_capabilities(server),
-        vocab_size=await _vocab_size(engine, transport, timeout),
+        vocab_size=vocab_size or await _vocab_size(engine, transport, timeout),
         incremental=server.incremental_streaming_output,
         stream_interval=found >= STREAM_INTERVAL_SINCE,
         torch_empty_cache="torch_empty_cache" in schema.properties("ContinueGenerationReqInput"),
