@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from aprilsched.gateway import control, generate, info
+from aprilsched.gateway import control, generate, info, openai, tokenize
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.serving.keys import asking_for
 from aprilsched.serving.refusals import refusing
@@ -24,12 +24,19 @@ _FREE: Sequence[tuple[str, str, Handler]] = (
 )
 _OPEN: Sequence[tuple[str, str, Handler]] = (
     ("POST", "/generate", generate.generate),
+    ("POST", "/tokenize", tokenize.tokenize),
+    ("POST", "/v1/tokenize", tokenize.tokenize),
+    ("POST", "/detokenize", tokenize.detokenize),
+    ("POST", "/v1/detokenize", tokenize.detokenize),
+    ("POST", "/v1/completions", openai.completions),
+    ("POST", "/v1/chat/completions", openai.chat_completions),
     ("GET", "/model_info", info.model_info),
     ("GET", "/get_model_info", info.model_info),
     ("GET", "/server_info", info.server_info),
     ("GET", "/get_server_info", info.server_info),
     ("GET", "/v1/loads", info.loads),
     ("GET", "/v1/models", info.models),
+    ("GET", "/workers", info.workers),
     ("GET", "/openapi.json", info.openapi),
 )
 _ADMIN: Sequence[tuple[str, str, Handler]] = (

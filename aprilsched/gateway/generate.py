@@ -7,17 +7,19 @@ of the weights that sampled each token.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
+import msgspec
 from aiohttp import web
 
 from aprilsched.errors import ConfigError
+from aprilsched.gateway.reading import Part, Reading, TextRules, labelled, parts_of
 from aprilsched.gateway.responses import Asked, Response
 from aprilsched.gateway.service import SERVICE, Service
+from aprilsched.gateway.tokenizer import Detokenizer
 from aprilsched.sampling import sampling_params
 from aprilsched.serving.answers import (
     DONE,
@@ -27,10 +29,10 @@ from aprilsched.serving.answers import (
     token_logprobs,
 )
 from aprilsched.serving.bodies import PromptsBody, decode
-from aprilsched.serving.refusals import Refusal, Refused, as_json
+from aprilsched.serving.refusals import Refused, Unavailable, as_json
 from aprilsched.types import Prompt, SamplingParams
 
-__all__ = ["GROUP_HEADER", "begin", "generate", "with_news"]
+__all__ = ["GROUP_HEADER", "begin", "generate", "sampled"]
 
 GROUP_HEADER = "X-Aprilsched-Group"
 """Names the group that the responses to a request belong to."""
@@ -38,38 +40,49 @@ GROUP_HEADER = "X-Aprilsched-Group"
 _NEW_TOKENS = 128
 """SGLang's default of max_new_tokens."""
 _LONGEST_NAME = 256
-_FULL = 503
-
-
-class _Unavailable(Refusal):
-    """The gateway takes no request now."""
-
-    def answer(self) -> web.Response:
-        return as_json({"error": {"message": str(self)}}, _FULL)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
     """Answer one body: with one response, or with a list where it asks for several."""
     service = request.app[SERVICE]
     body = decode(await request.read(), PromptsBody)
-    asked, several = _asked(service, body, request.headers.get(GROUP_HEADER))
+    by_text = body.text is not None
+    if by_text:
+        body = await _tokenized(service, body)
+    asked, rules, several = _asked(service, body, request.headers.get(GROUP_HEADER))
     responses = begin(service, asked)
     try:
+        readings = [
+            Reading(service.responses, response, _detokenizer(service, response, rule), rule)
+            for response, rule in zip(responses, rules, strict=True)
+        ]
+        answers = _Answers(service, readings, several=several, logprobs=body.return_logprob)
         if body.stream:
-            return await _streamed(
-                request, service, responses, several=several, logprobs=body.return_logprob
-            )
-        for response in responses:
-            await response.end()
-            if response.failure:
-                return as_json({"error": {"message": response.failure}}, response.status)
-        events = [_event(service, r, 0, logprobs=body.return_logprob) for r in responses]
-        return as_json(
-            [{**event, "index": at} for at, event in enumerate(events)] if several else events[0]
-        )
+            # A client that sends text knows SGLang's default form, which repeats everything.
+            return await _streamed(request, answers, repeating=by_text)
+        return await answers.whole()
     finally:
         for response in responses:
             service.responses.leave(response)
+
+
+async def _tokenized(service: Service, body: PromptsBody) -> PromptsBody:
+    """`body` with token ids in the place of its text."""
+    if body.input_ids is not None:
+        raise Refused("Both text and input_ids are given; give either.")
+    texts = [body.text] if isinstance(body.text, str) else body.text or []
+    ids = await service.texts.encoded(texts, service.context_tokens)
+    if not all(ids):
+        raise Refused("text cannot be empty.")
+    tokens: Any = ids[0] if isinstance(body.text, str) else ids
+    return msgspec.structs.replace(body, text=None, input_ids=tokens)
+
+
+def _detokenizer(service: Service, response: Response, rules: TextRules) -> Detokenizer | None:
+    if not service.texts.there:
+        return None
+    prompt: list[int] = response.prompt.input_ids.tolist()
+    return service.texts.tokenizer.detokenizer(prompt, skip_special=rules.skip_special)
 
 
 def begin(service: Service, asked: Sequence[Asked]) -> list[Response]:
@@ -77,10 +90,10 @@ def begin(service: Service, asked: Sequence[Asked]) -> list[Response]:
 
     Raises:
         Refused: if the gateway or an engine would refuse one of them; none begins then.
-        _Unavailable: if the gateway stops, or has as many requests as it may have.
+        Unavailable: if the gateway stops, or has as many requests as it may have.
     """
     if service.draining:
-        raise _Unavailable("The gateway stops and takes no new requests.")
+        raise Unavailable("The gateway stops and takes no new requests.")
     most = service.settings.max_requests
     if len(asked) > most:
         raise Refused(f"The body asks for {len(asked)} responses; ask for at most {most}.")
@@ -90,21 +103,21 @@ def begin(service: Service, asked: Sequence[Asked]) -> list[Response]:
     if "" in [ask.rid for ask in asked]:
         raise Refused(f"rid has 0 characters; give 1 to {_LONGEST_NAME}.")
     if len(service.responses) + service.responses.new(asked) > most:
-        raise _Unavailable(f"The gateway has {most} open responses; try again later.")
+        raise Unavailable(f"The gateway has {most} open responses; try again later.")
     try:
         return service.ask(*asked)
     except ConfigError as error:
         raise Refused(str(error)) from error
 
 
-def _asked(service: Service, body: PromptsBody, group: str | None) -> tuple[list[Asked], bool]:
+def _asked(
+    service: Service, body: PromptsBody, group: str | None
+) -> tuple[list[Asked], list[TextRules], bool]:
     """What a body asks for, in the order of the answers, and whether the answer is a list.
 
     Raises:
         Refused: if it cannot be asked for.
     """
-    if body.text is not None:
-        raise Refused("The gateway has no tokenizer and cannot take text; provide input_ids.")
     if body.input_ids is None:
         raise Refused("Either text, input_ids or input_embeds should be provided.")
     if not body.input_ids:
@@ -125,15 +138,51 @@ def _asked(service: Service, body: PromptsBody, group: str | None) -> tuple[list
         # Responses of one body belong together, under the name that the client gave to all.
         group = body.rid if several and isinstance(body.rid, str) else ""
     asked: list[Asked] = []
+    rules: list[TextRules] = []
     try:
         for ids, given in zip(prompts, each, strict=True):
-            sampling = _sampling(service, ids, given)
+            rule, params = _rules(service, given)
+            sampling = sampled(service, ids, params)
             near = group or (uuid.uuid4().hex if n > 1 else None)
             prompt = Prompt(input_ids=ids, sampling=sampling, affinity=near)  # type: ignore[arg-type]
             asked += [Asked(rid=next(rids), prompt=prompt, group=group) for _ in range(n)]
+            rules += [rule] * n
     except ConfigError as error:
         raise Refused(str(error)) from error
-    return asked, several
+    return asked, rules, several
+
+
+def _rules(service: Service, given: Mapping[str, Any]) -> tuple[TextRules, Mapping[str, Any]]:
+    """What of the text is wanted, and the sampling parameters without it.
+
+    Raises:
+        Refused: if there is a stop string and no tokenizer.
+        ConfigError: if the stop strings cannot be used.
+    """
+    params = dict(given)
+    stop: Any = params.pop("stop", None) or []
+    keep, skip = params.pop("no_stop_trim", False), params.pop("skip_special_tokens", True)
+    stops: list[Any] = [stop] if isinstance(stop, str) else list(stop)
+    if not all(isinstance(each, str) for each in stops):
+        raise Refused("stop has something else than strings; give strings.")
+    ends: Any = params.get("stop_token_ids") or []
+    if not (isinstance(ends, list) and all(type(i) is int for i in cast("list[Any]", ends))):
+        raise Refused("stop_token_ids is no list of whole numbers; give token ids.")
+    known: frozenset[int] = frozenset()
+    if stops or service.texts.there:
+        size = service.vocab_size
+        # The tokenizer may know tokens that the model does not have.
+        known = frozenset(
+            each for each in service.texts.tokenizer.ends if size is None or each < size
+        )
+    rules = TextRules(
+        stops=stops,
+        keep_stop=bool(keep),
+        skip_special=bool(skip),
+        ends=known.union(cast("list[int]", ends)),
+        ignore_ends=bool(params.get("ignore_eos")),
+    )
+    return rules, rules.given(params)
 
 
 def _prompts(given: list[int | list[int]]) -> tuple[list[list[int]], bool]:
@@ -171,16 +220,23 @@ def _rids(
     return (f"{given}_{number}" for number in range(count))
 
 
-def _sampling(service: Service, input_ids: list[int], given: Mapping[str, Any]) -> SamplingParams:
+def sampled(service: Service, input_ids: Sequence[int], given: Mapping[str, Any]) -> SamplingParams:
+    """The sampling parameters of a response to `input_ids`.
+
+    Raises:
+        Refused: if a token id would kill an engine.
+        ConfigError: if a parameter cannot be used.
+    """
     # How tokens travel between the gateway and its engines is not for a client to choose.
     params = {key: value for key, value in given.items() if key not in ("n", "stream_interval")}
     if params.get("max_new_tokens") is None and params.get("max_tokens") is None:
         params["max_new_tokens"] = _NEW_TOKENS
-    _check_vocabulary(service.vocab_size, input_ids, params.get("logit_bias"))
-    return sampling_params(params)
+    sampling = sampling_params(params)
+    _check_vocabulary(service.vocab_size, input_ids, sampling)
+    return sampling
 
 
-def _check_vocabulary(size: int | None, input_ids: list[int], bias: object) -> None:
+def _check_vocabulary(size: int | None, input_ids: Sequence[int], sampling: SamplingParams) -> None:
     """Refuse, as SGLang does, token ids that would kill the scheduler of an engine."""
     if size is None:
         return
@@ -188,94 +244,104 @@ def _check_vocabulary(size: int | None, input_ids: list[int], bias: object) -> N
     if smallest < 0 or largest >= size:
         wrong = smallest if smallest < 0 else largest
         raise Refused(f"input_ids must be in [0, {size - 1}], got {wrong}.")
-    # The other types are refused with the sampling parameters.
-    for key in cast("dict[object, object]", bias) if isinstance(bias, dict) else ():
-        if not (isinstance(key, str) and key.isdecimal() and int(key) < size):
+    for key in sampling.extra.get("logit_bias", ()):
+        if not (key.isdecimal() and int(key) < size):
             raise Refused(f"logit_bias must has keys in [0, {size - 1}], got {key}.")
+    for token_id in sampling.stop_token_ids:
+        if not 0 <= token_id < size:
+            raise Refused(f"stop_token_ids must be in [0, {size - 1}], got {token_id}.")
 
 
 async def _streamed(
-    request: web.Request,
-    service: Service,
-    responses: Sequence[Response],
-    *,
-    several: bool,
-    logprobs: bool,
+    request: web.Request, answers: _Answers, *, repeating: bool
 ) -> web.StreamResponse:
     stream = web.StreamResponse(headers=STREAM_HEADERS)
-    sent = [0] * len(responses)
     try:
         await stream.prepare(request)
-        async with aclosing(with_news(responses)) as news:
-            async for at in news:
-                event = _event(service, responses[at], sent[at], logprobs=logprobs)
-                sent[at] = len(responses[at].token_ids)
-                await stream.write(framed({**event, "index": at} if several else event))
+        async with aclosing(parts_of(answers.readings)) as parts:
+            async for at, part in parts:
+                if repeating:
+                    part = answers.so_far(at, part)
+                await stream.write(framed(answers.event(at, part)))
         await stream.write(DONE)
     except ConnectionResetError:  # The client is gone.
         pass
     return stream
 
 
-async def with_news(responses: Sequence[Response]) -> AsyncGenerator[int, None]:
-    """The place of each response that has new tokens or has ended, until all have ended."""
-    if len(responses) == 1:
-        over = False
-        while not over:
-            await responses[0].news()
-            over = responses[0].over
-            yield 0
-        return
-    waiting = {asyncio.ensure_future(r.news()): at for at, r in enumerate(responses)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for at in sorted([waiting.pop(each) for each in done]):
-                if not responses[at].over:
-                    waiting[asyncio.ensure_future(responses[at].news())] = at
-                yield at
-    finally:
-        for each in waiting:
-            each.cancel()
+class _Answers:
+    """Makes answers and events of what is read."""
 
+    def __init__(
+        self, service: Service, readings: Sequence[Reading], *, several: bool, logprobs: bool
+    ) -> None:
+        self.readings = readings
+        self._service = service
+        self._several = several
+        self._logprobs = logprobs
+        self._texts = [""] * len(readings)
 
-def _event(service: Service, response: Response, sent: int, *, logprobs: bool) -> dict[str, Any]:
-    """The event with the tokens behind the first `sent` ones."""
-    if response.failure:
-        error = {"message": response.failure, "type": "internal_error", "code": response.status}
-        return {"error": {**error, "retryable": True}}
-    ids = response.token_ids[sent:]
-    total = len(response.token_ids)
-    reason = finish_reason(
-        response.finish, tokens=total, last=response.token_ids[-1] if total else 0
-    )
-    if response.finish == "abort" and reason is not None:
-        reason["message"] = response.message
-    meta: dict[str, Any] = {
-        "id": response.rid,
-        "finish_reason": reason,
-        "prompt_tokens": response.prompt_tokens,
-        "weight_version": service.label,
-    }
-    if logprobs:
-        meta["input_token_logprobs"] = []
-        meta["output_token_logprobs"] = token_logprobs(ids, response.logprobs[sent:])
-        meta["output_token_logprobs_length"] = total
-    meta["completion_tokens"] = total
-    meta["cached_tokens"] = 0
-    if response.over:
-        meta["weight_versions"] = _spans(service, response)
-        meta["weight_versions_exact"] = response.versions_exact
-    return {"output_ids": ids, "meta_info": meta}
+    async def whole(self) -> web.Response:
+        """The answer when all have ended."""
+        async with aclosing(parts_of(self.readings)) as parts:
+            async for at, part in parts:
+                if self.readings[at].failure:
+                    return as_json(
+                        {"error": {"message": self.readings[at].failure}},
+                        self.readings[at].response.status,
+                    )
+                self.so_far(at, part)
+        events = [self.event(at, self._all(at)) for at in range(len(self.readings))]
+        return as_json(events if self._several else events[0])
 
+    def so_far(self, at: int, part: Part) -> Part:
+        """Everything up to `part`."""
+        self._texts[at] += part.text
+        return self._all(at)
 
-def _spans(service: Service, response: Response) -> list[dict[str, str | int]]:
-    """The label of each token, as SGLang writes it: adjacent tokens of one label are one span."""
-    found: list[dict[str, str | int]] = []
-    for part in response.segments:
-        label = service.label_of(part.version)
-        if found and found[-1]["version"] == label:
-            found[-1]["end"] = part.end
-        elif part.start < part.end:
-            found.append({"version": label, "start": part.start, "end": part.end})
-    return found
+    def _all(self, at: int) -> Part:
+        reading = self.readings[at]
+        return Part(
+            start=0,
+            token_ids=reading.token_ids,
+            logprobs=reading.logprobs,
+            text=self._texts[at],
+            over=reading.over,
+        )
+
+    def event(self, at: int, part: Part) -> dict[str, Any]:
+        """The event or answer with `part` of the response at a place."""
+        reading = self.readings[at]
+        index = {"index": at} if self._several else {}
+        if reading.failure:
+            status = reading.response.status
+            error = {"message": reading.failure, "type": "internal_error", "code": status}
+            return {"error": {**error, "retryable": True}, **index}
+        text = {} if reading.text is None else {"text": part.text}
+        told = {**text, "output_ids": part.token_ids, "meta_info": self._meta(reading, part)}
+        return {**told, **index}
+
+    def _meta(self, reading: Reading, part: Part) -> dict[str, Any]:
+        total = len(reading.token_ids)
+        last = reading.token_ids[-1] if total else 0
+        reason = finish_reason(reading.finish, tokens=total, last=last)
+        if reason is not None and reading.matched is not None:
+            reason["matched"] = reading.matched
+        if reason is not None and reading.finish == "abort":
+            reason["message"] = reading.response.message
+        meta: dict[str, Any] = {
+            "id": reading.response.rid,
+            "finish_reason": reason,
+            "prompt_tokens": reading.response.prompt_tokens,
+            "weight_version": self._service.label,
+        }
+        if self._logprobs:
+            meta["input_token_logprobs"] = []
+            meta["output_token_logprobs"] = token_logprobs(part.token_ids, part.logprobs)
+            meta["output_token_logprobs_length"] = total
+        meta["completion_tokens"] = total
+        meta["cached_tokens"] = 0
+        if part.over:
+            meta["weight_versions"] = labelled(reading.segments, self._service.label_of)
+            meta["weight_versions_exact"] = reading.response.versions_exact
+        return meta

@@ -15,7 +15,7 @@ from aprilsched.gateway.updates import Groups
 from aprilsched.serving import answers
 from aprilsched.serving.refusals import as_json
 
-__all__ = ["health", "loads", "model_info", "models", "openapi", "ready", "server_info"]
+__all__ = ["health", "loads", "model_info", "models", "openapi", "ready", "server_info", "workers"]
 
 _STRING, _FLAG = {"type": "string"}, {"type": "boolean"}
 _SCHEMAS: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ async def server_info(request: web.Request) -> web.Response:
         {
             "model_path": service.model_path,
             "tokenizer_path": service.model_path,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not service.texts.there,
             "incremental_streaming_output": True,
             "tp_size": Groups.ranks(service.takers) or 1,
             "pp_size": 1,
@@ -123,6 +123,20 @@ async def models(request: web.Request) -> web.Response:
     path = request.app[SERVICE].model_path
     model = {"id": path, "object": "model", "owned_by": "sglang", "root": path, "parent": None}
     return as_json({"object": "list", "data": [model]})
+
+
+async def workers(request: web.Request) -> web.Response:
+    """GET /workers: a program that expects SGLang's router finds the gateway as the only worker, so
+    that its control calls go through the gateway too."""
+    service = request.app[SERVICE]
+    worker = {
+        "id": "gateway",
+        "url": f"{request.scheme}://{request.host}",
+        "model_id": service.model_path,
+        "worker_type": "regular",
+        "is_healthy": bool(service.in_use),
+    }
+    return as_json({"workers": [worker], "total": 1})
 
 
 async def openapi(request: web.Request) -> web.Response:

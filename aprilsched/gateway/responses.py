@@ -281,6 +281,10 @@ class Responses:
         for response in unclaimed.values():
             self._drop(response, cause)
 
+    def end(self, response: Response, why: str) -> None:
+        """End a response with the tokens that it has; `why` is the cause in the ledger."""
+        self._give_up(response, why)
+
     def leave(self, response: Response) -> None:
         """Say that the client reads no more of it; its rollout is withdrawn, unless it is over."""
         if not response.over:

@@ -33,6 +33,7 @@ from aprilsched.errors import AprilschedError, ConfigError, InvariantViolation, 
 from aprilsched.gateway.labels import Labels
 from aprilsched.gateway.responses import Asked, Response, Responses
 from aprilsched.gateway.settings import GatewaySettings, for_clients
+from aprilsched.gateway.texts import Texts
 from aprilsched.gateway.updates import Bucket, FromCalls, FromDisk, Groups
 from aprilsched.store.codec import check_storable
 from aprilsched.store.sqlite import SqliteStore
@@ -112,6 +113,7 @@ class Service:
         self.draining = False
         """Whether no new requests are taken, because the gateway stops."""
         self.model_path = ""
+        self.texts = Texts(settings.tokenizer, settings.response_template)
         self._failed = asyncio.Event()
         self._failure: AprilschedError | None = None
         """The error that has ended the scheduler, if one has."""
@@ -193,6 +195,17 @@ class Service:
             if isinstance(engine, SGLangEngine) and engine.facts.vocab_size is not None
         ]
         return min(known, default=None)
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Tokens of a prompt and its response together that every engine has room for; None if
+        nobody tells."""
+        known = [
+            engine.facts.context_tokens
+            for engine in self.fleet.engines
+            if isinstance(engine, SGLangEngine) and engine.facts.context_tokens is not None
+        ]
+        return self.texts.context(min(known, default=None))
 
     # --- responses -----------------------------------------------------------------------------
 
@@ -474,6 +487,7 @@ class Service:
             self.model_path = first.facts.model_path
             if self._rollouts.version not in self._labels:
                 self._labels.name(self._rollouts.version, first.facts.label)
+        await self.texts.open(self.model_path)
         if self._stored:
             loop = asyncio.get_running_loop()
             self._expiring = loop.call_later(self.settings.reclaim_s, self._expire)

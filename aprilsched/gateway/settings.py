@@ -75,6 +75,13 @@ class GatewaySettings:
     """Seconds for which open responses may go on when the gateway stops. Those that are left then
     end as aborted, with their tokens. With a store they end with 503, and may be asked for again
     after the restart."""
+    tokenizer: Path | None = None
+    """Folder of the model's tokenizer, for text and chats. None takes the folder of the model that
+    the servers have loaded, if this machine can read it."""
+    response_template: Path | None = None
+    """JSON file that says how the model writes tool calls and reasoning, in the form of
+    transformers. None takes the one of the tokenizer's files, or TRL's for the same chat
+    template."""
     store: Path | None = None
     """File that keeps the open responses with their tokens, so that they survive a restart and the
     end of the process. A client gets the tokens so far and the rest if it sends the same rid with

@@ -44,7 +44,7 @@ class PromptsBody(msgspec.Struct, frozen=True):
     """POST /generate with one prompt or several, and a number of responses to each."""
 
     input_ids: list[int | list[int]] | None = None
-    text: str | None = None
+    text: str | list[str] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     rid: str | list[str] | None = None
     stream: bool = False
@@ -150,5 +150,5 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise Malformed("Field required: the request has no body.")
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Malformed(str(error)) from error

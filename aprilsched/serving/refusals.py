@@ -5,6 +5,7 @@
     Refusal
     ├── Malformed   400, {"object": "error", …}: the body has not the form that is expected
     ├── Refused     400, {"error": {"message"}}, or an event of that kind in a stream
+    ├── Unavailable 503, the same content: it may be asked for again later
     └── Crashed     500, plain text: an error that SGLang does not catch itself
 """
 
@@ -16,7 +17,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-__all__ = ["Crashed", "Malformed", "Refusal", "Refused", "as_json", "refusing"]
+__all__ = ["Crashed", "Malformed", "Refusal", "Refused", "Unavailable", "as_json", "refusing"]
 
 
 class Refusal(Exception):
@@ -53,6 +54,13 @@ class Refused(Refusal):
         return {
             "error": {"message": str(self), "type": kind, "code": 400, "retryable": False},
         }
+
+
+class Unavailable(Refusal):
+    """The call cannot be taken now."""
+
+    def answer(self) -> web.Response:
+        return as_json({"error": {"message": str(self)}}, 503)
 
 
 class Crashed(Refusal):

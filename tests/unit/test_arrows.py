@@ -371,6 +371,7 @@ RULES: dict[str, Rule] = {
             "aprilsched.core",
             "aprilsched.engines",
             "aprilsched.errors",
+            "aprilsched.extras",
             "aprilsched.gateway",
             "aprilsched.sampling",
             "aprilsched.serving",

@@ -1,0 +1,259 @@
+"""The model's own tokenizer: token ids for text and chats, and text for token ids.
+
+transformers reads it from a local folder, and runs no code of that folder. Text of a stream comes
+from the ``DecodeStream`` of tokenizers, which gives only whole characters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from aprilsched.errors import ConfigError
+from aprilsched.extras import extra
+
+__all__ = ["Detokenizer", "ModelTokenizer", "load_tokenizer"]
+
+_FILES = ("tokenizer.json", "tokenizer_config.json")
+_CONTEXT = 6
+"""Tokens of the prompt that are decoded with the first ones of the response, because many
+tokenizers write the space in front of a word only if something stands before it."""
+_NO_LIMIT = 2**40
+"""transformers writes a huge number where no limit is known."""
+_HELD = 8
+"""Tokens without a text of their own after which what there is becomes text. A character has at
+most 4 bytes, so more tokens than that are no beginning of one."""
+
+
+def load_tokenizer(folder: Path, response_template: Path | None = None) -> ModelTokenizer:
+    """The tokenizer in `folder`.
+
+    Args:
+        folder: what a model was saved in: tokenizer.json, tokenizer_config.json, and
+            generation_config.json where there is one.
+        response_template: a JSON file that says how the model writes tool calls and reasoning, in
+            the form of transformers; None takes the one in tokenizer_config.json, or that of TRL
+            for the same chat template if TRL is installed.
+
+    Raises:
+        ConfigError: if there is none that can be used without code of the folder.
+        MissingExtra: if transformers is not installed.
+    """
+    if not any((folder / name).is_file() for name in _FILES):
+        raise ConfigError(f"{folder} has no tokenizer.json; give the folder of the model as saved.")
+    with extra("gateway"):
+        from transformers import AutoTokenizer
+    try:
+        read: Any = AutoTokenizer
+        loaded: Any = read.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers raises whatever a file leads it to.
+        raise ConfigError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
+    if getattr(loaded, "backend_tokenizer", None) is None:
+        raise ConfigError(
+            f"The tokenizer in {folder} is of a kind that gives no text token by token; save it "
+            "as tokenizer.json."
+        )
+    template = _known_template(loaded) if response_template is None else _read(response_template)
+    return ModelTokenizer(loaded, ends=_ends(folder), response_template=template)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"The response template {path} cannot be read: {error}") from error
+
+
+def _known_template(loaded: Any) -> Mapping[str, Any] | None:
+    """The response template in the tokenizer's files, or TRL's for its chat template."""
+    found = getattr(loaded, "response_template", None)
+    if found is not None or loaded.chat_template is None:
+        return found
+    try:
+        from trl.chat_template_utils import add_response_schema
+
+        add_response_schema(loaded)  # pyright: ignore[reportUnknownMemberType]
+    except (ImportError, ValueError):  # TRL is not there, or does not know the template.
+        return None
+    return getattr(loaded, "response_template", None)
+
+
+def _ends(folder: Path) -> frozenset[int]:
+    """The tokens at which the model ends a response, by its generation_config.json."""
+    try:
+        config = msgspec.json.decode((folder / "generation_config.json").read_bytes())
+        found = config["eos_token_id"]
+    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        return frozenset()
+    several = cast("list[object]", found) if isinstance(found, list) else [found]
+    return frozenset(each for each in several if isinstance(each, int))
+
+
+class ModelTokenizer:
+    """A tokenizer of transformers, as far as a gateway needs it; threads may share it.
+
+    Attributes:
+        ends: the tokens that end a response.
+        knows_tools: whether the chat template has a place for tool definitions.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        ends: frozenset[int] = frozenset(),
+        response_template: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._backend: Any = tokenizer.backend_tokenizer
+        # These are settings of the file, and would cut a prompt or fill it up.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        eos: int | None = tokenizer.eos_token_id
+        self.ends = ends if eos is None else ends | {eos}
+        self._template = self._prepared(response_template)
+        self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
+        self.knows_tools = "tools" in str(tokenizer.chat_template)
+
+    @staticmethod
+    def _prepared(template: Mapping[str, Any] | None) -> Any:
+        if template is None:
+            return None
+        from transformers.utils.chat_parsing import response_templates
+
+        load: Any = response_templates.load_response_template  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        try:
+            return load(dict(template))
+        except ValueError as error:
+            raise ConfigError(f"The response template cannot be used: {error}") from error
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether there is a chat template."""
+        return self._tokenizer.chat_template is not None
+
+    @property
+    def parses(self) -> bool:
+        """Whether it is known how the model writes tool calls and reasoning."""
+        return self._template is not None
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Tokens of the longest input, as the tokenizer's files say; None if they do not."""
+        longest = int(self._tokenizer.model_max_length)
+        return longest if longest < _NO_LIMIT else None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The token ids of `text`; `special` adds those that the model wants around a text."""
+        return self._backend.encode(text, add_special_tokens=special).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of `token_ids`; an id that the tokenizer does not know has none."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special)
+
+    def detokenizer(self, prompt: Sequence[int], *, skip_special: bool) -> Detokenizer:
+        """What gives the text of a response to `prompt` token by token."""
+        return Detokenizer(self._backend, prompt[-_CONTEXT:], skip_special=skip_special)
+
+    def rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        go_on: bool,
+        options: Mapping[str, Any],
+    ) -> str:
+        """The text of a chat by the model's template.
+
+        Args:
+            messages: the messages, in the form that transformers gives to templates.
+            tools: definitions of tools.
+            go_on: whether the response goes on with the last message, and begins none of its own.
+            options: variables of the template.
+
+        Raises:
+            ConfigError: if there is no template, or if it refuses what it is given.
+        """
+        if not self.has_chat:
+            raise ConfigError("The model's tokenizer has no chat template; use /v1/completions.")
+        if wrong := self._reserved & options.keys():
+            raise ConfigError(f"chat_template_kwargs must not have {min(wrong)}; leave it out.")
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=not go_on,
+                continue_final_message=go_on,
+                **options,
+            )
+        except Exception as error:  # A template is a program, and raises what it likes.
+            raise ConfigError(f"The chat template refuses the messages: {error}") from error
+
+    def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> Any:
+        """A parser of a response to the rendered `prompt`; None if :attr:`parses` is False."""
+        if self._template is None:
+            return None
+        from transformers.utils.chat_parsing import ResponseParser
+
+        return ResponseParser(self._template, prompt, tools=[dict(tool) for tool in tools or ()])
+
+
+class Detokenizer:
+    """Turns the tokens of one response into text, which only ever has whole characters."""
+
+    def __init__(self, backend: Any, before: Sequence[int], *, skip_special: bool) -> None:
+        self._backend = backend
+        self._skip = skip_special
+        self._held: list[int] = []
+        """Tokens whose text is not given yet."""
+        # Text in front that ends within a character would be given once more.
+        whole = not self._decoded(before).endswith("\ufffd")
+        self._stream = self._opened(before if whole else ())
+
+    def push(self, token_id: int) -> str:
+        """The text that is complete with `token_id`."""
+        text = self._step(token_id)
+        if len(self._held) < _HELD:
+            return text
+        # The last tokens may begin a character; the others are none, or have no text at all.
+        *others, a, b, c = self._held
+        self._held = []
+        self._stream = self._opened(())
+        return self._decoded(others) + self._step(a) + self._step(b) + self._step(c)
+
+    def _step(self, token_id: int) -> str:
+        self._held.append(token_id)
+        try:
+            text: str | None = self._stream.step(self._backend, token_id)
+        except Exception:
+            # Bytes that were no character have become another text with this one, which the
+            # stream refuses ("Invalid prefix encountered").
+            return self.rest()
+        if text is None:
+            return ""
+        self._held.clear()
+        return text
+
+    def rest(self) -> str:
+        """The text of what is held back, with U+FFFD for what is no character."""
+        held, self._held = self._held, []
+        if not held:
+            return ""
+        text = self._decoded(held)
+        self._stream = self._opened(() if text.endswith("\ufffd") else held)
+        return text
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=self._skip)
+
+    def _opened(self, before: Sequence[int]) -> Any:
+        from tokenizers.decoders import DecodeStream
+
+        return DecodeStream(list(before), skip_special_tokens=self._skip)

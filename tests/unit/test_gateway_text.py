@@ -1,0 +1,295 @@
+"""Tests how the gateway makes text of tokens, and a message of text, piece by piece."""
+
+# pyright: basic
+# transformers has no complete types.
+from __future__ import annotations
+
+import json
+import random
+import sys
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aprilsched.errors import ConfigError, MissingExtra
+from aprilsched.gateway.openai.messages import Message, for_template
+from aprilsched.gateway.reading import Reading, Stops, TextRules
+from aprilsched.gateway.responses import Response, Responses
+from aprilsched.gateway.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.types import Prompt
+from tests.support.tiny_tokenizer import CALL, RESPONSE, SPECIAL, THOUGHT, bytes_tokenizer
+
+FAMILY = "👨‍👩‍👧 naïve 😀 日本"
+"""Characters of one to four bytes, each of which is a token."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    return load_tokenizer(bytes_tokenizer(tmp_path_factory.mktemp("bytes"), parses=True))
+
+
+def pieces(tokenizer: ModelTokenizer, ids: list[int], before: list[int] | None = None) -> list[str]:
+    """The text token by token, and what is left at the end."""
+    stream = tokenizer.detokenizer(before or [], skip_special=True)
+    return [*(stream.push(i) for i in ids), stream.rest()]
+
+
+# --- text from tokens --------------------------------------------------------------------------
+
+
+def test_a_character_of_several_tokens_is_told_whole(tokenizer: ModelTokenizer):
+    ids = tokenizer.encode(FAMILY)
+    told = pieces(tokenizer, ids)
+    assert "".join(told) == FAMILY
+    assert "\ufffd" not in "".join(told)
+    assert "" in told, "the tokens within a character have no text"
+
+
+@given(
+    tokens=st.lists(
+        st.one_of(
+            st.text(max_size=4).map(str.encode),
+            st.binary(max_size=4),
+            st.sampled_from([0, 3, 300, 600, 2**31 - 1]),
+        ),
+        max_size=30,
+    ),
+    before=st.binary(max_size=8),
+)
+def test_the_pieces_of_any_tokens_are_their_text_and_nothing_is_held_for_long(
+    tokenizer: ModelTokenizer, tokens: list[bytes | int], before: bytes
+):
+    ids = [i for t in tokens for i in ([t] if isinstance(t, int) else [5 + byte for byte in t])]
+    told = pieces(tokenizer, ids, [5 + byte for byte in before])
+    raw = b"".join(t for t in tokens if isinstance(t, bytes))
+    # Bytes that are no character may be replaced by more than one sign.
+    signs = "\ufffd"
+    assert "".join(told).replace(signs, "") == raw.decode(errors="replace").replace(signs, "")
+    for at in range(len(told) - 12):
+        assert any(told[at : at + 12]) or not any(5 <= i < 261 for i in ids[at : at + 8])
+
+
+def test_the_text_of_a_prompt_that_ends_within_a_character_is_not_told_again(
+    tokenizer: ModelTokenizer,
+):
+    ids = tokenizer.encode("é😀 x")
+    told = pieces(tokenizer, ids[4:], ids[:4])
+    assert told[-2:] == ["x", ""]
+    assert "é" not in "".join(told)
+
+
+def test_ids_beyond_the_tokenizer_and_special_tokens_have_no_text(tokenizer: ModelTokenizer):
+    ids = tokenizer.encode("ab")
+    assert "".join(pieces(tokenizer, [ids[0], 10**6, 3, 0, 2**31 - 1, ids[1]])) == "ab"
+
+
+def test_a_thousand_tokens_without_text_are_not_held(tokenizer: ModelTokenizer):
+    stream = tokenizer.detokenizer([], skip_special=True)
+    for _ in range(1000):
+        stream.push(0)
+    assert len(stream._held) < 10
+
+
+# --- stop strings ------------------------------------------------------------------------------
+
+
+@given(
+    text=st.text("abc", max_size=30),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
+    cuts=st.lists(st.integers(0, 30), max_size=8),
+    keep=st.booleans(),
+)
+def test_stop_strings_are_found_however_the_text_is_cut(
+    text: str, stops: list[str], cuts: list[int], keep: bool
+):
+    # Character by character is how tokens come; a piece of several may have several stop strings.
+    finder = Stops(stops, keep=keep)
+    borders = sorted({0, len(text), *(cut for cut in cuts if cut <= len(text))})
+    told = ""
+    for a, b in pairwise(borders):
+        told += finder.push(text[a:b])
+        if finder.matched is not None:
+            break
+    else:
+        told += finder.rest()
+    found = [(text.find(stop), len(stop)) for stop in stops if stop in text]
+    if not found:
+        assert (told, finder.matched) == (text, None)
+        return
+    assert finder.matched is not None
+    at = len(told) - len(finder.matched) * keep
+    assert text[at:].startswith(finder.matched)
+    assert not any(stop in told[:at] for stop in stops)
+
+
+@pytest.mark.parametrize("stops", [["x" * 2000], [""], ["x"] * 100])
+def test_stop_strings_are_bounded(stops: list[str]):
+    with pytest.raises(ConfigError, match="stop"):
+        TextRules(stops=stops)
+
+
+async def test_a_stop_string_in_tokens_that_have_arrived_together_cuts_them(
+    tokenizer: ModelTokenizer,
+):
+    withdrawn: list[tuple[int, str]] = []
+    state: Any = None
+    responses = Responses(withdraw=lambda *told: withdrawn.append(told), state=lambda: state)
+    response = Response("mine", "mine#0", Prompt(input_ids=np.array([5], np.int32)))
+    response.group_id = 3
+    ids = tokenizer.encode("one STOP two")
+    response.arrive(ids, [-1.0] * len(ids))
+    detokenizer = tokenizer.detokenizer([], skip_special=True)
+    reading = Reading(responses, response, detokenizer, TextRules(stops=["STOP", "P two"]))
+    part = await reading.more()
+    assert (part.text, part.over, reading.finish) == ("one ", True, "stop")
+    assert reading.token_ids == ids[:8] == part.token_ids
+    assert withdrawn == [(3, "a stop string has ended it")]
+
+
+# --- messages ----------------------------------------------------------------------------------
+
+
+def told(message: Message, text: str, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The changes of a message by `text` in random pieces, and the message."""
+    rng, changes = random.Random(seed), []
+    while text:
+        size = rng.randint(1, 9)
+        changes += message.push(text[:size])
+        text = text[size:]
+    return changes + message.finish(), message.told()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_text_thoughts_and_calls_are_told_apart(tokenizer: ModelTokenizer, seed: int):
+    text = f"{THOUGHT}\n\nLet me see. {CALL}\n{CALL.replace('3', '4')}\nDone.<|im_end|>"
+    message = Message(tokenizer.parser("", None))
+    changes, whole = told(message, text, seed)
+    assert whole["reasoning_content"] == "it rains"
+    assert whole["content"].split() == ["Let", "me", "see.", "Done."]
+    days = [json.loads(c["function"]["arguments"])["days"] for c in whole["tool_calls"]]
+    assert days == [3, 4]
+    for name in ("content", "reasoning_content"):
+        assert "".join(change.get(name, "") for change in changes) == whole[name]
+    indices = [call["index"] for change in changes for call in change.get("tool_calls", ())]
+    assert indices == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '<tool_call>{"name": "look", "arguments"</tool_call>',
+        '<tool_call>["look"]</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "look", "argu',
+        "<tool_call>" + "[" * 5000 + "</tool_call>",
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_call_that_cannot_be_parsed_is_text(tokenizer: ModelTokenizer, call: str, seed: int):
+    message = Message(tokenizer.parser("", None))
+    changes, whole = told(message, f"Look: {CALL} and {call}", seed)
+    body = call.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    assert body in whole["content"]
+    assert whole["content"].startswith("Look:")
+    assert len(whole["tool_calls"]) == 1
+    assert "".join(change.get("content", "") for change in changes) == whole["content"]
+
+
+def test_what_the_prompt_has_opened_is_not_told_again(tokenizer: ModelTokenizer):
+    prompt = tokenizer.rendered(
+        [{"role": "user", "content": "hi"}], None, go_on=False, options={"thinks": True}
+    )
+    message = Message(tokenizer.parser(prompt, None))
+    _, whole = told(message, "deep</think>\n\nshallow", 1)
+    assert (whole["reasoning_content"], whole["content"]) == ("deep", "shallow")
+
+
+def test_without_a_response_template_all_text_is_content():
+    message = Message(None)
+    _, whole = told(message, f" a {CALL} ", 1)
+    assert whole == {
+        "role": "assistant",
+        "content": f" a {CALL} ",
+        "reasoning_content": None,
+        "tool_calls": None,
+    }
+
+
+def test_messages_are_given_to_templates_in_their_form():
+    (message,) = for_template(
+        [
+            {
+                "role": "assistant",
+                "content": None,
+                "refusal": None,
+                "tool_calls": [{"id": "x", "function": {"name": "look", "arguments": '{"a": 1}'}}],
+            }
+        ]
+    )
+    assert message == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "x", "function": {"name": "look", "arguments": {"a": 1}}}],
+    }
+
+
+# --- the tokenizer's files ---------------------------------------------------------------------
+
+
+def test_the_ends_of_a_model_are_those_of_its_files(tmp_path: Path):
+    folder = bytes_tokenizer(tmp_path, parses=True)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [4, 3]}')
+    assert load_tokenizer(folder).ends == {SPECIAL.index("<eos>"), 3, 4}
+    for damaged in ("", "[]", '{"eos_token_id": null}', '{"eos_token_id": "x"}'):
+        (folder / "generation_config.json").write_text(damaged)
+        assert load_tokenizer(folder).ends == {0}
+
+
+def test_a_response_template_of_a_file_is_used(tmp_path: Path):
+    folder = bytes_tokenizer(tmp_path / "model")
+    file = tmp_path / "template.json"
+    file.write_text(json.dumps(RESPONSE))
+    assert load_tokenizer(folder, file).parses
+    for content, words in (
+        ("{", "cannot be read"),
+        ('{"fields": {}}', "cannot be used"),
+        ('{"start_anchor": "x", "fields": {"a": {"open_pattern": "("}}}', "cannot be used"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=words):
+            load_tokenizer(folder, file)
+
+
+def test_no_code_of_a_folder_is_run(tmp_path: Path):
+    folder = bytes_tokenizer(tmp_path, parses=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": ["mine.Mine", None]}
+    config["tokenizer_class"] = "Mine"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').write('')\nclass Mine: pass"
+    )
+    with suppress(ConfigError):
+        load_tokenizer(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = bytes_tokenizer(tmp_path, parses=True)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'aprilsched\[gateway\]'"):
+        load_tokenizer(folder)

@@ -1,0 +1,36 @@
+"""The short form of experiments/gateway_load: clients who read, leave, abort and read slowly."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from aprilsched import SGLangFleet
+from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.testing.streams import until
+from experiments.gateway_load.clients import running, trouble
+from tests.support.sim_http import INTERVAL, served
+from tests.support.tiny_tokenizer import bytes_tokenizer
+
+
+async def test_clients_who_come_and_go_get_whole_answers_and_leave_nothing(tmp_path: Path):
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(served()) for _ in range(2)]
+        gateway = Gateway(
+            SGLangFleet([server.url for server in servers], stream_interval=INTERVAL),
+            settings=GatewaySettings(
+                port=0, drain_s=0, tokenizer=bytes_tokenizer(tmp_path, parses=True)
+            ),
+        )
+        await stack.enter_async_context(gateway)
+        tally = await running(gateway.url, 30, seed=3, requests=4, slow_s=0.02)
+        assert tally.wrong == []
+        assert sum(tally.ended.values()) == 120
+        assert {how.rpartition(", ")[2] for how in tally.ended} == {"read", "left", "aborted"}
+        for url in (gateway.url, *(server.url for server in servers)):
+
+            async def idle(url: str = url) -> bool:
+                return not await trouble(url)
+
+            await until(idle)
+        assert len(gateway.service.responses) == 0

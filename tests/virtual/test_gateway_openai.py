@@ -1,0 +1,637 @@
+"""Tests OpenAI's API of the gateway with the official client, in front of the embedded engine.
+
+The tests run in scaled wall time, because real sockets and a virtual clock do not fit together.
+"""
+
+# pyright: basic
+# The client's types do not know the fields that are added to OpenAI's.
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from aprilsched import SGLangFleet
+from aprilsched.core.state.ledger import Reason
+from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.gateway.tokenizer import load_tokenizer
+from aprilsched.testing import SimServer
+from aprilsched.testing.streams import until
+from tests.support.sim_http import INTERVAL, Raw, asked, served, two_weights
+from tests.support.tiny_tokenizer import bytes_tokenizer, calling_tokenizer
+
+MODEL = "any-name"
+SAID: Any = [{"role": "user", "content": "How are you, Zoë? 😀"}]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"where": {"type": "string"}}},
+    },
+}
+
+
+class Front:
+    """A gateway, its server, and clients."""
+
+    def __init__(self, gateway: Gateway, server: SimServer, client: AsyncOpenAI, raw: Raw) -> None:
+        self.gateway, self.server, self.raw = gateway, server, raw
+        self.client: Any = client
+
+    @property
+    def state(self) -> Any:
+        return self.gateway.service._rollouts.state
+
+    async def idle(self) -> None:
+        batcher = self.server.engine.batcher
+        await until(
+            lambda: (
+                len(self.gateway.service.responses) == 0
+                and not self.state.in_flight.groups
+                and batcher.running + batcher.waiting == 0
+            )
+        )
+
+
+@asynccontextmanager
+async def front(tokenizer: Path | None, **settings: Any) -> AsyncGenerator[Front]:
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(served())
+        gateway = Gateway(
+            SGLangFleet([server.url], stream_interval=INTERVAL),
+            settings=GatewaySettings(port=0, drain_s=0, tokenizer=tokenizer, **settings),
+        )
+        await stack.enter_async_context(gateway)
+        client = AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+        await stack.enter_async_context(client)
+        raw = await stack.enter_async_context(Raw(gateway.url))
+        yield Front(gateway, server, client, raw)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of bytes."""
+    return bytes_tokenizer(tmp_path_factory.mktemp("bytes"), parses=True)
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with which random tokens call tools."""
+    return calling_tokenizer(tmp_path_factory.mktemp("calling"))
+
+
+@pytest.fixture
+async def one(plain: Path) -> AsyncIterator[Front]:
+    async with front(plain) as opened:
+        yield opened
+
+
+# --- completions -------------------------------------------------------------------------------
+
+
+async def test_a_completion_is_the_text_of_the_engines_tokens(one: Front, plain: Path):
+    tokenizer = load_tokenizer(plain)
+    prompt = "Grüße 😀"
+    ids = tokenizer.encode(prompt)
+    body = {**asked(40), "input_ids": ids}
+    _, expected = await one.raw.post("/generate", {**body, "return_logprob": True})
+    answer = await one.client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=40,
+        logprobs=1,
+        temperature=0.0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    (choice,) = answer.choices
+    assert choice.token_ids == expected["output_ids"]
+    assert choice.prompt_token_ids == ids
+    assert choice.text == tokenizer.decode(expected["output_ids"])
+    assert choice.finish_reason == "length"
+    assert choice.weight_versions == expected["meta_info"]["weight_versions"]
+    assert choice.weight_versions_exact is True
+    assert answer.model == MODEL
+    assert answer.usage.prompt_tokens == len(ids)
+    assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (40, len(ids) + 40)
+    found = [logprob for logprob, *_ in expected["meta_info"]["output_token_logprobs"]]
+    assert choice.logprobs.token_logprobs == found
+    assert len(choice.logprobs.tokens) == len(choice.logprobs.text_offset) == 40
+
+
+async def test_a_stream_has_the_same_text_tokens_and_logprobs_as_the_whole(one: Front):
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": "count",
+        "max_tokens": 100,
+        "logprobs": 0,
+        "temperature": 0.0,
+        "extra_body": {"ignore_eos": True, "return_token_ids": True},
+    }
+    whole = (await one.client.completions.create(**options)).choices[0]
+    stream = await one.client.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    )
+    events = [event async for event in stream]
+    assert events[-1].choices == []
+    assert events[-1].usage.completion_tokens == 100
+    parts = [event.choices[0] for event in events[:-1]]
+    assert len(parts) > 3, "the text comes as it is sampled"
+    assert "".join(part.text for part in parts) == whole.text
+    assert [i for part in parts for i in part.token_ids] == whole.token_ids
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        told = [each for part in parts for each in getattr(part.logprobs, name)]
+        assert told == getattr(whole.logprobs, name)
+    assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert parts[-1].weight_versions == [{"version": "default", "start": 0, "end": 100}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_prompts_and_several_responses_to_each(one: Front, stream: bool):
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": ["one", "another one"],
+        "n": 3,
+        "seed": 7,
+        "max_tokens": 30,
+        "extra_body": {"ignore_eos": True},
+    }
+    texts = [""] * 6
+    usage: Any = None
+    if stream:
+        events = await one.client.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}
+        )
+        async for event in events:
+            usage = event.usage
+            for choice in event.choices:
+                texts[choice.index] += choice.text
+    else:
+        answer = await one.client.completions.create(**options)
+        usage = answer.usage
+        for choice in answer.choices:
+            texts[choice.index] = choice.text
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len("oneanother one"), 180)
+    assert len(set(texts)) == 6, "each response has a seed of its own"
+    again = await one.client.completions.create(**options)
+    assert [choice.text for choice in again.choices] == texts
+    await one.idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_across_chunks_ends_the_response_and_is_not_told(
+    one: Front, stream: bool
+):
+    options: dict[str, Any] = {"model": MODEL, "prompt": "x", "temperature": 0.0}
+    more = {"ignore_eos": True, "return_token_ids": True}
+    free = await one.client.completions.create(**options, max_tokens=400, extra_body=more)
+    text, ids = free.choices[0].text, free.choices[0].token_ids
+    # It begins before the end of a chunk and ends behind it.
+    tokenizer = one.gateway.service.texts.tokenizer
+    begin = len(tokenizer.decode(ids[: 3 * INTERVAL - 3]))
+    stop = text[begin : begin + 6]
+    first = text.index(stop)
+    asked_so = {**options, "max_tokens": 3000, "stop": ["never to be found", stop]}
+    if stream:
+        events = await one.client.completions.create(**asked_so, extra_body=more, stream=True)
+        parts = [event.choices[0] async for event in events]
+        told = "".join(part.text for part in parts)
+        found = [i for part in parts for i in part.token_ids]
+        last = parts[-1]
+    else:
+        last = (await one.client.completions.create(**asked_so, extra_body=more)).choices[0]
+        told, found = last.text, last.token_ids
+    assert told == text[:first]
+    assert (last.finish_reason, last.matched_stop) == ("stop", stop)
+    assert found == ids[: len(found)]
+    assert stop in tokenizer.decode(found)
+    assert stop not in tokenizer.decode(found[:-1])
+    assert last.weight_versions[-1]["end"] == len(found)
+    kept = await one.client.completions.create(
+        **asked_so, extra_body={**more, "no_stop_trim": True}
+    )
+    assert kept.choices[0].text == text[: first + len(stop)]
+    await one.idle()
+    reasons = {entry.cause for entry in one.state.in_flight.ledger.entries}
+    assert reasons == {"a stop string has ended it"}
+    assert set(one.state.in_flight.ledger.rollouts) == {Reason.WITHDRAWN}
+
+
+async def test_a_token_that_ends_the_response_has_no_text(one: Front):
+    options: dict[str, Any] = {"model": MODEL, "prompt": "x", "temperature": 0.0}
+    more: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True}
+    ids = (
+        (await one.client.completions.create(**options, max_tokens=50, extra_body=more))
+        .choices[0]
+        .token_ids
+    )
+    end = next(i for at, i in enumerate(ids) if i in range(6, 200) and i not in ids[:at] and at > 9)
+    at = ids.index(end)
+    tokenizer = one.gateway.service.texts.tokenizer
+    more = {"stop_token_ids": [end], "return_token_ids": True}
+    told = await one.client.completions.create(**options, max_tokens=50, extra_body=more)
+    choice = told.choices[0]
+    assert choice.token_ids == ids[: at + 1]
+    assert choice.text == tokenizer.decode(ids[:at])
+    assert (choice.finish_reason, choice.matched_stop) == ("stop", end)
+
+
+# --- chats -------------------------------------------------------------------------------------
+
+
+async def test_a_chat_goes_through_the_models_template(one: Front):
+    tokenizer = one.gateway.service.texts.tokenizer
+    messages = [
+        {
+            "role": "system",
+            "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "short."}],
+        },
+        *SAID,
+    ]
+    answer = await one.client.chat.completions.create(
+        model=MODEL,
+        messages=messages,
+        max_completion_tokens=30,
+        logprobs=True,
+        temperature=0.0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    (choice,) = answer.choices
+    prompt = tokenizer.decode(choice.prompt_token_ids, skip_special=False)
+    assert prompt == (
+        "<|im_start|>system\nBe short.<|im_end|>\n"
+        "<|im_start|>user\nHow are you, Zoë? 😀<|im_end|>\n<|im_start|>assistant\n"
+    )
+    _, expected = await one.raw.post(
+        "/generate", {**asked(30), "input_ids": choice.prompt_token_ids}
+    )
+    assert choice.token_ids == expected["output_ids"]
+    assert choice.message.content == tokenizer.decode(choice.token_ids, skip_special=False).strip()
+    assert [each.logprob for each in choice.logprobs.content] != []
+    assert len(choice.logprobs.content) == 30
+    assert choice.finish_reason == "length"
+
+
+async def test_a_streamed_chat_is_the_whole_one(one: Front):
+    options: dict[str, Any] = {"model": MODEL, "messages": SAID, "max_tokens": 90, **GREEDY}
+    whole = await one.client.chat.completions.create(**options)
+    stream = await one.client.chat.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    )
+    events = [event async for event in stream]
+    assert events[0].choices[0].delta.role == "assistant"
+    told = [event.choices[0] for event in events if event.choices]
+    assert "".join(part.delta.content or "" for part in told) == whole.choices[0].message.content
+    assert [part.finish_reason for part in told if part.finish_reason] == ["length"]
+    assert events[-1].usage == whole.usage
+
+
+async def test_tools_are_called(calling: Path):
+    async with front(calling) as one:
+        options: dict[str, Any] = {"model": MODEL, "messages": SAID, "max_tokens": 60}
+        options |= {"tools": [TOOL], "temperature": 0.0}
+        told = {"ignore_eos": True, "return_token_ids": True}
+        free = await one.client.chat.completions.create(**options, extra_body=told)
+        ids = free.choices[0].token_ids
+        calls = [at for at, i in enumerate(ids) if i % 5 == 0]
+        end = next(i for i in ids[calls[1] :] if i % 5 and i not in ids[: calls[1]])
+        # It ends by a token, and the calls are the reason that is told.
+        options["extra_body"] = {"stop_token_ids": [end]}
+        whole = await one.client.chat.completions.create(**options)
+        message = whole.choices[0].message
+        assert whole.choices[0].finish_reason == "tool_calls"
+        assert len(message.tool_calls) == sum(at < ids.index(end) for at in calls)
+        for call, at in zip(message.tool_calls, calls, strict=False):
+            assert (call.type, call.function.name) == ("function", "look")
+            assert json.loads(call.function.arguments) == {"where": "Zürich", "days": ids[at]}
+        assert len({call.id for call in message.tool_calls}) == len(message.tool_calls)
+        assert "<tool_call>" not in (message.content or "")
+        # The client's own accumulation of a stream gives the same message.
+        async with one.client.chat.completions.stream(**options) as stream:
+            async for _ in stream:
+                pass
+            final = (await stream.get_final_completion()).choices[0]
+        assert final.finish_reason == "tool_calls"
+        assert final.message.content == message.content
+        assert [call.function.arguments for call in final.message.tool_calls] == [
+            call.function.arguments for call in message.tool_calls
+        ]
+        # What a model has called and seen goes back through the template.
+        history = [
+            *SAID,
+            {"role": "assistant", "content": None, "tool_calls": [message.tool_calls[0].to_dict()]},
+            {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"},
+        ]
+        again = await one.client.chat.completions.create(**{**options, "messages": history})
+        assert again.usage.prompt_tokens > whole.usage.prompt_tokens
+
+
+# --- what goes wrong ---------------------------------------------------------------------------
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (TEXT, {"prompt": ""}, "prompt is empty"),
+        (TEXT, {"prompt": []}, "prompt is empty"),
+        (TEXT, {"prompt": [[1], []]}, "has no tokens"),
+        (TEXT, {"prompt": [1, 10**6]}, "got 1000000"),
+        (TEXT, {"prompt": ["x", 1]}, "give either"),
+        (TEXT, {"prompt": [-1]}, "got -1"),
+        (TEXT, {}, "missing required field `prompt`"),
+        (TEXT, {"prompt": "x", "n": 0}, "n is 0"),
+        (TEXT, {"prompt": "x", "n": 1000}, "n is 1000"),
+        (TEXT, {"prompt": "x", "logprobs": 5}, "give 0 or 1"),
+        (TEXT, {"prompt": "x", "echo": True}, "echo repeats the prompt"),
+        (TEXT, {"prompt": "x", "best_of": 4}, "best_of is not n"),
+        (TEXT, {"prompt": "x", "stop": [""]}, "A stop string has 1 to"),
+        (TEXT, {"prompt": "x", "stop": ["x"] * 65}, "at most 64"),
+        (TEXT, {"prompt": "x", "stop_token_ids": [600]}, "stop_token_ids must be in"),
+        (TEXT, {"prompt": "x", "max_tokens": 0}, "at least 1 token"),
+        (TEXT, {"prompt": "x", "temperature": -1}, "temperature is -1"),
+        (TEXT, {"prompt": "x", "temprature": 1}, "unknown field `temprature`"),
+        (TEXT, {"prompt": "x", "response_format": {"type": "poem"}}, "poem"),
+        (CHAT, {"messages": []}, "messages is empty"),
+        (CHAT, {"messages": [{"content": "x"}]}, "has no role"),
+        (CHAT, {"messages": [{"role": "pirate", "content": "x"}]}, "there is no role pirate"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "a part that is no text",
+        ),
+        (
+            CHAT,
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "x", "arguments": "{"}}],
+                    }
+                ]
+            },
+            "arguments are no JSON",
+        ),
+        (CHAT, {"messages": SAID}, "give max_completion_tokens"),
+        (CHAT, {"messages": SAID, "max_tokens": 5, "top_logprobs": 3}, "leave it out"),
+        (CHAT, {"messages": SAID, "max_tokens": 5, "tool_choice": "required"}, "auto or none"),
+        (
+            CHAT,
+            {
+                "messages": SAID,
+                "max_tokens": 5,
+                "chat_template_kwargs": {"chat_template": "{{ x }}"},
+            },
+            "must not have chat_template",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bad_request_is_refused_in_openais_form_before_anything_is_launched(
+    one: Front, path: str, body: dict[str, Any], words: str, stream: bool
+):
+    status, answer = await one.raw.post(path, {"model": MODEL, **body, "stream": stream})
+    assert status == 400
+    error = answer["error"]
+    assert words in error["message"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", 400)
+    assert one.state.in_flight.counters.launched == 0
+    assert len(one.gateway.service.responses) == 0
+
+
+async def test_the_client_raises_its_own_errors(one: Front):
+    with pytest.raises(openai.BadRequestError, match="prompt is empty") as refused:
+        await one.client.completions.create(model=MODEL, prompt="")
+    assert refused.value.type == "invalid_request_error"
+    async with front(None) as without:
+        with pytest.raises(openai.BadRequestError, match="--tokenizer"):
+            await without.client.completions.create(model=MODEL, prompt="x")
+        with pytest.raises(openai.BadRequestError, match="--tokenizer"):
+            await without.client.chat.completions.create(model=MODEL, messages=SAID)
+
+
+async def test_a_response_that_fails_is_an_error_in_a_stream_too(one: Front):
+    options: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 10**9}
+    with pytest.raises(openai.InternalServerError, match="refused at attempt"):
+        await one.client.completions.create(**options)
+    stream = await one.client.completions.create(**options, n=2, stream=True)
+    with pytest.raises(openai.APIError, match="refused at attempt"):
+        async for _ in stream:
+            pass
+    await one.idle()
+
+
+async def test_more_choices_than_there_is_room_for_are_turned_away(plain: Path):
+    async with front(plain, max_requests=4) as one:
+        ask: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 3, **GREEDY}
+        stream = await one.client.completions.create(
+            **{**ask, "max_tokens": 3000}, n=2, stream=True
+        )
+        await anext(aiter(stream))
+        with pytest.raises(openai.InternalServerError, match="4 open responses"):
+            await one.client.completions.create(**ask, n=3)
+        assert len((await one.client.completions.create(**ask, n=2)).choices) == 2
+        await stream.close()
+        await one.idle()
+        assert len((await one.client.completions.create(**ask, n=4)).choices) == 4
+
+
+async def test_a_client_that_leaves_a_stream_of_several_leaves_nothing(one: Front):
+    stream = await one.client.chat.completions.create(
+        model=MODEL, messages=SAID, n=4, max_tokens=3000, stream=True, **GREEDY
+    )
+    seen: set[int] = set()
+    async for event in stream:
+        seen |= {choice.index for choice in event.choices if choice.delta.content}
+        if len(seen) == 4:
+            break
+    await stream.close()
+    await one.idle()
+    assert one.state.in_flight.ledger.rollouts == {Reason.WITHDRAWN: 4}
+
+
+async def test_an_abort_by_the_id_of_the_answer_ends_every_choice(one: Front):
+    stream = await one.client.completions.create(
+        model=MODEL, prompt="x", n=2, max_tokens=3000, stream=True, **GREEDY
+    )
+    ends: dict[int, str] = {}
+    sent = False
+    async for event in stream:
+        if not sent:
+            sent = True
+            await one.raw.post("/abort_request", {"rid": event.id})
+        ends |= {c.index: c.finish_reason for c in event.choices if c.finish_reason}
+    assert ends == {0: "abort", 1: "abort"}
+    await one.idle()
+
+
+async def test_a_response_goes_on_through_new_weights_and_says_which_sampled_what(
+    one: Front, tmp_path: Path
+):
+    weights = two_weights(tmp_path)
+    stream = await one.client.chat.completions.create(
+        model=MODEL, messages=SAID, max_tokens=2000, stream=True, **GREEDY
+    )
+    told: list[Any] = []
+    labels = ["one", "two"]
+    async for event in stream:
+        told.append(event.choices[0])
+        if labels and len(told) % 5 == 4:
+            label = labels.pop(0)
+            status, _ = await one.raw.post(
+                "/update_weights_from_disk",
+                {"model_path": str(weights[len(labels)]), "weight_version": label},
+            )
+            assert status == 200
+    spans = told[-1].weight_versions
+    assert [span["version"] for span in spans] == ["default", "one", "two"]
+    assert (spans[0]["start"], spans[-1]["end"]) == (0, 2000)
+    assert told[-1].finish_reason == "length"
+
+
+async def posted(one: Front, body: dict[str, Any]) -> tuple[int, Any]:
+    """The answer to a large body."""
+    data = io.BytesIO(json.dumps(body).encode())
+    async with one.raw.session.post(CHAT, data=data) as answer:
+        return answer.status, await answer.json()
+
+
+async def test_megabytes_of_tools_do_not_hold_up_the_others(tmp_path: Path):
+    async with front(calling_tokenizer(tmp_path, model_max_length=4096)) as one:
+
+        def described(words: int) -> dict[str, Any]:
+            function = {"name": "look", "description": "long " * words}
+            return {"messages": SAID, "tools": [{"type": "function", "function": function}]}
+
+        async with asyncio.TaskGroup() as group:
+            tokenized = group.create_task(posted(one, described(100_000)))
+            refused = group.create_task(posted(one, described(1_000_000)))
+            small = group.create_task(one.raw.post(CHAT, {"messages": SAID, "max_tokens": 5}))
+        assert small.result()[0] == 200
+        for task, words in ((tokenized, "model's context is 4096 tokens"), (refused, "cannot fit")):
+            status, answer = task.result()
+            assert status == 400
+            assert words in answer["error"]["message"]
+        await one.idle()
+
+
+async def test_a_chat_may_take_the_rest_of_the_context(tmp_path: Path):
+    async with front(bytes_tokenizer(tmp_path, model_max_length=200)) as one:
+        answer = await one.client.chat.completions.create(model=MODEL, messages=SAID, **GREEDY)
+        assert answer.usage.total_tokens == 200
+        with pytest.raises(openai.BadRequestError, match="tokens fit behind"):
+            await one.client.chat.completions.create(model=MODEL, messages=SAID, max_tokens=200)
+
+
+# --- text in SGLang's own calls ----------------------------------------------------------------
+
+
+async def test_generate_takes_text_and_gives_text(one: Front):
+    tokenizer = one.gateway.service.texts.tokenizer
+    ids = tokenizer.encode("Grüße 😀")
+    _, expected = await one.raw.post("/generate", {**asked(40), "input_ids": ids})
+    body = {"text": "Grüße 😀", "sampling_params": asked(40)["sampling_params"]}
+    _, whole = await one.raw.post("/generate", body)
+    assert whole["output_ids"] == expected["output_ids"]
+    assert whole["text"] == expected["text"] == tokenizer.decode(whole["output_ids"])
+    # A stream that was asked for with text repeats everything; one with token ids does not.
+    repeating = await one.raw.events(body)
+    assert len(repeating) > 2
+    for before, after in pairwise(repeating):
+        assert after["text"].startswith(before["text"])
+        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+    assert (repeating[-1]["text"], repeating[-1]["output_ids"]) == (
+        whole["text"],
+        whole["output_ids"],
+    )
+    new = await one.raw.events({**asked(40), "input_ids": ids})
+    assert "".join(event["text"] for event in new) == whole["text"]
+    assert [i for event in new for i in event["output_ids"]] == whole["output_ids"]
+    # Several texts, and several responses to each.
+    several = {"text": ["a", "b"], "sampling_params": {**body["sampling_params"], "n": 2}}
+    _, answers = await one.raw.post("/generate", several)
+    assert [answer["index"] for answer in answers] == [0, 1, 2, 3]
+    assert answers[0]["text"] == answers[1]["text"] != answers[2]["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_generate_ends_at_a_stop_string(one: Front, stream: bool):
+    params = asked(400)["sampling_params"]
+    _, free = await one.raw.post("/generate", {"text": "x", "sampling_params": params})
+    stop = free["text"][100:106]
+    body = {"text": "x", "sampling_params": {**params, "max_new_tokens": 3000, "stop": stop}}
+    told = (
+        (await one.raw.events(body))[-1] if stream else (await one.raw.post("/generate", body))[1]
+    )
+    assert told["text"] == free["text"][: free["text"].index(stop)]
+    assert told["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert told["meta_info"]["weight_versions"][-1]["end"] == len(told["output_ids"])
+    await one.idle()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/generate", {"text": "x", "input_ids": [1]}, "give either"),
+        ("/generate", {"text": ""}, "text cannot be empty"),
+        ("/generate", {"text": []}, "input_ids cannot be empty"),
+        (
+            "/generate",
+            {"text": "x", "sampling_params": {"stop": [1]}},
+            "something else than strings",
+        ),
+        ("/generate", {"text": "x", "sampling_params": {"stop_token_ids": 5}}, "no list"),
+        ("/tokenize", {"prompt": 5}, "Expected `str | array`"),
+        ("/detokenize", {"tokens": [1, [2]]}, "give either"),
+        ("/detokenize", {"tokens": [-1]}, "tokens must be in"),
+        ("/detokenize", {"tokens": [2**40]}, "tokens must be in"),
+    ],
+)
+async def test_bad_text_is_refused(one: Front, path: str, body: dict[str, Any], words: str):
+    status, answer = await one.raw.post(path, body)
+    assert status == 400
+    assert words in (answer.get("message") or answer["error"]["message"])
+
+
+async def test_texts_become_tokens_and_tokens_texts(one: Front):
+    status, told = await one.raw.post("/tokenize", {"prompt": "é"})
+    assert (status, told) == (200, {"tokens": [200, 174], "count": 2, "max_model_len": -1})
+    _, told = await one.raw.post("/v1/tokenize", {"prompt": ["a", "bc"]})
+    assert told["count"] == [1, 2]
+    assert await one.raw.post("/detokenize", {"tokens": told["tokens"]}) == (
+        200,
+        {"text": ["a", "bc"]},
+    )
+    assert (await one.raw.post("/v1/detokenize", {"tokens": [0, 102, 600]}))[1] == {"text": "a"}
+
+
+async def test_a_body_that_is_nested_too_deep_is_refused(one: Front):
+    body = b'{"messages": [' + b"[" * 100_000
+    async with one.raw.session.post(CHAT, data=io.BytesIO(body)) as answer:
+        assert answer.status == 400
+
+
+async def test_a_program_that_expects_a_router_finds_the_gateway_as_its_worker(one: Front):
+    _, told = await one.raw.get("/workers")
+    assert [worker["url"] for worker in told["workers"]] == [one.gateway.url]
+
+
+async def test_without_a_tokenizer_stop_strings_are_refused_and_tokens_are_not(plain: Path):
+    async with front(None) as one:
+        body = asked(5)
+        body["sampling_params"]["stop"] = "x"
+        status, answer = await one.raw.post("/generate", body)
+        assert (status, "no tokenizer" in answer["error"]["message"]) == (400, True)
+        status, answer = await one.raw.post("/generate", asked(5))
+        assert (status, "text" in answer) == (200, False)
