@@ -113,8 +113,8 @@ class ShardedScheduler:
             run, whatever the number of shards.
         listeners: telemetry of the collector, which gets the facts about batches and updates. Each
             shard has listeners of its own.
-        folder: folder for the event logs of the collector and of every shard, which
-            :func:`aprilsched.shards.merged` makes one of; None writes none. It must be empty.
+        folder: folder for the event logs of the collector and of every shard, of which
+            ``aprilsched.runs.sharded.merged_run`` makes one; None writes none. It must be empty.
 
     Raises:
         ConfigError: if there is no shard, if two have one name, or if a setting needs to see all
