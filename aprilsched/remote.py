@@ -79,6 +79,7 @@ class FromTrainer:
         self.publisher = publisher
         self._fleet = fleet
         self._opened: dict[str, Engine] = {}
+        self._opening = asyncio.Lock()
 
     async def prepare(self, version: int) -> None:
         """Prepare the publisher."""
@@ -95,15 +96,31 @@ class FromTrainer:
 
         An engine that cannot be opened does not take the version. It is tried again at the next.
         """
-        closed = [each for each in self._fleet.engines if each.name not in self._opened]
-        failures = await asyncio.gather(
-            *(engine.open() for engine in closed), return_exceptions=True
-        )
-        for engine, failure in zip(closed, failures, strict=True):
-            if failure is None:
-                self._opened[engine.name] = engine
-            else:
-                log.error("%s does not take version %d: %r", engine.name, version, failure)
+        # Shards of one run ask for it at the same time.
+        async with self._opening:
+            closed = [each for each in self._fleet.engines if each.name not in self._opened]
+            failures = await asyncio.gather(
+                *(engine.open() for engine in closed), return_exceptions=True
+            )
+            for engine, failure in zip(closed, failures, strict=True):
+                if failure is None:
+                    self._opened[engine.name] = engine
+                else:
+                    log.error("%s does not take version %d: %r", engine.name, version, failure)
+
+    def opened(self, names: Sequence[str]) -> Sequence[Engine]:
+        """The engines of these names that are open here.
+
+        Raises:
+            ConfigError: if none of them is.
+        """
+        engines = [self._opened[name] for name in names if name in self._opened]
+        if not engines:
+            raise ConfigError(
+                f"FromTrainer has opened {', '.join(self._opened) or 'no engine'}, and the "
+                f"scheduler has paused {', '.join(names)}; give it a fleet of the same servers."
+            )
+        return engines
 
     async def send(self, version: int, names: Sequence[str]) -> None:
         """Bring `version` to the engines of these names, which the scheduler has paused.
@@ -112,12 +129,7 @@ class FromTrainer:
             ConfigError: if none of them is open here.
             Exception: what the publisher raises, or the first error if no engine took the weights.
         """
-        engines = [self._opened[name] for name in names if name in self._opened]
-        if not engines:
-            raise ConfigError(
-                f"FromTrainer has opened {', '.join(self._opened) or 'no engine'}, and the "
-                f"scheduler has paused {', '.join(names)}; give it a fleet of the same servers."
-            )
+        engines = self.opened(names)
         try:
             outcomes = await self.publisher.publish(version, engines)
         except BaseException:

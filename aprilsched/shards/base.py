@@ -129,8 +129,8 @@ class Shard(Protocol):
     """A scheduler with a part of the fleet, as the collector sees it.
 
     Calls of different methods may overlap, and calls of one method do not. Every method raises
-    :class:`ShardLost` if the shard has ended; :meth:`open` may then be called again, and continues
-    from the shard's store if it has one. Any other error is the user's to see.
+    :class:`~aprilsched.shards.ShardLost` if the shard has ended; :meth:`open` may then be called
+    again, and continues from the shard's store if it has one. Any other error is the user's to see.
     """
 
     @property
@@ -138,14 +138,13 @@ class Shard(Protocol):
         """The name of the shard in logs, metrics and errors; unique among the shards."""
         ...
 
-    @property
-    def publishes_here(self) -> bool:
-        """Whether a publisher in the collector's process can reach its engines. The shards of which
-        this is true publish together."""
-        ...
-
     async def open(
-        self, config: SchedulerConfig, *, log: Path | None, checkpoint: Path | None
+        self,
+        config: SchedulerConfig,
+        *,
+        log: Path | None,
+        checkpoint: Path | None,
+        suspect: bool,
     ) -> Opened:
         """Begin, or begin again after the shard was lost.
 
@@ -153,6 +152,8 @@ class Shard(Protocol):
             config: the settings of the shard's scheduler.
             log: file for the event log of the shard; None for no log.
             checkpoint: begin with this file of :meth:`checkpoint`, and not with the store.
+            suspect: the shard was lost in an update, so its engines may have parts of two versions
+                under the label of one. None of them is used before the next update.
         """
         ...
 

@@ -93,6 +93,10 @@ class Part:
         self.joint = joint
         self._shard = shard
 
+    def leave(self) -> None:
+        """Say that this shard does not publish with the others."""
+        self.joint.left(self._shard)
+
     async def prepare(self, version: int) -> None:
         """Do nothing: the trainer's publisher is prepared once, before the update begins."""
 

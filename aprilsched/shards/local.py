@@ -82,14 +82,23 @@ class LocalShard:
         self._taking: asyncio.Task[None] | None = None
 
     @property
-    def publishes_here(self) -> bool:
-        """Whether a publisher in this process can reach its engines."""
-        return True
+    def scheduler(self) -> RolloutScheduler:
+        """The scheduler.
+
+        Raises:
+            ShardLost: if the shard is not open, or has lost its fleet.
+        """
+        return self._open()
 
     # --- lifetime ------------------------------------------------------------------------------
 
     async def open(
-        self, config: SchedulerConfig, *, log: Path | None, checkpoint: Path | None
+        self,
+        config: SchedulerConfig,
+        *,
+        log: Path | None,
+        checkpoint: Path | None,
+        suspect: bool,
     ) -> Opened:
         """Begin; see :meth:`~aprilsched.shards.base.Shard.open`."""
         await self.close()
@@ -115,6 +124,8 @@ class LocalShard:
         )
         if checkpoint is not None:
             rollouts.restore(checkpoint)
+        if suspect:
+            rollouts._suspect_weights()  # pyright: ignore[reportPrivateUsage]
         try:
             await rollouts.__aenter__()
         except BaseException:

@@ -56,7 +56,7 @@ from aprilsched.shards.settings import check_shardable, shard_config
 from aprilsched.telemetry.alignment import alignment_of
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.event_log import EventLog
-from aprilsched.telemetry.event_log.merging import shard_log
+from aprilsched.telemetry.event_log.merging import qualified_engine, shard_log
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.telemetry.run_folder import EVENTS
 from aprilsched.types import Batch, Group, Prompt, RefusedPrompt
@@ -89,6 +89,8 @@ class _Member:
         self.open = False
         self.openings = 0
         self.stored = False
+        self.suspect = False
+        """Whether an update of it has begun, and was not seen to end well."""
         self.held = False
         """What it was told last."""
         self.due = asyncio.Event()
@@ -485,50 +487,65 @@ class ShardedScheduler:
             RefitError: if no shard took it.
         """
         collector = self._collector
-        members = [member for member in self._members if member.open]
-        joint = JointUpdate(publisher, [m.shard.name for m in members if m.shard.publishes_here])
         collector.updating = True
         if self._waits.offer is not None:
             self._tell_facts(of.OfferWithdrawn(batch=self._waits.offer.index))
         self._waits.withdraw(None)
         collector.withdraw_offer()
         self._tell_facts(of.UpdateBegun(version=new))
-        failed: dict[str, str] = {
-            member.shard.name: "it is being opened again"
-            for member in self._members
-            if not member.open
-        }
-        taken = 0
         try:
-            outcomes = await asyncio.gather(
-                *(self._update_one(member, joint, new) for member in members)
-            )
-            for member, outcome in zip(members, outcomes, strict=True):
-                if isinstance(outcome, Exception):
-                    failed[member.shard.name] = str(outcome) or repr(outcome)
-                else:
-                    taken += 1
-                    member.post.version = new
-                    failed.update(
-                        (f"{member.shard.name}/{engine}", cause)
-                        for engine, cause in outcome.items()
-                    )
-            cause = "" if taken else "; ".join(f"{n}: {why}" for n, why in failed.items())
+            failed = await self._update_each(publisher, new)
+            while all(isinstance(failed.get(m.shard.name), ShardLost) for m in self._members):
+                # Otherwise a trainer would have to repeat its update because of a process that
+                # died.
+                await self._until_one_is_open()
+                failed = await self._update_each(publisher, new)
+            taken = [m for m in self._members if m.shard.name not in failed]
+            causes = {name: str(error) or repr(error) for name, error in failed.items()}
+            cause = "" if taken else "; ".join(f"{name}: {why}" for name, why in causes.items())
             if taken:
                 self._publisher = publisher
                 collector.updated(new)
             self._tell_facts(
-                of.UpdateFinished(version=new, failed=tuple(failed.items()), cause=cause)
+                of.UpdateFinished(version=new, failed=tuple(causes.items()), cause=cause)
             )
         finally:
-            joint.end()
             collector.updating = False
             self._act()
         if not taken:
             raise RefitError(f"version {new} reached no shard: {cause}")
         for member in self._members:
             self._catch_up(member)
+        return causes
+
+    async def _update_each(self, publisher: WeightPublisher, new: int) -> dict[str, Exception]:
+        """Update every shard that is open; returns why a shard, or an engine of one, did not take
+        the version."""
+        members = [member for member in self._members if member.open]
+        joint = JointUpdate(publisher, [member.shard.name for member in members])
+        outcomes = await asyncio.gather(
+            *(self._update_one(member, joint, new) for member in members)
+        )
+        joint.end()
+        failed: dict[str, Exception] = {
+            member.shard.name: ShardLost("it is being opened again")
+            for member in self._members
+            if member not in members
+        }
+        for member, outcome in zip(members, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                failed[member.shard.name] = outcome
+            else:
+                member.post.version = new
+                for engine, cause in outcome.items():
+                    failed[qualified_engine(engine, member.shard.name)] = RefitError(cause)
         return failed
+
+    async def _until_one_is_open(self) -> None:
+        while not any(member.open for member in self._members):
+            self._waits.raise_failure()
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _update_one(
         self, member: _Member, joint: JointUpdate, new: int
@@ -538,7 +555,14 @@ class ShardedScheduler:
         try:
             if member.post.version == new:
                 return {}
-            report = await member.shard.update(joint.part(name), new)
+            before, member.suspect = member.suspect, True
+            try:
+                report = await member.shard.update(joint.part(name), new)
+            except (RefitError, ConfigError):
+                # Its scheduler lives, and knows which of its engines are whole.
+                member.suspect = before
+                raise
+            member.suspect = False
             return dict(report.quarantined)
         except AprilschedError as error:
             log.error("%s did not take version %d: %s", name, new, error)
@@ -683,7 +707,9 @@ class ShardedScheduler:
         checkpoint = None
         if self._restored is not None and first:
             checkpoint = self._restored / shard.name
-        opened = await shard.open(shard_config(self.config), log=path, checkpoint=checkpoint)
+        opened = await shard.open(
+            shard_config(self.config), log=path, checkpoint=checkpoint, suspect=member.suspect
+        )
         if first and self._restored is None and opened.continued:
             raise ConfigError(
                 f"the store of {shard.name} has another run; restore a checkpoint of it, or begin "
@@ -744,6 +770,7 @@ class ShardedScheduler:
         self._none_since = now if self._none_since is None else self._none_since
         if now - self._none_since >= self.config.health.fleet_wait_s:
             self._waits.fail(FleetLost(f"no shard is left: {error}"))
+            self._changed.set()
 
     async def _converse(self, member: _Member) -> None:
         """Ask and tell until one of both fails."""

@@ -16,6 +16,7 @@ import numpy as np
 from aprilsched import (
     DiskPublisher,
     Prompt,
+    Rollout,
     RolloutScheduler,
     SamplingParams,
     SchedulerConfig,
@@ -23,8 +24,18 @@ from aprilsched import (
     SqliteStore,
 )
 from aprilsched.engines.base import Engine
+from aprilsched.shards import ShardParts
 
-__all__ = ["LONG", "FatalPublisher", "endless", "fatal_store", "restoring", "served", "unmade"]
+__all__ = [
+    "LONG",
+    "FatalPublisher",
+    "endless",
+    "fatal_store",
+    "restoring",
+    "served",
+    "shard_of",
+    "unmade",
+]
 
 LONG = 20_000
 """Tokens of a prompt with which a batch goes through the object store."""
@@ -34,6 +45,15 @@ def endless(tokens: int = 3) -> Iterator[Prompt]:
     for key in itertools.count():
         ids = np.full(tokens, key % 100 + 5, dtype=np.int32)
         yield Prompt(input_ids=ids, key=key)
+
+
+def shard_of(url: str, store: Path) -> ShardParts:
+    """A shard that generates on a server with a small vocabulary."""
+
+    async def reward(rollout: Rollout, prompt: Prompt) -> float:
+        return float(len(rollout))
+
+    return ShardParts(fleet=SGLangFleet([url]), reward=reward, store=SqliteStore(store))
 
 
 def served(

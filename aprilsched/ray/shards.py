@@ -1,0 +1,242 @@
+"""A shard in a Ray actor, on any node: the transport between a collector and a scheduler.
+
+::
+
+    def part(urls, store):
+        return ShardParts(fleet=SGLangFleet(urls), reward=score, store=SqliteStore(store))
+
+    shards = [
+        RayShard("a", partial(part, urls[:64], "/shared/a.store")),
+        RayShard("b", partial(part, urls[64:], "/shared/b.store")),
+    ]
+    async with ShardedScheduler(shards, prompts, config=config) as rollouts:
+        ...
+
+The collector opens a shard that was lost again, so Ray restarts nothing: a new actor takes its
+place, on any node that has its resources, and continues from the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from aprilsched.coordinator.refits import RefitReport
+from aprilsched.core.config import SchedulerConfig
+from aprilsched.engines.base import Engine
+from aprilsched.errors import SchedulerClosed
+from aprilsched.loop_thread import LoopThread
+from aprilsched.ray.library import exceptions, ray
+from aprilsched.remote import FromTrainer, Raised, Served, absolute, unsendable
+from aprilsched.shards.base import News, Opened, Orders, ShardLost
+from aprilsched.shards.joint import Part
+from aprilsched.shards.local import LocalShard, ShardParts
+from aprilsched.types import Batch, Prompt
+from aprilsched.weights.base import WeightPublisher
+from aprilsched.weights.disk import DiskPublisher
+
+__all__ = ["RayShard"]
+
+log = logging.getLogger("aprilsched")
+
+_END_S = 60.0
+"""Seconds that a shard has to close."""
+
+
+class RayShard:
+    """A shard in an actor of its own.
+
+    Weights reach its engines from a :class:`~aprilsched.DiskPublisher`, which saves once in this
+    process and loads in every actor, from a :class:`~aprilsched.ray.FromTrainer`, which moves
+    tensors from this process to the engines of all shards together, or from any other publisher
+    that Ray can send.
+
+    Args:
+        name: name of the shard.
+        parts: makes the parts of the shard, in the actor, each time it is opened. It must be
+            something that Ray can send. A store must be on a disk of every node on which the actor
+            may be started.
+        options: Ray's options of an actor, such as ``num_cpus`` (1), ``resources``,
+            ``scheduling_strategy`` and ``runtime_env``.
+    """
+
+    def __init__(self, name: str, parts: Callable[[], ShardParts], **options: Any) -> None:
+        self.name = name
+        self._parts = parts
+        self._options = {"num_cpus": 1, **options, "max_restarts": 0}
+        self._actor: Any = None
+
+    # --- lifetime ------------------------------------------------------------------------------
+
+    async def open(
+        self,
+        config: SchedulerConfig,
+        *,
+        log: Path | None,
+        checkpoint: Path | None,
+        suspect: bool,
+    ) -> Opened:
+        """Start an actor, and begin there."""
+        await self.close()
+        try:
+            self._actor = ray.remote(_ShardActor).options(**self._options).remote(self.name)
+            return await self._call(
+                "open",
+                self._parts,
+                config,
+                log=None if log is None else absolute(log),
+                checkpoint=None if checkpoint is None else absolute(checkpoint),
+                suspect=suspect,
+            )
+        except TypeError as error:
+            raise unsendable("the function that makes the parts of a shard", error) from error
+
+    async def close(self) -> None:
+        """Close the scheduler, and end the actor."""
+        actor, self._actor = self._actor, None
+        if actor is None:
+            return
+        with suppress(exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await actor.call.remote("close", (), {})
+        await asyncio.to_thread(ray.kill, actor)
+
+    # --- messages ------------------------------------------------------------------------------
+
+    async def tell(self, orders: Orders) -> None:
+        """Carry out orders; see :meth:`aprilsched.shards.Shard.tell`."""
+        await self._call("tell", orders)
+
+    async def ask(self) -> News:
+        """Wait for news; see :meth:`aprilsched.shards.Shard.ask`."""
+        return await self._call("ask")
+
+    async def evaluate(self, prompts: Sequence[Prompt], group_size: int) -> Batch:
+        """Generate responses; see :meth:`aprilsched.shards.Shard.evaluate`."""
+        return await self._call("evaluate", tuple(prompts), group_size)
+
+    async def checkpoint(self, path: Path) -> tuple[int, ...]:
+        """Write the state to a file; see :meth:`aprilsched.shards.Shard.checkpoint`."""
+        return await self._call("checkpoint", absolute(path))
+
+    async def update(self, publisher: WeightPublisher, version: int) -> RefitReport:
+        """Load a version; see :meth:`aprilsched.shards.Shard.update`."""
+        part = publisher if isinstance(publisher, Part) else None
+        original = publisher if part is None else part.joint.publisher
+        if isinstance(original, FromTrainer):
+            return await self._update_from_here(original, publisher, version)
+        if part is not None:
+            part.leave()
+        sent = original
+        if isinstance(original, DiskPublisher):
+            # What was saved is a directory for the others; the trainer's model stays here.
+            sent = DiskPublisher(absolute(original.path(version)))
+        try:
+            report = await self._call("update", _Prepared(sent), version)
+        except TypeError as error:
+            raise unsendable("the publisher", error) from error
+        if isinstance(original, DiskPublisher):
+            # Of the versions before this one, only those that are kept stay on the disk.
+            await original.publish(version, ())
+        return report
+
+    async def _update_from_here(
+        self, here: FromTrainer, publisher: WeightPublisher, version: int
+    ) -> RefitReport:
+        """Let the trainer's process move the tensors, to the engines of all shards together."""
+        await here.open(version)
+        names: tuple[str, ...] | RefitReport = await self._call("begin_update", version)
+        if isinstance(names, RefitReport):
+            return names
+        raised: Raised | None = None
+        try:
+            engines = here.opened(names)
+            outcomes = await publisher.publish(version, engines)
+            failed = [outcomes[engine.name] for engine in engines]
+            if all(failed) and failed[0] is not None:
+                raise failed[0]
+        except Exception as error:
+            raised = Raised.of(error)
+        return await self._call("end_update", raised)
+
+    async def _call(self, name: str, *arguments: object, **named: object) -> Any:
+        """Call a method in the actor.
+
+        Raises:
+            ShardLost: if the actor has died.
+            Exception: what the method raises.
+        """
+        if self._actor is None:
+            raise ShardLost(f"{self.name} is not open.")
+        try:
+            answer: Any = await self._actor.call.remote(name, arguments, named)
+        except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
+            why = str(error).partition("\n")[0]
+            raise ShardLost(f"the actor of {self.name} has died: {why}") from error
+        if isinstance(answer, Raised):
+            raise answer.again()
+        return answer
+
+
+class _Prepared:
+    """A publisher that was prepared in the trainer's process."""
+
+    def __init__(self, publisher: WeightPublisher) -> None:
+        self._publisher = publisher
+
+    async def prepare(self, version: int) -> None:
+        """Do nothing."""
+
+    async def publish(self, version: int, engines: Sequence[Engine]) -> Any:
+        """Publish to the engines of one shard."""
+        return await self._publisher.publish(version, engines)
+
+
+class _ShardActor:
+    """The actor. The event loop of its scheduler has a thread of its own, so that user code that
+    blocks it does not keep the actor from answering Ray."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread = LoopThread("aprilsched-loop")
+        self._shard: _Held | None = None
+
+    async def call(
+        self, name: str, arguments: Sequence[Any], named: dict[str, Any]
+    ) -> object | Raised:
+        work = self._answer(name, arguments, named)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._thread.loop))
+
+    async def _answer(
+        self, name: str, arguments: Sequence[Any], named: dict[str, Any]
+    ) -> object | Raised:
+        try:
+            if name == "open":
+                parts, *arguments = arguments
+                self._shard = _Held(self._name, parts)
+            if self._shard is None:
+                raise SchedulerClosed("the shard is not open.")
+            return await getattr(self._shard, name)(*arguments, **named)
+        except BaseException as error:
+            return Raised.of(error, tell_where=True)
+
+
+class _Held(LocalShard):
+    """The shard inside of the actor, whose weights may come from the collector's process."""
+
+    def __init__(self, name: str, parts: Callable[[], ShardParts]) -> None:
+        super().__init__(name, parts)
+        self._serving = Served()
+
+    async def begin_update(self, version: int) -> tuple[str, ...] | RefitReport:
+        """Pause the engines for a publisher of the collector's process; returns their names."""
+        self._serving._scheduler = self.scheduler  # pyright: ignore[reportPrivateUsage]
+        return await self._serving.begin_update(version, acknowledge=False)
+
+    async def end_update(self, raised: Raised | None) -> RefitReport:
+        """Say that the weights are loaded, or why not."""
+        return await self._serving.end_update(raised)
