@@ -341,6 +341,8 @@ class SimEngine:
             EngineRejected: (400) if there is no such file, (409) as :meth:`refit`.
         """
         await self.refit(version, await self._weights_key(path))
+        # The weights are complete, so the engine is whole, whatever was begun before.
+        self._expects_weights = False
 
     async def _weights_key(self, path: Path) -> int:
         try:

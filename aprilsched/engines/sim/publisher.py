@@ -46,6 +46,8 @@ async def _refit(engine: Engine, version: int, key: int) -> Exception | None:
         return EngineRejected(engine.name, "SimPublisher refits only SimEngine.", status=501)
     try:
         await engine.refit(version, key)
+        # The weights are complete, so the engine is whole, whatever was begun before.
+        await engine.accept_weights(version)
     except EngineError as error:
         return error
     return None
