@@ -94,11 +94,13 @@ class Orders:
         prompts: prompts to start, each with its serial, in their order.
         held: whether its engines are paused with the requests inside them.
         received: numbers of its groups that were delivered, which it need not keep any longer.
+        step: number of rollouts whose end is news before their group is complete; 0 if it never is.
     """
 
     prompts: tuple[Prompt, ...] = ()
     held: bool = False
     received: tuple[int, ...] = ()
+    step: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

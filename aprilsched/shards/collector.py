@@ -253,6 +253,14 @@ class Collector:
         """Whether the shards pause their engines with the requests inside."""
         return self._synchronous and not (self._collecting and not self._full)
 
+    @property
+    def step(self) -> int:
+        """The number of rollouts whose end a shard reports: with all shards together, a group. A
+        wave counts groups only."""
+        if isinstance(self._refill, Wave):
+            return 0
+        return max(1, self.config.group_size // len(self.posts))
+
     def takes_part(self, post: Post) -> bool:
         """Whether a shard has the version of the run."""
         return post.version == self.version

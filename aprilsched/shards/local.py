@@ -168,6 +168,7 @@ class LocalShard:
             batch = self._batches.pop(number, None)
             if batch is not None:
                 batch.acknowledge()
+        self._reporter.step = orders.step
         if orders.held != self._held:
             self._held = orders.held
             rollouts.hold(held=orders.held)

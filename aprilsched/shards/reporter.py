@@ -19,8 +19,8 @@ __all__ = ["Reporter", "serials_of"]
 class Reporter:
     """A listener of a shard's scheduler that keeps the next :class:`News` of the shard.
 
-    There is news when a group is complete or dropped, when the version has changed, and when a
-    group's worth of rollouts has ended, because the refill rule counts the rollouts that generate.
+    There is news when a group is complete or dropped, when the version has changed, and when
+    :attr:`step` rollouts have ended, because some refill rules count the rollouts that generate.
 
     Args:
         state: returns the state of the scheduler.
@@ -36,7 +36,10 @@ class Reporter:
         """Serial of each group that was launched and is neither delivered nor dropped."""
         self._cursor: int | None = None
         """Number of prompts that were launched when the shard was opened."""
-        self._said_generating = 0
+        self.step = 0
+        """Number of rollouts whose end is news; 0 if it never is."""
+        self._ended = 0
+        """Number of rollouts that have ended since the last news."""
         self._said_complete = 0
 
     def opened(self) -> None:
@@ -60,6 +63,7 @@ class Reporter:
                 case of.GroupLaunched(evaluation_id=None):
                     self._note(fact.group_id)
                 case of.RolloutFinished():
+                    self._ended += 1
                     self._look()
                 case of.GroupDropped():
                     serial = self._open.pop(fact.group_id, None)
@@ -77,7 +81,7 @@ class Reporter:
     def news(self) -> News:
         """Everything since the last call."""
         state = self._state()
-        self._said_generating = state.in_flight.generating
+        self._ended = 0
         complete = _complete(state)
         self._said_complete = complete.groups
         groups, self._groups = tuple(self._groups), []
@@ -86,7 +90,7 @@ class Reporter:
             groups=groups,
             dropped=dropped,
             launched=state.prompts.cursor - (self._cursor or 0),
-            generating=self._said_generating,
+            generating=state.in_flight.generating,
             complete=complete,
             version=None if stranded(state) else state.weights.versions.trainer,
             engines=len(state.fleet.control.engines),
@@ -100,9 +104,8 @@ class Reporter:
 
     def _look(self) -> None:
         """Wake the collector if it would decide otherwise by now."""
-        state = self._state()
-        ended = self._said_generating - state.in_flight.generating
-        if ended >= state.config.group_size or _complete(state).groups > self._said_complete:
+        many = self.step and self._ended >= self.step
+        if many or _complete(self._state()).groups > self._said_complete:
             self._wake()
 
 

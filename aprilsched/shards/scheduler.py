@@ -807,7 +807,10 @@ class ShardedScheduler:
         post = member.post
         member.held = self._collector.must_hold(post)
         orders = Orders(
-            prompts=tuple(post.prompts), held=member.held, received=tuple(post.received)
+            prompts=tuple(post.prompts),
+            held=member.held,
+            received=tuple(post.received),
+            step=self._collector.step,
         )
         post.prompts.clear()
         post.received.clear()
