@@ -60,7 +60,7 @@ PYTHON_311 = $(shell for python in $(PYTHON) python3.11; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; \
 	then echo $$python; break; fi; done)
 
-.PHONY: help venv demo test test-fast test-long test-areal test-trainers test-verl docs notebooks lint format \
+.PHONY: help venv demo example test test-fast test-long test-areal test-trainers test-verl docs notebooks lint format \
 	clean shared-sglang .browser .venv .venv-areal .venv-sglang .venv-verl
 
 help: ## Show this list.
@@ -104,6 +104,11 @@ test-areal: .venv-areal/.stamp $(SGLANG_READY) ## The tests of the adapter for A
 test-verl: .venv-verl/.stamp ## The tests of the adapter for verl, in an environment of their own.
 	.venv-verl/bin/python -m pytest -o addopts='-ra --strict-markers --strict-config --import-mode=importlib' \
 		-W default tests/verl $(ARGS)
+
+example: $(TEST_STAMP) $(SGLANG_READY) ## Train the policy of examples/grpo on a CPU server, and draw the curve.
+	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python tests/sglang/with_server.py \
+		examples/grpo/policy runs/grpo/server.log $(BIN)/python examples/grpo/train.py \
+		--engine {engine} --out runs/grpo
 
 docs: $(TEST_STAMP) ## Build the documentation site, docs/_build/html/index.html.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -1,0 +1,286 @@
+"""GRPO with SGLang servers, torch and transformers: a whole trainer to copy from.
+
+    python -m sglang.launch_server --model-path examples/grpo/policy --skip-tokenizer-init \
+        --port 30000
+    python examples/grpo/train.py --engine http://127.0.0.1:30000 --out runs/grpo
+
+It trains the policy in this folder on the task of countdown.py, evaluates it on problems that are
+held out, and draws the curve. A run that was killed continues when it is started again with the
+same ``--out``. `make example` does all this on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from countdown import EOS, problems, question, score
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from aprilsched import (
+    Batch,
+    DiskPublisher,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    SchedulerConfig,
+    SGLangFleet,
+)
+from aprilsched.blocking import RolloutScheduler
+from aprilsched.corrections import (
+    age_mask,
+    clipped_loss,
+    importance_weights,
+    interpolated_proximal,
+)
+from aprilsched.store import SqliteStore
+from aprilsched.telemetry.live.display import LiveView
+from aprilsched.telemetry.live.view_data import RunFacts
+from aprilsched.telemetry.live_figures import LiveFigures
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", action="append", required=True, help="URL of a server")
+    parser.add_argument("--model", default=str(Path(__file__).parent / "policy"))
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--updates", type=int, default=16)
+    parser.add_argument("--groups", type=int, default=8, help="prompts in a batch")
+    parser.add_argument("--size", type=int, default=8, help="responses of a prompt")
+    parser.add_argument("--cap", type=int, default=512, help="tokens of the longest response")
+    parser.add_argument("--over-provision", type=float, default=1.0)
+    parser.add_argument("--max-staleness", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps for a batch")
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--evaluate-every", type=int, default=4)
+    parser.add_argument("--held-out", type=int, default=96, help="problems of an evaluation")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+# --- the task ------------------------------------------------------------------------------------
+
+
+def prompts(seed: int, *, held_out: bool = False) -> Iterator[Prompt]:
+    for problem in problems(seed, held_out=held_out):
+        yield Prompt(input_ids=question(problem), metadata={"problem": problem})
+
+
+def reward(rollout: Rollout, prompt: Prompt) -> float:
+    numbers, target = prompt.metadata["problem"]
+    return score(rollout.token_ids.tolist(), (tuple(numbers), target))
+
+
+# --- the loss ------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """The policy, its optimizer, and what is saved of them."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+        self.model.to(self.device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.updates = 0
+        self._file = options.out / "trainer.pt"
+        if self._file.exists():
+            saved = torch.load(self._file, map_location=self.device, weights_only=True)
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.updates = saved["updates"]
+
+    def save(self) -> None:
+        """Save the state of this update, as a whole or not at all."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "updates": self.updates,
+        }
+        torch.save(state, self._file.with_suffix(".new"))
+        os.replace(self._file.with_suffix(".new"), self._file)
+
+    def accumulate(self, group: Batch, share: float) -> dict[str, float]:
+        """Add the gradient of one group to the others, with this share in the mean."""
+        x = group.to_torch(packed=True)
+        rewards = x.rewards.to(self.device)
+        figures = {"reward": float(rewards.mean()), "tokens": float(x.loss_mask.sum())}
+        if float(rewards.std()) == 0:
+            return figures  # all responses are equally good, so there is no gradient
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        lengths = x.cu_seqlens.diff().to(self.device)
+        advantages = advantages.repeat_interleave(lengths)
+        sampled, versions = x.logprobs.to(self.device), x.versions.to(self.device)
+        counts = x.loss_mask.to(self.device)
+        logprobs = self.logprobs(x.input_ids.to(self.device), x.position_ids.to(self.device))
+        # Decoupled PPO: docs/off_policy.md says what each of these lines is for.
+        mask = age_mask(
+            versions, counts, version=group.version, max_staleness=self.options.max_staleness
+        )
+        proximal = interpolated_proximal(
+            logprobs, sampled, versions, proximal_version=group.version
+        )
+        weights = importance_weights(proximal, sampled, mask, high=2.0)
+        losses = clipped_loss(
+            logprobs, proximal, advantages, mask, weights=weights, clip_low=0.2, clip_high=0.28
+        )
+        (share * losses.sum() / counts.sum()).backward()
+        fresh = counts & (versions == group.version)
+        if bool(fresh.any()):
+            figures["mismatch"] = float((logprobs - sampled)[fresh].detach().abs().mean())
+        return figures
+
+    def logprobs(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Log-probability of each token [N] of packed sequences, which the positions separate."""
+        output = self.model(
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False
+        )
+        following = output.logits[0, :-1].log_softmax(-1)
+        found = following.gather(-1, input_ids[1:, None])[:, 0]
+        return torch.cat([found.new_zeros(1), found])
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+def train(rollouts: RolloutScheduler, trainer: Trainer, publisher: DiskPublisher, log: Log) -> None:
+    options = trainer.options
+    per_step = max(1, options.groups // options.steps)
+    if trainer.updates and (
+        rollouts.version < trainer.updates or not rollouts.state.fleet.control.engines
+    ):
+        # The run was killed between save() and update_weights(), or the servers were restarted.
+        rollouts.update_weights(publisher, version=trainer.updates)
+    while trainer.updates < options.updates:
+        if trainer.updates % options.evaluate_every == 0:
+            log.evaluation(rollouts, trainer.updates)
+        began, found = time.monotonic(), list[dict[str, float]]()
+        for group in rollouts.stream():
+            if group.index < trainer.updates:
+                group.acknowledge()  # it was trained on before the run was killed
+                continue
+            found.append(trainer.accumulate(group, 1 / per_step))
+            # The first steps are taken while the last responses are generated.
+            if len(found) % per_step == 0:
+                trainer.step()
+        if not found:
+            continue
+        trainer.updates += 1
+        trainer.save()
+        rollouts.update_weights(publisher, version=trainer.updates)
+        log.update(trainer.updates, found, time.monotonic() - began)
+    log.evaluation(rollouts, trainer.updates)
+
+
+class Log:
+    """One line for each update and each evaluation, in the run's folder."""
+
+    def __init__(self, options: argparse.Namespace, *, prints: bool) -> None:
+        self.path = options.out / "log.jsonl"
+        self._problems = list(islice(prompts(10_007, held_out=True), options.held_out))
+        self._prints = prints
+        self._seconds = max((line["seconds"] for line in self.lines()), default=0.0)
+
+    def lines(self) -> list[dict[str, Any]]:
+        if not self.path.exists():
+            return []
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+    def update(self, number: int, found: list[dict[str, float]], seconds: float) -> None:
+        self._seconds += seconds
+        mismatches = [each["mismatch"] for each in found if "mismatch" in each]
+        self._write(
+            update=number,
+            reward=sum(each["reward"] for each in found) / len(found),
+            tokens=sum(each["tokens"] for each in found),
+            mismatch=mismatches[0] if mismatches else None,
+        )
+
+    def evaluation(self, rollouts: RolloutScheduler, number: int) -> None:
+        """Evaluate the policy on the same engines; the time that this takes does not count."""
+        held = list(rollouts.evaluate(self._problems).rollouts)
+        self._write(
+            update=number,
+            held_out=sum(rollout.reward or 0.0 for rollout in held) / len(held),
+            length=sum(map(len, held)) / len(held),
+        )
+
+    def _write(self, **figures: Any) -> None:
+        line = json.dumps({"seconds": round(self._seconds, 3), **figures})
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+        if self._prints:
+            print(line, file=sys.stderr, flush=True)
+
+    def draw(self, path: Path) -> None:
+        """Held-out reward over time, and the reward of each batch."""
+        import matplotlib.pyplot as plt
+
+        lines = self.lines()
+        held = [line for line in lines if "held_out" in line]
+        trained = [line for line in lines if "reward" in line]
+        figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+        axes.plot([x["seconds"] / 60 for x in held], [x["held_out"] for x in held], "o-",
+                  color="#d1495b", label="held-out problems")  # fmt: skip
+        axes.plot([x["seconds"] / 60 for x in trained], [x["reward"] for x in trained],
+                  color="#8d99ae", linewidth=1, label="training batches")  # fmt: skip
+        axes.set(xlabel="minutes of generation and training", ylabel="share solved", ylim=(0, 1))
+        axes.legend(frameon=False)
+        figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    options = arguments()
+    disable_progress_bar()
+    options.out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(options)
+    publisher = DiskPublisher(options.out / "weights", save=trainer.model.save_pretrained)
+    config = SchedulerConfig(
+        batch_groups=options.groups,
+        group_size=options.size,
+        over_provision=options.over_provision,
+        max_staleness=options.max_staleness,
+        sampling=SamplingParams(max_new_tokens=options.cap, stop_token_ids=(EOS,)),
+    )
+    console = Console(stderr=True)
+    facts = RunFacts(title="grpo", batches=options.updates, batch_groups=options.groups)
+    view = LiveView(console, facts, LiveFigures(batch_groups=options.groups))
+    log = Log(options, prints=not console.is_terminal)
+    with (
+        view if console.is_terminal else nullcontext(),
+        RolloutScheduler(
+            SGLangFleet(options.engine, stream_interval=16),
+            prompts(options.seed),
+            reward=reward,
+            config=config,
+            store=SqliteStore(options.out / "rollouts.sqlite"),
+            listeners=view.listeners,
+        ) as rollouts,
+    ):
+        known = rollouts.state.in_flight
+        view.begin(known.counters, known.ledger, batches=trainer.updates)
+        train(rollouts, trainer, publisher, log)
+    log.draw(options.out / "curve.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The trainer of examples/grpo against a real server: killed and continued, and learning."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sglang.server import CpuServer
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parents[1] / "examples" / "grpo"
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="could not import 'transformers'"
+)
+
+
+def ran(*command: object) -> int:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    return subprocess.call([sys.executable, *map(str, command)], env=environment)
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_that_is_killed_twice_goes_on_with_the_same_batches(
+    clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Once before the state of the second update is saved, and once after that."""
+    out = tmp_path / "run"
+    notes: list[list[Any]] = []
+    for dies, code in (("before 2", -signal.SIGKILL), ("after 2", -signal.SIGKILL), ("never", 0)):
+        file = tmp_path / "notes"
+        file.unlink(missing_ok=True)
+        arguments = [
+            "--engine", clean_server.url, "--model", models[0], "--out", out, "--updates", 3,
+            "--groups", 4, "--size", 4, "--cap", 48, "--held-out", 2, "--evaluate-every", 100,
+        ]  # fmt: skip
+        assert ran(HERE / "recorded_grpo.py", file, dies, *arguments) == code
+        notes.append(lines(file))
+    first, second, third = notes
+    assert {line[0] for line in first} == {0, 1}
+    # The batch whose update was not saved is trained on again, with every token as before.
+    assert sorted(line for line in first if line[0] == 1) == sorted(second)
+    # The one whose update was saved is not.
+    assert {line[0] for line in third} == {2}
+    taken = [line[1] for line in (*first, *third)]
+    assert len(taken) == len(set(taken)) == 3 * 16
+    assert all(exact and tokens for *_, exact, tokens in (*first, *second, *third))
+    log = lines(out / "log.jsonl")
+    assert [line["update"] for line in log if "reward" in line] == [1, 3]
+    assert all(line["mismatch"] < 1e-5 for line in log if "mismatch" in line)
+    assert (out / "curve.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
+def test_it_learns(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with_server = [HERE / "with_server.py", EXAMPLE / "policy", tmp_path / "server.log"]
+    trains = [sys.executable, EXAMPLE / "train.py", "--engine", "{engine}", "--out", out]
+    assert ran(*with_server, *trains) == 0
+    log = lines(out / "log.jsonl")
+    held = [line["held_out"] for line in log if "held_out" in line]
+    assert held[-1] >= held[0] + 0.1
+    assert all(line["mismatch"] < 1e-5 for line in log if "mismatch" in line)

@@ -1,0 +1,31 @@
+"""Runs a command beside a SGLang server on the CPU: with_server.py MODEL LOG COMMAND ...
+
+``{engine}`` in the command stands for the server's URL.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.sglang.server import CpuServer
+
+
+def main() -> int:
+    model, log, *command = sys.argv[1:]
+    Path(log).parent.mkdir(parents=True, exist_ok=True)
+    server = CpuServer(Path(model).resolve(), Path(log).resolve())
+    print("a SGLang server starts on the CPU, which takes about half a minute", file=sys.stderr)
+    server.start()
+    try:
+        server.wait_ready()
+        return subprocess.call([part.replace("{engine}", server.url) for part in command])
+    finally:
+        server.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
