@@ -57,6 +57,20 @@ class Asked:
     group: str = ""
 
 
+@dataclass
+class Kept:
+    """A delivered batch, which the store keeps until the clients of all its responses have left."""
+
+    batch: Batch
+    unread: int
+
+    def read(self) -> None:
+        """Note that one of the clients has left."""
+        self.unread -= 1
+        if not self.unread:
+            self.batch.acknowledge()
+
+
 class Response:
     """One response that a client waits for.
 
@@ -96,8 +110,8 @@ class Response:
         self.status = _FAILED
         self.left = False
         """Whether its client reads no more of it."""
-        self.batch: Batch | None = None
-        """The batch of its rollout, which the store keeps until the client has left."""
+        self.kept: Kept | None = None
+        """What the store keeps until the client has left."""
         self._news = asyncio.Event()
 
     @property
@@ -315,8 +329,9 @@ class Responses:
     def _read(self, response: Response) -> None:
         """Note that nobody reads any more of it, so that the store may forget it at its end."""
         response.left = not response.failure
-        if response.left and response.batch is not None:
-            response.batch.acknowledge()
+        if response.left and response.kept is not None:
+            response.kept.read()
+            response.kept = None
 
     # --- the run -------------------------------------------------------------------------------
 
@@ -327,16 +342,16 @@ class Responses:
 
     def deliver(self, batch: Batch) -> None:
         """Take a batch, whose groups of one have ended."""
+        kept = Kept(batch, 1)
         for group in batch.groups:
             response = self._forget(group.group_id)
             if response is None:
-                batch.acknowledge()
                 continue
-            if not response.over:
-                response.complete(group.rollouts[0])
-            response.batch = batch
-            if response.left:
-                batch.acknowledge()
+            response.complete(group.rollouts[0])
+            if not response.left:
+                response.kept = kept
+                kept.unread += 1
+        kept.read()
 
     def restore(self, batch: Batch) -> None:
         """Take a batch of the prior process that is delivered again later."""

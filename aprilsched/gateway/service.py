@@ -237,8 +237,7 @@ class Service:
         Raises:
             TimeoutError: if an engine is not paused in time. The pause still holds.
         """
-        async with self._control:
-            await self._hold()
+        await self._to_its_end(self._hold())
 
     async def resume(self) -> None:
         """End the pause; returns when every engine in use generates again.
@@ -247,28 +246,32 @@ class Service:
             TimeoutError: if an engine does not continue in time.
             RefitError: if weights that came in calls reached no engine.
         """
-        async with self._control:
-            try:
-                await self._end_open(None)
-            finally:
-                await self._end_hold()
+        await self._to_its_end(self._resume())
+
+    async def _resume(self) -> None:
+        try:
+            await self._end_open(None)
+        finally:
+            await self._end_hold()
 
     async def flush(self) -> bool:
         """Drop the cached KV of all engines; returns False while requests run."""
-        async with self._control:
-            if self._open is not None and not self._open.task.done():
-                return True  # The update has flushed them, and nothing runs in it.
-            if not self.held and self.running() + self.waiting():
-                return False
-            held = self.held
-            await self._hold()
-            try:
-                engines = [engine for engine in self.fleet.engines if engine.name in self.in_use]
-                await asyncio.gather(*(engine.flush() for engine in engines))
-            finally:
-                if not held:
-                    await self._end_hold()
-            return True
+        return await self._to_its_end(self._flush())
+
+    async def _flush(self) -> bool:
+        if self._open is not None and not self._open.task.done():
+            return True  # The update has flushed them, and nothing runs in it.
+        if not self.held and self.running() + self.waiting():
+            return False
+        held = self.held
+        await self._hold()
+        try:
+            engines = [engine for engine in self.fleet.engines if engine.name in self.in_use]
+            await asyncio.gather(*(engine.flush() for engine in engines))
+        finally:
+            if not held:
+                await self._end_hold()
+        return True
 
     async def load(self, path: str, label: str | None) -> RefitReport:
         """Load the weights in `path` into every engine, and name them `label`.
@@ -312,8 +315,8 @@ class Service:
         return await self._update(ExternalWeights(label=True), label)
 
     async def _to_its_end(self, call: Coroutine[Any, Any, T]) -> T:
-        """Carry a control call out to its end, also if the client that waits for it leaves: weights
-        that were loaded halfway are of no use to anybody."""
+        """Carry a control call out to its end, also if the client that waits for it leaves: what
+        was done halfway would be undone by nobody. Others wait for their turn."""
 
         async def alone() -> T:
             async with self._control:

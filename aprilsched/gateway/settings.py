@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -10,10 +11,11 @@ from aprilsched.core.config import Dispatch, Retries, SchedulerConfig
 from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, check_settings
 from aprilsched.core.policies.refill import PoolView, Refill
 from aprilsched.core.policies.staleness import Staleness
+from aprilsched.core.policies.stop import Groups, GroupSize
 from aprilsched.errors import ConfigError
 from aprilsched.serving.listening import check_port
 
-__all__ = ["GatewaySettings", "OnDemand", "Versions", "for_clients"]
+__all__ = ["Everything", "GatewaySettings", "OnDemand", "Versions", "for_clients"]
 
 _NEVER = 2**31 - 1
 
@@ -35,6 +37,18 @@ class OnDemand(Refill):
 
 
 @dataclass(frozen=True, slots=True)
+class Everything(Groups):
+    """A batch is all responses that have ended: a store writes them to the disk together, and while
+    it does, more of them end."""
+
+    name: ClassVar[str] = "everything"
+    fixed_groups: ClassVar[bool] = False
+
+    def take(self, groups: Sequence[GroupSize]) -> int | None:
+        return len(groups) or None
+
+
+@dataclass(frozen=True, slots=True)
 class Versions(Staleness):
     """Ends responses at the update that would make their oldest tokens too old, and lets new ones
     wait while there are enough for the versions that may consume them."""
@@ -45,8 +59,8 @@ class Versions(Staleness):
     def admissible(
         self, *, batch_groups: int, outstanding: int, batches_since_update: int, wanted: bool
     ) -> int | None:
-        """Number of responses that may still begin. A gateway's batch is one response, so
-        `batches_since_update` of them have ended since the update."""
+        """Number of responses that may still begin. A batch is one response where they are
+        counted, so `batches_since_update` of them have ended since the update."""
         if self.bound is None or self.per_version is None:
             return None
         limit = (self.bound + 1) * self.per_version
@@ -128,6 +142,8 @@ def for_clients(config: SchedulerConfig, settings: GatewaySettings) -> Scheduler
         batch_groups=1,
         group_size=1,
         over_provision=1.0,
+        # The bound for each version counts batches of one.
+        stop=Everything(1) if settings.per_version is None else Groups(1),
         refill=OnDemand(limit=limit),
         straggler=config.straggler,
         pace="asynchronous",

@@ -210,3 +210,21 @@ async def test_stopping_in_the_middle_of_an_update_ends():
         await one.stream(LONG).reach(INTERVAL)
         await done(one.raw, TENSOR, tensors("a", flush_cache=False))
         await one.gateway.stop()
+
+
+async def test_a_client_that_leaves_while_it_ends_an_update_leaves_none_open(two: Front):
+    """An update whose end was cancelled waited for its refit's timeout, and everybody with it."""
+    await done(two.raw, "/pause_generation", {"mode": "retract"})
+    await done(two.raw, TENSOR, tensors("a", "a"))
+    service = two.gateway.service
+    session = service._open  # pyright: ignore[reportPrivateUsage]
+    assert session is not None
+    # What aiohttp does with the handler of a client that is gone.
+    call = asyncio.create_task(service.resume())
+    while service._open is not None:  # noqa: ASYNC110 # pyright: ignore[reportPrivateUsage]
+        await asyncio.sleep(0)
+    call.cancel()
+    await until(session.task.done)
+    assert session.task.exception() is None
+    await done(two.raw, "/continue_generation", {})
+    assert (await two.raw.post("/generate", asked(5)))[0] == 200
