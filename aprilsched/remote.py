@@ -64,7 +64,9 @@ class FromTrainer:
     Args:
         publisher: any publisher of full weights.
         fleet: the engines of the scheduler once more, under the same names. Only its list of
-            engines is used; each is opened here before the first update.
+            engines is used; each is opened here before the first update. A fleet that asks
+            somebody for its servers (``SGLangListedFleet``, ``RayFleet``) asks again before each
+            update.
 
     Raises:
         ConfigError: if `publisher` publishes adapters, or nothing itself.
@@ -98,7 +100,13 @@ class FromTrainer:
         """
         # Shards of one run ask for it at the same time.
         async with self._opening:
-            closed = [each for each in self._fleet.engines if each.name not in self._opened]
+            if isinstance(self._fleet, ListedFleet):
+                engines = await self._fleet.listed()
+                names = {engine.name for engine in engines}
+                await self._close([name for name in self._opened if name not in names])
+            else:
+                engines = self._fleet.engines
+            closed = [each for each in engines if each.name not in self._opened]
             failures = await asyncio.gather(
                 *(engine.open() for engine in closed), return_exceptions=True
             )
@@ -150,6 +158,13 @@ class FromTrainer:
     async def _close(self, names: Iterable[str]) -> None:
         for name in names:
             await self._opened.pop(name).close()
+
+
+@runtime_checkable
+class ListedFleet(Protocol):
+    """A fleet that asks somebody which servers there are."""
+
+    async def listed(self) -> Sequence[Engine]: ...
 
 
 @runtime_checkable

@@ -8,30 +8,69 @@ import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-__all__ = ["local_cluster", "pid_of"]
+__all__ = ["listening_process", "local_cluster", "pid_of", "two_nodes"]
 
 
 @contextmanager
-def local_cluster(num_cpus: int = 2) -> Generator[Any]:
-    """Ray, with a cluster that ends with the block."""
+def _offline() -> Generator[Any]:
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         # Ray would write a token into the home folder.
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
         try:
             yield ray
         finally:
             ray.shutdown()
 
 
+@contextmanager
+def local_cluster(num_cpus: int = 2) -> Generator[None]:
+    """Ray, with a cluster that ends with the block."""
+    with _offline() as ray:
+        ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+        yield
+
+
+@contextmanager
+def two_nodes() -> Generator[None]:
+    """Ray, with a cluster of two nodes on this machine."""
+    with _offline() as ray:
+        from ray.cluster_utils import Cluster
+
+        options = {"num_cpus": 1, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=options)
+        try:
+            cluster.add_node(num_cpus=1)
+            ray.init(address=cluster.address, log_to_driver=False)
+            yield
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
 def pid_of(actor: Any) -> int:
     """The process of an actor."""
     from ray._private.state import actors
 
-    return actors(actor_id=actor._actor_id.hex())["Pid"]
+    known: Any = actors(actor_id=actor._actor_id.hex())
+    return known["Pid"]
+
+
+def listening_process(url: str | None) -> int:
+    """The process that listens at `url`; not the guard, which has it in its arguments too."""
+    assert url is not None, "the server does not run"
+    port = url.rpartition(":")[2].encode()
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+        except (NotADirectoryError, FileNotFoundError, ProcessLookupError):
+            continue
+        if port in command and command[0] != b"/bin/sh":
+            return int(entry.name)
+    raise AssertionError(f"nothing listens at {url}")

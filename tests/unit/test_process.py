@@ -24,6 +24,7 @@ from aprilsched import (
     Prompt,
     PromptQueue,
     SGLangFleet,
+    SGLangListedFleet,
     SimPublisher,
     process,
 )
@@ -452,6 +453,28 @@ def test_a_publisher_of_the_trainers_process(server: ThreadedServer, tmp_path: P
         with pytest.raises(ConfigError, match="version 9 is not newer than 9"):
             rollouts.update_weights(publisher, version=9)
         assert rollouts.next_batch().version == 9
+
+
+def test_a_publisher_for_servers_that_somebody_lists(server: ThreadedServer, tmp_path: Path):
+    """They are listed again before each update."""
+    listed = ["http://127.0.0.1:1"]
+
+    async def list_urls() -> list[str]:
+        return listed
+
+    publisher = process.FromTrainer(
+        DiskPublisher(tmp_path / "weights", save=Saved()), SGLangListedFleet(list_urls)
+    )
+    with process.RolloutScheduler(in_a_process.served, server.url) as rollouts:
+        rollouts.next_batch()
+        with pytest.raises(RefitError, match="has opened no engine"):
+            rollouts.update_weights(publisher)
+        listed[:] = [server.url]
+        assert rollouts.update_weights(publisher).version == 1
+        assert rollouts.update_weights(publisher).version == 2
+        listed[:] = ["http://127.0.0.1:1"]
+        with pytest.raises(RefitError, match="has opened no engine"):
+            rollouts.update_weights(publisher)
 
 
 def test_weights_that_the_trainer_cannot_load(server: ThreadedServer, tmp_path: Path):

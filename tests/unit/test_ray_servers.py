@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,7 @@ import pytest
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError, EngineUnreachable
 from aprilsched.testing.streams import WAIT_SECONDS, until
-from tests.support.ray_cluster import local_cluster, pid_of
+from tests.support.ray_cluster import listening_process, local_cluster, pid_of
 
 ray = pytest.importorskip("ray")
 
@@ -27,30 +28,18 @@ from aprilsched.ray import RayFleet, SGLangServers  # noqa: E402
 
 SERVE = (sys.executable, "-m", "aprilsched", "serve-sim")
 KEY = "a-key-of-the-tests"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_trainer.py"
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    with local_cluster():
+    with local_cluster(num_cpus=4):
         yield
 
 
 def servers(logs: Path, count: int = 1, **changes: Any) -> SGLangServers:
-    settings = {"command": SERVE, "arguments": ["--time-scale", "0.05"], "gpus": 0, "cpus": 0.1}
-    return SGLangServers(count, **(settings | {"logs": logs} | changes))
-
-
-def server_process(url: str) -> int:
-    """The process that listens at `url`; not the guard, which has it in its arguments too."""
-    port = url.rpartition(":")[2].encode()
-    for entry in Path("/proc").iterdir():
-        try:
-            command = (entry / "cmdline").read_bytes().split(b"\0")
-        except (NotADirectoryError, FileNotFoundError, ProcessLookupError):
-            continue
-        if port in command and command[0] != b"/bin/sh":
-            return int(entry.name)
-    raise AssertionError(f"nothing listens at {url}")
+    settings: dict[str, Any] = {"command": SERVE, "arguments": ["--time-scale", "0.05"]}
+    return SGLangServers(count, **(settings | {"gpus": 0, "cpus": 0.1, "logs": logs} | changes))
 
 
 def runs(pid: int) -> bool:
@@ -84,7 +73,7 @@ async def test_servers_are_started_again_whatever_ends(cluster: None, tmp_path: 
     try:
         before = started.urls()
         assert list(before) == ["engine-0", "engine-1"]
-        processes = [server_process(url) for url in before.values()]
+        processes = [listening_process(url) for url in before.values()]
         fleet = RayFleet(started.names, poll_s=0.1)
         async with (
             asyncio.timeout(WAIT_SECONDS),
@@ -110,7 +99,7 @@ async def test_servers_are_started_again_whatever_ends(cluster: None, tmp_path: 
             assert len(set(keys)) == len(keys) == 16
         logs = await asyncio.to_thread(started.logs)
         assert_logs_are_kept(tmp_path, logs.values())
-        last = [server_process(url) for url in (await asyncio.to_thread(started.urls)).values()]
+        last = [listening_process(url) for url in (await asyncio.to_thread(started.urls)).values()]
     finally:
         await asyncio.to_thread(started.close)
     await until(lambda: not any(runs(process) for process in last))
@@ -175,3 +164,11 @@ def test_arguments_that_cannot_be_used(tmp_path: Path, changes: dict[str, Any], 
 def test_no_repr_shows_a_key(tmp_path: Path):
     made = servers(tmp_path, arguments=["--api-key", KEY], environment={"SECRET": KEY})
     assert KEY not in repr(made) + repr(made._plan) + str(made.names)
+
+
+def test_the_example_trains_and_goes_on_when_it_is_started_again(cluster: None, tmp_path: Path):
+    run = runpy.run_path(str(EXAMPLE), run_name="example")["run"]
+    first = run(servers(tmp_path / "logs"), tmp_path, 2)
+    second = run(servers(tmp_path / "logs"), tmp_path, 4)
+    assert (first["trained"], second["trained"]) == (2, 4)
+    assert 0 < first["tokens"] < second["tokens"]

@@ -97,6 +97,7 @@ def on_trainer_returned(state: SchedulerState, event: TrainerReturned) -> None:
         return
     # An offer that is a batch delivered again must stay the first of those that wait.
     withdraw_offer(state)
+    state.delivery.streamed_again = 0
     state.delivery.redelivery = deque(
         waiting.get(index) or _again(state.delivery.unacknowledged[index]) for index in missing
     )

@@ -175,6 +175,8 @@ class SGLangListedFleet:
         self._limits = limits
         self._poll_s = poll_s
         self._listed = ListedMembers((), model_path)
+        self._apart: dict[str, SGLangEngine] = {}
+        """Engines of :meth:`listed`, by name."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({[engine.name for engine in self.engines]})"
@@ -203,6 +205,16 @@ class SGLangListedFleet:
     async def close(self) -> None:
         """Close every server's connections."""
         await self._listed.members.close()
+
+    async def listed(self) -> Sequence[SGLangEngine]:
+        """Ask for the list; returns an engine for each server of it, which the caller opens and
+        closes. It is for somebody who is not the scheduler, such as a publisher of another process.
+        A server that is still listed has the same engine as before."""
+        urls = {ServerAddress.parse(url).name: url for url in await self._list_urls()}
+        self._apart = {
+            name: self._apart.get(name) or self._engine(url) for name, url in urls.items()
+        }
+        return tuple(self._apart.values())
 
     async def watch(self) -> AsyncGenerator[FleetChange, None]:
         """Yield the servers that have come into the list or are missing in it.
