@@ -4,7 +4,7 @@
 stream, each with so many tokens. OUT gets the text, the streamed text and the meta_info of each.
 """
 
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # Runs under another Python, with packages that the development environment does not have.
 from __future__ import annotations
 

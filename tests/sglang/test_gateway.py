@@ -15,6 +15,7 @@ import shutil
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -339,12 +340,9 @@ async def test_slimes_own_rollout_with_its_own_abort(
     for index, sample in enumerate(given):
         both = np.abs(np.stack([own[index] for own in found]) - sample.rollout_log_probs)
         assert both.min(axis=0).max() < TOLERANCE
-        # The weights of a sample's versions follow one another, and no others have sampled it.
-        order = [int(version) % 2 for version in dict.fromkeys(sample.weight_versions)]
-        if len(order) == 1:
-            assert both[order[0]].max() < TOLERANCE
-        else:
-            clear = both.max(axis=0) > 100 * TOLERANCE
-            sampled = both.argmin(axis=0)[clear]
-            assert sampled[0] == order[0]
-            assert np.count_nonzero(np.diff(sampled)) <= len(order) - 1
+        # Its tokens come from the weights of its versions in their order. A part that was aborted
+        # at once has a version and no tokens.
+        versions = iter([int(version) % 2 for version in sample.weight_versions])
+        clear = both.max(axis=0) > 100 * TOLERANCE
+        runs = [model for model, _ in groupby(both.argmin(axis=0)[clear].tolist())]
+        assert all(model in versions for model in runs)

@@ -22,10 +22,12 @@ from openai import AsyncOpenAI
 
 from aprilsched import SGLangFleet
 from aprilsched.core.state.ledger import Reason
+from aprilsched.doctor import examine
+from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.gateway.tokenizer import load_tokenizer
 from aprilsched.testing import SimServer
-from aprilsched.testing.streams import until
+from aprilsched.testing.streams import Stream, greedy, until
 from tests.support.sim_http import INTERVAL, Raw, asked, served, two_weights
 from tests.support.tiny_tokenizer import bytes_tokenizer, calling_tokenizer
 
@@ -635,3 +637,61 @@ async def test_without_a_tokenizer_stop_strings_are_refused_and_tokens_are_not(p
         assert (status, "no tokenizer" in answer["error"]["message"]) == (400, True)
         status, answer = await one.raw.post("/generate", asked(5))
         assert (status, "text" in answer) == (200, False)
+
+
+# --- beside other parts of the gateway ---------------------------------------------------------
+
+
+async def test_a_client_that_reads_nothing_holds_up_nobody_and_then_gets_everything(one: Front):
+    body = {**asked(3000), "input_ids": [5, 6], "stream": True}
+    async with one.raw.session.post("/generate", json=body) as answer:
+        # Nothing of the stream is read until its rollout is long over.
+        await until(lambda: one.state.in_flight.counters.delivered == 1)
+        told = await one.client.completions.create(model=MODEL, prompt="x", max_tokens=5, **GREEDY)
+        assert told.choices[0].finish_reason == "length"
+        lines = (await answer.read()).split(b"\n\n")
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-2]]
+    assert sum(len(event["output_ids"]) for event in events) == 3000
+    await one.idle()
+
+
+async def test_the_doctor_and_the_adapter_find_a_server_in_a_gateway_with_a_tokenizer(one: Front):
+    findings = await examine(one.gateway.url)
+    assert [finding.check for finding in findings if finding.status == "fail"] == []
+    engine = SGLangEngine(one.gateway.url, stream_interval=INTERVAL)
+    await engine.open()
+    try:
+        stream = await Stream(engine, greedy(50)).start().end()
+        assert len(stream.ids) == 50
+    finally:
+        await engine.close()
+
+
+async def test_a_chat_is_asked_for_again_after_a_restart(plain: Path, tmp_path: Path):
+    body = {"model": MODEL, "messages": SAID, "max_tokens": 600, "temperature": 0.0}
+    body |= {"ignore_eos": True, "return_token_ids": True, "rid": "mine"}
+    async with served() as server:
+
+        def opened() -> Gateway:
+            return Gateway(
+                SGLangFleet([server.url], stream_interval=INTERVAL),
+                settings=GatewaySettings(
+                    port=0, drain_s=0, tokenizer=plain, store=tmp_path / "store"
+                ),
+            )
+
+        async with opened() as gateway, Raw(gateway.url) as raw:
+            expected = (await raw.post(CHAT, {**body, "rid": "other"}))[1]["choices"][0]
+            asking = asyncio.create_task(raw.post(CHAT, body))
+            await until(
+                lambda: any(r.token_ids for r in gateway.service.responses._by_rid.values())
+            )
+            await gateway.stop()
+            status, answer = await asking
+            assert (status, answer["error"]["type"]) == (503, "overloaded_error")
+        async with opened() as gateway, Raw(gateway.url) as raw:
+            status, answer = await raw.post(CHAT, body)
+    assert status == 200
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == expected["token_ids"]
+    assert choice["message"] == expected["message"]

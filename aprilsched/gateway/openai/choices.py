@@ -103,6 +103,8 @@ def begun(
     # The tokenizer may know tokens that the model does not have.
     ends = {each for each in tokenizer.ends if size is None or each < size}
     name = uuid.uuid4().hex if body.rid is None else body.rid
+    several = len(prompts) * body.choices > 1
+    near = group or (name if several else None)
     # The group has the name that the answer tells, so an abort by it finds the responses.
     group = group or name
     rules = TextRules(
@@ -112,7 +114,6 @@ def begun(
         ends=frozenset([*ends, *(body.stop_token_ids or ())]),
         ignore_ends=bool(body.ignore_eos),
     )
-    several = len(prompts) * body.choices > 1
     asked: list[Asked] = []
     for prompt in prompts:
         ids: Any = prompt
@@ -123,7 +124,7 @@ def begun(
                 params["seed"] = body.seed + number
             sampling = sampled(service, prompt, rules.given(params))
             rid = f"{body.rid}_{len(asked)}" if body.rid and several else body.rid
-            made = Prompt(input_ids=ids, sampling=sampling, affinity=name if several else None)
+            made = Prompt(input_ids=ids, sampling=sampling, affinity=near)
             asked.append(Asked(rid=rid, prompt=made, group=group))
     responses = begin(service, asked)
     try:

@@ -73,10 +73,10 @@ async def _prompts(service: Service, body: CompletionBody) -> Sequence[Sequence[
     Raises:
         ConfigError: if there is none, or if texts and token ids are mixed.
     """
-    given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else [*body.prompt]
-    if given and all(isinstance(each, int) for each in given):
-        ids: list[Any] = given
-        given = [ids]
+    asked: Any = body.prompt
+    if isinstance(asked, str) or (asked and all(isinstance(each, int) for each in asked)):
+        asked = [asked]
+    given: list[Any] = asked
     if not given or not all(isinstance(each, list) or each for each in given):
         raise ConfigError("prompt is empty; give a text or token ids.")
     if len({type(each) for each in given}) > 1:
