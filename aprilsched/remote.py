@@ -254,7 +254,7 @@ class RemoteScheduler(ABC):
         acknowledge: bool = True,
     ) -> RefitReport:
         """Bring new weights into every engine. The publisher is sent to the scheduler and runs
-        there, or here if it is a :class:`FromTrainer`."""
+        there, or here if it is a :class:`~aprilsched.process.FromTrainer`."""
         named = {"version": version, "acknowledge": acknowledge}
         if not isinstance(publisher, FromTrainer):
             return await self.call("update_weights", publisher, **named)

@@ -56,6 +56,8 @@ nitpick_ignore_regex = [
     (r"py:class", r"aprilsched\.testing\.faults\.(choosing|kinds)\..*"),
     (r"py:class", r"aprilsched\.telemetry\.sampling\.engine_loads\..*"),
     (r"py:class", r"aprilsched\.telemetry\.usage\.engine_time\..*"),
+    (r"py:class", r"aprilsched\.shards\.base\..*"),
+    (r"py:class", r"Served"),
     (r"py:data", r"FIELDS"),
     # Type variables, and types that the signature of a dataclass breaks at their commas.
     (r"py:class", r"aprilsched\..*\._?[CT]"),

@@ -508,9 +508,12 @@ class ActorScheduler(RemoteScheduler):
         version: int | None = None,
         acknowledge: bool = True,
     ) -> RefitReport:
-        """Bring new weights into every engine. The publisher is sent to the actor and runs there,
-        or here if it is a :class:`FromTrainer`. If the actor dies meanwhile, the update is repeated
-        as a whole once it is back."""
+        """Bring new weights into every engine.
+
+        The publisher is sent to the actor and runs there, or here if it is a
+        :class:`~aprilsched.process.FromTrainer`. If the actor dies meanwhile, the update is
+        repeated as a whole once it is back.
+        """
         number = self.version + 1 if version is None else version
         if isinstance(publisher, AdapterPublisher):
             return await self._update(publisher, number, acknowledge)

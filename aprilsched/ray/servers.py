@@ -91,7 +91,7 @@ the process group."""
 class SGLangServers:
     """A number of SGLang servers of one kind, each in Ray actors of its own.
 
-    :attr:`names` has the names of the actors that :class:`~aprilsched.ray.RayFleet` asks for their
+    ``names`` has the names of the actors that :class:`~aprilsched.ray.RayFleet` asks for their
     servers. The servers start when the ``with`` block is entered, which waits until all of them
     have answered, and end with it.
 

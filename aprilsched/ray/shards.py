@@ -51,7 +51,7 @@ class RayShard:
     """A shard in an actor of its own.
 
     Weights reach its engines from a :class:`~aprilsched.DiskPublisher`, which saves once in this
-    process and loads in every actor, from a :class:`~aprilsched.ray.FromTrainer`, which moves
+    process and loads in every actor, from a :class:`~aprilsched.process.FromTrainer`, which moves
     tensors from this process to the engines of all shards together, or from any other publisher
     that Ray can send.
 
