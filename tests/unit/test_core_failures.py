@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aprilsched.config import Dispatch, Retries, SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.ledger import Reason
-from tests.support.driver import Driver
+from tests.support.driver import Driver, prompts
 
 
 def config(**changes: object) -> SchedulerConfig:
@@ -218,6 +220,27 @@ def test_a_group_keeps_its_prefix_on_one_engine_where_that_does_not_unbalance():
         for group_id in driver.group_ids()
     ]
     assert sum(count == 1 for count in spread) >= 6
+
+
+def test_prompts_of_one_affinity_go_to_one_engine_until_it_has_over_eight_more_than_another():
+    settings = config(batch_groups=24, group_size=1, over_provision=1.0)
+    driver = Driver(settings, auto_prompts=False)
+    driver.request_batch()
+    given = tuple(replace(prompt, affinity="chat") for prompt in prompts(24))
+    driver.feed(ev.PromptsArrived(prompts=given))
+    engines = [send.engine for send in driver.sent]
+    assert len(set(engines[:9])) == 1
+    assert engines[9] != engines[0]
+
+
+def test_only_so_many_affinities_are_remembered():
+    driver = Driver(config(batch_groups=5000, group_size=1, over_provision=1.0), auto_prompts=False)
+    driver.request_batch()
+    given = tuple(replace(prompt, affinity=str(at)) for at, prompt in enumerate(prompts(5000)))
+    driver.feed(ev.PromptsArrived(prompts=given))
+    homes = driver.state.in_flight.homes
+    assert list(homes) == [str(at) for at in range(5000 - len(homes), 5000)]
+    assert len(homes) == 4096
 
 
 def test_carried_rollouts_are_sent_first():
