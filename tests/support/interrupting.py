@@ -6,7 +6,9 @@ import gc
 import random
 import signal
 
-__all__ = ["InterruptingLoop"]
+from aprilsched import blocking
+
+__all__ = ["InterruptingLoop", "taken_under_interrupts"]
 
 
 class InterruptingLoop:
@@ -37,3 +39,30 @@ class InterruptingLoop:
     @staticmethod
     def _raise(*_: object) -> None:
         raise KeyboardInterrupt
+
+
+def taken_under_interrupts(
+    rollouts: blocking.RolloutScheduler, batches: int, *, seed: int
+) -> tuple[list[int], int]:
+    """Open `rollouts` and take so many batches, in calls that are interrupted at random moments.
+
+    Returns the indexes of the batches that the calls returned, and the number of batches that the
+    scheduler has delivered. Some calls were interrupted, or there is an assertion.
+    """
+    got: list[int] = []
+    interrupts = 0
+    with InterruptingLoop(seed) as alarm, rollouts:
+        while len(got) < batches:
+            batch = None
+            try:
+                alarm.start()
+                batch = rollouts.next_batch()
+                alarm.stop()
+            except KeyboardInterrupt:
+                interrupts += 1
+            if batch is not None:
+                got.append(batch.index)
+        alarm.stop()
+        delivered = rollouts.state.in_flight.counters.batches
+    assert interrupts
+    return got, delivered

@@ -32,7 +32,7 @@ from aprilsched import (
 from aprilsched.core.messages.events import VersionSeen
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError, SchedulerClosed
-from tests.support.interrupting import InterruptingLoop
+from tests.support.interrupting import InterruptingLoop, taken_under_interrupts
 
 
 def make(count: int | None = None) -> blocking.RolloutScheduler:
@@ -130,24 +130,34 @@ def test_a_wait_that_is_interrupted_loses_no_batch(store: bool):
         config=config,
         store=MemoryStore() if store else None,
     )
-    got: list[int] = []
+    got, delivered = taken_under_interrupts(rollouts, 60, seed=3)
+    assert got == list(range(60))
+    assert delivered == 60
+
+
+def test_a_stream_that_is_interrupted_loses_no_group():
+    """Each loop takes one group, and the next loop goes on."""
+    got: list[tuple[int, int]] = []
     interrupts = 0
-    with InterruptingLoop(seed=3) as alarm, rollouts:
+    with InterruptingLoop(seed=5) as alarm, make() as rollouts:
         while len(got) < 60:
-            batch = None
+            part = None
             try:
                 alarm.start()
-                batch = rollouts.next_batch()
+                for part in rollouts.stream():  # noqa: B007
+                    break
                 alarm.stop()
             except KeyboardInterrupt:
                 interrupts += 1
-            if batch is not None:
-                got.append(batch.index)
+            if part is not None:
+                got.append((part.index, part.groups[0].group_id))
         alarm.stop()
         delivered = rollouts.state.in_flight.counters.batches
-    assert got == list(range(60))
-    assert delivered == 60
     assert interrupts
+    assert len({group_id for _, group_id in got}) == 60
+    sizes = [len(list(groups)) for _, groups in itertools.groupby(got, lambda taken: taken[0])]
+    assert sizes == [sizes[0]] * len(sizes)
+    assert delivered == len(sizes)
 
 
 class InterruptAt:

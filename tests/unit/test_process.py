@@ -32,7 +32,7 @@ from aprilsched.engines.base import Engine
 from aprilsched.errors import AprilschedError, ConfigError, RefitError, SchedulerClosed
 from aprilsched.testing import ThreadedServer
 from tests.support import in_a_process
-from tests.support.interrupting import InterruptingLoop
+from tests.support.interrupting import InterruptingLoop, taken_under_interrupts
 
 
 @pytest.fixture(autouse=True)
@@ -130,24 +130,9 @@ def test_a_timeout_loses_no_batch():
 
 @pytest.mark.parametrize("make", [in_a_process.simple, in_a_process.stored])
 def test_an_interrupted_wait_loses_no_batch(make: Any):
-    got: list[int] = []
-    interrupts = 0
-    with InterruptingLoop(seed=3) as alarm, process.RolloutScheduler(make) as rollouts:
-        while len(got) < 40:
-            batch = None
-            try:
-                alarm.start()
-                batch = rollouts.next_batch()
-                alarm.stop()
-            except KeyboardInterrupt:
-                interrupts += 1
-            if batch is not None:
-                got.append(batch.index)
-        alarm.stop()
-        delivered = rollouts.state.in_flight.counters.batches
+    got, delivered = taken_under_interrupts(process.RolloutScheduler(make), 40, seed=3)
     assert got == list(range(40))
     assert delivered == 40
-    assert interrupts
 
 
 def test_an_update_of_another_thread_withdraws_no_batch_on_its_way():
