@@ -56,6 +56,9 @@ class Texts:
         if self._tokenizer is not None:
             return
         folder = Path(model_path) if self._folder is None else self._folder
+        if self._folder is None and not model_path:
+            self._why_not = "the engines tell no folder of their model"
+            return
         try:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, folder, self._template)
         except ConfigError as error:
