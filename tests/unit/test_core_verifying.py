@@ -42,6 +42,55 @@ def test_an_engine_is_asked_for_its_version_after_a_quiet_time_and_not_before():
     assert len(driver.sent) == before + 1
 
 
+def test_only_as_many_quiet_engines_are_asked_as_there_are_requests_for():
+    fleet = tuple("abcdefgh")
+    sizes = config(batch_groups=1, group_size=2, over_provision=1.0, pace="synchronous")
+    driver = Driver(sizes, engines=fleet, version=3)
+    driver.auto_verify = False
+    driver.now += 30.0
+    driver.feed(ev.BatchRequested())
+    assert len(driver.verifications) == 2
+    while driver.verifications:
+        driver.verify()
+    assert len(driver.sent) == 2
+    assert {send.engine for send in driver.sent} < set(fleet)
+
+
+def test_an_engine_that_failed_the_request_does_not_get_it_again_while_another_is_quiet():
+    driver = Driver(
+        config(batch_groups=1, group_size=1, over_provision=1.0, pace="synchronous"),
+        engines=("a", "b", "c"),
+        version=3,
+    )
+    driver.now += 30.0
+    driver.request_batch()
+    (attempt,) = driver.attempts()
+    failed_on = driver.sent[-1].engine
+    driver.fail(attempt)
+    assert driver.sent[-1].engine != failed_on
+
+
+def test_answers_that_take_longer_than_a_quiet_time_are_not_asked_for_again():
+    fleet = tuple("abcd")
+    sizes = config(batch_groups=2, group_size=4, over_provision=1.0, pace="synchronous")
+    driver = Driver(sizes, engines=fleet, version=3)
+    driver.auto_verify = False
+    driver.now += 30.0
+    driver.feed(ev.BatchRequested())
+    asked = 0
+    while driver.verifications and asked < 100:
+        driver.now += 0.7
+        driver.verify()
+        asked += 1
+    assert asked == len(fleet)
+    assert len(driver.sent) == 8
+    for attempt in driver.attempts():
+        driver.finish(attempt)
+    driver.now += 30.0
+    driver.feed(ev.BatchRequested())
+    assert len(driver.verifications) == len(fleet)
+
+
 def test_an_engine_that_was_restarted_in_a_quiet_time_gets_nothing_and_stands_by():
     driver = one_at_a_time()
     driver.request_batch()

@@ -91,6 +91,10 @@ class Waiting:
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._waiting
 
+    def __iter__(self) -> Iterator[RequestRecord]:
+        """Every request, in no particular order."""
+        return iter(self._waiting.values())
+
     def places(self) -> Iterator[tuple[Place, RequestRecord]]:
         """Every request with its place, for the check of the invariants."""
         for heap in (self._training, self._evaluations):

@@ -202,6 +202,9 @@ class Fleet:
     """Token rates, by which silent and slow engines are found."""
     attempts_sent: int = 0
     """Number of attempts that were sent."""
+    asking_since: float | None = None
+    """When the engines were first asked for their version on behalf of the requests that wait now;
+    None where they were not."""
     sleep: Sleep | None = None
     """The sleep that is under way: the trainer has the engines' memory."""
     held: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from aprilsched.core.messages.commands import Send, Verify
 from aprilsched.core.messages.facts import AttemptSent
 from aprilsched.core.policies.placement import Places
@@ -55,20 +57,30 @@ def dispatch(state: SchedulerState) -> None:
     """Send waiting requests to engines. Nothing is ever sent to a paused engine (hazard 4)."""
     in_flight, config = state.in_flight, state.config
     if not in_flight.queue or _goal(state).kind != "run":
+        state.fleet.asking_since = None
         return
     training, limit = training_runs(state), config.dispatch.max_in_flight
     if in_flight.queue.first(training=training) is None:
+        state.fleet.asking_since = None
         return
     engines = state.fleet.control.engines
-    for control in engines.values():
-        if control.mode is Mode.RUNNING and _may_have_restarted(state, control):
-            state.fleet.control.enter(control, Mode.VERIFYING)
-            state.commands.append(Verify(engine=control.name))
-    loads = {name: in_flight.open[name] for name in engines if state.fleet.control.runs(name)}
-    if len(loads) < len(engines):
+    quiet = [
+        control
+        for control in engines.values()
+        if control.mode is Mode.RUNNING and _may_have_restarted(state, control)
+    ]
+    for control in _worth_asking(state, quiet):
+        if state.fleet.asking_since is None:
+            state.fleet.asking_since = state.now
+        state.fleet.control.enter(control, Mode.VERIFYING)
+        state.commands.append(Verify(engine=control.name))
+    if any(control.mode is not Mode.RUNNING for control in engines.values()):
         # Otherwise the first engine that continues after a pause would get the whole wave, or, if
         # it took only its share, all carried requests, which have the longest contexts.
         return
+    state.fleet.asking_since = None
+    unasked = {control.name for control in quiet}
+    loads = {name: in_flight.open[name] for name in engines if name not in unasked}
     free, near = Places(loads), config.dispatch.placement == "prefix"
     while limit is None or in_flight.open_attempts < limit:
         request = in_flight.queue.first(training=training)
@@ -87,6 +99,34 @@ def dispatch(state: SchedulerState) -> None:
         _send(state, request, engine)
 
 
+def _worth_asking(state: SchedulerState, quiet: Sequence[EngineControl]) -> list[EngineControl]:
+    """Those of the `quiet` engines that are asked for their version before a request is sent.
+
+    With fewer requests than quiet engines these are the ones that requests are to go to. In a
+    large fleet some engines are always idle, and to ask all of them took more time than all tokens,
+    and held every request up until the slowest had answered.
+    """
+    waiting = state.in_flight.queue
+    if len(waiting) >= len(quiet):
+        return list(quiet)
+    near = state.config.dispatch.placement == "prefix"
+    homes, avoid = set[str](), set[str]()
+    for request in waiting:
+        avoid.update(request.avoid)
+        if near:
+            group = request.rollout.group
+            affinity = group.prompt.affinity
+            home = "" if affinity is None else state.in_flight.homes.get(affinity, "")
+            homes.add(group.engine or home)
+    idle = {name for name in state.fleet.control.engines if not state.in_flight.open[name]}
+    spare = len(idle.difference((control.name for control in quiet), avoid))
+    asked = [control for control in quiet if control.doubt or control.name in homes]
+    others = [control for control in quiet if not (control.doubt or control.name in homes)]
+    others.sort(key=lambda control: control.name in avoid)
+    missing = max(0, len(waiting) - spare - len(asked))
+    return asked + others[:missing]
+
+
 def _may_have_restarted(state: SchedulerState, control: EngineControl) -> bool:
     """Whether the engine may have been restarted without anybody noticing.
 
@@ -94,6 +134,11 @@ def _may_have_restarted(state: SchedulerState, control: EngineControl) -> bool:
     """
     if control.doubt:
         return True
+    since = state.fleet.asking_since
+    if since is not None and control.version_seen_at >= since:
+        # It has answered. Asked again because the answers of a large fleet take longer than the
+        # quiet time, the engines would be asked for ever, and nothing would be sent.
+        return False
     return not state.in_flight.open[control.name] and state.now - control.version_seen_at > _QUIET_S
 
 
