@@ -59,6 +59,7 @@ from aprilsched.coordinator import BiasNow, RefitReport
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import (
+    AprilschedError,
     ConfigError,
     EngineError,
     PromptsExhausted,
@@ -91,6 +92,8 @@ _LOOK_S = 0.2
 """Seconds until an actor that is away is looked for again."""
 _DETACH_S = 10.0
 """Seconds in which the actor is told that the trainer leaves; it goes on if it is not told."""
+_READY_S = 10.0
+"""Seconds that an actor has to say that it runs, before it is ended without being closed."""
 _END_S = 120.0
 """Seconds that a scheduler has to close."""
 
@@ -129,7 +132,7 @@ def start_scheduler(
     options = {"num_cpus": 1, "max_restarts": -1, **options, "name": name, "namespace": namespace}
     order = _Order(name=name, make=make, restored=None if restore is None else absolute(restore))
     try:
-        _started[name] = ray.remote(_SchedulerActor).options(**options).remote(order)
+        _started[namespace, name] = ray.remote(_SchedulerActor).options(**options).remote(order)
     except ValueError as error:
         if named(name, namespace) is None:
             raise
@@ -150,16 +153,18 @@ def stop_scheduler(name: str, *, namespace: str | None = None) -> None:
     if actor is None:
         return
     try:
+        # An actor that waits for room in the cluster has nothing to close.
+        ray.get(actor.__ray_ready__.remote(), timeout=_READY_S)
         ray.get(actor.end.remote(), timeout=_END_S)
     except (exceptions.RayActorError, exceptions.GetTimeoutError) as error:
-        log.warning("the scheduler actor %s was not closed: %r", name, error)
+        log.warning("the scheduler actor %s was not closed: %s", name, type(error).__name__)
     ray.kill(actor)
-    _started.pop(name, None)
+    _started.pop((namespace, name), None)
 
 
-_started: dict[str, Any] = {}
-"""The actors that this process has started, by name: Ray ends an actor of which nobody has a
-handle."""
+_started: dict[tuple[str | None, str], Any] = {}
+"""The actors that this process has started, by namespace and name: Ray ends an actor of which
+nobody has a handle."""
 
 
 # --- the trainer's side --------------------------------------------------------------------------
@@ -297,7 +302,8 @@ class ActorScheduler(RemoteScheduler):
                         cause = str(error)
             except exceptions.RayActorError as error:
                 if error.actor_init_failed:
-                    raise unsendable("the function that makes the scheduler", error) from error
+                    last = AprilschedError(str(error).strip().splitlines()[-1].strip())
+                    raise unsendable("the function that makes the scheduler", last) from error
                 cause = "it is being restarted, or waits for a node with its resources"
             except TimeoutError:
                 if asyncio.get_running_loop().time() < until:

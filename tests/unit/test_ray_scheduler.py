@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 from collections.abc import Iterator
@@ -406,7 +407,7 @@ async def test_an_actor_that_cannot_be_placed(server: ThreadedServer):
     with pytest.raises(SchedulerClosed, match=r"does not answer.*look at `ray status`"):
         async with ActorScheduler(NAME, wait_s=2.0):
             pass
-    ray.kill(ray.get_actor(NAME))
+    stop_scheduler(NAME)
 
 
 async def test_a_function_that_cannot_make_a_scheduler(server: ThreadedServer, store: Path):
@@ -427,6 +428,17 @@ async def test_a_function_that_restores_by_itself(
     stop_scheduler(NAME)
     start(in_an_actor.restoring, server.url, store, tmp_path / "checkpoint")
     with pytest.raises(ConfigError, match="as restore=path"):
+        async with ActorScheduler(NAME, wait_s=60):
+            pass
+
+
+async def test_a_function_that_the_actor_cannot_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "only_here.py").write_text("def make(): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    start(importlib.import_module("only_here").make)
+    with pytest.raises(ConfigError, match="No module named 'only_here'"):
         async with ActorScheduler(NAME, wait_s=60):
             pass
 
