@@ -9,7 +9,7 @@ from aiohttp import web
 
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.engines.refit import RefitGroup, TensorMeta
-from aprilsched.errors import AprilschedError, ConfigError, EngineError
+from aprilsched.errors import AprilschedError, ConfigError
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.updates import Bucket, broadcast, handles
 from aprilsched.serving.bodies import (
@@ -89,7 +89,7 @@ async def flush(request: web.Request) -> web.Response:
     """GET or POST /flush_cache; 400 while requests run."""
     try:
         done = await request.app[SERVICE].flush()
-    except (EngineError, TimeoutError) as error:
+    except (AprilschedError, TimeoutError) as error:
         return web.Response(status=400, text=f"Flush cache failed: {error}\n")
     if done:
         return web.Response(text="Cache flushed.\n")

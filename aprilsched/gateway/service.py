@@ -46,6 +46,9 @@ __all__ = ["SERVICE", "Service"]
 log = logging.getLogger("aprilsched")
 
 _STOPPED = "The gateway stops; send the same rid again to go on with this response."
+_MOST_CALLS = 64
+"""Control calls that may wait for their turn. They stay when their clients leave, so nothing else
+bounds their number, and each may have a body of many megabytes."""
 _AGAIN_S = 1.0
 """Seconds after which a batch is asked for again that no engine can generate before an update."""
 
@@ -318,9 +321,16 @@ class Service:
         """Carry a control call out to its end, also if the client that waits for it leaves: what
         was done halfway would be undone by nobody. Others wait for their turn."""
 
+        if len(self._calls) >= _MOST_CALLS:
+            call.close()
+            raise ConfigError(f"{_MOST_CALLS} control calls wait for their turn; try again later.")
+
         async def alone() -> T:
-            async with self._control:
-                return await call
+            try:
+                async with self._control:
+                    return await call
+            finally:
+                call.close()  # Its turn may never have come.
 
         task = asyncio.create_task(alone(), name="aprilsched control call")
         self._calls.add(task)

@@ -326,6 +326,15 @@ async def test_keys_are_asked_for():
         async with Raw(one.gateway.url, KEY) as client:
             assert (await client.post("/generate", asked(5)))[0] == 200
             assert (await client.post("/abort_request", {"rid": "x"}))[0] == 401
+            for path in (
+                "/begin_weight_update",
+                "/end_weight_update",
+                "/update_weights_from_tensor",
+                "/update_weights_from_distributed",
+                "/init_weights_update_group",
+                "/destroy_weights_update_group",
+            ):
+                assert (await client.post(path, {}))[0] == 401
             assert (await client.get("/no-such-path"))[0] == 404
         assert (await one.raw.post("/generate", asked(5)))[0] == 200
         assert (await one.raw.post("/abort_request", {"rid": "x"}))[0] == 200

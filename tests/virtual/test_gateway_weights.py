@@ -206,10 +206,17 @@ async def test_a_trainer_that_goes_away_in_an_update_leaves_it_to_the_next():
 
 
 async def test_stopping_in_the_middle_of_an_update_ends():
+    """Also the calls that wait for their turn."""
     async with front() as one:
         await one.stream(LONG).reach(INTERVAL)
         await done(one.raw, TENSOR, tensors("a", flush_cache=False))
-        await one.gateway.stop()
+        service = one.gateway.service
+        async with service._control:  # pyright: ignore[reportPrivateUsage]
+            waiting = asyncio.create_task(service.resume())
+            await until(lambda: bool(service._calls))  # pyright: ignore[reportPrivateUsage]
+            await one.gateway.stop()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
 
 
 async def test_a_client_that_leaves_while_it_ends_an_update_leaves_none_open(two: Front):
@@ -228,3 +235,17 @@ async def test_a_client_that_leaves_while_it_ends_an_update_leaves_none_open(two
     assert session.task.exception() is None
     await done(two.raw, "/continue_generation", {})
     assert (await two.raw.post("/generate", asked(5)))[0] == 200
+
+
+async def test_only_so_many_control_calls_wait(two: Front):
+    await done(two.raw, "/pause_generation", {"mode": "retract"})
+    service = two.gateway.service
+    async with service._control:  # pyright: ignore[reportPrivateUsage]
+        waiting = [asyncio.create_task(service.pause()) for _ in range(64)]
+        await until(lambda: len(service._calls) == 64)  # pyright: ignore[reportPrivateUsage]
+        assert "64 control calls" in await refused(two.raw, TENSOR, tensors("a", "a"))
+        status, said = await two.raw.post("/flush_cache")
+        assert (status, "64 control calls" in said) == (400, True)
+    await asyncio.gather(*waiting)
+    await done(two.raw, TENSOR, tensors("a", "a"))
+    await done(two.raw, "/continue_generation", {})
