@@ -21,6 +21,7 @@ from aprilsched.errors import ConfigError, RefitError, SchedulerClosed
 from aprilsched.testing.streams import WAIT_SECONDS
 from aprilsched.testing.threaded import ThreadedServer
 from tests.support import in_an_actor
+from tests.support.interrupting import InterruptingLoop
 from tests.support.ray_cluster import local_cluster, pid_of
 
 ray = pytest.importorskip("ray")
@@ -121,6 +122,28 @@ def test_a_trainer_without_asyncio(server: ThreadedServer, store: Path, weights:
         assert store.with_name("checkpoint").exists()
     with pytest.raises(SchedulerClosed, match="inside its `with` block"):
         rollouts.next_batch()
+
+
+def test_an_interrupted_wait_loses_no_batch(server: ThreadedServer, store: Path):
+    got: list[int] = []
+    interrupts = 0
+    start(in_an_actor.served, server.url, store)
+    with InterruptingLoop(seed=5) as alarm, RolloutScheduler(NAME, wait_s=60) as rollouts:
+        while len(got) < 20:
+            batch = None
+            try:
+                alarm.start()
+                batch = rollouts.next_batch()
+                alarm.stop()
+            except KeyboardInterrupt:
+                interrupts += 1
+            if batch is not None:
+                got.append(batch.index)
+        alarm.stop()
+        delivered = rollouts.state.in_flight.counters.batches
+    assert got == list(range(20))
+    assert delivered == 20
+    assert interrupts
 
 
 def mapped(array: np.ndarray) -> str:
