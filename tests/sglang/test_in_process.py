@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aprilsched import SGLangInProcessFleet
-from aprilsched.errors import ConfigError
+from aprilsched.errors import ConfigError, MissingExtra
 from aprilsched.testing.contract import ALL_CHECKS, MEMORY_CHECKS
 from tests.sglang.server import run_with_server_packages
 
@@ -63,5 +63,5 @@ def test_it_needs_an_engine_or_the_arguments_for_one() -> None:
 
 async def test_without_sglang_the_error_says_what_to_do() -> None:
     fleet = SGLangInProcessFleet(model_path="/model")
-    with pytest.raises(ConfigError, match="needs SGLang in this environment"):
+    with pytest.raises(MissingExtra, match=r"aprilsched\[sglang\]"):
         await fleet.open()

@@ -172,6 +172,7 @@ RULES: dict[str, Rule] = {
         ours=(
             "aprilsched.engines",
             "aprilsched.errors",
+            "aprilsched.extras",
             "aprilsched.loop_thread",
             "aprilsched.timing.model",
             "aprilsched.types",
@@ -341,6 +342,7 @@ RULES: dict[str, Rule] = {
             "aprilsched.checks",
             "aprilsched.engines",
             "aprilsched.errors",
+            "aprilsched.extras",
             "aprilsched.loop_thread",
             "aprilsched.sampling",
             "aprilsched.serving",

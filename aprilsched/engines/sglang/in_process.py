@@ -62,6 +62,7 @@ from aprilsched.errors import (
     EngineRejected,
     EngineUnreachable,
 )
+from aprilsched.extras import extra
 from aprilsched.loop_thread import LoopThread
 
 __all__ = ["SGLangInProcessEngine", "SGLangInProcessFleet"]
@@ -89,10 +90,10 @@ _DEFAULTS: Mapping[str, Any] = {
 class SGLangInProcessFleet:
     """One SGLang engine inside of this process, as a fleet.
 
-    SGLang must be installed in the same environment. It holds its configuration and the label of
-    its weights once for a process, so a process can have one such fleet open at a time. Make the
-    fleet in the main thread: only there can the signal be taken that SGLang sends when one of its
-    processes fails, and which would otherwise end this process.
+    SGLang must be installed in the same environment (extra ``sglang``). It holds its configuration
+    and the label of its weights once for a process, so a process can have one such fleet open at a
+    time. Make the fleet in the main thread: only there can the signal be taken that SGLang sends
+    when one of its processes fails, and which would otherwise end this process.
 
     Args:
         engine: a ``sglang.Engine`` that has not generated yet. It stays as it is when the fleet
@@ -433,15 +434,13 @@ class _Started:
         handlers, level = list(root.handlers), root.level
         started = False
         try:
-            sglang = importlib.import_module("sglang")
+            with extra("sglang"):
+                sglang = importlib.import_module("sglang")
             inside = _Inside(sglang.Engine(**self._arguments), thread)
             started = True
             return inside
-        except ImportError as error:
-            raise ConfigError(
-                f"SGLangInProcessFleet needs SGLang in this environment ({error}); install it, or "
-                "start a server elsewhere and use SGLangFleet."
-            ) from error
+        except (ConfigError, EngineError):
+            raise
         except (TypeError, ValueError) as error:
             raise ConfigError(f"SGLang refuses its arguments: {quoted(str(error))}") from error
         except Exception as error:
