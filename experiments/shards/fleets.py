@@ -201,8 +201,9 @@ def main() -> None:
     parser.add_argument("--one", type=int)
     options = parser.parse_args()
     runs = BIAS if options.bias else FLEETS
-    if options.one is not None:
-        print(json.dumps(measure(runs[options.one])))
+    one: int | None = options.one
+    if one is not None:
+        print(json.dumps(measure(runs[one])))
         return
     rows: list[dict[str, Any]] = []
     for place in range(len(runs)):
