@@ -77,12 +77,12 @@ async def _prompts(service: Service, body: CompletionBody) -> Sequence[Sequence[
     if isinstance(asked, str) or (asked and all(isinstance(each, int) for each in asked)):
         asked = [asked]
     given: list[Any] = asked
-    if not given or not all(isinstance(each, list) or each for each in given):
+    if not given or "" in given:
         raise ConfigError("prompt is empty; give a text or token ids.")
-    if len({type(each) for each in given}) > 1:
+    texts = [each for each in given if isinstance(each, str)]
+    if any(isinstance(each, int) for each in given) or len(texts) not in (0, len(given)):
         raise ConfigError("prompt has texts and token ids; give either.")
-    if isinstance(given[0], str):
-        texts: list[str] = given
+    if texts:
         return await service.texts.encoded(texts, service.context_tokens)
     return given
 
