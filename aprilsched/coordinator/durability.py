@@ -20,7 +20,7 @@ from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.waits import Waits
 from aprilsched.coordinator.work import Work
 from aprilsched.core.messages.commands import FinishUpdate, Offer
-from aprilsched.core.messages.events import BatchesAcknowledged, Event
+from aprilsched.core.messages.events import BatchesAcknowledged, Event, PartsFollow
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.core.state.state import SchedulerState
@@ -162,6 +162,25 @@ class Durability:
             self._safe = safe = asyncio.get_running_loop().create_future()
             self._recorder.before(lambda: _resolve(safe))
         self._waits.finish_update(command)
+
+    async def note_parts(self) -> None:
+        """Save that the next update loads weights in parts, before the first of them is loaded.
+
+        A process that goes on after a kill in the middle of that would otherwise believe the label
+        of an engine that has parts of two versions.
+        """
+        if self._recorder is None:
+            return
+        self._feed(PartsFollow())
+        noted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._recorder.before(lambda: _resolve(noted))
+        done, _ = await asyncio.wait([noted], timeout=_SAFE_S)
+        if not done:
+            log.warning(
+                "the store has not taken the beginning of an update within %g s; if the process "
+                "is killed before the update has ended, use new servers, or update first",
+                _SAFE_S,
+            )
 
     async def safe(self) -> None:
         """Wait until the store has saved the last update, at most :data:`_SAFE_S`."""

@@ -166,6 +166,12 @@ class Session:
 
     async def _open(self) -> None:
         adopt = await self.durability.open()
+        if self.state.weights.in_parts:
+            self.weights_unknown = True
+            log.warning(
+                "the process before this one ended while weights were loaded in parts, so no "
+                "engine is used before the next update"
+            )
         try:
             opened = await self._open_fleet()
         except BaseException:

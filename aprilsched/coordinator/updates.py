@@ -25,6 +25,7 @@ from aprilsched.weights.base import (
     ConcludingPublisher,
     RepublishingPublisher,
     WeightPublisher,
+    WholePublisher,
 )
 from aprilsched.weights.external import ExternalWeights, Handshake
 
@@ -83,6 +84,10 @@ class Updates:
                 seconds = asyncio.get_running_loop().time() - started
                 return RefitReport(version=new, quarantined={}, seconds=seconds)
             self._check(publisher, new)  # The fleet may have followed to another version meanwhile.
+            if _loads_in_parts(publisher):
+                await session.durability.note_parts()
+                session.check_open()
+                self._check(publisher, new)
             result = await self._run(publisher, new, acknowledge)
         if result.cause:
             raise self._error(result) from session.refits.failure
@@ -242,6 +247,13 @@ class Updates:
         for engine in self._session.engines.values():
             if not isinstance(engine, SleepingEngine):
                 raise ConfigError(f"{engine.name} cannot release memory; run it without asleep().")
+
+
+def _loads_in_parts(publisher: WeightPublisher) -> bool:
+    """Whether an engine may have parts of two versions while it is loaded."""
+    if isinstance(publisher, AdapterPublisher | ExternalWeights):
+        return False
+    return not (isinstance(publisher, WholePublisher) and publisher.loads_whole)
 
 
 async def _ended(update: asyncio.Task[RefitReport]) -> None:

@@ -57,6 +57,7 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.EvaluationWithdrawn: launch.on_evaluation_withdrawn,
     events.UpdateRequested: refit.on_update_requested,
     events.UpdateWithdrawn: refit.on_update_withdrawn,
+    events.PartsFollow: refit.on_parts_follow,
     events.SleepRequested: sleep.on_sleep_requested,
     events.WakeRequested: sleep.on_wake_requested,
     events.HoldRequested: engines.on_hold_requested,

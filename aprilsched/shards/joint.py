@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from aprilsched.driver.callbacks import called_now
 from aprilsched.engines.base import Engine
-from aprilsched.weights.base import RepublishingPublisher, WeightPublisher
+from aprilsched.weights.base import RepublishingPublisher, WeightPublisher, WholePublisher
 
 __all__ = ["JointUpdate", "Part", "RepublishingPart"]
 
@@ -96,6 +96,12 @@ class Part:
     def leave(self) -> None:
         """Say that this shard does not publish with the others."""
         self.joint.left(self._shard)
+
+    @property
+    def loads_whole(self) -> bool:
+        """Whether the trainer's publisher says so of itself."""
+        publisher = self.joint.publisher
+        return isinstance(publisher, WholePublisher) and publisher.loads_whole
 
     async def prepare(self, version: int) -> None:
         """Do nothing: the trainer's publisher is prepared once, before the update begins."""

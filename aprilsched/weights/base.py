@@ -12,6 +12,7 @@ __all__ = [
     "ConcludingPublisher",
     "RepublishingPublisher",
     "WeightPublisher",
+    "WholePublisher",
 ]
 
 
@@ -43,6 +44,20 @@ class RepublishingPublisher(WeightPublisher, Protocol):
 
     def holds(self, version: int) -> bool:
         """Whether `version` can still be published."""
+        ...
+
+
+@runtime_checkable
+class WholePublisher(WeightPublisher, Protocol):
+    """A publisher that tells whether an engine takes a version and its label in one call.
+
+    Where it is not so, a store notes each update before it begins. If the process is killed in the
+    middle, the next one uses no engine before another update.
+    """
+
+    @property
+    def loads_whole(self) -> bool:
+        """Whether an engine has either the old version or the new one at any time."""
         ...
 
 

@@ -36,6 +36,8 @@ class DiskPublisher:
         ConfigError: if `keep` is below 1.
     """
 
+    loads_whole = True
+
     def __init__(
         self,
         directory: str | os.PathLike[str],

@@ -7,7 +7,7 @@ import pickle
 import shutil
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from aprilsched.core.messages.commands import Command, Send
 from aprilsched.core.messages.events import Event, Finished
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.saved import Snapshot
+from aprilsched.engines.base import Engine
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
     ConfigError,
@@ -891,3 +892,54 @@ async def test_cuts_do_not_pile_up_before_a_store_that_is_slower_than_the_interv
         saved_in_time = store.saves
     # The one at the gate, the one behind it, and that of the batch; some may follow it.
     assert saved_in_time <= 6
+
+
+class Killed(SimPublisher):
+    """Copies what kill -9 would leave while the weights are loaded."""
+
+    def __init__(self, store: SqliteStore, to: Path, *, whole: bool) -> None:
+        super().__init__()
+        self.loads_whole = whole
+        self._store = store
+        self._to = to
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        left_behind(self._store, self._to)
+        return await super().publish(version, engines)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_kill_while_weights_are_loaded_in_parts_leaves_no_engine_that_is_believed(
+    tmp_path: Path, whole: bool
+):
+    """The engines still have the label of the old version, and maybe tensors of the new one."""
+    killed, ended = tmp_path / "killed", tmp_path / "ended"
+
+    async def first() -> None:
+        store = SqliteStore(tmp_path / "store", inline=True)
+        async with scheduler(store) as rollouts:
+            await rollouts.next_batch()
+            await rollouts.update_weights(Killed(store, killed, whole=whole))
+            left_behind(store, ended)
+
+    async def second() -> tuple[bool, Batch]:
+        async with scheduler(SqliteStore(killed, inline=True)) as rollouts:
+            assert rollouts.version == 0
+            believed = True
+            try:
+                await rollouts.next_batch()
+            except RefitError:
+                believed = False
+                await rollouts.update_weights(SimPublisher(), version=0)
+                assert not rollouts.state.weights.in_parts
+            return believed, await rollouts.next_batch()
+
+    run_virtual(first())
+    believed, batch = run_virtual(second())
+    assert believed is whole
+    assert batch.version == 0
+    after = SqliteStore(ended, inline=True).open()
+    assert after is not None
+    assert not after.run.in_parts

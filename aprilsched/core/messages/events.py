@@ -51,6 +51,7 @@ __all__ = [
     "LogprobDifferences",
     "LogprobsReported",
     "Opened",
+    "PartsFollow",
     "Paused",
     "Planned",
     "Progress",
@@ -228,6 +229,13 @@ class UpdateRequested:
     labelled: bool = True
     republishable: bool = False
     acknowledges: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartsFollow:
+    """The weights of the next update reach the engines in parts: tensors, a broadcast, or calls of
+    the trainer. Until an update has succeeded, an engine may have parts of two versions under the
+    label of the older one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -531,6 +539,7 @@ Event: TypeAlias = (
     | BatchTaken
     | BatchesAcknowledged
     | TrainerReturned
+    | PartsFollow
     | LogprobsReported
     | EvaluationRequested
     | EvaluationWithdrawn

@@ -193,6 +193,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, rename={"wave_pending"
     """The same in groups, as older versions wrote it."""
     accepts: bool | None = None
     """Whether groups were filtered; None if an older version wrote the data."""
+    in_parts: bool = False
+    """Whether engines may have parts of two versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -124,6 +124,9 @@ class Weights:
     """The version of the trainer and of each engine."""
     update: Update | None = None
     """The update that is under way."""
+    in_parts: bool = False
+    """An update that loads weights in parts was begun, and none has succeeded since: if this
+    process ends, no engine's label can be trusted."""
     republishable: bool = False
     """The fleet's version can be published again, to an engine that comes back."""
     base: int = 0

@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from aprilsched.core.messages.commands import FinishUpdate, Refit, Retire
-from aprilsched.core.messages.events import Refitted, UpdateRequested, UpdateWithdrawn
+from aprilsched.core.messages.events import PartsFollow, Refitted, UpdateRequested, UpdateWithdrawn
 from aprilsched.core.messages.facts import (
     AdapterRetired,
     EngineRefitted,
@@ -40,6 +40,7 @@ __all__ = [
     "begin",
     "catch_up",
     "end_following",
+    "on_parts_follow",
     "on_refitted",
     "on_update_requested",
     "on_update_withdrawn",
@@ -72,6 +73,11 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
             may_pause=event.external,
         ),
     )
+
+
+def on_parts_follow(state: SchedulerState, _: PartsFollow) -> None:
+    """Note it for the store. Only a process that goes on after this one has to know."""
+    state.weights.in_parts = True
 
 
 def end_following(state: SchedulerState, cause: str) -> None:
@@ -381,6 +387,8 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
         state.delivery.batches_since_update = 0
     if update.external:
         _evaluate_again(state, update)
+    if not update.adapter:
+        state.weights.in_parts = False
     state.in_flight.counters.updates += 1
 
 

@@ -170,6 +170,7 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     state.prompts.cursor = run.cursor
     state.weights.versions.start(run.version)
     state.weights.base, state.weights.adapter = run.base, run.adapter
+    state.weights.in_parts = run.in_parts
     since = run.batches_since_update
     if since is None:
         since = math.ceil(run.delivered_since_update / state.config.batch_groups)

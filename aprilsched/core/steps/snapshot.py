@@ -231,6 +231,7 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
         looked_at=state.plan.checked_at,
         batches_since_update=state.delivery.batches_since_update + bool(groups),
         accepts=state.caller.accepts,
+        in_parts=state.weights.in_parts,
     )
 
 

@@ -22,6 +22,8 @@ class SimPublisher:
             (The engines start with the key of version 0: publish once before comparing.)
     """
 
+    loads_whole = True
+
     def __init__(self, weights_key: Callable[[int], int] = weights_key_of_version) -> None:
         self._weights_key = weights_key
 
