@@ -79,10 +79,11 @@ def main() -> None:
                 for streamed in (False, True):
                     runs = [run(policy, engines, train_s, s, streamed=streamed) for s in (0, 1)]
                     row["streamed" if streamed else "whole"] = runs
-                means = [
-                    statistics.fmean(r["step_s"] for r in row[k]) for k in ("whole", "streamed")
-                ]
-                row["ratio"] = means[0] / means[1]
+                whole, by_group = (
+                    statistics.fmean(each["step_s"] for each in row[kind])
+                    for kind in ("whole", "streamed")
+                )
+                row["ratio"] = whole / by_group
                 rows.append(row)
                 share = statistics.fmean(r["off_policy"] for r in row["streamed"])
                 print(
