@@ -120,7 +120,9 @@ async def test_a_broadcast_through_a_gateway_reaches_all_servers_behind_it(
         front = SGLangEngine(gateway.url, stream_interval=8)
         await front.open()
         assert front.capabilities.ranks == 2
-        streams = [Stream(front, greedy(200)).start() for _ in range(4)]
+        # So long that none is over before the pause, and read to its end, because an abort comes
+        # before the servers have told the versions.
+        streams = [Stream(front, greedy(1000)).start() for _ in range(4)]
         for stream in streams:
             await stream.reach(8)
         await front.pause("retract")

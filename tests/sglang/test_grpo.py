@@ -32,6 +32,7 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_twice_goes_on_with_the_same_batches(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -173,6 +173,7 @@ async def test_the_arrays_of_a_batch_are_views_of_the_object_store(server: Threa
 # --- the actor dies ------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_an_actor_that_is_killed_again_and_again(
     server: ThreadedServer, store: Path, weights: Path
 ):

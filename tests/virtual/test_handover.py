@@ -300,7 +300,11 @@ def test_an_update_returns_when_the_store_has_it():
     asyncio.run(main())
 
 
-def test_an_update_does_not_wait_for_ever_for_a_store_that_hangs(caplog: pytest.LogCaptureFixture):
+def test_an_update_does_not_wait_for_ever_for_a_store_that_hangs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("aprilsched.coordinator.durability._SAFE_S", 0.5)
+
     class Hanging(MemoryStore):
         inline = False
 

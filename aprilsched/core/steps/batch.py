@@ -284,13 +284,15 @@ def end_stream(state: SchedulerState) -> None:
         return
     withdraw_offer(state)
     groups = [group for group in state.in_flight.ready if group.group_id in streamed]
-    _deliver(state, _composed(state, groups))
+    offered = _composed(state, groups)
+    state.delivery.offer = None
+    _deliver(state, offered)
     if state.delivery.batch_requested:
         _begin_wave(state)
 
 
 def _composed(state: SchedulerState, groups: list[GroupRecord]) -> Offered:
-    """The batch of `groups`, which are not ready for another one any more."""
+    """Offer the batch of `groups`, which are not ready for another one any more."""
     version = state.weights.versions.trainer
     oldest_unmasked = state.staleness.oldest_unmasked(version)
     batch = batch_of(
@@ -316,7 +318,8 @@ def _composed(state: SchedulerState, groups: list[GroupRecord]) -> Offered:
         target_groups=state.plan.target_groups,
         peak_tokens=state.in_flight.peak_tokens,
     )
-    # The next batch begins after it.
+    # The next batch begins after it, and counts it among those before.
+    state.delivery.offer = offered
     state.expectations.renew()
     retarget(state)
     state.plan.wave_pending = state.plan.wave_pending or state.asynchronous

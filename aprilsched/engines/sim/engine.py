@@ -285,11 +285,14 @@ class SimEngine:
             self._orphans.clear()
             self._pump()
 
-    async def refit(self, version: int, weights_key: int | None = None) -> None:
+    async def refit(
+        self, version: int, weights_key: int | None = None, *, complete: bool = False
+    ) -> None:
         """Take the weights of `version`; KV stays.
 
         Two versions with the same `weights_key` have the same weights; by default every version
-        has its own key.
+        has its own key. `complete` weights make the engine whole, whatever somebody else has begun
+        to load before.
 
         Raises:
             EngineRejected: (409) if the engine has requests and is not paused (a real server
@@ -303,6 +306,8 @@ class SimEngine:
             if not self._batcher.refit(version, weights_key):
                 why = "new weights want a paused engine; pause it first."
                 raise EngineRejected(self._name, why, status=409)
+            if complete:
+                self._expects_weights = False
 
     def expect_weights(self) -> None:
         """Take the weights for inconsistent, because somebody else may begin to load some."""
@@ -340,9 +345,7 @@ class SimEngine:
         Raises:
             EngineRejected: (400) if there is no such file, (409) as :meth:`refit`.
         """
-        await self.refit(version, await self._weights_key(path))
-        # The weights are complete, so the engine is whole, whatever was begun before.
-        self._expects_weights = False
+        await self.refit(version, await self._weights_key(path), complete=True)
 
     async def _weights_key(self, path: Path) -> int:
         try:

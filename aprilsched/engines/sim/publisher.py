@@ -47,9 +47,7 @@ async def _refit(engine: Engine, version: int, key: int) -> Exception | None:
     if not isinstance(engine, SimEngine):
         return EngineRejected(engine.name, "SimPublisher refits only SimEngine.", status=501)
     try:
-        await engine.refit(version, key)
-        # The weights are complete, so the engine is whole, whatever was begun before.
-        await engine.accept_weights(version)
+        await engine.refit(version, key, complete=True)
     except EngineError as error:
         return error
     return None

@@ -51,12 +51,20 @@ __all__ = [
 GENERATE = ("/generate",)
 ABORT = ("/abort_request",)
 STEERING = ("/pause_generation", "/continue_generation", "/flush_cache")
-UPDATES = ("/update_weights_from_disk", "/update_weight_version", "/load_lora_adapter")
+UPDATES = (
+    "/update_weights_from_disk",
+    "/update_weights_from_tensor",
+    "/update_weights_from_distributed",
+    "/update_weight_version",
+    "/load_lora_adapter",
+)
 _CONTROL = (
     *STEERING,
     *ABORT,
     *UPDATES,
     "/unload_lora_adapter",
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
     "/begin_weight_update",
     "/end_weight_update",
     "/release_memory_occupation",
