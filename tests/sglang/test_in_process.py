@@ -46,10 +46,12 @@ def test_tokens_have_the_versions_of_the_weights_that_sampled_them(
     run("versions", *models, tmp_path)
 
 
+@pytest.mark.long
 def test_it_starts_again_after_its_processes_were_killed(models: tuple[Path, Path]) -> None:
     run("loss", models[0])
 
 
+@pytest.mark.long
 def test_a_start_that_fails_leaves_nothing(models: tuple[Path, Path]) -> None:
     run("failed_start", models[0])
 

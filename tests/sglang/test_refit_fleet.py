@@ -103,6 +103,7 @@ async def check_running(url: str, version: int) -> None:
     await engine.close()
 
 
+@pytest.mark.long
 async def test_ten_distributed_refits_with_stragglers_in_the_pause(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
 ):
@@ -193,11 +194,8 @@ def decoding(rollouts: RolloutScheduler, engine: str) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "moments",
-    [AMID_THE_BROADCAST, pytest.param(MOMENTS, marks=pytest.mark.long)],
-    ids=["one", "all"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("moments", [AMID_THE_BROADCAST, MOMENTS], ids=["one", "all"])
 async def test_a_server_killed_at_any_moment_of_a_refit_costs_nothing_and_rejoins(
     clean_server: CpuServer,
     models: tuple[Path, Path],

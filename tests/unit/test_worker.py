@@ -194,7 +194,8 @@ def test_an_end_that_raises_is_told_too(caplog: pytest.LogCaptureFixture):
     failing = worker(at_end=fail)
     assert failing.close()
     assert isinstance(failing.error, OSError)
-    assert ["cannot be closed" in record.getMessage() for record in caplog.records] == [True]
+    # The thread of another test may say its last words meanwhile.
+    assert sum("cannot be closed" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_thread_that_cannot_start_is_told_as_an_error(caplog: pytest.LogCaptureFixture):
