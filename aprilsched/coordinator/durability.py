@@ -159,8 +159,7 @@ class Durability:
     def finish_update(self, command: FinishUpdate) -> None:
         """Save the new version and that the batches before it are acknowledged."""
         if self._recorder is not None:
-            self._safe = safe = asyncio.get_running_loop().create_future()
-            self._recorder.before(lambda: _resolve(safe))
+            self._safe = _saved(self._recorder)
         self._waits.finish_update(command)
 
     async def note_parts(self) -> None:
@@ -172,9 +171,7 @@ class Durability:
         if self._recorder is None:
             return
         self._feed(PartsFollow())
-        noted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._recorder.before(lambda: _resolve(noted))
-        done, _ = await asyncio.wait([noted], timeout=_SAFE_S)
+        done, _ = await asyncio.wait([_saved(self._recorder)], timeout=_SAFE_S)
         if not done:
             log.warning(
                 "the store has not taken the beginning of an update within %g s; if the process "
@@ -232,9 +229,11 @@ class Durability:
             self._acknowledge(batches)
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def _saved(recorder: Recorder) -> asyncio.Future[None]:
+    """Save everything up to now; the future is done when the store has it."""
+    saved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    recorder.before(lambda: None if saved.done() else saved.set_result(None))
+    return saved
 
 
 def _resumed(state: SchedulerState) -> str:

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self, cast
 
 from aprilsched.coordinator.episodes import Episode
@@ -16,6 +15,7 @@ from aprilsched.coordinator.logprob_comparison import compared
 from aprilsched.coordinator.prompts import PromptSource, checked
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
+from aprilsched.coordinator.taking import TakesBatches
 from aprilsched.coordinator.updates import Updates
 from aprilsched.coordinator.work import Work
 from aprilsched.core.config import Caller, SchedulerConfig
@@ -35,7 +35,7 @@ from aprilsched.weights.base import WeightPublisher
 __all__ = ["RolloutScheduler"]
 
 
-class RolloutScheduler:
+class RolloutScheduler(TakesBatches):
     """Keeps a fleet of engines full and delivers batches of whole groups.
 
     Use it as ``async with RolloutScheduler(...) as rollouts``. In this block, ``async for batch in
@@ -116,14 +116,6 @@ class RolloutScheduler:
         await self._session.open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
     async def close(self) -> None:
         """Stop in any state: abort all requests, continue every engine, end all tasks.
 
@@ -160,15 +152,6 @@ class RolloutScheduler:
     def version(self) -> int:
         """The trainer's policy version, which every engine in use has."""
         return self.state.weights.versions.trainer
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Batch:
-        try:
-            return await self.next_batch()
-        except PromptsExhausted:
-            raise StopAsyncIteration from None
 
     async def next_batch(self) -> Batch:
         """Wait for the next batch.

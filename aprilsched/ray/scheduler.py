@@ -52,17 +52,16 @@ from collections.abc import (
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from aprilsched.coordinator import BiasNow, RefitReport
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
+from aprilsched.coordinator.taking import TakesBatches
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import (
     AprilschedError,
     ConfigError,
     EngineError,
-    PromptsExhausted,
     RefitError,
     SchedulerClosed,
     StoreError,
@@ -170,7 +169,7 @@ nobody has a handle."""
 # --- the trainer's side --------------------------------------------------------------------------
 
 
-class ActorScheduler(RemoteScheduler):
+class ActorScheduler(RemoteScheduler, TakesBatches):
     """The scheduler of an actor, with the methods of :class:`aprilsched.RolloutScheduler`.
 
     ::
@@ -237,14 +236,6 @@ class ActorScheduler(RemoteScheduler):
         await self._attach(None)
         self._watching = asyncio.create_task(self._watch())
         return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Leave the scheduler as it is. The next trainer gets what this one has not
@@ -438,15 +429,6 @@ class ActorScheduler(RemoteScheduler):
             await asyncio.wait([self._telling])
 
     # --- batches -------------------------------------------------------------------------------
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Batch:
-        try:
-            return await self.next_batch()
-        except PromptsExhausted:
-            raise StopAsyncIteration from None
 
     async def next_batch(self) -> Batch:
         """Wait for the next batch; a cancelled wait loses nothing."""

@@ -17,12 +17,12 @@ import os
 from collections.abc import AsyncIterable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from shutil import rmtree
-from types import TracebackType
 from typing import Any, Self
 
 from aprilsched.coordinator.logprob_comparison import compared
 from aprilsched.coordinator.prompts import PromptSource, checked
 from aprilsched.coordinator.refits import RefitReport
+from aprilsched.coordinator.taking import TakesBatches
 from aprilsched.coordinator.waits import Waits
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import facts as of
@@ -99,7 +99,7 @@ class _Member:
         self.catching_up: asyncio.Task[None] | None = None
 
 
-class ShardedScheduler:
+class ShardedScheduler(TakesBatches):
     """Delivers batches of whole groups from several schedulers, with the methods of
     :class:`~aprilsched.RolloutScheduler`.
 
@@ -210,14 +210,6 @@ class ShardedScheduler:
         for member in self._members:
             self._start(self._serve(member))
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
     async def close(self) -> None:
         """Stop in any state, and close every shard. Any task may call it, repeatedly."""
         if self._pid != os.getpid() or not self._is_open:
@@ -248,15 +240,6 @@ class ShardedScheduler:
     def version(self) -> int:
         """The trainer's policy version, which every shard that takes part has."""
         return self._collector.version
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Batch:
-        try:
-            return await self.next_batch()
-        except PromptsExhausted:
-            raise StopAsyncIteration from None
 
     async def next_batch(self) -> Batch:
         """Wait for the next batch; see :meth:`aprilsched.RolloutScheduler.next_batch`.
