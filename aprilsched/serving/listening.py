@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from typing import cast
 
 from aiohttp import web
 
@@ -41,7 +43,7 @@ class Listener:
         self._host = host
         self._port = port
         self._bound: int | None = None
-        self._runner: web.AppRunner | None = None
+        self._open: tuple[web.AppRunner, asyncio.Server] | None = None
 
     @property
     def url(self) -> str:
@@ -51,14 +53,12 @@ class Listener:
 
     @property
     def listening(self) -> bool:
-        return self._runner is not None
+        return self._open is not None
 
     @property
     def connections(self) -> list[web.RequestHandler]:
         """The open connections."""
-        if self._runner is None or self._runner.server is None:
-            return []
-        return list(self._runner.server.connections)
+        return [] if self._open is None else _connections(self._open[0])
 
     async def open(self, app: web.Application) -> None:
         """Start to listen. A handler whose client leaves is cancelled.
@@ -72,7 +72,9 @@ class Listener:
         port = self._port if self._bound is None else self._bound
         try:
             await runner.setup()
-            await web.TCPSite(runner, self._host, port).start()
+            listening = await asyncio.get_running_loop().create_server(
+                cast(web.Server, runner.server), self._host, port
+            )
         except OSError as error:
             await runner.cleanup()
             raise ConfigError(
@@ -82,8 +84,8 @@ class Listener:
         except BaseException:
             await runner.cleanup()
             raise
-        self._runner = runner
-        self._bound = runner.addresses[0][1]
+        self._open = runner, listening
+        self._bound = listening.sockets[0].getsockname()[1]
 
     async def close(self, *, keep_port: bool = False) -> None:
         """Stop to listen, and break what is still open after a second.
@@ -91,8 +93,26 @@ class Listener:
         With `keep_port` the next :meth:`open` listens at the same port, also where any was asked
         for.
         """
-        if self._runner is not None:
-            runner, self._runner = self._runner, None
+        if self._open is not None:
+            (runner, listening), self._open = self._open, None
+            # A connection that has been accepted and not made yet when the server closes stays open
+            # for ever: its making fails, and nothing knows of it. So the last ones are made first.
+            for accepting in listening.sockets:
+                asyncio.get_running_loop().remove_reader(accepting)
+            await asyncio.sleep(0)
+            listening.close()
+            await asyncio.sleep(0)
+            transports = [connection.transport for connection in _connections(runner)]
             await runner.cleanup()
+            # What the peer has not read keeps a connection open that was closed, also after the
+            # loop has ended.
+            for transport in transports:
+                if transport is not None:
+                    transport.abort()
+            await asyncio.sleep(0)
         if not keep_port:
             self._bound = None
+
+
+def _connections(runner: web.AppRunner) -> list[web.RequestHandler]:
+    return [] if runner.server is None else list(runner.server.connections)
