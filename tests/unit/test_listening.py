@@ -1,4 +1,4 @@
-"""What stays open when a server stops: nothing, whoever connects or does not read at that moment."""
+"""A server that stops leaves nothing open, whoever connects or does not read at that moment."""
 
 from __future__ import annotations
 
@@ -38,13 +38,16 @@ def test_a_client_that_does_not_read_leaves_nothing_open():
     body |= {"sampling_params": {"max_new_tokens": 100_000, "ignore_eos": True}}
     content = json.dumps(body).encode()
     head = f"POST /generate HTTP/1.1\r\nHost: here\r\nContent-Length: {len(content)}\r\n\r\n"
-    with nothing_left(), ExitStack() as clients:
-        with ThreadedServer(SimServer(time_scale=0.0001)) as server:
-            client = clients.enter_context(connected(server.url))
-            client.sendall(head.encode() + content)
-            # What the client takes is less than what two buffers hold, so the server is kept
-            # waiting with the rest.
-            assert client.recv(1024).startswith(b"HTTP/1.1 200")
+    with (
+        nothing_left(),
+        ExitStack() as clients,
+        ThreadedServer(SimServer(time_scale=0.0001)) as server,
+    ):
+        client = clients.enter_context(connected(server.url))
+        client.sendall(head.encode() + content)
+        # What the client takes is less than what two buffers hold, so the server is kept waiting
+        # with the rest.
+        assert client.recv(1024).startswith(b"HTTP/1.1 200")
 
 
 def test_clients_that_connect_while_the_server_stops_leave_nothing_open():
