@@ -131,7 +131,9 @@ class Prompt:
         input_ids: token ids, one dimension, at least one token; any integer sequence.
         sampling: parameters for all rollouts of the group, or one for each of them; None means
             the scheduler's own default.
-        key: the user's name for the prompt, for example a dataset index; it is kept unchanged.
+        key: the user's name for the prompt, for example a dataset index; it is kept unchanged. The
+            lengths of the responses are remembered under it, if it is a string or a whole number,
+            as evidence for the next epoch, so prompts that differ should have different keys.
         metadata: anything that a reward or an episode needs; it is never sent to an engine.
         group_size: number of rollouts of this prompt; None for that of the scheduler's
             configuration, or of the call of ``evaluate()``.

@@ -12,12 +12,21 @@ where the z are standard normal and s is 1 (law "lognormal") or, once for a grou
 makes x a Student t of `dof` degrees of freedom, divided by its standard deviation ("log_t").
 Lengths above `cap` become `cap`, so the law has an atom there, as truncated responses do.
 
+With `epoch_prompts` the prompts come again: prompt i is prompt ``i % epoch_prompts`` of its epoch,
+with the same key, tokens and group effect and with new responses. The policy may change between
+two epochs: `drift` is the share of the group effect that is new in each,
+
+    z_group(e) = (1 - drift) * z_group(e - 1) + sqrt(1 - (1 - drift)**2) * z_new
+
+so the law stays the same and the correlation of a prompt's effect falls by 1 - drift an epoch.
+
 Invariant: prompt i of a seed is always the same, in whatever order prompts are requested. Each
 prompt has a counter-based generator of its own: Philox with the key (seed, i).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count as count_up
@@ -68,6 +77,8 @@ class LongTailWorkload:
         seed: decides the prompts, the lengths and the sampling seeds.
         group_size: responses for each prompt; give the scheduler's group size.
         count: number of prompts; None for an endless workload.
+        epoch_prompts: number of prompts of one epoch; None for prompts that never come again.
+        drift: share of a prompt's effect on its lengths that is new in each epoch, 0 to 1.
 
     Raises:
         ConfigError: if a parameter is out of its range.
@@ -84,6 +95,8 @@ class LongTailWorkload:
     seed: int = 0
     group_size: int = 8
     count: int | None = None
+    epoch_prompts: int | None = None
+    drift: float = 0.0
 
     def __post_init__(self) -> None:
         _check(self.median > 0, f"median is {self.median}; give a number above 0.")
@@ -96,16 +109,25 @@ class LongTailWorkload:
         _check(self.dof > 2, f"dof is {self.dof}; give a number above 2.")
         _check(0 <= self.seed < 2**64, f"seed is {self.seed}; give 0 to 2**64 - 1.")
         _check(self.group_size >= 1, f"group_size is {self.group_size}; give at least 1.")
+        epoch = self.epoch_prompts
+        _check(epoch is None or epoch >= 1, f"epoch_prompts is {epoch}; give 1 or more, or None.")
+        _check(0 <= self.drift <= 1, f"drift is {self.drift}; give 0 to 1.")
         _check(self.count is None or self.count >= 0, f"count is {self.count}; give 0 or more.")
 
     def __iter__(self) -> Iterator[Prompt]:
         return map(self.prompt, count_up() if self.count is None else range(self.count))
 
     def prompt(self, index: int) -> Prompt:
-        """Prompt `index`, with one ``SamplingParams`` for each response; its ``key`` is `index`."""
+        """Prompt `index`, with one ``SamplingParams`` for each response. Its ``key`` is `index`, or
+        its number in its epoch."""
         rng = self._generator(index)
-        lengths = self._draw(rng, 1)[0]
+        lengths = self._lengths(index, rng)
         input_ids = rng.integers(0, self.vocab_size, self.prompt_tokens, dtype=np.int32)
+        key = self._key(index)
+        if key != index:
+            first = self._generator(key)
+            self._draw(first, 1)
+            input_ids = first.integers(0, self.vocab_size, self.prompt_tokens, dtype=np.int32)
         seeds = rng.integers(0, 2**31 - 1, self.group_size)
         sampling = tuple(
             SamplingParams(
@@ -116,11 +138,27 @@ class LongTailWorkload:
             )
             for length, seed in zip(lengths, seeds, strict=True)
         )
-        return Prompt(input_ids=input_ids, sampling=sampling, key=index)
+        return Prompt(input_ids=input_ids, sampling=sampling, key=key)
 
     def lengths(self, index: int) -> NDArray[np.int64]:
         """The response lengths of prompt `index`, int64 [group_size], without making the prompt."""
-        return self._draw(self._generator(index), 1)[0]
+        return self._lengths(index, self._generator(index))
+
+    def _key(self, index: int) -> int:
+        return index if self.epoch_prompts is None else index % self.epoch_prompts
+
+    def _lengths(self, index: int, rng: Generator) -> NDArray[np.int64]:
+        key, epoch = self._key(index), self.epoch_prompts
+        if epoch is None or key == index:
+            return self._draw(rng, 1)[0]
+        first = self._generator(key)
+        shared, stays = first.standard_normal(), 1 - self.drift
+        for earlier in range(key + epoch, index + 1, epoch):
+            new = self._generator(earlier).standard_normal() if self.drift else 0.0
+            shared = stays * shared + math.sqrt(1 - stays**2) * new
+        # The scale of "log_t" is the prompt's, too.
+        first.standard_normal((1, self.group_size))
+        return self._draw(rng, 1, shared=shared, scale=first)[0]
 
     def moments(self, samples: int = 1 << 20) -> LengthMoments:
         """Moments of the capped law, by Monte Carlo over about `samples` responses.
@@ -145,15 +183,24 @@ class LongTailWorkload:
     def _generator(self, index: int) -> Generator:
         return Generator(Philox(key=np.array([self.seed, index], dtype=np.uint64)))
 
-    def _draw(self, rng: Generator, groups: int) -> NDArray[np.int64]:
-        """Lengths, int64 [groups, group_size]."""
-        shared = rng.standard_normal((groups, 1))
+    def _draw(
+        self,
+        rng: Generator,
+        groups: int,
+        *,
+        shared: float | None = None,
+        scale: Generator | None = None,
+    ) -> NDArray[np.int64]:
+        """Lengths, int64 [groups, group_size]; `shared` and `scale` are those of a prompt that was
+        drawn before."""
+        drawn = rng.standard_normal((groups, 1))
+        effect = drawn if shared is None else np.full((groups, 1), shared)
         own = rng.standard_normal((groups, self.group_size))
-        x = np.sqrt(self.within_group) * shared + np.sqrt(1 - self.within_group) * own
+        x = np.sqrt(self.within_group) * effect + np.sqrt(1 - self.within_group) * own
         if self.law == "log_t":
             # Student's t is z / sqrt(chi2 / dof) and has the variance dof / (dof - 2). After
             # division by the standard deviation, the factor dof cancels.
-            x *= np.sqrt((self.dof - 2) / rng.chisquare(self.dof, (groups, 1)))
+            x *= np.sqrt((self.dof - 2) / (scale or rng).chisquare(self.dof, (groups, 1)))
         # The cap applies to the logarithm, because exp() of an extreme draw of log_t overflows.
         log_length = np.minimum(np.log(self.median) + self.sigma * x, np.log(self.cap))
         return np.clip(np.rint(np.exp(log_length)), 1, self.cap).astype(np.int64)

@@ -50,6 +50,11 @@ class WorkloadSettings:
     vocab_size: int | None = None
     """Number of token ids; that of the served model if not given, and 32,000 with the embedded
     engine."""
+    epoch_prompts: int | None = None
+    """Number of prompts of one epoch, after which the same prompts come again with new responses;
+    they never do if not given."""
+    drift: float = 0.0
+    """Share of a prompt's effect on its lengths that is new in each epoch, 0 to 1."""
 
     def checked(self, *, seed: int, group_size: int) -> LongTailWorkload:
         """The workload itself.

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.lengths.memory import Remembered
 from aprilsched.core.policies.kinds import OVER_PROVISIONS, REFILLS
 from aprilsched.core.policies.over_provision import OverProvision
 from aprilsched.core.policies.refill import Refill
@@ -31,6 +32,8 @@ __all__ = [
     "group_record",
     "lengths_from",
     "lengths_record",
+    "remembered_from",
+    "remembered_record",
     "schedule_from",
     "schedule_record",
 ]
@@ -57,6 +60,13 @@ class _Lengths(msgspec.Struct, array_like=True):
     launched: int
     tokens: bytes
     finished: bytes
+
+
+class _Remembered(msgspec.Struct, array_like=True):
+    key: str | int
+    responses: float
+    mean_log: float
+    version: int
 
 
 class _Schedule(msgspec.Struct, array_like=True):
@@ -211,6 +221,22 @@ def lengths_from(body: bytes) -> GroupLengths:
         launched=record.launched,
         tokens=np.frombuffer(record.tokens, dtype=np.int64),
         finished=np.frombuffer(record.finished, dtype=np.bool_),
+    )
+
+
+def remembered_record(record: Remembered) -> bytes:
+    """Encode what is remembered of a key."""
+    return encode(_Remembered(record.key, record.responses, record.mean_log, record.version))
+
+
+def remembered_from(body: bytes) -> Remembered:
+    """Decode what is remembered of a key."""
+    record = decode(body, _Remembered)
+    return Remembered(
+        key=record.key,
+        responses=record.responses,
+        mean_log=record.mean_log,
+        version=record.version,
     )
 
 

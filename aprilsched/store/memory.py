@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.lengths.memory import MOST_KEYS, Remembered
 from aprilsched.core.state.ledger import Entry
 from aprilsched.core.state.saved import (
     GroupState,
@@ -44,6 +45,7 @@ class MemoryStore:
         self._batches: dict[int, SavedBatch] = {}
         self._dropped: deque[Entry] = deque(maxlen=KEPT_ENTRIES)
         self._lengths: deque[GroupLengths] = deque(maxlen=KEPT_LENGTHS)
+        self._remembered: dict[str | int, Remembered] = {}
 
     def open(self) -> Saved | None:
         """Return what was saved before; None if nothing was."""
@@ -60,6 +62,7 @@ class MemoryStore:
             dropped=tuple(self._dropped),
             lengths=tuple(self._lengths),
             damaged={},
+            remembered=tuple(self._remembered.values()),
         )
 
     def save(self, snapshot: Snapshot, *, durable: bool) -> None:
@@ -78,6 +81,11 @@ class MemoryStore:
                 self._slices.setdefault(rollout_id, []).append(piece)
         self._dropped.extend(snapshot.dropped)
         self._lengths.extend(snapshot.lengths)
+        for record in snapshot.remembered:
+            self._remembered.pop(record.key, None)
+            self._remembered[record.key] = record
+        while len(self._remembered) > MOST_KEYS:
+            del self._remembered[next(iter(self._remembered))]
         for index in snapshot.acknowledged:
             self._batches.pop(index, None)
         self._batches.update((batch.index, batch) for batch in snapshot.batches)

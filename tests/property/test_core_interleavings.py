@@ -83,6 +83,7 @@ class Interleavings(RuleBasedStateMachine):
         dries=st.booleans(),
         sizes=st.sampled_from([(None,), (None,), (1, None, 3), (5, 1)]),
         stop=st.sampled_from(["groups", Samples(5), Tokens(3), Tokens(15)]),
+        keys=st.sampled_from([(None,), (1, "a", None)]),
     )
     def begin(
         self,
@@ -108,6 +109,7 @@ class Interleavings(RuleBasedStateMachine):
         dries: bool,
         sizes: tuple[int | None, ...],
         stop: StopUnit | Stop,
+        keys: tuple[str | int | None, ...],
     ) -> None:
         if (pace, straggler) not in (("synchronous", "retract"), ("synchronous", "abort")):
             refill = Pool(together=2) if isinstance(refill, LengthBuckets) else refill
@@ -136,6 +138,7 @@ class Interleavings(RuleBasedStateMachine):
             supply=supply,
             bad=bad,
             sizes=sizes,
+            keys=keys,
             # What is dry then is not dry at the same place after a restart.
             dries=dries and not self.saves,
             engines=("a", "b", "c"),

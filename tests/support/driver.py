@@ -31,11 +31,19 @@ Control = do.Pause | do.Flush | do.Continue | do.Release | do.Wake
 
 
 def prompts(
-    count: int, *, start: int = 0, sizes: Sequence[int | None] = (None,)
+    count: int,
+    *,
+    start: int = 0,
+    sizes: Sequence[int | None] = (None,),
+    keys: Sequence[str | int | None] = (None,),
 ) -> tuple[Prompt, ...]:
-    """Prompts that are all different, with the group sizes `sizes` in turn."""
+    """Prompts that are all different, with the group sizes `sizes` and the keys `keys` in turn."""
     return tuple(
-        Prompt(input_ids=np.array([i, 7], dtype=np.int32), group_size=sizes[i % len(sizes)])
+        Prompt(
+            input_ids=np.array([i, 7], dtype=np.int32),
+            group_size=sizes[i % len(sizes)],
+            key=keys[i % len(keys)],
+        )
         for i in range(start, start + count)
     )
 
@@ -119,6 +127,8 @@ class Driver:
     given: int = 0
     sizes: Sequence[int | None] = (None,)
     """Group sizes of the source's prompts, in turn."""
+    keys: Sequence[str | int | None] = (None,)
+    """Keys of the source's prompts, in turn."""
     bad: bool = False
     """Whether some prompts of the source cannot be used."""
     dries: bool = False
@@ -334,7 +344,7 @@ class Driver:
     def _give(self, count: int, *, partial: bool) -> None:
         count = min(count, self.supply - self.given)
         given: list[Prompt | RefusedPrompt] = list(
-            prompts(count, start=self.given, sizes=self.sizes)
+            prompts(count, start=self.given, sizes=self.sizes, keys=self.keys)
         )
         if self.bad:
             for place in range(count):

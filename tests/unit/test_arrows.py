@@ -213,6 +213,7 @@ RULES: dict[str, Rule] = {
         ours=(
             "aprilsched.core.state.ledger",
             "aprilsched.core.lengths.groups",
+            "aprilsched.core.lengths.memory",
             "aprilsched.core.policies",
             "aprilsched.core.state.saved",
             "aprilsched.errors",

@@ -58,6 +58,9 @@ from aprilsched.store.sqlite import cleaning, read_checkpoint, write_checkpoint
 from aprilsched.store.sqlite.file import APPLICATION, SCRIPTS, said_by
 from tests.support.driver import Driver, config
 
+KEYS = ("a", 7, None, "a long key, " * 9)
+"""Keys of prompts, each of which comes again."""
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
@@ -110,11 +113,12 @@ def same(one: Saved | None, other: Saved | None) -> None:
     for a, b in zip(one.lengths, other.lengths, strict=True):
         assert a.launched == b.launched
         np.testing.assert_array_equal(a.tokens, b.tokens)
+    assert list(one.remembered) == list(other.remembered)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_file_holds_what_the_memory_holds_after_every_snapshot(path: Path, seed: int):
-    memory, driver = MemoryStore(), Driver(config(), journal=True)
+    memory, driver = MemoryStore(), Driver(config(), journal=True, keys=KEYS)
     file = SqliteStore(path)
     assert file.open() is None
     rng = random.Random(seed)
@@ -133,7 +137,7 @@ def filled(path: Path, *, snapshots: int = 10, seed: int = 1, steps: int = 40) -
     """A store with a run in it, closed."""
     store = SqliteStore(path)
     store.open()
-    driver = Driver(config(), engines=("a",), store=store)
+    driver = Driver(config(), engines=("a",), store=store, keys=KEYS)
     for number in range(snapshots):
         run(driver, steps, seed + number)
         driver.save()
@@ -366,7 +370,9 @@ def test_an_unopened_store_says_so(path: Path):
 def test_a_file_of_the_first_schema_goes_on(path: Path):
     before = filled(path, snapshots=4)
     connection = sqlite3.connect(path)
-    connection.executescript("DROP TABLE schedule; DROP TABLE lengths; PRAGMA user_version = 1;")
+    connection.executescript(
+        "DROP TABLE schedule; DROP TABLE lengths; DROP TABLE remembered; PRAGMA user_version = 1;"
+    )
     connection.close()
     store = SqliteStore(path)
     saved = store.open()
@@ -379,6 +385,24 @@ def test_a_file_of_the_first_schema_goes_on(path: Path):
     assert connection is not None
     assert connection.execute("PRAGMA user_version").fetchone() == (len(SCRIPTS),)
     assert connection.execute("PRAGMA application_id").fetchone() == (APPLICATION,)
+    store.close()
+
+
+def test_a_file_without_remembered_lengths_goes_on_and_begins_to_remember(path: Path):
+    filled(path, snapshots=4)
+    connection = sqlite3.connect(path)
+    connection.executescript("DROP TABLE remembered; PRAGMA user_version = 2;")
+    connection.close()
+    store = SqliteStore(path)
+    saved = store.open()
+    assert saved is not None
+    assert saved.remembered == []
+    driver = restored(saved)
+    run(driver, 200, 5)
+    store.save(take_full(driver.state), durable=True)
+    again = store.open()
+    assert again is not None
+    assert list(again.remembered) == list(driver.state.expectations.memory)
     store.close()
 
 
@@ -417,7 +441,9 @@ def test_a_checkpoint_of_an_older_schema_is_read_and_left_as_it_is(path: Path):
     run(driver, 200, 4)
     write_checkpoint(path, full_snapshot(driver.state))
     connection = sqlite3.connect(path)
-    connection.executescript("DROP TABLE schedule; DROP TABLE lengths; PRAGMA user_version = 1;")
+    connection.executescript(
+        "DROP TABLE schedule; DROP TABLE lengths; DROP TABLE remembered; PRAGMA user_version = 1;"
+    )
     connection.close()
     content = path.read_bytes()
     assert read_checkpoint(path).run.cursor == driver.state.prompts.cursor

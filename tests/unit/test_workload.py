@@ -108,3 +108,32 @@ def test_a_response_of_one_token_is_possible() -> None:
         ignore_eos=True,
         sampling_seed=prompt.sampling[0].sampling_seed,
     )
+
+
+def test_a_second_epoch_has_the_same_prompts_and_other_responses() -> None:
+    workload = LongTailWorkload(epoch_prompts=50)
+    first, second = workload.prompt(7), workload.prompt(57)
+    assert first.key == second.key == 7
+    assert np.array_equal(first.input_ids, second.input_ids)
+    assert not np.array_equal(workload.lengths(7), workload.lengths(57))
+    assert isinstance(second.sampling, tuple)
+    assert [s.max_new_tokens for s in second.sampling] == workload.lengths(57).tolist()
+    alone = LongTailWorkload()
+    assert np.array_equal(workload.lengths(7), alone.lengths(7))
+
+
+@pytest.mark.parametrize("law", ["lognormal", "log_t"])
+@pytest.mark.parametrize(("drift", "low", "high"), [(0, 0.75, 1), (0.4, 0.3, 0.7), (1, -0.2, 0.2)])
+def test_the_effect_of_a_prompt_stays_as_far_as_the_policy_does(
+    law: LengthLaw, drift: float, low: float, high: float
+) -> None:
+    workload = LongTailWorkload(epoch_prompts=400, drift=drift, law=law, cap=10**6)
+    logs = np.log([workload.lengths(index) for index in range(800)]).mean(axis=1)
+    assert low <= np.corrcoef(logs[:400], logs[400:])[0, 1] <= high
+    assert logs[400:].std() == pytest.approx(logs[:400].std(), rel=0.2)
+
+
+@pytest.mark.parametrize("wrong", [{"epoch_prompts": 0}, {"drift": -0.1}, {"drift": 1.1}])
+def test_wrong_epochs_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        LongTailWorkload(**wrong)  # type: ignore[arg-type]

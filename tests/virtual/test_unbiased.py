@@ -50,8 +50,22 @@ BURN_IN = 10
 Ints = NDArray[np.int64]
 
 
-def workload(count: int | None = None, seed: int = 11) -> LongTailWorkload:
-    return LongTailWorkload(median=60, sigma=0.7, cap=CAP, group_size=GROUP, count=count, seed=seed)
+def workload(
+    count: int | None = None,
+    seed: int = 11,
+    epoch_prompts: int | None = None,
+    drift: float = 0.0,
+) -> LongTailWorkload:
+    return LongTailWorkload(
+        median=60,
+        sigma=0.7,
+        cap=CAP,
+        group_size=GROUP,
+        count=count,
+        seed=seed,
+        epoch_prompts=epoch_prompts,
+        drift=drift,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +104,12 @@ class Sent:
 
 @cache
 def outcome(
-    count: int | None = None, batches: int = BATCHES, seed: int = 11, **changes: Any
+    count: int | None = None,
+    batches: int = BATCHES,
+    seed: int = 11,
+    epoch_prompts: int | None = None,
+    drift: float = 0.0,
+    **changes: Any,
 ) -> Outcome:
     """Run `batches` batches, or to the end of `count` prompts, with an update after each."""
     values: dict[str, Any] = {
@@ -105,7 +124,7 @@ def outcome(
     async def main() -> Outcome:
         async with RolloutScheduler(
             SimFleet(1, stream_interval=100_000),
-            workload(count, seed),
+            workload(count, seed, epoch_prompts, drift),
             config=config,
             listeners=[listener],
         ) as rollouts:
@@ -185,6 +204,31 @@ def test_after_a_drain_the_multisets_are_equal(name: str):
     delivered = [group for batch in run.batches for group in batch]
     assert sorted(delivered) == sorted(drawn(count).tolist())
     assert conservation(run.sent, delivered=run.delivered).holds
+
+
+@pytest.mark.parametrize("drift", [0.0, 1.0])
+def test_what_is_remembered_of_a_prompt_changes_no_response(drift: float):
+    """Length buckets over three epochs of the same prompts. With a drift of 1, every key lies: its
+    prompt is another one each time. The control keeps what the memory expects to be short."""
+    count, epoch = 300, 100
+    run = outcome(
+        count,
+        epoch_prompts=epoch,
+        drift=drift,
+        batch_groups=16,
+        refill="buckets",
+        over_provision=1.5,
+    )
+    law = workload(count, epoch_prompts=epoch, drift=drift)
+    lengths = [law.lengths(i).tolist() for i in range(count)]
+    delivered = [group for batch in run.batches for group in batch]
+    assert sorted(delivered) == sorted(lengths)
+    assert sorted(run.keys) == sorted(3 * list(range(epoch)))
+    assert conservation(run.sent, delivered=run.delivered).holds
+    before = np.array([np.log(lengths[i - epoch]).mean() for i in range(epoch, count)])
+    now = np.array([np.log(lengths[i]).mean() for i in range(epoch, count)])
+    kept = now[before < np.median(before)].mean()
+    assert bool(kept < now.mean() - 0.2) is (drift == 0)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -11,6 +11,10 @@ are the precision and mean of the group's own level, s^2 = (1 - w) sigma^2 + 1 /
 variance around M; and the rest of an unfinished member is the quantile of that law, given that it
 has h tokens, at which all u unfinished ones together end with probability one half.
 
+Where earlier epochs of the same prompt are remembered
+(:mod:`aprilsched.core.lengths.memory`), the group's level has a mean and a variance of its own in
+the place of mu and w sigma^2.
+
 How well mu, sigma and w are known hardly matters: wrong by a third they cost 1 % of the time.
 """
 
@@ -22,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LogLaw", "rest_of_groups"]
+__all__ = ["Levels", "LogLaw", "observed_logs", "rest_of_groups"]
 
 _MILLS_MOST = 1.5
 _LEAST_DEVIATION = 0.05
@@ -55,8 +59,30 @@ class LogLaw:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Levels:
+    """What is known of the levels of groups before their own tokens: normal laws of the expected
+    log length of a group's responses.
+
+    Attributes:
+        mean: float64 [G, 1].
+        variance: float64 [G, 1]; that of the law, ``shared * deviation**2``, where nothing is
+            known.
+    """
+
+    mean: NDArray[np.float64]
+    variance: NDArray[np.float64]
+
+    def of(self, rows: NDArray[np.int64]) -> Levels:
+        """The levels of some groups."""
+        return Levels(mean=self.mean[rows], variance=self.variance[rows])
+
+
 def rest_of_groups(
-    tokens: NDArray[np.int64], finished: NDArray[np.bool_], law: LogLaw
+    tokens: NDArray[np.int64],
+    finished: NDArray[np.bool_],
+    law: LogLaw,
+    levels: Levels | None = None,
 ) -> NDArray[np.float64]:
     """Number of steps that each group is expected to need, float64 [G]; 0 if all members have
     finished.
@@ -64,11 +90,12 @@ def rest_of_groups(
     Args:
         tokens: int64 [G, g], tokens so far of each member; 0 if it was not started.
         finished: bool [G, g].
+        levels: what earlier epochs say of each group; None for nothing.
     """
     if not tokens.size:
         return np.zeros(len(tokens))
     have = np.log(np.maximum(tokens, 1))
-    level, spread = _levels(tokens, have, finished, law)
+    level, spread = _levels(tokens, finished, law, levels)
     open_members = np.maximum((~finished).sum(axis=1, keepdims=True), 1)
     at_median = 0.5 ** (1 / open_members)
     passed = np.where(tokens > 0, _cdf((have - level) / spread), 0.0)
@@ -78,23 +105,34 @@ def rest_of_groups(
     return rest.max(axis=1)
 
 
-def _levels(
-    tokens: NDArray[np.int64],
-    have: NDArray[np.float64],
-    finished: NDArray[np.bool_],
-    law: LogLaw,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The level of each group and its members' deviation around it, float64 [G, 1]."""
+def observed_logs(
+    tokens: NDArray[np.int64], finished: NDArray[np.bool_], law: LogLaw
+) -> NDArray[np.float64]:
+    """What each response says of its log length, in the shape of `tokens`, int64 of 1 or more: the
+    log of a finished length, and the mean of the law beyond the tokens of an unfinished one. A
+    response that ended at the cap would have gone on, so it counts as unfinished."""
+    have = np.log(np.maximum(tokens, 1))
     z = (have - law.mean) / law.deviation
     mills = np.exp(-z * z / 2) / math.sqrt(2 * math.pi) / np.maximum(_cdf(-z), 1e-12)
     unfinished = law.mean + law.deviation * np.minimum(mills, z + _MILLS_MOST)
-    at_cap = finished & (tokens >= law.cap)
-    seen = np.where(finished & ~at_cap, have, unfinished)
+    return np.where(finished & (tokens < law.cap), have, unfinished)
+
+
+def _levels(
+    tokens: NDArray[np.int64],
+    finished: NDArray[np.bool_],
+    law: LogLaw,
+    before: Levels | None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The level of each group and its members' deviation around it, float64 [G, 1]."""
+    seen = observed_logs(tokens, finished, law)
     known = tokens > 0
     own = (1 - law.shared) * law.deviation**2
-    precision = 1 / (law.shared * law.deviation**2) + known.sum(axis=1, keepdims=True) / own
-    above = np.where(known, seen - law.mean, 0.0).sum(axis=1, keepdims=True)
-    return law.mean + above / own / precision, np.sqrt(own + 1 / precision)
+    expected = law.mean if before is None else before.mean
+    variance = law.shared * law.deviation**2 if before is None else before.variance
+    precision = 1 / variance + known.sum(axis=1, keepdims=True) / own
+    above = np.where(known, seen - expected, 0.0).sum(axis=1, keepdims=True)
+    return expected + above / own / precision, np.sqrt(own + 1 / precision)
 
 
 def _cdf(z: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -5,7 +5,8 @@ about the same number of further steps. So no batch waits for one long response,
 of a long response become stale for nothing. The groups that are not chosen are deferred: they wait
 with their tokens, which cost nothing until the groups run again. Some members of each deferred
 group run once as probes, because one finished sibling tells much about a length: typically half of
-the variance of a response's log length comes from its prompt.
+the variance of a response's log length comes from its prompt. A group whose prompt was seen in an
+earlier epoch is not probed if what is remembered of it says more than a probe would.
 
 :func:`aprilsched.core.lengths.log_law.rest_of_groups` estimates what a group still needs. The rule
 was found by a search over schedules on the built-in workload (experiments/frontier).
@@ -56,18 +57,29 @@ class LengthBuckets(Refill):
 
     def members(self, groups: OpenGroups) -> NDArray[np.int64]:
         waiting = np.flatnonzero(~groups.running)
-        rest = rest_of_groups(groups.tokens[waiting], groups.finished[waiting], groups.law)
+        levels = None if groups.levels is None else groups.levels.of(waiting)
+        rest = rest_of_groups(groups.tokens[waiting], groups.finished[waiting], groups.law, levels)
         count = max(1, groups.wanted - (len(groups.ages) - len(waiting)))
         begun = groups.since_first_run >= 0
         runs = groups.running | (begun & (groups.since_first_run >= self.oldest))
         runs[waiting[window(rest, groups.ages[waiting], count)]] = True
         # At most half of a group is probed, or a lone sample, or a pair, would be run whole as
         # its own probe.
-        probes = np.where(begun, 0, np.minimum(self.probes, groups.sizes // 2))
+        probes = np.where(begun | _known(groups), 0, np.minimum(self.probes, groups.sizes // 2))
         return np.where(runs, groups.sizes, probes)
 
     def told(self, ratio: str) -> str:
         return f"{ratio} batches of groups of similar length, out of {self.store:g} open batches"
+
+
+def _known(groups: OpenGroups) -> NDArray[np.bool_]:
+    """Whether earlier epochs say more of a group than a probe would, bool [G]: one sibling leaves
+    1 - w of what the group's level varies by, where w is the law's share."""
+    if groups.levels is None:
+        return np.zeros(len(groups.sizes), dtype=np.bool_)
+    law = groups.law
+    after_probe = (1 - law.shared) * law.shared * law.deviation**2
+    return groups.levels.variance[:, 0] <= after_probe
 
 
 def window(rest: NDArray[np.float64], age: NDArray[np.int64], count: int) -> NDArray[np.int64]:

@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.log_law import LogLaw
+from aprilsched.core.lengths.log_law import Levels, LogLaw
 
 __all__ = ["OpenGroups", "PoolView", "Refill"]
 
@@ -76,6 +76,8 @@ class OpenGroups:
     """Number of groups that should run for the batch."""
     law: LogLaw
     """The law of the lengths, as far as they are known."""
+    levels: Levels | None = None
+    """What earlier epochs of the same prompts say of the groups; None for nothing."""
 
 
 class Refill(ABC):

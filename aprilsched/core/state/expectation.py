@@ -1,11 +1,17 @@
 """How many further tokens a response is expected to need.
 
 The law of lengths is estimated from the run so far, with unfinished responses as censored ones. A
-group's finished members are evidence for the others. On the scale of log lengths, let a share w of
-the variance be common to a group, and let k finished siblings have a mean log length that is d
+group's finished members are evidence for the others, and so is what is remembered of earlier epochs
+of its prompt (:mod:`aprilsched.core.lengths.memory`). On the scale of log lengths, let a share w of
+the variance s be common to a group, and let k finished siblings have a mean log length that is d
 above the law's. Then the expected log length of a member is w * k / (w * k + 1 - w) * d above the
-law's, which is the posterior mean of a normal random effect. The law is stretched by the
-exponential of that.
+law's, which is the posterior mean of a normal random effect. If earlier epochs say that it is m
+above the law's, with variance v, it is (m / v + k * d / ((1 - w) s)) / (1 / v + k / ((1 - w) s))
+above it. The law is stretched by the exponential of that.
+
+:meth:`Expectations.rest` gives the expected number of steps to the end of each of some groups,
+whether they have tokens or not. Whatever orders groups by length uses it, for example
+``state.expectations.rest(list(state.in_flight.training_groups()))`` in a step.
 
 A request's own limit is not used: workloads with lengths drawn beforehand give each request its
 length as its limit, and a policy that used it would know what no policy can know.
@@ -14,14 +20,22 @@ length as its limit, and a policy that used it would know what no policy can kno
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier
-from aprilsched.core.lengths.log_law import LogLaw
+from aprilsched.core.lengths.log_law import Levels, LogLaw, rest_of_groups
+from aprilsched.core.lengths.memory import LengthMemory, Remembered
 from aprilsched.core.lengths.observed import ObservedLengths
 from aprilsched.core.state.lifecycle import GENERATING
-from aprilsched.core.state.records import GroupRecord, RequestRecord
+from aprilsched.core.state.records import (
+    GroupRecord,
+    RequestRecord,
+    group_lengths,
+    member_tokens,
+)
 
 __all__ = ["Expectations"]
 
@@ -30,10 +44,17 @@ _SHARED = 0.5
 
 
 class Expectations:
-    """The lengths seen in the run, and what they say about responses that still generate."""
+    """The lengths seen in the run, and what they say about responses that still generate.
 
-    def __init__(self) -> None:
+    Args:
+        version: gives the policy version in force, by which the age of what is remembered counts.
+    """
+
+    def __init__(self, version: Callable[[], int] = int) -> None:
         self.observed = ObservedLengths()
+        self.memory = LengthMemory()
+        """The lengths of earlier epochs, by the key of the prompt."""
+        self._version = version
         self._law: KaplanMeier | None = None
         self._mean_log = 0.0
         self._deviation_log = 1.0
@@ -55,6 +76,10 @@ class Expectations:
         """The law of log lengths, for :mod:`~aprilsched.core.lengths.log_law`."""
         if self._stale:
             self._estimate()
+        return self._log_law()
+
+    def _log_law(self) -> LogLaw:
+        """The law as it was last estimated."""
         if self._law is None:
             return LogLaw()
         return LogLaw.estimated(
@@ -67,6 +92,33 @@ class Expectations:
     def renew(self) -> None:
         """Estimate the law again when it is next needed, because a batch was delivered."""
         self._stale = True
+
+    def remember(self, group: GroupRecord) -> Remembered | None:
+        """Remember the lengths of a group that has ended, under the key of its prompt. Returns the
+        new record; None if the prompt has no key."""
+        if group.prompt.key is None:
+            return None
+        # The law is not estimated for this: it would stay that of the first group until the first
+        # batch is full.
+        return self.memory.note(
+            group.prompt.key, group_lengths(group), self._log_law(), self._version()
+        )
+
+    def levels(self, groups: Sequence[GroupRecord]) -> Levels:
+        """What earlier epochs say of the level of each group."""
+        keys = [group.prompt.key for group in groups]
+        return self.memory.levels(keys, self.log_law(), self._version())
+
+    def rest(self, groups: Sequence[GroupRecord]) -> NDArray[np.float64]:
+        """Expected number of steps to the end of the longest member of each group, float64 [G]; 0
+        for a complete group.
+
+        The evidence is the run's law, the members so far, finished or not, and the same prompt's
+        lengths in earlier epochs, which count for less the older they are. A group that has no
+        token and whose prompt was not seen before has the expectation of the law.
+        """
+        tokens, finished = member_tokens(groups)
+        return rest_of_groups(tokens, finished, self.log_law(), self.levels(groups))
 
     def remaining(self, request: RequestRecord) -> float:
         """Expected number of tokens to the end of the response; 0 while no length is known."""
@@ -92,11 +144,21 @@ class Expectations:
 
     def _stretch(self, group: GroupRecord) -> float:
         finished = [len(m.log) for m in group.members if m.state not in GENERATING]
+        key = group.prompt.key
+        if key is not None and self.memory.knows(key):
+            return self._stretch_remembered(group, finished)
         if not finished:
             return 1.0
         above = sum(math.log(max(n, 1)) for n in finished) / len(finished) - self._mean_log
         weight = self._shared * len(finished)
         return math.exp(weight / (weight + 1 - self._shared) * above)
+
+    def _stretch_remembered(self, group: GroupRecord, finished: list[int]) -> float:
+        law, levels = self._log_law(), self.levels([group])
+        mean, variance = float(levels.mean[0, 0]) - law.mean, float(levels.variance[0, 0])
+        own = (1 - law.shared) * law.deviation**2
+        above = sum(math.log(max(n, 1)) - law.mean for n in finished)
+        return math.exp((mean / variance + above / own) / (1 / variance + len(finished) / own))
 
     def _estimate(self) -> None:
         self._stale = False

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.lengths.memory import Remembered
 from aprilsched.core.state.ledger import Entry
 from aprilsched.core.state.records import DeliveredBatch, GroupRecord, RolloutRecord
 from aprilsched.core.state.saved import TokenPage
@@ -128,6 +129,8 @@ class Journal:
         """New entries of the ledger."""
         self.lengths: list[GroupLengths] = []
         """Lengths of the groups that ended."""
+        self.remembered: dict[str | int, Remembered] = {}
+        """What is now remembered of the lengths of their prompts, by key."""
         self.finished = False
         """A rollout was finished or scored, so the snapshot should not wait long."""
 
@@ -205,9 +208,14 @@ class Journal:
         for group in batch.groups:
             self._forget(group.group_id, group.members)
 
-    def note_lengths(self, group: GroupLengths) -> None:
+    def note_lengths(self, group: GroupLengths, remembered: Remembered | None) -> None:
+        """Note the lengths of a group that ended, and what is now remembered of its prompt."""
         if self.active:
             self.lengths.append(group)
+            if remembered is not None:
+                # The newest last, because a store keeps those that were noted last.
+                self.remembered.pop(remembered.key, None)
+                self.remembered[remembered.key] = remembered
 
     def _forget(self, group_id: int, members: Iterable[RolloutRecord]) -> None:
         tokens = 0

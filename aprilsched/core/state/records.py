@@ -6,10 +6,12 @@ other. A request may take several attempts: each time that it is sent is one att
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.state.ledger import Reason
@@ -26,6 +28,7 @@ __all__ = [
     "RequestRecord",
     "RolloutRecord",
     "group_lengths",
+    "member_tokens",
 ]
 
 
@@ -268,3 +271,16 @@ def group_lengths(record: GroupRecord) -> GroupLengths:
         ),
         finished=np.array([m.state not in GENERATING for m in record.members], dtype=np.bool_),
     )
+
+
+def member_tokens(groups: Sequence[GroupRecord]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The tokens of each member so far, int64 [G, g], and whether it has finished, bool [G, g].
+    Where a smaller group has no member, it is 0 and True."""
+    size = max((len(group.members) for group in groups), default=0)
+    tokens = np.zeros((len(groups), size), dtype=np.int64)
+    finished = np.ones((len(groups), size), dtype=np.bool_)
+    for row, group in enumerate(groups):
+        for column, member in enumerate(group.members):
+            tokens[row, column] = len(member.log)
+            finished[row, column] = member.state not in GENERATING
+    return tokens, finished

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.lengths.memory import Remembered
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.ledger import Counters, Entry
 from aprilsched.types import FinishReason, Float32Array, Int32Array, Prompt, SamplingParams
@@ -195,6 +196,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, rename={"wave_pending"
     """Whether groups were filtered; None if an older version wrote the data."""
     in_parts: bool = False
     """Whether engines may have parts of two versions."""
+    remembered_well: tuple[float, float] = (0.0, 0.0)
+    """How well the remembered lengths have predicted: the sums of the regression."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -209,6 +212,8 @@ class Snapshot:
             batch may be followed by another one with its index.
         removed: groups that were dropped, or delivered and acknowledged, each with its number of
             tokens.
+        remembered: what is known of the lengths of prompts by their keys, as far as it changed;
+            those that were seen last come last.
     """
 
     full: bool
@@ -223,6 +228,7 @@ class Snapshot:
     removed: Sequence[tuple[int, int]] = ()
     dropped: Sequence[Entry] = ()
     lengths: Sequence[GroupLengths] = ()
+    remembered: Sequence[Remembered] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -253,3 +259,4 @@ class Saved:
     dropped: Sequence[Entry]
     lengths: Sequence[GroupLengths]
     damaged: dict[int, str]
+    remembered: Sequence[Remembered] = ()

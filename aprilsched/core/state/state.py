@@ -249,7 +249,8 @@ class SchedulerState:
         self.facts: list[Fact] = []
         self.tells_tokens = False
         self.resumed = False
-        self.expectations = Expectations()
+        self.weights = Weights()
+        self.expectations = Expectations(lambda: self.weights.versions.trainer)
         self.in_flight = InFlight(self._place)
         self.delivery = Delivery(must_deliver=MustDeliver(self.staleness))
         self.prompts = PromptSupply(usual_size=float(config.group_size))
@@ -264,7 +265,6 @@ class SchedulerState:
         )
         self.stragglers = Stragglers()
         self.evaluations = Evaluations()
-        self.weights = Weights()
         self.fleet = Fleet(
             control=FleetControl(
                 pause_mode=self.behaviour.pause_mode(self.cached_kv),
@@ -293,7 +293,7 @@ class SchedulerState:
         """Let the lengths of a group count as evidence, because it is complete or dropped."""
         lengths = group_lengths(group)
         self.expectations.observed.add_group(lengths)
-        self.in_flight.journal.note_lengths(lengths)
+        self.in_flight.journal.note_lengths(lengths, self.expectations.remember(group))
 
     def note_work(self, engine: str) -> None:
         """Count the work of an engine up to now. To be called before the number of its open

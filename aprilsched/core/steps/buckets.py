@@ -11,7 +11,7 @@ import numpy as np
 
 from aprilsched.core.policies.refill import OpenGroups, Refill
 from aprilsched.core.state.lifecycle import GENERATING, State
-from aprilsched.core.state.records import GroupRecord, RolloutRecord
+from aprilsched.core.state.records import GroupRecord, RolloutRecord, member_tokens
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import training_runs
 
@@ -68,13 +68,8 @@ def _choose(state: SchedulerState, refill: Refill, groups: list[GroupRecord]) ->
 
 
 def _view(state: SchedulerState, groups: list[GroupRecord]) -> OpenGroups:
-    batch, size = state.begun, max(len(group.members) for group in groups)
-    tokens = np.zeros((len(groups), size), dtype=np.int64)
-    finished = np.ones((len(groups), size), dtype=np.bool_)
-    for row, group in enumerate(groups):
-        for column, member in enumerate(group.members):
-            tokens[row, column] = len(member.log)
-            finished[row, column] = member.state not in GENERATING
+    batch = state.begun
+    tokens, finished = member_tokens(groups)
     since = [-1 if group.first_run is None else batch - group.first_run for group in groups]
     return OpenGroups(
         tokens=tokens,
@@ -85,6 +80,7 @@ def _view(state: SchedulerState, groups: list[GroupRecord]) -> OpenGroups:
         running=np.array([_runs(group) for group in groups], dtype=np.bool_),
         wanted=state.plan.target_groups - state.ready_groups,
         law=state.expectations.log_law(),
+        levels=state.expectations.levels(groups),
     )
 
 

@@ -185,6 +185,7 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     state.expectations.note_limit(run.longest)
     for group in saved.lengths:
         state.expectations.observed.add_group(group)
+    state.expectations.memory.restore(saved.remembered, *run.remembered_well)
 
 
 def _possible(state: SchedulerState, schedule: Schedule) -> bool:

@@ -44,6 +44,7 @@ def take_changes(state: SchedulerState) -> Snapshot:
         removed=tuple(journal.removed.items()),
         dropped=tuple(journal.dropped),
         lengths=tuple(journal.lengths),
+        remembered=tuple(journal.remembered.values()),
     )
     for rollout in journal.changed.values():
         rollout.rewritten = False
@@ -91,6 +92,7 @@ def _everything(
         batches=tuple(_batch(batch) for batch in batches),
         dropped=tuple(state.in_flight.ledger.entries),
         lengths=tuple(state.expectations.observed.cohort()),
+        remembered=tuple(state.expectations.memory),
     )
 
 
@@ -232,6 +234,7 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
         batches_since_update=state.delivery.batches_since_update + bool(groups),
         accepts=state.caller.accepts,
         in_parts=state.weights.in_parts,
+        remembered_well=(state.expectations.memory.products, state.expectations.memory.squares),
     )
 
 

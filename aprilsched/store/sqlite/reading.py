@@ -31,6 +31,7 @@ from aprilsched.store.codec import (
     decode,
     group_from,
     lengths_from,
+    remembered_from,
     schedule_from,
 )
 from aprilsched.store.sqlite.file import COLUMNS, page_from
@@ -94,6 +95,7 @@ def _read(connection: sqlite3.Connection, path: Path) -> Saved | None:
         dropped=list(_list(connection, "dropped", "n", lambda b: decode(b, Entry))),
         lengths=list(_list(connection, "lengths", "n", lengths_from)),
         damaged=damaged,
+        remembered=list(_list(connection, "remembered", "n", remembered_from)),
     )
 
 

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
+from aprilsched.core.lengths.memory import MOST_KEYS
 from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.errors import StoreError
 from aprilsched.store.codec import (
@@ -25,6 +26,7 @@ from aprilsched.store.codec import (
     encode,
     group_record,
     lengths_record,
+    remembered_record,
     schedule_record,
 )
 from aprilsched.store.memory import KEPT_ENTRIES, KEPT_LENGTHS
@@ -44,6 +46,7 @@ _TABLES = (
     "batches",
     "dropped",
     "lengths",
+    "remembered",
 )
 
 
@@ -212,6 +215,7 @@ def _write_lists(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
     _append(
         connection, "lengths", (lengths_record(group) for group in snapshot.lengths), KEPT_LENGTHS
     )
+    _remember(connection, snapshot)
     connection.executemany(
         "DELETE FROM batches WHERE batch = ?", ((index,) for index in snapshot.acknowledged)
     )
@@ -219,6 +223,20 @@ def _write_lists(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
     connection.executemany(
         "REPLACE INTO batches VALUES (?, ?, ?)",
         ((index, body, checksum(body)) for index, body in bodies),
+    )
+
+
+def _remember(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
+    if not snapshot.remembered:
+        return
+    bodies = ((record.key, remembered_record(record)) for record in snapshot.remembered)
+    # A key gets a new number each time, so the last numbers are the keys that were seen last.
+    connection.executemany(
+        "REPLACE INTO remembered (key, body, crc) VALUES (?, ?, ?)",
+        ((key, body, checksum(body)) for key, body in bodies),
+    )
+    connection.execute(
+        f"DELETE FROM remembered WHERE n <= (SELECT max(n) FROM remembered) - {MOST_KEYS}"
     )
 
 

@@ -1,0 +1,181 @@
+"""Tests what is remembered of the lengths of prompts: evidence, age, wrong keys, bounds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.core.lengths import memory
+from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.lengths.log_law import LogLaw, rest_of_groups
+from aprilsched.core.lengths.memory import LengthMemory
+from aprilsched.core.messages import events as ev
+from aprilsched.types import Prompt
+from tests.support.driver import Driver
+
+LAW = LogLaw(mean=6.0, deviation=1.0, shared=0.5, cap=6000.0)
+
+
+def whole(length: int, size: int = 8) -> GroupLengths:
+    return GroupLengths.whole(0, [length] * size)
+
+
+def level(known: LengthMemory, key: object, version: int = 0, law: LogLaw = LAW) -> float:
+    """By how much the expected log length is above the law's."""
+    return float(known.levels([key], law, version).mean[0, 0]) - law.mean
+
+
+def test_a_long_prompt_is_expected_to_be_long_again_and_a_new_one_is_not() -> None:
+    known = LengthMemory()
+    known.note("long", whole(3000), LAW, 0)
+    known.note("short", whole(50), LAW, 0)
+    assert level(known, "long") > 1
+    assert level(known, "short") < -1
+    assert level(known, "new") == 0
+    assert level(known, None) == 0
+    variance = known.levels(["long", "new"], LAW, 0).variance[:, 0]
+    assert variance[0] < 0.2 * variance[1]
+
+
+def test_what_is_remembered_says_as_much_as_siblings_would() -> None:
+    """The filter's equations give the posterior of a normal random effect, as siblings do."""
+    known = LengthMemory()
+    known.note(1, whole(2000, size=4), LAW, 0)
+    fresh = np.zeros((1, 4), dtype=np.int64)
+    open_ = np.zeros((1, 4), dtype=np.bool_)
+    remembered = rest_of_groups(fresh, open_, LAW, known.levels([1], LAW, 0))
+    siblings = rest_of_groups(
+        np.array([[0] * 4 + [2000] * 4], dtype=np.int64),
+        np.array([[False] * 4 + [True] * 4]),
+        LAW,
+    )
+    assert remembered[0] == pytest.approx(siblings[0], rel=0.03)
+
+
+def test_with_age_it_shrinks_toward_the_law() -> None:
+    known = LengthMemory()
+    known.note(1, whole(3000), LAW, 10)
+    levels = [level(known, 1, version) for version in (10, 500, 1010, 3010, 20_010)]
+    assert levels == sorted(levels, reverse=True)
+    assert levels[2] == pytest.approx(levels[0] / 2, rel=0.02)
+    assert levels[-1] == pytest.approx(0, abs=1e-4)
+    new, old = known.levels([1], LAW, 10), known.levels([1], LAW, 20_010)
+    assert new.variance[0, 0] < old.variance[0, 0]
+    assert old.variance[0, 0] == pytest.approx(LAW.shared * LAW.deviation**2)
+
+
+def test_a_checkpoint_of_a_later_version_is_as_good_as_new() -> None:
+    """After a return to an older checkpoint of the weights, ages would be negative."""
+    known = LengthMemory()
+    known.note(1, whole(3000), LAW, 50)
+    assert level(known, 1, 3) == level(known, 1, 50)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_memory_that_predicts_nothing_is_not_believed(right: bool) -> None:
+    """Keys that name another prompt each time. The control has right keys and stays believed."""
+    known, rng = LengthMemory(), np.random.default_rng(0)
+    effects = rng.normal(size=200)
+    for epoch in range(5):
+        for key in range(200):
+            effect = effects[key] if right else rng.normal()
+            logs = LAW.mean + math.sqrt(0.5) * (effect + rng.normal(size=8))
+            lengths = np.maximum(1, np.exp(logs)).astype(int).tolist()
+            known.note(key, GroupLengths.whole(0, lengths), LAW, epoch)
+    assert (known.coefficient(LAW) > 0.85) is right
+    assert (known.coefficient(LAW) < 0.15) is not right
+
+
+def test_lengths_against_the_memory_leave_the_law_alone() -> None:
+    """An adversary who gives the opposite of what he gave before is not believed, and not believed
+    to the contrary either."""
+    known = LengthMemory()
+    for epoch in range(40):
+        known.note(1, whole(3000 if epoch % 2 else 50), LAW, epoch)
+        known.note(2, whole(50 if epoch % 2 else 3000), LAW, epoch)
+    assert known.coefficient(LAW) == 0
+    assert level(known, 1) == level(known, 2) == 0
+
+
+def test_unfinished_members_count_as_at_least_so_long() -> None:
+    known = LengthMemory()
+    tokens = np.array([2000, 2000], dtype=np.int64)
+    known.note("ended", GroupLengths(launched=0, tokens=tokens, finished=tokens > 0), LAW, 0)
+    known.note("cut", GroupLengths(launched=0, tokens=tokens, finished=tokens < 0), LAW, 0)
+    assert level(known, "cut") > level(known, "ended") > 0
+
+
+def test_what_has_no_key_or_no_token_is_not_remembered() -> None:
+    known = LengthMemory()
+    for key in (None, 2.0, (1, 2), True, ["a"], 2**70):
+        assert known.note(key, whole(100), LAW, 0) is None
+    nothing = np.zeros(3, dtype=np.int64)
+    group = GroupLengths(launched=0, tokens=nothing, finished=nothing > 0)
+    assert known.note("a", group, LAW, 0) is None
+    assert len(known) == 0
+
+
+def test_long_keys_are_kept_as_digests() -> None:
+    known = LengthMemory()
+    one, other = "x" * 10_000, "x" * 9_999 + "\ud800"
+    known.note(one, whole(3000), LAW, 0)
+    assert level(known, one) > 1
+    assert level(known, other) == 0
+    assert all(len(str(record.key)) == 32 for record in known)
+
+
+def test_the_keys_seen_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MOST_KEYS", 3)
+    known = LengthMemory()
+    for key in (0, 1, 2, 0, 3):
+        known.note(key, whole(100), LAW, 0)
+    assert [record.key for record in known] == [2, 0, 3]
+
+
+def test_lengths_that_end_at_once_or_never_give_finite_levels() -> None:
+    known = LengthMemory()
+    for law in (LogLaw(), LAW, LogLaw.estimated(mean=0, deviation=0, shared=0, cap=1)):
+        for version, length in enumerate((1, 2**40, 1)):
+            known.note(1, whole(length), law, version)
+            levels = known.levels([1], law, 10**9)
+            assert np.isfinite(levels.mean).all()
+            assert (levels.variance > 0).all()
+
+
+# --- in the scheduler ----------------------------------------------------------------------------
+
+
+def epochs(driver: Driver, lengths: dict[str, int], times: int) -> None:
+    """Deliver batches of these prompts, as often, each response with the length of its key."""
+    for _ in range(times):
+        driver.feed(ev.BatchRequested())
+        prompts = tuple(Prompt(input_ids=np.array([1, 2]), key=key) for key in lengths)
+        driver.feed(ev.PromptsArrived(prompts=prompts))
+        for key in driver.attempts():
+            rollout = driver.state.in_flight.rollouts[driver.sends[key].rollout_id]
+            name = rollout.group.prompt.key
+            assert isinstance(name, str)
+            driver.finish(key, lengths[name])
+
+
+def test_the_rest_of_a_group_is_known_before_its_first_token() -> None:
+    driver = Driver(
+        SchedulerConfig(batch_groups=2, group_size=4, over_provision=1.0), auto_prompts=False
+    )
+    epochs(driver, {"long": 900, "short": 20}, 3)
+    driver.feed(ev.BatchRequested())
+    prompts = tuple(Prompt(input_ids=np.array([1]), key=key) for key in ("short", "new"))
+    driver.feed(ev.PromptsArrived(prompts=prompts))
+    groups = list(driver.state.in_flight.training_groups())
+    assert [group.prompt.key for group in groups] == ["short", "new"]
+    short, new = driver.state.expectations.rest(groups)
+    assert short < 60 < new
+    request = groups[0].members[0].request
+    other = groups[1].members[0].request
+    assert request is not None
+    assert other is not None
+    remaining = driver.state.expectations.remaining
+    assert remaining(request) < 0.3 * remaining(other)
