@@ -11,9 +11,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
-from aprilsched.config import Pool, SchedulerConfig
+from aprilsched.config import Pool, SchedulerConfig, Staleness
 
-__all__ = ["PRESETS", "Preset", "april", "areal", "auto", "copris", "pool", "slime", "sync"]
+__all__ = [
+    "PRESETS",
+    "Preset",
+    "april",
+    "areal",
+    "auto",
+    "copris",
+    "pool",
+    "rollpacker",
+    "slime",
+    "sync",
+]
 
 Preset: TypeAlias = Callable[[SchedulerConfig], SchedulerConfig]
 
@@ -92,6 +103,20 @@ def pool(config: SchedulerConfig) -> SchedulerConfig:
     return replace(config, over_provision=1.0, refill=Pool(together=4))
 
 
+def rollpacker(config: SchedulerConfig) -> SchedulerConfig:
+    """Let a quarter more groups race than a batch takes, and gather the losers in long batches.
+
+    Source: RollPacker (arXiv 2509.21009), tail batching by prompts with its ratio of 1.25. Its race
+    of responses within a prompt is not part of this, because it censors lengths.
+    Known cost: no token is stale, and what the losers have generated is thrown away. Their prompts
+    are sampled again, so the delivered responses are too short for good. ``max_staleness=None``
+    keeps the tokens and has no such bias.
+    """
+    return replace(
+        config, over_provision=1.25, refill="tail", max_staleness=Staleness(0, rule="restart")
+    )
+
+
 def auto(config: SchedulerConfig) -> SchedulerConfig:
     """Choose the ratio and the refill rule during the run.
 
@@ -109,6 +134,7 @@ PRESETS: dict[str, Preset] = {
     "areal": areal,
     "copris": copris,
     "pool": pool,
+    "rollpacker": rollpacker,
     "auto": auto,
 }
 """The recipes by name."""

@@ -13,6 +13,7 @@ from typing import Any
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.events import EngineInfo
 from aprilsched.core.messages.facts import Fact
+from aprilsched.core.state.ledger import Reason
 
 __all__ = ["Launches", "Member", "RecordedBatch"]
 
@@ -58,6 +59,8 @@ class Launches:
         self._evaluated: set[int] = set()
         self._settled: set[int] = set()
         """Ids of the groups that were delivered or dropped."""
+        self._begun_again: set[int] = set()
+        """Ids of the dropped groups whose prompts were launched again as other groups."""
         self._began = False
         self._handlers: dict[type, Callable[[Any], None]] = {
             of.RunOpened: self._opened,
@@ -86,9 +89,12 @@ class Launches:
 
     def by_group(self) -> list[list[Member]]:
         """Groups in the order of launches, without those that were only evaluated. A member that
-        was launched and never sent has no tokens."""
+        was launched and never sent has no tokens. Of a prompt that was generated again, this is
+        the last group."""
         groups: dict[int, list[Member]] = {}
         for member in self.members():
+            if member.group_id in self._begun_again:
+                continue
             groups.setdefault(member.group_id, []).append(member)
         for group_id, group in groups.items():
             missing = self._sizes.get(group_id, 0) - len(group)
@@ -126,7 +132,8 @@ class Launches:
         kept = {id_: m for id_, m in self._members.items() if m.group_id in self._settled}
         self._members = kept
         self._requests.clear()
-        self.fetched = len({member.group_id for member in kept.values()} - self._evaluated)
+        groups = {member.group_id for member in kept.values()}
+        self.fetched = len(groups - self._evaluated - self._begun_again)
 
     def _launched(self, fact: of.GroupLaunched) -> None:
         if fact.evaluation_id is not None:
@@ -135,6 +142,7 @@ class Launches:
         # The ids of rollouts that were not saved are given to other rollouts.
         self._evaluated.discard(fact.group_id)
         self._settled.discard(fact.group_id)
+        self._begun_again.discard(fact.group_id)
         self._sizes[fact.group_id] = len(fact.rollout_ids)
         if fact.restored is not None:
             self._restore(fact, fact.restored)
@@ -159,6 +167,8 @@ class Launches:
 
     def _dropped(self, fact: of.GroupDropped | of.PromptRefused) -> None:
         self._settled.add(fact.group_id)
+        if isinstance(fact, of.GroupDropped) and fact.reason == Reason.BEGUN_AGAIN:
+            self._begun_again.add(fact.group_id)
 
     def _episode(self, _: of.EpisodeStarted) -> None:
         self.episodes = True

@@ -33,6 +33,7 @@ from aprilsched.core.policies.straggler import (
     StragglerRule,
     rules_that,
 )
+from aprilsched.core.policies.wave import Wave
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
 
@@ -177,9 +178,10 @@ class SchedulerConfig:
     KvTarget(0.8) fills the KV pool up to a share, step by step."""
     refill: RefillRule | Refill = "wave"
     """When new groups are started: "wave" starts them once at the begin of each batch (APRIL),
-    "pool" or Pool(together=4, until=0.25) keeps a constant number generating, and "buckets" or
+    "pool" or Pool(together=4, until=0.25) keeps a constant number generating, "buckets" or
     LengthBuckets(store=5) keeps more groups open and runs those of similar expected length
-    together."""
+    together, and "tail" lets groups race for their batch and gathers the losers in batches of their
+    own."""
     straggler: StragglerRule = "retract"
     """What happens to the rollouts that still generate when a batch is full: "retract" pauses them
     in the engine and recomputes their KV after a refit, "in_place" pauses them and keeps their KV,
@@ -191,8 +193,8 @@ class SchedulerConfig:
     "asynchronous" keeps generating while the trainer trains, and pauses only for a refit."""
     max_staleness: Annotated[int, AT_LEAST_0] | Staleness | None = None
     """Bound on the staleness of a delivered token that counts: the consuming version minus the
-    sampling version. Tokens beyond it get loss mask 0; Staleness(2, rule="evict") or "finish"
-    treats them otherwise."""
+    sampling version. Tokens beyond it get loss mask 0; Staleness(2, rule="evict"), "finish" or
+    "restart" treats them otherwise."""
     ready_batches: Annotated[int, AT_LEAST_1] = 2
     """Number of complete batches that are kept for a slow trainer before no new groups are
     started, on the asynchronous pace."""
@@ -286,6 +288,16 @@ class SchedulerConfig:
     def _defers(self) -> bool:
         return self.pace == "synchronous" and self.behaviour.deferrable
 
+    @property
+    def _settles(self) -> bool:
+        """Whether every group comes to its end although its tokens are thrown away at updates."""
+        policies = self.policies
+        if policies.refill.settles:
+            return True
+        waits = policies.refill.defers or isinstance(policies.refill, Wave)
+        ratio = policies.over_provision
+        return self.pace == "synchronous" and waits and ratio == FixedRatio(1.0)
+
     def _stop(self) -> Stop:
         if isinstance(self.stop, Stop):
             return self.stop
@@ -336,4 +348,11 @@ class SchedulerConfig:
             raise ConfigError(
                 f'max_staleness.rule is "{policies.staleness.rule}" without a bound; set '
                 "max_staleness to a number of versions too."
+            )
+        if policies.staleness.rule == "restart" and not self._settles:
+            raise ConfigError(
+                f'max_staleness.rule is "restart" with refill="{policies.refill.name}" and '
+                f"over_provision={self.over_provision!r}, where a prompt of long responses may "
+                'begin again for ever; set refill="tail", or refill="wave" or "buckets" with '
+                "over_provision=1."
             )

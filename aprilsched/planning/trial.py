@@ -153,6 +153,7 @@ class _Trial:
             open_groups=self._open,
             ready_groups=self._stop_at.as_groups(self._ready, self._usual),
             in_flight=len(self._running) + len(self._queue),
+            put_aside=0 if self._store is None else self._store.put_aside(self._batches),
             wave_due=wave_due,
             batch_open=not self._stop_at.enough(self._ready),
             asynchronous=False,
@@ -169,8 +170,9 @@ class _Trial:
     def _choose(self) -> None:
         """Choose the members that run next, where groups are deferred."""
         if self._store is not None:
-            wanted = self._target - self._stop_at.as_groups(self._ready, self._usual)
-            self._queue.extend(self._store.choose(wanted, self._batches))
+            ready = self._stop_at.as_groups(self._ready, self._usual)
+            wanted, lacking = self._target - ready, self._batch_groups - ready
+            self._queue.extend(self._store.choose(wanted, lacking, self._batches))
 
     def _admit(self) -> None:
         """Start waiting members, first come, first served, as far as there is room."""
@@ -348,8 +350,13 @@ class Store:
             cap=float(setting.lengths.max()),
         )
 
-    def choose(self, count: int, batch: int) -> list[tuple[TrialGroup, int]]:
-        """Choose the members that run in this batch."""
+    def put_aside(self, batch: int) -> int:
+        """Number of open groups that ran in a batch before this one."""
+        return sum(g.first_run is not None and g.first_run < batch for g in self.groups)
+
+    def choose(self, count: int, lacking: int, batch: int) -> list[tuple[TrialGroup, int]]:
+        """Choose the members that run in this batch, of `count` groups by the over-provision ratio.
+        The batch still takes `lacking` groups."""
         groups = self.groups
         since = [-1 if g.first_run is None else batch - g.first_run for g in groups]
         view = OpenGroups(
@@ -360,6 +367,7 @@ class Store:
             since_first_run=np.array(since, dtype=np.int64),
             running=np.zeros(len(groups), dtype=np.bool_),
             wanted=count,
+            lacking=lacking,
             law=self._law,
         )
         runs: list[tuple[TrialGroup, int]] = []

@@ -69,7 +69,7 @@ class VariantStore(Store):
             cap=float(setting.lengths.max()),
         )
 
-    def choose(self, count: int, batch: int) -> list[tuple[TrialGroup, int]]:
+    def choose(self, count: int, lacking: int, batch: int) -> list[tuple[TrialGroup, int]]:
         """As the store of a trial does."""
         age = np.array([batch - group.opened for group in self.groups], dtype=np.int64)
         chosen = set(self._pick(self._rest(), age, max(1, count)).tolist())

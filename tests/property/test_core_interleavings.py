@@ -63,11 +63,11 @@ class Interleavings(RuleBasedStateMachine):
     @initialize(
         straggler=st.sampled_from(list(BEHAVIOURS)),
         pace=st.sampled_from(["synchronous", "asynchronous"]),
-        refill=st.sampled_from(["wave", Pool(together=2), LengthBuckets(store=2.5)]),
+        refill=st.sampled_from(["wave", Pool(together=2), LengthBuckets(store=2.5), "tail"]),
         order=st.sampled_from(["carried", "shortest", "longest"]),
         spread=st.booleans(),
         rebalance=st.booleans(),
-        rule_=st.sampled_from(["mask", "evict", "finish"]),
+        rule_=st.sampled_from(["mask", "evict", "finish", "restart"]),
         bound=st.sampled_from([None, 0, 1, 3]),
         ratio=st.sampled_from([1.0, 1.5, 2.5]),
         scope=st.sampled_from(["none", "rollout", "group"]),
@@ -112,7 +112,12 @@ class Interleavings(RuleBasedStateMachine):
         keys: tuple[str | int | None, ...],
     ) -> None:
         if (pace, straggler) not in (("synchronous", "retract"), ("synchronous", "abort")):
-            refill = Pool(together=2) if isinstance(refill, LengthBuckets) else refill
+            refill = refill if refill in ("wave", Pool(together=2)) else Pool(together=2)
+        if rule_ == "restart" and (automatic or refill != "tail"):
+            # Only such schedules may let groups begin again.
+            automatic, ratio = False, 1.0
+            if isinstance(refill, Pool) or pace == "asynchronous":
+                rule_ = "mask"
         config = SchedulerConfig(
             batch_groups=2,
             group_size=2,

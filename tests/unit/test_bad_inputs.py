@@ -124,7 +124,10 @@ def test_a_folder_without_tokenizer(capsys: pytest.CaptureFixture[str], tmp_path
         ),
         ("[scheduler.sampling]\ntop = 2", "unknown key scheduler.sampling.top"),
         ("batches = 'many'", "does not fit"),
-        ("[scheduler]\nrefill = 'often'", "refill is 'often'; choose one of wave, pool, buckets"),
+        (
+            "[scheduler]\nrefill = 'often'",
+            "refill is 'often'; choose one of wave, pool, buckets, tail",
+        ),
         ("batches = ", "is no TOML"),
         ("[scheduler]\nover_provision = 0.1", "over_provision is 0.1"),
     ],

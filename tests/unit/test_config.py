@@ -86,12 +86,12 @@ def test_a_shorthand_stands_for_a_policy(
         ({"batch_groups": True}, "batch_groups is True; give a whole number, 1 or more."),
         (
             {"refill": "rounds"},
-            "refill is 'rounds'; choose one of wave, pool, buckets, an instance of Refill.",
+            "refill is 'rounds'; choose one of wave, pool, buckets, tail, an instance of Refill.",
         ),
         ({"dispatch": {"rate": 5}}, "dispatch is {'rate': 5}; give an instance of Dispatch."),
         (
             {"max_staleness": Staleness(2, rule="drop")},  # type: ignore[arg-type]
-            "max_staleness.rule is 'drop'; choose one of mask, evict, finish.",
+            "max_staleness.rule is 'drop'; choose one of mask, evict, finish, restart.",
         ),
         (
             {"max_staleness": Staleness(rule="evict")},

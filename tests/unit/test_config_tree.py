@@ -155,11 +155,11 @@ def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             {"refill": {"together": 2}},
-            "refill.rule is missing; choose one of wave, pool, buckets.",
+            "refill.rule is missing; choose one of wave, pool, buckets, tail.",
         ),
         (
             {"refill": {"rule": "rounds", "store": 2}},
-            "refill.rule is 'rounds'; choose one of wave, pool, buckets.",
+            "refill.rule is 'rounds'; choose one of wave, pool, buckets, tail.",
         ),
         ({"over_provision": {"rule": "auto", "target": 0.5}}, "AUTO"),
         ({"refill": {"rule": "pool", "until": 1.4}}, "refill.until is 1.4; give a share above 0"),
@@ -167,10 +167,10 @@ def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
         ({"retries": 3}, "retries is 3; give a table of its settings."),
         (
             {"refill": {"rule": ["pool"], "together": 2}},
-            "refill.rule is ['pool']; choose one of wave, pool, buckets.",
+            "refill.rule is ['pool']; choose one of wave, pool, buckets, tail.",
         ),
-        ({"refill": ["pool"]}, "refill is ['pool']; choose one of wave, pool, buckets"),
-        ({"refill": {}}, "refill.rule is missing; choose one of wave, pool, buckets."),
+        ({"refill": ["pool"]}, "refill is ['pool']; choose one of wave, pool, buckets, tail"),
+        ({"refill": {}}, "refill.rule is missing; choose one of wave, pool, buckets, tail."),
         ({"max_staleness": {"bound": "two"}}, "max_staleness.bound is 'two'; choose one of"),
     ],
 )

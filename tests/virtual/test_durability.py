@@ -118,6 +118,7 @@ def left_behind(store: SqliteStore, to: Path) -> None:
         ("synchronous", "wave"),
         ("synchronous", "pool"),
         ("synchronous", "buckets"),
+        ("synchronous", "tail"),
         ("asynchronous", "wave"),
         ("asynchronous", "pool"),
     ],

@@ -61,6 +61,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "waiting": {"over_provision": 1.0},
     "in place": {"straggler": "in_place", "over_provision": 2.0},
     "abort apart": {"straggler": "abort", "kv_after_refit": "apart"},
+    "tail": {"refill": "tail"},
+    "tail restart": {"refill": "tail", "max_staleness": Staleness(0, rule="restart")},
     "buckets abort": {"refill": LengthBuckets(store=3.0), "straggler": "abort"},
     "run": {"straggler": "run"},
     "choose": {"straggler": "choose", "kv_after_refit": "apart"},

@@ -56,6 +56,10 @@ RUNS: dict[str, tuple[list[str], Callable[[RunSummary], object]]] = {
         ["--max-staleness", "1", "--max-staleness.rule", "evict"],
         lambda own: own.rollouts.dropped["stale"] and own.tokens.discarded,
     ),
+    "tail": (
+        ["--refill", "tail", "--max-staleness", "0", "--max-staleness.rule", "restart"],
+        lambda own: own.rollouts.dropped["begun_again"] and own.tokens.discarded,
+    ),
     "mask": (
         ["--max-staleness", "1", "--refill", "pool", "--over-provision", "4"],
         lambda own: own.tokens.masked and own.staleness.max > own.staleness.max_trained,

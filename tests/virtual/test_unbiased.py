@@ -312,6 +312,39 @@ def test_finishing_the_stale_first_does_not():
     assert compared(run.lengths, block=4)["mean"].equivalent
 
 
+TAIL: dict[str, Any] = {"refill": "tail", "over_provision": 1.5}
+CYCLE = 3
+"""Tail batching at ratio 1.5 has two races and a long batch in turn."""
+
+
+def test_after_a_drain_tail_batching_has_delivered_everything_as_it_was_drawn():
+    run = outcome(300, batch_groups=16, **TAIL)
+    assert sorted(run.keys) == list(range(300))
+    delivered = [group for batch in run.batches for group in batch]
+    assert sorted(delivered) == sorted(drawn(300).tolist())
+    assert conservation(run.sent, delivered=run.delivered).holds
+
+
+def tail_batches() -> list[Ints]:
+    """Whole cycles, with the partials of the losers kept."""
+    return outcome(batches=BURN_IN + 20 * CYCLE + 2, **TAIL).lengths[:-2]
+
+
+def test_tail_batching_that_keeps_partials_is_unbiased_over_its_cycles():
+    found = compared(tail_batches(), block=CYCLE)
+    assert all(found[name].equivalent for name in ("mean", "p90", "truncation_rate")), found
+
+
+def test_the_races_alone_fail():
+    """What tail batching would be if its losers did not come back."""
+    lengths = tail_batches()
+    races = [batch for batch in lengths if batch.max() < CAP]
+    assert len(lengths) // 2 < len(races) < len(lengths) * 3 // 4
+    found = compared(races)
+    assert not found["mean"].equivalent
+    assert found["mean"].high < -0.05
+
+
 # --- 4. a planted reward -------------------------------------------------------------------------
 
 

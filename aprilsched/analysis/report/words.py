@@ -118,6 +118,11 @@ def _policy(scheduler: Mapping[str, Any]) -> str:
                 "Policy: keep more prompts open than run, and run those of similar expected length "
                 "together."
             )
+        case "tail":
+            return (
+                f"Policy: let {much} race for each batch, and gather the losers in batches without "
+                "a race."
+            )
         case _:
             return ""
 

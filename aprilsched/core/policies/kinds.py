@@ -15,16 +15,17 @@ from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, OverPr
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
+from aprilsched.core.policies.tail_batching import TailBatching
 from aprilsched.core.policies.wave import Wave
 
 __all__ = ["OVER_PROVISIONS", "REFILLS", "STOPS", "RefillRule", "StopUnit"]
 
-RefillRule: TypeAlias = Literal["wave", "pool", "buckets"]
+RefillRule: TypeAlias = Literal["wave", "pool", "buckets", "tail"]
 
 StopUnit: TypeAlias = Literal["groups", "samples", "tokens"]
 
 REFILLS: Mapping[str, type[Refill]] = MappingProxyType(
-    {kind.name: kind for kind in (Wave, Pool, LengthBuckets)}
+    {kind.name: kind for kind in (Wave, Pool, LengthBuckets, TailBatching)}
 )
 OVER_PROVISIONS: Mapping[str, type[OverProvision]] = MappingProxyType(
     {kind.name: kind for kind in (FixedRatio, KvTarget)}

@@ -43,6 +43,9 @@ class PoolView:
     a batch, the number of groups of the expected size that hold as much."""
     in_flight: int
     """Number of rollouts that still generate."""
+    put_aside: int = 0
+    """Number of open groups that ran in an earlier batch and did not end in it. It is counted only
+    when a batch begins, and only for a rule that defers groups."""
     wave_due: bool
     """Whether a batch begins."""
     batch_open: bool
@@ -73,7 +76,9 @@ class OpenGroups:
     running: NDArray[np.bool_]
     """Whether an engine has a member of each group, bool [groups]."""
     wanted: int
-    """Number of groups that should run for the batch."""
+    """Number of groups that should run for the batch, by the over-provision ratio."""
+    lacking: int = 0
+    """Number of groups that the batch still takes."""
     law: LogLaw
     """The law of the lengths, as far as they are known."""
     levels: Levels | None = None
@@ -90,6 +95,9 @@ class Refill(ABC):
     defers: ClassVar[bool] = False
     """Whether more groups are open than run. If so, a rollout waits with its tokens until
     :meth:`members` starts it, and is called back when its batch is full."""
+    settles: ClassVar[bool] = False
+    """Whether every group comes to its end after a bounded number of batches, however many of those
+    that run for a batch do not end in it."""
 
     @abstractmethod
     def launches(self, view: PoolView) -> int:

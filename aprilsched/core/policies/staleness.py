@@ -9,6 +9,9 @@ they are in flight:
   As long as there is one update for each batch, admission guarantees that they fit.
 * ``mask``: tokens beyond the bound keep their place, with loss mask 0.
 * ``evict``: the whole group is dropped at the update. This censors long responses.
+* ``restart``: the tokens of the whole group are thrown away at the update, and its prompt is
+  generated again. Admission limits nothing then. It is only for schedules that run every group to
+  its end some time, because a prompt of long responses would otherwise begin again for ever.
 
 Tokens that pass the bound under ``finish`` nevertheless, because there were several updates between
 two batches, are masked.
@@ -23,7 +26,7 @@ from aprilsched.core.policies.bounds import AT_LEAST_0
 
 __all__ = ["Staleness", "StalenessRule"]
 
-StalenessRule: TypeAlias = Literal["mask", "evict", "finish"]
+StalenessRule: TypeAlias = Literal["mask", "evict", "finish", "restart"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +37,14 @@ class Staleness:
     """Largest staleness of a delivered token with loss mask 1, in versions; None for no bound."""
     rule: StalenessRule = "mask"
     """What happens to tokens that would pass the bound: "mask" gives them loss mask 0, "evict"
-    drops their groups at the update, and "finish" delivers no batch without their groups."""
+    drops their groups at the update, "finish" delivers no batch without their groups, and "restart"
+    throws the tokens of their groups away at the update and generates the prompts again."""
 
     def admissible(
         self, *, batch_groups: int, outstanding: int, batches_since_update: int, wanted: bool
     ) -> int | None:
-        """Number of groups that may still be started; None if there is no bound.
+        """Number of groups that may still be started; None if there is no bound, or if groups that
+        would pass it begin again.
 
         This is AReaL's gate, (bound + version + 1) * N minus the delivered groups and those in
         flight, written relative to the last update. While the trainer waits for a batch, at least
@@ -47,7 +52,7 @@ class Staleness:
         otherwise wait for ever. `outstanding` counts complete groups as usual groups, so it is
         below a batch as long as no group is open and the batch is not full.
         """
-        if self.bound is None:
+        if self.bound is None or self.rule == "restart":
             return None
         limit = (self.bound + 1 - batches_since_update) * batch_groups
         if wanted:
@@ -67,13 +72,20 @@ class Staleness:
     def evicts(self, oldest: int | None, version: int) -> bool:
         """Whether a group whose oldest token is of version `oldest` is too stale for `version`, by
         the rule ``evict``."""
-        beyond = None if self.bound is None else self.bound + 1
-        return self.rule == "evict" and self._reaches(oldest, version, beyond)
+        return self.rule == "evict" and self._passes(oldest, version)
+
+    def restarts(self, oldest: int | None, version: int) -> bool:
+        """Whether a group whose oldest token is of version `oldest` begins again at `version`, by
+        the rule ``restart``."""
+        return self.rule == "restart" and self._passes(oldest, version)
 
     def oldest_unmasked(self, version: int) -> int | None:
         """The oldest version whose tokens keep loss mask 1 in a batch that `version` consumes; None
         if there is no bound."""
         return None if self.bound is None else version - self.bound
+
+    def _passes(self, oldest: int | None, version: int) -> bool:
+        return self.bound is not None and self._reaches(oldest, version, self.bound + 1)
 
     @staticmethod
     def _reaches(oldest: int | None, version: int, age: int | None) -> bool:

@@ -52,6 +52,9 @@ class Reason(StrEnum):
     EPISODE_FAILED = "episode_failed"
     STALE = "stale"
     """Evicted at an update because it would pass the staleness bound. This censors lengths."""
+    BEGUN_AGAIN = "begun_again"
+    """Its tokens were thrown away at an update, because they would pass the staleness bound. Its
+    prompt is generated again, as another group."""
     RESTARTED = "restarted"
     """The scheduler was resumed: the rollout belonged to an evaluation, or its tokens to an episode
     that took another way this time."""

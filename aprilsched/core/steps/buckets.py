@@ -79,6 +79,7 @@ def _view(state: SchedulerState, groups: list[GroupRecord]) -> OpenGroups:
         since_first_run=np.array(since, dtype=np.int64),
         running=np.array([_runs(group) for group in groups], dtype=np.bool_),
         wanted=state.plan.target_groups - state.ready_groups,
+        lacking=state.batch_groups - state.ready_groups,
         law=state.expectations.log_law(),
         levels=state.expectations.levels(groups),
     )

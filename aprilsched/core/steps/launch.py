@@ -28,6 +28,7 @@ from aprilsched.core.steps.target import refill_now, resize, retarget
 from aprilsched.types import Prompt, RefusedPrompt, SamplingParams
 
 __all__ = [
+    "begin_again",
     "begin_evaluations",
     "launch",
     "launch_again",
@@ -91,6 +92,16 @@ def launch_again(state: SchedulerState, group: GroupRecord) -> None:
     groups[groups.index(group)] = _launch_group(
         state, group.prompt, len(group.members), evaluation_id=group.evaluation_id
     )
+
+
+def begin_again(state: SchedulerState, group: GroupRecord, cause: str) -> None:
+    """Throw the tokens of a group away, and generate its prompt again.
+
+    The new group has the age of the former one, so a rule that defers groups puts it aside, or
+    runs it, as it would have done with the former one.
+    """
+    drop(state, group, Reason.BEGUN_AGAIN, cause)
+    _launch_group(state, group.prompt, len(group.members), evaluation_id=None, before=group)
 
 
 def on_prompts_arrived(state: SchedulerState, event: PromptsArrived) -> None:
@@ -187,6 +198,7 @@ def _pool_view(state: SchedulerState) -> PoolView:
         open_groups=_open_groups(state),
         ready_groups=state.ready_groups,
         in_flight=in_flight.generating,
+        put_aside=_put_aside(state),
         wave_due=state.plan.wave_pending,
         batch_open=not full(state),
         asynchronous=state.asynchronous,
@@ -197,18 +209,36 @@ def _open_groups(state: SchedulerState) -> int:
     return state.in_flight.training - len(state.in_flight.ready) - state.offered_groups
 
 
+def _put_aside(state: SchedulerState) -> int:
+    if not (state.plan.wave_pending and state.plan.schedule.refill.defers):
+        return 0
+    groups = state.in_flight.training_groups()
+    return sum(
+        g.first_run is not None and g.first_run < state.begun for g in groups if g.unfinished
+    )
+
+
 def _launch_group(
-    state: SchedulerState, prompt: Prompt, size: int, *, evaluation_id: int | None
+    state: SchedulerState,
+    prompt: Prompt,
+    size: int,
+    *,
+    evaluation_id: int | None,
+    before: GroupRecord | None = None,
 ) -> GroupRecord:
+    """Launch a group; `before` is the group of the same prompt in whose place it comes."""
     episodes = state.caller.episodes
     group = state.in_flight.add_group(
         prompt,
         _samplings(prompt, state.config.sampling, size),
         evaluation_id=evaluation_id,
         episodes=episodes,
-        opened=state.begun,
+        opened=state.begun if before is None else before.opened,
         deferred=evaluation_id is None and state.plan.schedule.refill.defers,
     )
+    if before is not None and before.first_run is not None:
+        group.first_run = before.first_run
+        state.in_flight.journal.change_group(group)
     state.expectations.note_limit(max(m.sampling.max_new_tokens for m in group.members))
     state.tell(launched(group, tokens=state.tells_tokens))
     if episodes:

@@ -32,7 +32,7 @@ from aprilsched.core.state.weights import Update
 from aprilsched.core.steps.batch import acknowledge, end_stream, withdraw_offer
 from aprilsched.core.steps.drop import drop
 from aprilsched.core.steps.engines import demote, promote
-from aprilsched.core.steps.launch import launch_again
+from aprilsched.core.steps.launch import begin_again, launch_again
 from aprilsched.errors import InvariantViolation
 
 __all__ = [
@@ -314,7 +314,7 @@ def _conclude(state: SchedulerState, update: Update) -> None:
     _publish(state, update, took)
     acknowledge(state, update.acknowledges)
     _finish(state, update, failed=failed)
-    _evict(state)
+    _enforce_bound(state)
 
 
 def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -> bool:
@@ -447,9 +447,12 @@ def _finish(
     state.commands.append(FinishUpdate(version=update.version, failed=failed, cause=cause))
 
 
-def _evict(state: SchedulerState) -> None:
+def _enforce_bound(state: SchedulerState) -> None:
+    """Drop the groups that are too stale now, or let them begin again."""
     gate, version = state.staleness, state.weights.versions.trainer
+    cause = f"older than {gate.bound} versions at version {version}"
     for group in list(state.in_flight.training_groups()):
         if gate.evicts(group.oldest_version, version):
-            cause = f"older than {gate.bound} versions at version {version}"
             drop(state, group, Reason.STALE, cause)
+        elif gate.restarts(group.oldest_version, version):
+            begin_again(state, group, cause)

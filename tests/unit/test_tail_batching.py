@@ -1,0 +1,329 @@
+"""Tests tail batching: which groups race, which are put aside, and when they run to their end."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from aprilsched.config import LengthBuckets, SchedulerConfig, Staleness, Tokens
+from aprilsched.core.lengths.log_law import LogLaw
+from aprilsched.core.messages import events as ev
+from aprilsched.core.policies.refill import OpenGroups, PoolView
+from aprilsched.core.policies.tail_batching import TailBatching
+from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.records import GroupRecord
+from aprilsched.errors import ConfigError
+from aprilsched.presets import rollpacker
+from aprilsched.store import MemoryStore
+from aprilsched.types import Group
+from tests.support.driver import Driver
+
+RESTART = Staleness(0, rule="restart")
+
+
+# --- the rule ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wave_due", "batch_open", "open_groups", "put_aside", "ready", "launched"),
+    [
+        (True, True, 0, 0, 0, 10),
+        (True, True, 6, 6, 0, 10),
+        (True, True, 8, 8, 0, 0),
+        (True, True, 9, 7, 0, 8),  # two were launched before and have not raced
+        (True, True, 7, 7, 1, 0),  # one was complete before
+        (False, True, 3, 0, 0, 0),
+        (False, True, 0, 0, 6, 4),  # everything was rejected
+        (False, False, 0, 0, 8, 0),
+    ],
+)
+def test_a_race_is_launched_unless_a_batch_of_losers_is_there(
+    wave_due: bool, batch_open: bool, open_groups: int, put_aside: int, ready: int, launched: int
+) -> None:
+    view = PoolView(
+        batch_groups=8,
+        group_size=2,
+        target_groups=10,
+        open_groups=open_groups,
+        put_aside=put_aside,
+        ready_groups=ready,
+        in_flight=2 * open_groups,
+        wave_due=wave_due,
+        batch_open=batch_open,
+        asynchronous=False,
+    )
+    assert TailBatching().launches(view) == launched
+
+
+def members(
+    since: list[int], *, wanted: int, lacking: int, running: list[int] | None = None
+) -> list[int]:
+    """The groups that run, by their place; the first ones are the oldest."""
+    count = len(since)
+    view = OpenGroups(
+        tokens=np.zeros((count, 2), dtype=np.int64),
+        finished=np.zeros((count, 2), dtype=np.bool_),
+        sizes=np.full(count, 2, dtype=np.int64),
+        ages=np.arange(count, 0, -1, dtype=np.int64),
+        since_first_run=np.array(since, dtype=np.int64),
+        running=np.isin(np.arange(count), running or []),
+        wanted=wanted,
+        lacking=lacking,
+        law=LogLaw(),
+    )
+    chosen = TailBatching().members(view)
+    assert set(chosen.tolist()) <= {0, 2}
+    return np.flatnonzero(chosen).tolist()
+
+
+def test_losers_wait_while_others_race() -> None:
+    assert members([3, 2, -1, -1, -1], wanted=3, lacking=3) == [2, 3, 4]
+
+
+def test_a_batch_of_losers_runs_without_a_race_the_oldest_first() -> None:
+    assert members([3, 2, 1, 1, -1], wanted=4, lacking=3) == [0, 1, 2]
+
+
+def test_losers_fill_the_batch_when_the_prompts_have_ended() -> None:
+    assert members([3, 2, 1, -1], wanted=5, lacking=4) == [0, 1, 2, 3]
+    assert members([2, 1, -1, -1], wanted=4, lacking=3) == [0, 2, 3]
+
+
+def test_what_runs_counts() -> None:
+    assert members([0, 0, 0, -1, -1], wanted=4, lacking=3, running=[0, 1, 2]) == [0, 1, 2, 3]
+    assert members([2, 2, 2, -1], wanted=4, lacking=3, running=[0, 1]) == [0, 1, 2]
+
+
+def test_something_runs_whatever_the_batch_lacks() -> None:
+    assert members([2, 2], wanted=0, lacking=-3) == [0]
+    assert members([-1], wanted=0, lacking=0) == [0]
+
+
+# --- in the core ---------------------------------------------------------------------------------
+
+
+def config(**changes: object) -> SchedulerConfig:
+    """Races of three groups of two for a batch of two."""
+    values: dict[str, object] = {
+        "batch_groups": 2,
+        "group_size": 2,
+        "over_provision": 1.5,
+        "refill": "tail",
+        "max_staleness": RESTART,
+    }
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def prompt(group: GroupRecord | Group) -> int:
+    """The number of the group's prompt."""
+    return int(group.prompt.input_ids[0])
+
+
+def prompts(driver: Driver) -> set[int]:
+    """The prompts that run."""
+    groups = driver.state.in_flight.groups
+    return {prompt(groups[group_id]) for group_id in driver.group_ids()}
+
+
+def race(driver: Driver, *, tokens: int = 5) -> int:
+    """Run one batch, in which the youngest group loses after some tokens; returns its prompt."""
+    driver.request_batch()
+    loser = max(driver.group_ids())
+    loses = prompt(driver.state.in_flight.groups[loser])
+    for attempt in driver.attempts(loser):
+        driver.progress(attempt, tokens, first=1000)
+    for group_id in driver.group_ids():
+        if group_id != loser:
+            driver.finish_group(group_id)
+    driver.settle()
+    driver.update()
+    return loses
+
+
+def test_the_losers_begin_again_at_the_update_and_share_a_batch() -> None:
+    driver = Driver(config())
+    losers = {race(driver), race(driver)}
+    ledger = driver.state.in_flight.ledger
+    assert ledger.rollouts == {Reason.BEGUN_AGAIN: 4}
+    assert ledger.tokens == {Reason.BEGUN_AGAIN: 20}
+    assert driver.state.in_flight.counters.tokens_discarded == 20
+    given = driver.given
+    driver.request_batch()
+    assert driver.given == given, "a long batch needs no prompts"
+    assert prompts(driver) == losers
+    for group_id in driver.group_ids():
+        driver.finish_group(group_id, 9)
+    assert {prompt(group) for group in driver.batches[-1].groups} == losers
+    for batch in driver.batches:
+        assert all((r.versions == batch.version).all() for r in batch.rollouts)
+        assert all(r.loss_mask.all() for r in batch.rollouts)
+    assert not driver.state.in_flight.groups
+
+
+def test_a_loser_that_begins_again_has_no_token_of_before() -> None:
+    driver = Driver(config())
+    race(driver)
+    race(driver)
+    driver.request_batch()
+    for send in driver.sends.values():
+        group = driver.state.in_flight.groups[send.group_id]
+        assert send.input_ids.tolist() == group.prompt.input_ids.tolist()
+
+
+def test_without_a_bound_the_losers_keep_their_tokens() -> None:
+    driver = Driver(config(max_staleness=None))
+    race(driver)
+    race(driver)
+    driver.request_batch()
+    assert len(driver.sends) == 4
+    for send in driver.sends.values():
+        assert send.input_ids.tolist()[-5:] == list(range(1000, 1005))
+    assert not driver.state.in_flight.ledger.total
+
+
+@pytest.mark.parametrize("bound", [None, RESTART, Staleness(1)])
+@pytest.mark.parametrize("ratio", [1.0, 1.25, 1.375, 2.5])
+def test_every_prompt_is_delivered_after_a_bounded_number_of_batches(
+    bound: Staleness | None, ratio: float
+) -> None:
+    """The last group of each race loses, and those of a long batch end in any order."""
+    driver = Driver(config(batch_groups=8, over_provision=ratio, max_staleness=bound))
+    first: dict[int, int] = {}
+    took: dict[int, int] = {}
+    longest = 2 if ratio == 1 else math.ceil(1 / (ratio - 1)) + 2
+    for batch in range(30):
+        driver.request_batch()
+        for key in prompts(driver):
+            first.setdefault(key, batch)
+        while len(driver.batches) == batch:
+            # The oldest prompts are the slowest ones: whoever has lost would lose each race.
+            groups = driver.state.in_flight.groups
+            driver.finish_group(max(driver.group_ids(), key=lambda g: prompt(groups[g])))
+        took |= {p: batch - first[p] for p in map(prompt, driver.batches[-1].groups)}
+        driver.settle()
+        driver.update()
+    assert max(took.values()) <= longest
+    late = [key for key, begun in first.items() if key not in took and begun < 30 - longest]
+    assert not late
+
+
+def restart(driver: Driver) -> None:
+    batches = tuple(driver.state.delivery.unacknowledged)
+    driver.feed(ev.BatchesAcknowledged(batches=batches))
+    driver.save()
+    driver.restart()
+
+
+def test_a_restart_keeps_who_was_put_aside() -> None:
+    driver = Driver(config(), store=MemoryStore())
+    losers = {race(driver), race(driver)}
+    restart(driver)
+    driver.request_batch()
+    driver.settle()
+    assert prompts(driver) == losers
+
+
+def test_a_restart_within_a_race_goes_on_with_the_same_groups() -> None:
+    driver = Driver(config(), store=MemoryStore())
+    loser = race(driver)
+    driver.request_batch()
+    racing = prompts(driver)
+    restart(driver)
+    driver.request_batch()
+    driver.settle()
+    assert prompts(driver) == racing
+    assert loser not in racing
+
+
+def test_the_end_of_the_prompts_brings_every_loser() -> None:
+    driver = Driver(config(), supply=7)
+    delivered: list[int] = []
+    for _ in range(12):
+        driver.request_batch()
+        if driver.ended:
+            break
+        batches = len(driver.batches)
+        while len(driver.batches) == batches:
+            assert driver.sends, "the trainer waits and nothing runs"
+            driver.finish_group(driver.group_ids()[0])
+        delivered += [prompt(group) for group in driver.batches[-1].groups]
+        driver.settle()
+        driver.update()
+    assert driver.ended
+    assert len(delivered) == len(set(delivered)) == 7
+
+
+def test_a_batch_whose_racers_are_all_rejected_is_filled() -> None:
+    driver = Driver(config(), accepts=True)
+    driver.request_batch()
+    for accepted in (False, False, True, True):
+        for key in driver.attempts():
+            driver.finish(key)
+        while driver.verdicts:
+            group_id = driver.verdicts.pop(0).group.group_id
+            driver.feed(ev.Filtered(group_id=group_id, accepted=accepted))
+        if driver.batches:
+            break
+    assert len(driver.batches) == 1
+
+
+def test_a_batch_of_more_tokens_than_the_race_has_is_filled() -> None:
+    driver = Driver(config(stop=Tokens(50)))
+    for _ in range(60):
+        driver.request_batch()
+        assert driver.sends, "the trainer waits and nothing runs"
+        driver.finish(driver.attempts()[0], 3)
+        if driver.batches:
+            break
+    assert driver.state.in_flight.counters.tokens_delivered >= 50
+
+
+def test_a_version_for_two_batches_throws_nothing_away_between_them() -> None:
+    driver = Driver(config())
+    driver.request_batch()
+    loser = max(driver.group_ids())
+    for attempt in driver.attempts(loser):
+        driver.progress(attempt, 5, first=1000)
+    for group_id in driver.group_ids():
+        if group_id != loser:
+            driver.finish_group(group_id)
+    driver.settle()
+    driver.request_batch()
+    assert loser in driver.state.in_flight.groups
+    assert not driver.state.in_flight.ledger.total
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+def test_the_preset_is_on_policy_and_leaves_stragglers_alone() -> None:
+    made = rollpacker(SchedulerConfig(batch_groups=64, straggler="abort"))
+    assert made.policies.refill == TailBatching()
+    assert (made.over_provision, made.max_staleness) == (1.25, RESTART)
+    assert (made.batch_groups, made.straggler) == (64, "abort")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pace": "asynchronous"}, 'refill="tail" defers .* set pace="synchronous"'),
+        ({"straggler": "run"}, 'refill="tail" defers .* straggler="retract" or "abort"'),
+        ({"start_up": "wait"}, 'leave start_up "at_once"'),
+        ({"refill": "wave"}, "may begin again for ever; set refill="),
+        ({"refill": "pool", "over_provision": 1.0}, "may begin again for ever"),
+        ({"refill": LengthBuckets()}, "may begin again for ever"),
+        ({"refill": "wave", "over_provision": "auto"}, "may begin again for ever"),
+        ({"max_staleness": Staleness(rule="restart")}, '"restart" without a bound'),
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_it_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**changes)
+
+
+def test_groups_may_begin_again_where_every_batch_waits_for_its_own() -> None:
+    config(refill="wave", over_provision=1.0)
+    config(refill=LengthBuckets(), over_provision=1.0)
