@@ -110,6 +110,8 @@ def measure(
             t_bound=t_bound,
             efficiency=None if t_bound is None else _ratio(t_bound, seconds),
             rewards=_reward_figures(reward_means),
+            length_distance=batch.distance,
+            iid_length_distance=batch.iid_distance,
         ),
         length=length,
         off_policy=off_policy,
@@ -205,6 +207,8 @@ def steady_state(batches: Sequence[Measured], burn_in: int) -> SteadyState:
         delivered_tokens_per_s=delivered_tokens_per_s(kept),
         efficiency=efficiency(kept) if kept else None,
         off_policy_token_share=off_policy_token_share(kept),
+        length_distance=_mean_known([batch.figures.length_distance for batch in kept]),
+        iid_length_distance=_mean_known([batch.figures.iid_length_distance for batch in kept]),
     )
 
 
@@ -229,11 +233,18 @@ def bias(batches: Sequence[Measured], burn_in: int, workload_mean: float | None)
         long_run_mean_length=long_run,
         delivered_mean_length=overall,
         delivered_mean_length_by_batch=[batch.figures.mean_length for batch in batches],
+        length_distance_by_batch=[batch.figures.length_distance for batch in batches],
+        iid_length_distance_by_batch=[batch.figures.iid_length_distance for batch in batches],
     )
 
 
 def _mean_length(batches: Sequence[Measured]) -> float | None:
     return _ratio(sum(b.length for b in batches), sum(b.figures.rollouts for b in batches))
+
+
+def _mean_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _ratio(sum(known), len(known))
 
 
 def _excess(value: float | None, reference: float | None) -> float | None:

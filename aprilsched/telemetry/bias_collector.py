@@ -98,6 +98,8 @@ class BiasCollector:
             long_run_mean_length=basis.long_run_mean_length,
             delivered_mean_length=basis.delivered_mean_length,
             delivered_mean_length_by_batch=basis.delivered_mean_length_by_batch,
+            length_distance_by_batch=basis.length_distance_by_batch,
+            iid_length_distance_by_batch=basis.iid_length_distance_by_batch,
             drawn=None if law is None else law_figures(law),
             delivered=sample_law(lengths),
             in_flight=None if law is None else in_flight_figures(law, tokens, finished),

@@ -129,6 +129,12 @@ class BatchFigures:
     efficiency: float | None
     """t_bound / seconds. Above 1 where much of the batch was generated before it began."""
     rewards: RewardFigures = field(default_factory=RewardFigures)
+    length_distance: float | None = None
+    """Kolmogorov's distance of its response lengths from the law that all lengths are drawn from:
+    the largest difference of the two distribution functions, 0 to 1. The law is estimated when the
+    batch is delivered, from the 4,096 responses launched last, unfinished ones included."""
+    iid_length_distance: float | None = None
+    """The distance that is expected of a batch of as many groups drawn at random."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,6 +252,9 @@ class BiasFigures:
     dropped_tokens: dict[str, int] = field(default_factory=dict[str, int])
     """Discarded, by reason, as the ledger counts them."""
     censoring: CensoringFigures = field(default_factory=lambda: CensoringFigures(policies=[]))
+    length_distance_by_batch: list[float | None] = field(default_factory=list[float | None])
+    """See :class:`BatchFigures`."""
+    iid_length_distance_by_batch: list[float | None] = field(default_factory=list[float | None])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,6 +319,10 @@ class SteadyState:
     delivered_tokens_per_s: float | None
     efficiency: float | None
     off_policy_token_share: float | None
+    length_distance: float | None = None
+    """Mean distance of a batch's lengths from the drawn law, see :class:`BatchFigures`."""
+    iid_length_distance: float | None = None
+    """Mean of what is expected of batches drawn at random."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

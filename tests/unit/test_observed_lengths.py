@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.lengths.groups import GroupLengths, pooled
 from aprilsched.core.lengths.identity import batches_until, bias_without, expected_lengths
 from aprilsched.core.lengths.kaplan_meier import kaplan_meier
 from aprilsched.core.lengths.observed import (
     ObservedLengths,
     hashed_uniforms,
+    iid_distance,
     resampled,
     shared_log_variance,
 )
+from aprilsched.workload import LongTailWorkload
 
 
 def drawn(groups: int, size: int, seed: int, shared: float = 0.5) -> NDArray[np.int64]:
@@ -209,3 +213,37 @@ def test_expected_lengths_are_known_or_conditional():
     law = kaplan_meier([2, 4, 8], [False, False, False])
     final = expected_lengths(law, np.array([3, 3]), np.array([True, False]))
     assert final.tolist() == [3, 6]
+
+
+# --- the distance of a batch from the law --------------------------------------------------------
+
+
+def test_the_distance_is_the_largest_difference_of_the_two_distribution_functions() -> None:
+    law = kaplan_meier([1, 2, 3, 4], [False] * 4)
+    assert law.distance(np.array([1, 2, 3, 4])) == pytest.approx(0)
+    assert law.distance(np.array([1, 1, 1, 2])) == pytest.approx(0.5)
+    assert law.distance(np.array([4, 9])) == pytest.approx(0.75)
+    assert law.distance(np.array([50])) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])
+def test_the_expected_distance_is_that_of_groups_drawn_at_random(shared: float) -> None:
+    """With what a group has in common the distance is larger, and an independent sample of as many
+    responses would be taken as too close to the law."""
+    workload = LongTailWorkload(within_group=shared)
+    drawn = [GroupLengths.whole(i, workload.lengths(i).tolist()) for i in range(640)]
+    tokens, finished = pooled(drawn)
+    law = kaplan_meier(tokens, ~finished)
+    batches = [np.concatenate([g.tokens for g in drawn[i : i + 32]]) for i in range(0, 640, 32)]
+    measured = float(np.mean([law.distance(batch) for batch in batches]))
+    expected = float(np.mean([iid_distance(drawn, 32, seed=s) or 0.0 for s in range(8)]))
+    assert measured == pytest.approx(expected, rel=0.12)
+    independent = 0.869 / math.sqrt(256)
+    assert (expected > 1.2 * independent) is (shared > 0)
+
+
+def test_without_a_complete_group_no_distance_is_expected() -> None:
+    open_ = GroupLengths(launched=0, tokens=np.array([5]), finished=np.array([False]))
+    assert iid_distance([open_], 3) is None
+    assert iid_distance([GroupLengths.whole(0, [5])], 0) is None
+    assert iid_distance([GroupLengths.whole(0, [5])], 2) == 0

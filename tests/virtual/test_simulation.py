@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from aprilsched.cli.simulate import SimulateCommand, simulated
 from aprilsched.config import Dispatch, SchedulerConfig
 from aprilsched.coordinator import RolloutScheduler
 from aprilsched.core.messages import commands as do
@@ -15,6 +16,7 @@ from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event
 from aprilsched.engines.sim import SimConfig, SimFleet, SimPublisher, run_virtual
 from aprilsched.errors import ConfigError
+from aprilsched.runs.settings import WorkloadSettings
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.types import Group
 from aprilsched.workload import LongTailWorkload
@@ -182,3 +184,25 @@ def test_the_end_of_the_prompts_ends_the_run() -> None:
     simulation = Simulation(config(), few, engine=MODEL, batches=BATCHES)
     simulation.run()
     assert simulation.state.in_flight.counters.delivered == 40
+
+
+def test_batches_of_like_length_are_far_from_the_law_and_others_are_not() -> None:
+    """The distance of each batch against that of a batch drawn at random. Length buckets are the
+    control: their batches are all short or all long."""
+    trials = simulated(
+        SimulateCommand(
+            policy="april,april:refill=buckets:over_provision=1.25",
+            batches=24,
+            burn_in=8,
+            workload=WorkloadSettings(within_group=0.9, median=200.0, cap=2000),
+        )
+    )
+    waves, buckets = (trial.summary.steady_state for trial in trials.values())
+    assert waves.length_distance is not None
+    assert waves.iid_length_distance is not None
+    assert buckets.length_distance is not None
+    assert buckets.iid_length_distance is not None
+    assert waves.length_distance < 1.35 * waves.iid_length_distance
+    assert buckets.length_distance > 1.8 * buckets.iid_length_distance
+    figures = next(iter(trials.values())).summary
+    assert figures.bias.length_distance_by_batch == [b.length_distance for b in figures.per_batch]

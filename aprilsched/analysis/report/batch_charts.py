@@ -13,7 +13,7 @@ from aprilsched.analysis.report.report_data import LengthCurve, ReportData
 from aprilsched.analysis.report.time_charts import label
 from aprilsched.analysis.report.words import amount, percent, signed_percent
 
-__all__ = ["ages", "ages_by_batch", "bias", "deciles", "lengths", "versions"]
+__all__ = ["ages", "ages_by_batch", "bias", "deciles", "distances", "lengths", "versions"]
 
 _OF_RUN = (PALETTE[5], PALETTE[0])
 """The colours of the runs A and B."""
@@ -195,6 +195,57 @@ def bias(runs: Sequence[ReportData]) -> Chart:
             "hovermode": "x unified",
         },
         height=320,
+        keys=keys,
+    )
+
+
+def distances(runs: Sequence[ReportData]) -> Chart:
+    """Draw the distance of each batch's lengths from the drawn law, with what is expected of a
+    batch drawn at random."""
+    data: list[Spec] = []
+    keys: list[Key] = []
+    said: list[str] = []
+    for place, run in enumerate(runs):
+        own = run.bias.length_distance_by_batch
+        usual = run.bias.iid_length_distance_by_batch
+        pairs = [(a, b) for a, b in zip(own, usual, strict=True) if a is not None and b is not None]
+        if not pairs:
+            continue
+        mean, expected = np.mean(pairs, axis=0)
+        said.append(
+            f"the lengths of {_whose(place, runs)} batches are {mean:.2f} off the drawn law on "
+            f"average, where batches drawn at random would be {expected:.2f} off"
+        )
+        who = f"{'AB'[place]}: " if len(runs) > 1 else ""
+        one = PALETTE[0] if len(runs) == 1 else _OF_RUN[place]
+        for name, values, dash in (("batch", own, "solid"), ("drawn at random", usual, "dash")):
+            at = [i for i in _evenly(len(values)).tolist() if values[i] is not None]
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines",
+                    "x": numbers([i + 1 for i in at]),
+                    "y": numbers([values[i] or 0.0 for i in at]),
+                    "line": {"width": 2.2, "color": one, "dash": dash},
+                    "name": f"{who}{name}",
+                    "hovertemplate": "%{y:.3f}",
+                }
+            )
+            keys.append(Key(label=f"{who}{name}", colour=one, line=True, dashed=dash == "dash"))
+    title = "; ".join(said) or "the distance of batches from the drawn law is not known"
+    return Chart(
+        id="distances",
+        title=f"{title[0].upper()}{title[1:]}.",
+        note="Kolmogorov's distance: the largest difference between the shares of responses up to "
+        "a length, in the batch and in the law that all lengths are drawn from (estimated when the "
+        "batch was delivered). Batches that are all short or all long are far from it.",
+        data=data,
+        layout={
+            "xaxis": axis("batch", tickformat="d"),
+            "yaxis": axis("distance from the drawn law", fixedrange=True, rangemode="tozero"),
+            "hovermode": "x unified",
+        },
+        height=300,
         keys=keys,
     )
 

@@ -86,6 +86,17 @@ class KaplanMeier:
             self._integral(start), alive, out=np.ones_like(start, dtype=np.float64), where=alive > 0
         )
 
+    def distance(self, lengths: NDArray[np.int64]) -> float:
+        """Kolmogorov's distance of a sample from this law: the largest difference of the two
+        distribution functions, 0 to 1.
+
+        Args:
+            lengths: int64 [n], at least one, of responses that have ended.
+        """
+        at = np.concatenate((self._steps()[0], lengths))
+        share = np.searchsorted(np.sort(lengths), at, side="right") / len(lengths)
+        return float(np.abs(share - (1 - self.survival_at(at))).max())
+
     def _steps(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The survival as a step function that begins with 1 at 0 and ends with 0 at `end`."""
         last = [] if self.tail == 0 else [self.end]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ __all__ = [
     "DEFAULT_WINDOW",
     "ObservedLengths",
     "hashed_uniforms",
+    "iid_distance",
     "resampled",
     "shared_log_variance",
 ]
@@ -26,6 +27,10 @@ T = TypeVar("T", bound=np.generic)
 DEFAULT_WINDOW = 4096
 """Number of responses that are kept: 16 batches of 32 groups of 8. This is enough for a 99th
 percentile, and few enough to follow a drift."""
+
+_RESAMPLES = 16
+"""Number of batches that are drawn for the expected distance of one. The mean is known to 6 %, and
+that over some batches better."""
 
 
 class ObservedLengths:
@@ -80,6 +85,10 @@ class ObservedLengths:
     def shared_log_variance(self) -> float | None:
         """See :func:`~aprilsched.core.lengths.observed.shared_log_variance`."""
         return shared_log_variance([group for _, _, group in self._heap])
+
+    def iid_distance(self, count: int, *, seed: int = 0) -> float | None:
+        """See :func:`~aprilsched.core.lengths.observed.iid_distance`."""
+        return iid_distance([group for _, _, group in self._heap], count, seed=seed)
 
     def draw_groups(
         self,
@@ -158,6 +167,41 @@ def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     words = (words ^ (words >> np.uint64(30))) * _MIX_1
     words = (words ^ (words >> np.uint64(27))) * _MIX_2
     return words ^ (words >> np.uint64(31))
+
+
+def iid_distance(groups: Sequence[GroupLengths], count: int, *, seed: int = 0) -> float | None:
+    """Expected Kolmogorov distance of `count` groups that are drawn at random from the law of all.
+
+    It is the mean over 16 resamples of whole groups (the bootstrap of Efron, 1979, by clusters), so
+    it counts what the members of a group have in common: with it the distance is larger than that
+    of as many independent responses, 0.869 / sqrt(n). Only complete groups are used. None if there
+    is none, or if `count` is 0.
+    """
+    rows: list[NDArray[np.int64]] = [group.tokens for group in groups if group.complete]
+    if not rows or count < 1:
+        return None
+    law: NDArray[np.int64] = np.sort(np.concatenate(rows))
+    places = np.floor(hashed_uniforms((_RESAMPLES, count), seed=seed) * len(rows)).astype(np.int64)
+    found: list[float] = []
+    for drawn in places:
+        sample: NDArray[np.int64] = np.sort(np.concatenate([rows[int(place)] for place in drawn]))
+        # Both distributions are steps, so they differ most at an end of a step of the sample.
+        differ = [
+            float(np.abs(_up_to(sample, sample, side) - _up_to(law, sample, side)).max())
+            for side in _SIDES
+        ]
+        found.append(max(differ))
+    return sum(found) / len(found)
+
+
+_SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
+
+
+def _up_to(
+    sample: NDArray[np.int64], at: NDArray[np.int64], side: Literal["left", "right"]
+) -> NDArray[np.float64]:
+    """Share of a sorted sample that is up to each length; below it for "left"."""
+    return np.searchsorted(sample, at, side=side) / len(sample)
 
 
 def shared_log_variance(groups: Sequence[GroupLengths]) -> float | None:

@@ -173,12 +173,16 @@ class DeliveredRollout(Struct, frozen=True, kw_only=True, omit_defaults=True, gc
 
 class BatchDelivered(Fact, frozen=True):
     """The trainer has taken the batch. `again`: it was delivered before the run was resumed,
-    too."""
+    too. `distance`: Kolmogorov's distance of its lengths from the law that all lengths are drawn
+    from, as it was known then; `iid_distance`: the one expected of as many groups drawn at random.
+    None where they are not known, as in a batch of several shards."""
 
     batch: int
     version: int
     rollouts: tuple[DeliveredRollout, ...]
     again: bool = False
+    distance: float | None = None
+    iid_distance: float | None = None
 
 
 class BatchesAcknowledged(Fact, frozen=True):

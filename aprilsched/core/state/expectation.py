@@ -20,7 +20,7 @@ length as its limit, and a policy that used it would know what no policy can kno
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,6 +129,25 @@ class Expectations:
         stretch = self._stretch(request.rollout.group)
         so_far = len(request.rollout.log)
         return stretch * float(self._law.residual_mean(so_far / stretch))
+
+    def distances(
+        self, delivered: Sequence[GroupRecord], flight: Iterable[GroupRecord]
+    ) -> tuple[float, float] | None:
+        """How far the lengths of a batch are from the law that all lengths are drawn from, as
+        Kolmogorov distances: that of the batch, and the one that is expected of a batch of groups
+        drawn at random. None if the batch is empty.
+
+        Args:
+            delivered: the groups of the batch.
+            flight: all groups in flight. Incomplete ones with tokens are censored observations.
+        """
+        groups = [group_lengths(group) for group in flight if not group.complete]
+        law = self.observed.law([group for group in groups if group.tokens.any()])
+        lengths = [group_lengths(group).tokens for group in delivered]
+        if law is None or not lengths:
+            return None
+        usual = self.observed.iid_distance(len(lengths), seed=delivered[0].group_id)
+        return None if usual is None else (law.distance(np.concatenate(lengths)), usual)
 
     def ends_within(self, request: RequestRecord, tokens: int) -> float:
         """Probability that the response ends within `tokens` further tokens; 0 while no length is

@@ -379,24 +379,36 @@ def _note_part(state: SchedulerState, part: Batch) -> None:
 def _deliver(state: SchedulerState, offered: Offered) -> None:
     batch = offered.batch
     state.delivery.streamed = {}
+    # Before the groups leave flight, because their lengths are released then.
+    distances = state.expectations.distances(offered.groups, state.in_flight.training_groups())
     for group in offered.groups:
         state.in_flight.deliver(group)
     if state.in_flight.journal.active and offered.record is not None:
         state.delivery.unacknowledged[batch.index] = offered.record
     state.in_flight.counters.batches += 1
     state.delivery.batches_since_update += 1
-    delivered = _tell_delivery(state, batch, again=False)
+    delivered = _tell_delivery(state, batch, again=False, distances=distances)
     state.in_flight.counters.tokens_masked += sum([r.masked for r in delivered])
     state.commands.append(Deliver(batch=batch))
 
 
 def _tell_delivery(
-    state: SchedulerState, batch: Batch, *, again: bool
+    state: SchedulerState,
+    batch: Batch,
+    *,
+    again: bool,
+    distances: tuple[float, float] | None = None,
 ) -> Sequence[facts.DeliveredRollout]:
     rollouts = facts.delivered_rollouts(batch, tokens=state.tells_tokens)
+    distance, iid_distance = distances or (None, None)
     state.tell(
         facts.BatchDelivered(
-            batch=batch.index, version=batch.version, rollouts=rollouts, again=again
+            batch=batch.index,
+            version=batch.version,
+            rollouts=rollouts,
+            again=again,
+            distance=distance,
+            iid_distance=iid_distance,
         )
     )
     return rollouts

@@ -144,6 +144,9 @@ def _speed(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
     if snapshot.latest is not None:
         latest = snapshot.latest
         said.append(f"staleness {latest.staleness_mean:.2f}, max {latest.staleness_max}")
+        if latest.length_distance is not None and latest.iid_length_distance is not None:
+            off, usual = latest.length_distance, latest.iid_length_distance
+            said.append(f"lengths {off:.2f} off the law (at random {usual:.2f})")
     if snapshot.efficiency is not None:
         said.append(f"efficiency {percent(snapshot.efficiency)}")
     line = _label("speed")

@@ -185,6 +185,8 @@ class LiveModel:
             efficiency=figures.efficiency,
             staleness_mean=figures.staleness_mean,
             staleness_max=figures.staleness_max,
+            length_distance=figures.length_distance,
+            iid_length_distance=figures.iid_length_distance,
         )
 
     def _faults(self, now: float) -> Faults:

@@ -71,11 +71,19 @@ class EngineRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatestBatch:
-    """The batch that was delivered last; `efficiency` is T_bound over its time, None if unknown."""
+    """The batch that was delivered last.
+
+    Attributes:
+        efficiency: T_bound over its time; None if unknown.
+        length_distance: distance of its lengths from the drawn law; None if unknown.
+        iid_length_distance: what is expected of a batch drawn at random.
+    """
 
     efficiency: float | None
     staleness_mean: float
     staleness_max: int
+    length_distance: float | None = None
+    iid_length_distance: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

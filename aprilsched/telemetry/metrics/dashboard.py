@@ -223,6 +223,16 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             unit="percentunit",
         ),
         Panel(
+            title="Distance of the last batch's lengths from the drawn law",
+            queries=(
+                Query(of="max(aprilsched_batch_length_distance_ratio{$RUN})", legend="batch"),
+                Query(
+                    of="max(aprilsched_batch_iid_length_distance_ratio{$RUN})",
+                    legend="expected of one drawn at random",
+                ),
+            ),
+        ),
+        Panel(
             title="Updates that failed",
             queries=(
                 Query(

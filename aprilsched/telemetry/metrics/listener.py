@@ -123,8 +123,13 @@ class Metrics(FiguresListener):
         if batch is None:
             return
         yield _sample("batch_off_policy_tokens_ratio", batch.figures.off_policy_token_share)
-        if batch.figures.efficiency is not None:
-            yield _sample("batch_efficiency_ratio", batch.figures.efficiency)
+        for name, value in (
+            ("batch_efficiency_ratio", batch.figures.efficiency),
+            ("batch_length_distance_ratio", batch.figures.length_distance),
+            ("batch_iid_length_distance_ratio", batch.figures.iid_length_distance),
+        ):
+            if value is not None:
+                yield _sample(name, value)
 
     def _of_updates(self) -> Iterator[Sample]:
         yield _sample("policy_version", self._figures.state.version)

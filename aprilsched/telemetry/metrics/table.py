@@ -74,6 +74,11 @@ METRICS: dict[str, Metric] = {
                     "model."),
         Metric(name="aprilsched_batch_off_policy_tokens_ratio", kind="gauge", unit="ratio",
                help="Share of the last batch's tokens that an older version sampled."),
+        Metric(name="aprilsched_batch_length_distance_ratio", kind="gauge", unit="ratio",
+               help="Kolmogorov's distance of the last batch's response lengths from the law that "
+                    "all lengths are drawn from."),
+        Metric(name="aprilsched_batch_iid_length_distance_ratio", kind="gauge", unit="ratio",
+               help="That distance as expected of as many groups drawn at random."),
         Metric(name="aprilsched_response_length_tokens", kind="histogram", unit="tokens",
                buckets=_LENGTHS,
                help="Lengths of the responses delivered in batches."),

@@ -70,6 +70,13 @@ _TABLE: dict[str, _Figure] = {
     "batch/max_length": _Figure(
         help="Of the responses, in tokens.",
         of=lambda m: int(m.batch.lengths.max())),
+    "batch/length_distance": _Figure(
+        help="Kolmogorov's distance of the response lengths from the law that all lengths are "
+             "drawn from, 0 to 1.",
+        of=lambda m: m.batch.figures.length_distance),
+    "batch/iid_length_distance": _Figure(
+        help="That distance as expected of as many groups drawn at random.",
+        of=lambda m: m.batch.figures.iid_length_distance),
     "batch/version": _Figure(
         help="The policy version that consumes the batch.",
         of=lambda m: m.batch.figures.version),
