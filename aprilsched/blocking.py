@@ -172,8 +172,7 @@ class RolloutScheduler:
             ConfigError: if `timeout` is negative.
             SchedulerClosed: outside of the ``with`` block.
         """
-        if timeout is not None and not timeout >= 0:
-            raise ConfigError(f"timeout is {timeout}; give seconds, 0 or more, or None.")
+        _check_timeout(timeout)
         handing = _Handing()
         try:
             batch = self._wait(lambda: self._hand_over(handing, timeout, streamed=False))
@@ -185,17 +184,27 @@ class RolloutScheduler:
             handing.void = True
             raise
 
-    def stream(self) -> Iterator[Batch]:
+    def stream(self, *, timeout: float | None = None) -> Iterator[Batch]:
         """The groups of the next batch, each as soon as it is scored and accepted; see
         :meth:`aprilsched.RolloutScheduler.stream`.
 
         The engines go on generating while the trainer works on a group.
+
+        Args:
+            timeout: longest wait for each group, in seconds. A wait that takes longer ends the
+                loop and loses nothing: another call goes on with the groups that are left.
+
+        Raises:
+            TimeoutError: if no group was there within `timeout`.
+            PromptsExhausted: after the last batch.
+            ConfigError: if `timeout` is negative.
         """
+        _check_timeout(timeout)
         complete = False
         while not complete:
             handing = _Handing()
             try:
-                part = self._wait(partial(self._hand_over, handing, None, streamed=True))
+                part = self._wait(partial(self._hand_over, handing, timeout, streamed=True))
                 complete = part.complete
                 if part.groups:
                     # As in next_batch(), nothing can raise between these two lines.
@@ -516,6 +525,11 @@ async def offered(
         ) from None
     rollouts._hand_over()  # pyright: ignore[reportPrivateUsage]
     return batch
+
+
+def _check_timeout(timeout: float | None) -> None:
+    if timeout is not None and not timeout >= 0:
+        raise ConfigError(f"timeout is {timeout}; give seconds, 0 or more, or None.")
 
 
 async def _called(function: Callable[[], T]) -> T:

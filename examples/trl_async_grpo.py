@@ -4,7 +4,8 @@
     python -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --port 30000
     python examples/trl_async_grpo.py --engine http://127.0.0.1:30000 --model Qwen/Qwen3-0.6B
 
-Everything that is particular to aprilsched is in the call of RolloutWorker.
+Everything that is particular to aprilsched is in the call of RolloutWorker. With ``--streamed`` the
+trainer works on each group while the others are generated, and trains on no stale token.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from aprilsched import DistributedPublisher, SchedulerConfig, SGLangFleet
-from aprilsched.integrations.trl import RolloutWorker
+from aprilsched.integrations.trl import RolloutWorker, StreamedSteps
+
+
+class StreamedTrainer(StreamedSteps, AsyncGRPOTrainer):
+    """TRL's trainer, which takes a batch group by group."""
 
 
 def right(completions: list[Any], answer: list[int], **_: Any) -> list[float]:
@@ -48,6 +53,7 @@ def main() -> AsyncGRPOTrainer:
     parser.add_argument("--engine", action="append", required=True, help="URL of an SGLang server")
     parser.add_argument("--model", required=True, help="the model of the servers")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--streamed", action="store_true", help="train on groups as they come")
     parser.add_argument("--out", default="runs/trl")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -59,7 +65,8 @@ def main() -> AsyncGRPOTrainer:
         gradient_accumulation_steps=4,
         num_generations=4,
         max_completion_length=256,
-        max_staleness=4,  # versions, from the oldest token to the step that trains on it
+        # Versions, from the oldest token to the step that trains on it.
+        max_staleness=0 if options.streamed else 4,
         token_budget=0,  # a step takes a fixed number of rollouts
         learning_rate=1e-5,
         bf16=gpu,
@@ -73,10 +80,15 @@ def main() -> AsyncGRPOTrainer:
         train_dataset=dataset,
         processing_class=tokenizer,
         reward_funcs=[right, brief],
-        config=SchedulerConfig(over_provision=2.0, straggler="retract", pace="asynchronous"),
+        config=SchedulerConfig(
+            over_provision=1.0 if options.streamed else 2.0,
+            straggler="retract",
+            pace="asynchronous",
+        ),
+        streamed=options.streamed,
         publisher=partial(DistributedPublisher, backend="nccl" if gpu else "gloo"),
     )
-    trainer = AsyncGRPOTrainer(
+    trainer = (StreamedTrainer if options.streamed else AsyncGRPOTrainer)(
         options.model,
         args=args,
         train_dataset=dataset,

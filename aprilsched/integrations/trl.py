@@ -10,6 +10,8 @@ is experimental.
 - A batch is acknowledged when the step that trains on it has ended. accelerate fetches rollouts one
   step ahead, so a checkpoint of the trainer is written when the next batch is taken and not trained
   on; the scheduler's checkpoint keeps that batch.
+- With ``streamed=True`` a batch is taken group by group while its last responses are generated, by
+  a trainer that is a :class:`StreamedSteps` and fetches nothing ahead.
 """
 
 from __future__ import annotations
@@ -46,9 +48,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import TrainerCallback
     from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
+    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-__all__ = ["RolloutWorker"]
+    _Trainer = AsyncGRPOTrainer
+else:
+    _Trainer = object
+
+__all__ = ["RolloutWorker", "StreamedSteps"]
 
 Named: TypeAlias = "Iterator[tuple[str, Tensor]]"
 
@@ -58,9 +65,6 @@ _NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 """Columns of the dataset that reward functions get under other names, or not at all."""
 _PARSED_BY = ("template", "schema")
 """A tokenizer that can take responses apart has `response_template` or `response_schema`."""
-_AHEAD = 2
-"""Largest number of batches that the trainer has at a time: one that it trains on, and one that
-accelerate has fetched ahead."""
 
 
 class Dataset(Protocol):
@@ -93,11 +97,14 @@ class RolloutWorker:
         reward_weights: factors of their rewards in the sum; 1 for each by default.
         config: settings of the scheduler. `group_size`, `batch_groups` and `sampling` are replaced
             by those of `args`. Without a `max_staleness`, the bound is ``args.max_staleness - 1``,
-            because accelerate fetches each batch one step before it is trained on.
+            because accelerate fetches each batch one step before it is trained on; with
+            `streamed`, it is ``args.max_staleness``.
         publisher: makes the publisher from a function that returns the trainer's weights, an
             iterator of (name, tensor). The default broadcasts them over NCCL.
         accept: keeps or rejects a scored group (dynamic sampling).
         listeners: telemetry of the scheduler.
+        streamed: True for a trainer that is a :class:`StreamedSteps`, which gets the groups of a
+            batch one by one while the others are generated.
 
     Raises:
         ConfigError: if `args` and `config` would give wrong or lost rollouts.
@@ -121,15 +128,19 @@ class RolloutWorker:
         publisher: Callable[[Callable[[], Named]], WeightPublisher] = DistributedPublisher,
         accept: Accept | None = None,
         listeners: Sequence[AnyListener] = (),
+        streamed: bool = False,
     ) -> None:
-        _check_args(args)
+        _check_args(args, streamed=streamed)
         self._args = args
         self._fleet = fleet
         given: Any = args
         self._chat = _Chat(processing_class, given.chat_template_kwargs or {})
         self._rewards = _Rewards(reward_funcs, reward_weights, train_dataset, self._chat)
         self._dataset = train_dataset
-        self._config = _settings(config or SchedulerConfig(pace="asynchronous"), args)
+        self._config = _settings(
+            config or SchedulerConfig(pace="asynchronous"), args, streamed=streamed
+        )
+        self.streamed = streamed
         self._publisher = publisher(self._weights)
         self._accept = accept
         self._listeners = listeners
@@ -209,22 +220,34 @@ class RolloutWorker:
             queue.Empty: if none is there within that time; nothing is lost.
             ConfigError: if the trainer does not have :attr:`callback`.
         """
-        rollouts = self._open()
-        if not self._samples:
-            if len(self._untrained) == _AHEAD:
-                raise ConfigError(
-                    f"the trainer asks for another batch and has ended no step with {_AHEAD}; give "
-                    "callbacks=[worker.callback] to AsyncGRPOTrainer."
-                )
-            try:
-                batch = rollouts.next_batch(timeout=timeout)
-            except TimeoutError:
-                raise queue.Empty from None
-            self._untrained.append(batch)
+        while not self._samples:
+            batch = self._next(timeout)
+            if batch is None:
+                continue
+            if batch.complete:
+                self._untrained.append(batch)
             self._measure(batch)
             for group in batch.groups:
                 self._samples.extend(self._trl_samples(group, batch.version))
         return self._samples.popleft()
+
+    def _next(self, timeout: float | None) -> Batch | None:
+        """The next batch, or of a streamed one the next group; None if it ends without one."""
+        rollouts = self._open()
+        # One that the trainer trains on, and one that accelerate has fetched ahead.
+        most = 1 if self.streamed else 2
+        if len(self._untrained) == most:
+            raise ConfigError(
+                f"the trainer asks for another batch and has ended no step with {most}; give "
+                "callbacks=[worker.callback] to AsyncGRPOTrainer, and use streamed=True only with "
+                "a trainer that is a StreamedSteps."
+            )
+        try:
+            if self.streamed:
+                return next(rollouts.stream(timeout=timeout), None)
+            return rollouts.next_batch(timeout=timeout)
+        except TimeoutError:
+            raise queue.Empty from None
 
     def qsize(self) -> int:
         """Number of rollouts that can be taken without waiting for the engines."""
@@ -358,6 +381,62 @@ class RolloutWorker:
                 "a resumed trainer counts the prompts of its epochs from 0 again; set max_steps."
             )
         self._restored = folder / _FILE
+
+
+class StreamedSteps(_Trainer):
+    """Makes AsyncGRPOTrainer train on each group of a batch while the others are generated.
+
+    .. code-block:: python
+
+        class Trainer(StreamedSteps, AsyncGRPOTrainer):
+            pass
+
+        worker = RolloutWorker(fleet, args=args, ..., streamed=True)
+        trainer = Trainer(model, args=args, ..., rollout_worker=worker, weight_transfer=worker,
+                          callbacks=[worker.callback])
+
+    Forward and backward of a micro-batch run as soon as its rollouts are there, and nothing is
+    fetched ahead: a step ends, and sends its weights, before a rollout of the next step is taken.
+    """
+
+    def get_train_dataloader(self) -> Any:
+        """TRL's loader of micro-batches, without the one that accelerate puts around it.
+
+        Raises:
+            ConfigError: if the worker is not for streamed batches.
+        """
+        worker: Any = self.rollout_worker
+        if not isinstance(worker, RolloutWorker) or not worker.streamed:
+            raise ConfigError(
+                "a trainer with StreamedSteps takes groups one by one; give it a "
+                "RolloutWorker(..., streamed=True) as rollout_worker."
+            )
+        # accelerate's loader fetches a micro-batch before it gives the one before. At the end of a
+        # step that is one of the next batch, for which the trainer would wait before its update.
+        # TRL moves tensors to the device itself.
+        trainer: Any = super()
+        return trainer.get_train_dataloader().base_dataloader
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
+    ) -> tuple[Any, None]:
+        """The micro-batches of a step, each fetched when the one before it was trained on, and
+        None, because TRL divides the loss by the number of micro-batches."""
+        return _MicroBatches(epoch_iterator, num_batches), None
+
+
+class _MicroBatches:
+    """The next `count` items of an iterator, in place of a list of them."""
+
+    def __init__(self, iterator: Iterator[Any], count: int) -> None:
+        self._iterator = iterator
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self._iterator, self._count)
 
 
 class _Given:
@@ -572,7 +651,7 @@ def _advantages(group: Group) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any
     return rewards, advantages
 
 
-def _check_args(args: Any) -> None:
+def _check_args(args: Any, *, streamed: bool) -> None:
     with extra("trl"):
         from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 
@@ -593,14 +672,29 @@ def _check_args(args: Any) -> None:
             "not known before, and no checkpoint can say which ones it took; set it to 0, and "
             "bound the memory by per_device_train_batch_size."
         )
-    if args.max_staleness < 1:
+    if args.max_staleness < 1 and not streamed:
         raise ConfigError(
             "max_staleness is 0, and accelerate fetches each batch one step before it is trained "
-            "on; set 1 or more."
+            "on; set 1 or more, or train with StreamedSteps and streamed=True."
+        )
+    if not streamed:
+        return
+    given: Any = args
+    if given.world_size > 1:
+        raise ConfigError(
+            f"the trainer has {given.world_size} processes, and streamed batches are for one; use "
+            "streamed=False."
+        )
+    sizes = args.per_device_train_batch_size, args.num_generations
+    if max(sizes) % min(sizes):
+        raise ConfigError(
+            f"per_device_train_batch_size is {sizes[0]} and num_generations is {sizes[1]}; for "
+            "streamed batches set one of them to a multiple of the other, so that no micro-batch "
+            "waits for a group that it needs a part of."
         )
 
 
-def _settings(config: SchedulerConfig, args: Any) -> SchedulerConfig:
+def _settings(config: SchedulerConfig, args: Any, *, streamed: bool) -> SchedulerConfig:
     """The scheduler's settings with the sizes, the sampling and the bound of the trainer."""
     step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     if step % args.num_generations:
@@ -614,14 +708,16 @@ def _settings(config: SchedulerConfig, args: Any) -> SchedulerConfig:
             f"stop is {config.stop!r}, and a step of TRL takes a fixed number of rollouts; leave "
             'it at "groups".'
         )
-    bound = args.max_staleness - 1
+    ahead = 0 if streamed else 1
+    bound = args.max_staleness - ahead
     own = config.policies.staleness.bound
     if own is None:
         config = replace(config, max_staleness=bound)
     elif own > bound:
         raise ConfigError(
-            f"max_staleness is {own}, and TRL drops what it fetches one step ahead with more than "
-            f"{args.max_staleness}; set max_staleness of AsyncGRPOConfig to {own + 1} or more."
+            f"max_staleness is {own}, and a batch is fetched {ahead} steps before it is trained on "
+            f"by TRL, which drops what is older than {args.max_staleness}; set max_staleness of "
+            f"AsyncGRPOConfig to {own + ahead} or more."
         )
     penalty = args.repetition_penalty
     return replace(

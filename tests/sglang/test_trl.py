@@ -4,13 +4,17 @@
 # The packages have no complete types.
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib.util
+import itertools
 import runpy
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,8 @@ import pytest
 
 from aprilsched import DistributedPublisher, Group, SchedulerConfig, SGLangFleet
 from aprilsched.engines.base import Engine
-from aprilsched.integrations.trl import RolloutWorker
+from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.integrations.trl import RolloutWorker, StreamedSteps
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.server import CpuServer
 
@@ -107,6 +112,7 @@ class Run:
         *,
         steps: int,
         amid: Callable[[int], None] = lambda version: None,
+        streamed: bool = False,
     ) -> None:
         from transformers import AutoTokenizer
         from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
@@ -127,7 +133,7 @@ class Run:
             num_generations=4,
             max_completion_length=200,
             token_budget=0,
-            max_staleness=STALENESS,
+            max_staleness=0 if streamed else STALENESS,
             learning_rate=1e-3,
             save_strategy="steps",
             save_steps=10,
@@ -137,6 +143,7 @@ class Run:
             report_to=[],
             disable_tqdm=True,
         )
+        config = SchedulerConfig(over_provision=2.0, straggler="retract", pace="asynchronous")
         tokenizer = AutoTokenizer.from_pretrained(model)
         self.worker = RolloutWorker(
             SGLangFleet(urls, admin_key=ADMIN_KEY),
@@ -144,14 +151,19 @@ class Run:
             train_dataset=DATA,
             processing_class=tokenizer,
             reward_funcs=varied,
-            config=SchedulerConfig(over_provision=2.0, straggler="retract", pace="asynchronous"),
+            config=SchedulerConfig() if streamed else config,
+            streamed=streamed,
             publisher=functools.partial(Recorded, kept=self.weights, amid=amid),
             accept=self._accept,
         )
         get = self.worker.get
         self.worker.get = lambda timeout=None: self._noted(get(timeout))  # type: ignore[method-assign]
         self.worker.callback.on_train_end = self._end  # type: ignore[method-assign]
-        self.trainer = AsyncGRPOTrainer(
+
+        class Streamed(StreamedSteps, AsyncGRPOTrainer):
+            pass
+
+        self.trainer = (Streamed if streamed else AsyncGRPOTrainer)(
             str(model),
             args=args,
             train_dataset=DATA,
@@ -241,6 +253,60 @@ def test_a_server_that_dies_in_a_broadcast_does_not_end_the_training(
     check_staleness(run, begin=0)
     seen = {sample.group_id for sample in [*run.samples, *run.worker._samples]}
     assert len(seen | run.in_flight) == run.launched
+
+
+def test_a_streamed_trainer_begins_while_the_last_response_of_its_batch_is_to_come(
+    torch: Any,
+    clean_server: CpuServer,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last response of every batch is generated after the trainer's first forward of the step,
+    and all are of the weights that are trained: the ratio is 1 at every step."""
+    steps = 5
+    changed = threading.Condition()
+    events: list[str] = []
+    numbers = itertools.count()
+    generate = SGLangEngine.generate
+
+    def note(event: str) -> None:
+        with changed:
+            events.append(event)
+            changed.notify_all()
+
+    def await_forward(step: int) -> None:
+        with changed:
+            # A step has two micro-batches.
+            assert changed.wait_for(lambda: events.count("forward") > 2 * step, 120)
+
+    async def held(engine: Any, request: Any) -> Any:
+        step, place = divmod(next(numbers), STEP)
+        if place == STEP - 1:
+            await asyncio.to_thread(await_forward, step)
+            note("sent")
+        async for chunk in generate(engine, request):
+            if place == STEP - 1 and chunk.finish is not None:
+                note("ended")
+            yield chunk
+
+    monkeypatch.setattr(SGLangEngine, "generate", held)
+    run = Run([clean_server.url], model, tmp_path / "run", steps=steps, streamed=True)
+    assert run.trainer.model is not None
+    run.trainer.model.register_forward_pre_hook(lambda *_: note("forward"))
+    run.trainer.train()
+    assert run.trainer.state.global_step == steps
+    assert events == ["forward", "sent", "ended", "forward"] * steps
+    ratios = run.logged("ratio")
+    assert len(ratios) == steps
+    assert max(abs(ratio - 1) for ratio in ratios) < TOLERANCE
+    assert len(run.samples) == steps * STEP
+    for number, sample in enumerate(run.samples):
+        versions = run.groups[sample.group_id].rollouts[number % 4].versions
+        assert set(versions.tolist()) == {number // STEP + 1}
+    # The weights change at every step, or the ratio would say nothing.
+    for before, after in pairwise(run.weights.values()):
+        assert any(not torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 def check_staleness(run: Run, *, begin: int) -> None:

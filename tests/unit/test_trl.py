@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import queue
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,9 +23,9 @@ import numpy as np
 import pytest
 
 from aprilsched import Group, Prompt, SchedulerConfig, Segment, SimFleet, SimPublisher
-from aprilsched.config import Samples, Staleness
-from aprilsched.errors import ConfigError, RefitError
-from aprilsched.integrations.trl import RolloutWorker
+from aprilsched.config import Retries, Samples, Staleness
+from aprilsched.errors import ConfigError, RefitError, RunGivenUp
+from aprilsched.integrations.trl import RolloutWorker, StreamedSteps
 from aprilsched.types import Rollout, Score
 
 pytestmark = pytest.mark.skipif(
@@ -115,6 +117,7 @@ def worker(
     folder: Path,
     args: dict[str, Any] | None = None,
     fleet: Any = None,
+    kind: Any = None,
     **changes: Any,
 ) -> Spy:
     values: dict[str, Any] = {
@@ -127,7 +130,7 @@ def worker(
         "publisher": lambda weights: SimPublisher(),
     }
     embedded = SimFleet(1, time_scale=0.01, vocab_size=cpu.VOCABULARY, eos_token_id=0)
-    return Spy(fleet or embedded, **{**values, **changes})
+    return (kind or Spy)(fleet or embedded, **{**values, **changes})
 
 
 def began(made: Spy) -> Spy:
@@ -142,18 +145,33 @@ def began(made: Spy) -> Spy:
 
 
 def train(made: Spy, model: Path, **changes: Any) -> Any:
+    trainer = prepared(made, model)
+    trainer.train(**changes)
+    return trainer
+
+
+def prepared(
+    made: Spy, model: Path, *callbacks: Any, streamed: bool | None = None, amid: Any = None
+) -> Any:
+    """A trainer, which calls `amid` at the begin of each micro-batch's forward."""
     from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
-    trainer = AsyncGRPOTrainer(
+    class Streamed(StreamedSteps, AsyncGRPOTrainer):
+        pass
+
+    streamed = made.streamed if streamed is None else streamed
+    trainer = (Streamed if streamed else AsyncGRPOTrainer)(
         str(model),
         args=made._args,
         train_dataset=DATA,
         processing_class=made._chat._tokenizer,
         rollout_worker=made,
         weight_transfer=made,
-        callbacks=[made.callback],
+        callbacks=[made.callback, *callbacks],
     )
-    trainer.train(**changes)
+    if amid is not None:
+        assert trainer.model is not None
+        trainer.model.register_forward_pre_hook(lambda *_: amid())
     return trainer
 
 
@@ -240,6 +258,169 @@ def test_servers_that_have_the_checkpoints_weights_do_not_make_it_a_version_olde
     assert np.array_equal(first.seen[6 * STEP].input_ids, second.seen[0].input_ids)
     for number, sample in enumerate(second.seen):
         assert number // STEP + 1 - sample.model_version <= 1
+
+
+ON_POLICY = {"max_staleness": 0}
+"""Arguments of a trainer that trains on nothing that is older than its weights."""
+
+
+def streaming(cpu: Any, folder: Path, args: dict[str, Any] | None = None, **changes: Any) -> Spy:
+    """A worker of which the trainer takes group by group, without a stale token."""
+    return worker(
+        cpu,
+        folder,
+        args={**ON_POLICY, **(args or {})},
+        **{"config": SchedulerConfig(pace="asynchronous"), **changes},
+        streamed=True,
+    )
+
+
+class LastWaits:
+    """A reward function. The last group of every batch is scored when the trainer has begun the
+    forward of an earlier one, so a trainer that waits for whole batches never ends."""
+
+    __name__ = "near"
+
+    def __init__(self, steps: int, groups: int) -> None:
+        self._steps = steps
+        self._groups = groups
+        self._changed = threading.Condition()
+        self.events: list[str] = []
+
+    def forward(self) -> None:
+        with self._changed:
+            self.events.append("forward")
+            self._changed.notify_all()
+
+    def __call__(self, completion_ids: list[Any], target: list[int], **_: Any) -> list[float]:
+        with self._changed:
+            scored = self.events.count("group")
+            self.events.append("group")
+            step, place = divmod(scored, self._groups)
+            if place == self._groups - 1 and step < self._steps:
+                before = step * self._groups
+                assert self._changed.wait_for(lambda: self.events.count("forward") > before, 60)
+                self.events.append("last")
+        return near(completion_ids, target)
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+def test_early_groups_are_trained_on_while_the_last_one_is_waited_for(
+    cpu: Any, model: Path, tmp_path: Path, pace: Any
+):
+    steps, groups = 4, 3
+    reward = LastWaits(steps, groups)
+    made = streaming(
+        cpu,
+        tmp_path,
+        args={"max_steps": steps, "gradient_accumulation_steps": groups},
+        config=SchedulerConfig(pace=pace),
+        reward_funcs=reward,
+        reward_weights=None,
+    )
+    trainer = prepared(made, model, amid=reward.forward)
+    trainer.train()
+    assert trainer.state.global_step == steps
+    assert reward.events.count("last") == steps
+    # Nothing is fetched ahead, and every token is of the weights that it trains.
+    assert len(made.seen) == steps * groups * 4
+    for number, sample in enumerate(made.seen):
+        assert sample.model_version == number // (groups * 4) + 1
+    assert not logged(trainer, "sample/dropped_stale_total")
+    assert max(logged(trainer, "sample/staleness_max")) == 0
+    ids = [sample.group_id for sample in made.seen]
+    for begin in range(0, len(ids), 4):
+        assert len(set(ids[begin : begin + 4])) == 1, "a group is in one piece"
+    assert len(set(ids)) == steps * groups
+
+
+def test_a_streamed_trainer_that_stops_in_a_batch_gets_it_again_from_its_first_group(
+    cpu: Any, model: Path, tmp_path: Path
+):
+    """It saves a checkpoint in the third step, of which it has trained on two of three groups.
+    Their gradients are lost with the process, so they are trained on again."""
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_substep_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+            if state.global_step == 2 and len(first.seen) == 2 * 12 + 8:
+                control.should_save = control.should_training_stop = True
+
+    args = {"gradient_accumulation_steps": 3, "save_strategy": "steps", "save_steps": 100}
+    first = streaming(cpu, tmp_path, args={**args, "max_steps": 5})
+    prepared(first, model, Stop()).train()
+    assert len(first.seen) == 2 * 12 + 8
+    second = streaming(cpu, tmp_path, args={**args, "max_steps": 5})
+    trainer = train(second, model, resume_from_checkpoint=True)
+    assert trainer.state.global_step == 5
+    assert len(second.seen) == 3 * 12
+    for before, after in zip(first.seen[2 * 12 :], second.seen[:8], strict=True):
+        assert before.group_id == after.group_id
+        assert np.array_equal(before.input_ids, after.input_ids)
+        assert before.advantage == after.advantage
+    trained = [sample.group_id for sample in first.seen[: 2 * 12] + second.seen]
+    assert len(set(trained)) == len(trained) / 4 == 5 * 3
+    # TRL counts its versions from 1 again.
+    assert [s.model_version for s in second.seen] == [1] * 12 + [2] * 12 + [3] * 12
+    assert not logged(trainer, "sample/dropped_stale_total")
+
+
+def test_an_error_in_the_middle_of_a_streamed_batch_ends_the_training(
+    cpu: Any, model: Path, tmp_path: Path
+):
+    calls = itertools.count()
+
+    def judge(completion_ids: list[Any], **_: Any) -> list[float]:
+        if next(calls):
+            raise ValueError("the judge is gone")
+        return [float(len(ids)) for ids in completion_ids]
+
+    config = SchedulerConfig(retries=Retries(failed_groups=2))
+    made = streaming(cpu, tmp_path, config=config, reward_funcs=judge, reward_weights=None)
+    with pytest.raises(RunGivenUp, match="the judge is gone"):
+        train(made, model)
+    assert len(made.seen) == 4
+    assert made._rollouts is None
+
+
+class Replaying(Spy):
+    """Gives the trainer rollouts of another run first."""
+
+    replayed: list[Any]
+
+    def get(self, timeout: float | None = None) -> Any:
+        return self.replayed.pop(0) if self.replayed else super().get(timeout)
+
+
+@pytest.mark.parametrize("rows", [4, 2])
+def test_a_streamed_step_has_the_gradient_of_its_batch_taken_whole(
+    cpu: Any, model: Path, tmp_path: Path, rows: int
+):
+    """Also in the opposite order. A micro-batch is a group, or half of one."""
+    import torch
+    from transformers import TrainerCallback
+
+    class Gradients(TrainerCallback):
+        def __init__(self) -> None:
+            self.found: dict[str, Any] = {}
+
+        def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
+            self.found = {name: each.grad.clone() for name, each in model.named_parameters()}
+
+    sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 12 // rows}
+    args = {**sizes, "max_steps": 1, "max_staleness": 1, "max_grad_norm": 0.0}
+    streamed = worker(cpu, tmp_path, args=args, streamed=True)
+    whole: Any = worker(cpu, tmp_path, args=args, kind=Replaying)
+    ours, theirs = Gradients(), Gradients()
+    prepared(streamed, model, ours).train()
+    groups = [streamed.seen[begin : begin + 4] for begin in range(0, 12, 4)]
+    assert len(streamed.seen) == 12
+    whole.replayed = [sample for group in reversed(groups) for sample in group]
+    prepared(whole, model, theirs).train()
+    assert not whole.replayed
+    assert max(float(each.abs().max()) for each in theirs.found.values()) > 1e-3
+    for name, gradient in theirs.found.items():
+        torch.testing.assert_close(ours.found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_advantages_and_metrics_are_those_of_trls_own_worker(cpu: Any, tmp_path: Path):
@@ -460,6 +641,23 @@ def test_arguments_that_would_lose_rollouts_are_refused(
 ):
     with pytest.raises(ConfigError, match=error):
         worker(cpu, tmp_path, args=changes)
+
+
+def test_streamed_batches_that_cannot_be_are_refused(
+    cpu: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    uneven = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
+    with pytest.raises(ConfigError, match="set one of them to a multiple of the other"):
+        streaming(cpu, tmp_path, args=uneven)
+    with pytest.raises(ConfigError, match=r"set max_staleness of AsyncGRPOConfig to 1 or more"):
+        streaming(cpu, tmp_path, config=SchedulerConfig(max_staleness=1))
+    with pytest.raises(ConfigError, match=r"give it a RolloutWorker\(\.\.\., streamed=True\)"):
+        prepared(worker(cpu, tmp_path), model, streamed=True).train()
+    with pytest.raises(ConfigError, match="only with a trainer that is a StreamedSteps"):
+        prepared(streaming(cpu, tmp_path), model, streamed=False).train()
+    monkeypatch.setattr(type(arguments(tmp_path)), "world_size", 2)
+    with pytest.raises(ConfigError, match="has 2 processes, and streamed batches are for one"):
+        streaming(cpu, tmp_path)
 
 
 @pytest.mark.parametrize(

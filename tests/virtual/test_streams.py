@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event
 from aprilsched.engines.sim import run_virtual
-from aprilsched.errors import PromptsExhausted
+from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.store import SqliteStore
 
@@ -182,6 +184,25 @@ def test_the_blocking_form_gives_the_same_groups():
         for _ in rollouts.stream():
             break
         assert rollouts.next_batch().index == 4
+
+
+def test_a_wait_for_a_group_may_time_out_and_loses_nothing():
+    with blocking.RolloutScheduler(
+        SimFleet(1, time_scale=0.01), workload(), config=config()
+    ) as rollouts:
+        with pytest.raises(ConfigError, match="timeout is -1"):
+            next(rollouts.stream(timeout=-1))
+        with pytest.raises(TimeoutError, match="within 0 s"):
+            next(rollouts.stream(timeout=0))
+        got: list[Batch] = []
+        while not got or not got[-1].complete:
+            with suppress(TimeoutError):
+                got += itertools.islice(rollouts.stream(timeout=0.01), 1)
+        groups = [group.group_id for part in got for group in part.groups]
+        assert len(set(groups)) == len(groups) == 4
+        assert {part.index for part in got} == {0}
+        # The waits that were given up have launched no wave of their own.
+        assert rollouts.state.in_flight.counters.launched == 8 * 4
 
 
 def make() -> RolloutScheduler:
