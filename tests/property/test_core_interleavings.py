@@ -63,7 +63,15 @@ class Interleavings(RuleBasedStateMachine):
     @initialize(
         straggler=st.sampled_from(list(BEHAVIOURS)),
         pace=st.sampled_from(["synchronous", "asynchronous"]),
-        refill=st.sampled_from(["wave", Pool(together=2), LengthBuckets(store=2.5), "tail"]),
+        refill=st.sampled_from(
+            [
+                "wave",
+                Pool(together=2),
+                LengthBuckets(store=2.5),
+                LengthBuckets(store=2.5, probe_after=0.5),
+                "tail",
+            ]
+        ),
         order=st.sampled_from(["carried", "shortest", "longest"]),
         spread=st.booleans(),
         rebalance=st.booleans(),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aprilsched.config import Dispatch, SchedulerConfig, Tokens
+from aprilsched.config import Dispatch, SchedulerConfig, Staleness, Tokens
 from aprilsched.core.lengths.log_law import LogLaw, rest_of_groups
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
@@ -19,6 +19,7 @@ from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.refill import PoolView
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.wave import Wave
+from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.errors import ConfigError
 from aprilsched.types import Prompt
@@ -300,6 +301,64 @@ def test_a_probe_waits_until_its_group_is_chosen() -> None:
         assert all(len(driver.attempts(group_id)) == 2 for group_id in running)
         probed -= running
         assert batches < 20
+
+
+def test_probes_may_wait_for_the_tail_of_the_batch() -> None:
+    driver = Driver(config(group_size=4, refill=LengthBuckets(probe_after=0.5)))
+    driver.request_batch()
+    running = whole(driver)
+    assert len(running) == 3
+    assert len(driver.sends) == 12
+    for key in driver.attempts()[:5]:
+        driver.finish(key)
+    assert len(driver.sends) == 7, "fewer than half have ended"
+    driver.finish(driver.attempts()[0])
+    assert len(driver.sends) == 6 + 7
+    driver.finish(driver.attempts()[0])
+    assert len(driver.sends) == 5 + 7, "each group is probed once"
+    fill(driver)
+    driver.update()
+    driver.request_batch()
+    fresh = {g for g in driver.group_ids() if len(driver.attempts(g)) == 1}
+    assert not fresh
+
+
+ON_POLICY: dict[str, object] = {
+    "over_provision": 1.0,
+    "refill": LengthBuckets(store=3.0, oldest=2),
+    "max_staleness": Staleness(0, rule="restart"),
+}
+
+
+def test_probes_that_are_thrown_away_are_remembered_by_the_key_of_their_prompt() -> None:
+    driver = Driver(config(**ON_POLICY), keys=tuple(range(100)))
+    driver.request_batch()
+    probed = [g for g in driver.group_ids() if len(driver.attempts(g)) == 1]
+    assert len(probed) == 4
+    for group_id, tokens in zip(probed, (9, 800, 11, 700), strict=True):
+        driver.progress(driver.attempts(group_id)[0], tokens)
+    names = [driver.state.in_flight.groups[group_id].prompt.key for group_id in probed]
+    fill(driver)
+    assert len(driver.state.in_flight.ledger.entries) == 0
+    driver.update()
+    assert driver.state.in_flight.ledger.tokens == {Reason.BEGUN_AGAIN: 9 + 800 + 11 + 700}
+    driver.request_batch()
+    groups = driver.state.in_flight.groups
+    pair = {groups[group_id].prompt.key for group_id in whole(driver)}
+    assert pair in ({names[0], names[2]}, {names[1], names[3]})
+    assert all(send.input_ids.tolist()[-1] == 7 for send in driver.sends.values())
+
+
+def test_a_batch_that_waits_for_all_its_groups_runs_no_more_than_it_takes() -> None:
+    """However many groups are overdue: those that lost would begin again."""
+    driver = Driver(config(**ON_POLICY))
+    for _ in range(12):
+        driver.request_batch()
+        assert len(whole(driver)) == 2
+        fill(driver)
+        driver.update()
+    dropped = [entry.tokens for entry in driver.state.in_flight.ledger.entries]
+    assert not any(dropped)
 
 
 def test_groups_that_are_new_in_the_store_are_probed_once() -> None:
@@ -604,6 +663,10 @@ def test_a_group_longer_than_the_others_goes_last() -> None:
         ({"refill": LengthBuckets(store=0.5)}, "refill.store is 0.5"),
         ({"refill": LengthBuckets(probes=-1)}, "refill.probes is -1"),
         ({"refill": LengthBuckets(oldest=0)}, "refill.oldest is 0"),
+        (
+            {"refill": LengthBuckets(probe_after=1.0)},
+            "probe_after is 1.0; give a share",
+        ),
     ],
     ids=str,
 )

@@ -62,6 +62,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "in place": {"straggler": "in_place", "over_provision": 2.0},
     "abort apart": {"straggler": "abort", "kv_after_refit": "apart"},
     "tail": {"refill": "tail"},
+    "on policy": {
+        "refill": LengthBuckets(store=3.0, probe_after=0.5),
+        "over_provision": 1.0,
+        "max_staleness": Staleness(0, rule="restart"),
+    },
     "tail restart": {"refill": "tail", "max_staleness": Staleness(0, rule="restart")},
     "buckets abort": {"refill": LengthBuckets(store=3.0), "straggler": "abort"},
     "run": {"straggler": "run"},

@@ -8,6 +8,12 @@ group run once as probes, because one finished sibling tells much about a length
 the variance of a response's log length comes from its prompt. A group whose prompt was seen in an
 earlier epoch is not probed if what is remembered of it says more than a probe would.
 
+A batch that takes all groups that run for it (ratio 1) has no stale token, and groups of similar
+length wait less for each other. With ``Staleness(0, rule="restart")`` the tokens of the probes are
+thrown away at the update, and what they say of their prompts is remembered by the prompts' keys.
+What is delivered is then drawn after it was chosen, so its lengths are not biased. Probes cost
+least in the tail of a batch (`probe_after`), where an engine has free slots.
+
 :func:`aprilsched.core.lengths.log_law.rest_of_groups` estimates what a group still needs. The rule
 was found by a search over schedules on the built-in workload (experiments/frontier).
 """
@@ -22,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.core.lengths.log_law import rest_of_groups
-from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1
+from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, SHARE_OR_0
 from aprilsched.core.policies.refill import OpenGroups, PoolView, Refill
 
 __all__ = ["LengthBuckets", "window"]
@@ -43,6 +49,13 @@ class LengthBuckets(Refill):
     oldest: Annotated[int, AT_LEAST_1] = 16
     """Number of batches after its first token at which a group runs, whatever its length. This
     bounds the staleness of its tokens, except for the batches that it then takes."""
+    probe_after: Annotated[float, SHARE_OR_0] = 0.0
+    """Share of a batch's rollouts that have ended when the probes start; 0 starts them with the
+    batch. Probes that start late have less time, and take less of the others' time."""
+
+    @property
+    def tail_begins(self) -> float | None:
+        return self.probe_after or None
 
     def launches(self, view: PoolView) -> int:
         """Number of groups to open now.
@@ -56,16 +69,27 @@ class LengthBuckets(Refill):
         return max(0, math.ceil(self.store * view.batch_groups - 1e-9) - view.open_groups)
 
     def members(self, groups: OpenGroups) -> NDArray[np.int64]:
-        waiting = np.flatnonzero(~groups.running)
-        levels = None if groups.levels is None else groups.levels.of(waiting)
-        rest = rest_of_groups(groups.tokens[waiting], groups.finished[waiting], groups.law, levels)
-        count = max(1, groups.wanted - (len(groups.ages) - len(waiting)))
         begun = groups.since_first_run >= 0
-        runs = groups.running | (begun & (groups.since_first_run >= self.oldest))
-        runs[waiting[window(rest, groups.ages[waiting], count)]] = True
         # At most half of a group is probed, or a lone sample, or a pair, would be run whole as
         # its own probe.
         probes = np.where(begun | _known(groups), 0, np.minimum(self.probes, groups.sizes // 2))
+        if groups.tail:
+            return np.where(groups.running, groups.sizes, probes)
+        if self.probe_after:
+            probes = np.zeros_like(probes)
+        overdue = begun & (groups.since_first_run >= self.oldest) & ~groups.running
+        count = max(1, groups.wanted - int(groups.running.sum()))
+        if groups.wanted <= groups.lacking:
+            # Every group that runs is waited for, so no more may run than the batch takes.
+            overdue = _oldest(overdue, groups.ages, count)
+            count -= int(overdue.sum())
+            waiting = np.flatnonzero(~groups.running & ~overdue)
+        else:
+            waiting = np.flatnonzero(~groups.running)
+        levels = None if groups.levels is None else groups.levels.of(waiting)
+        rest = rest_of_groups(groups.tokens[waiting], groups.finished[waiting], groups.law, levels)
+        runs = groups.running | overdue
+        runs[waiting[window(rest, groups.ages[waiting], count)]] = True
         return np.where(runs, groups.sizes, probes)
 
     def told(self, ratio: str) -> str:
@@ -80,6 +104,14 @@ def _known(groups: OpenGroups) -> NDArray[np.bool_]:
     law = groups.law
     after_probe = (1 - law.shared) * law.shared * law.deviation**2
     return groups.levels.variance[:, 0] <= after_probe
+
+
+def _oldest(among: NDArray[np.bool_], ages: NDArray[np.int64], most: int) -> NDArray[np.bool_]:
+    """The oldest groups `among` these, at most `most`, bool [G]."""
+    places = np.flatnonzero(among)
+    chosen = np.zeros_like(among)
+    chosen[places[np.argsort(-ages[places], kind="stable")[:most]]] = True
+    return chosen
 
 
 def window(rest: NDArray[np.float64], age: NDArray[np.int64], count: int) -> NDArray[np.int64]:

@@ -79,6 +79,8 @@ class OpenGroups:
     """Number of groups that should run for the batch, by the over-provision ratio."""
     lacking: int = 0
     """Number of groups that the batch still takes."""
+    tail: bool = False
+    """Whether the batch nears its end, and the rule is asked a second time."""
     law: LogLaw
     """The law of the lengths, as far as they are known."""
     levels: Levels | None = None
@@ -99,6 +101,12 @@ class Refill(ABC):
     """Whether every group comes to its end after a bounded number of batches, however many of those
     that run for a batch do not end in it."""
 
+    @property
+    def tail_begins(self) -> float | None:
+        """Share of a batch's rollouts that have ended when :meth:`members` is asked a second time,
+        what shall run in the batch's tail; None if it is not."""
+        return None
+
     @abstractmethod
     def launches(self, view: PoolView) -> int:
         """Number of groups to start now."""
@@ -106,8 +114,8 @@ class Refill(ABC):
     def members(self, groups: OpenGroups) -> NDArray[np.int64]:
         """Number of members of each group that run now, from its first one on, int64 [groups].
 
-        Only a rule that defers groups is asked this: when a batch begins, and when everything that
-        was started has ended.
+        Only a rule that defers groups is asked this: when a batch begins, when its tail begins, and
+        when everything that was started has ended.
         """
         raise NotImplementedError(f"{type(self).__name__} defers nothing")
 

@@ -121,6 +121,9 @@ class Plan:
     """Groups to keep open for the current batch."""
     choice_pending: bool = False
     """The open groups that run in the next batch are to be chosen (length buckets)."""
+    tail_below: int = -1
+    """Number of generating rollouts, deferred ones included, from which on the tail of the batch in
+    work has begun; -1 if the refill rule is not asked about it, or was asked."""
     requested: bool = False
     """A new schedule has been asked for and has not arrived (automatic over-provisioning)."""
     planned_at: int = 0

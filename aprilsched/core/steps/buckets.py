@@ -19,20 +19,33 @@ __all__ = ["choose_groups", "defer_all", "release_all"]
 
 
 def choose_groups(state: SchedulerState) -> None:
-    """Choose the groups that run, when a batch begins or when all chosen groups have ended."""
+    """Choose the groups that run, when a batch begins, when all chosen groups have ended, and when
+    the tail of the batch begins, if the refill rule asks for that."""
     refill = state.plan.schedule.refill
     if not refill.defers or not training_runs(state):
         return
     if state.prompts.fetching and not state.prompts.dry:
         return
-    if not (state.plan.choice_pending or _idle(state)):
+    begins = state.plan.choice_pending or _idle(state)
+    tail = not begins and state.in_flight.generating <= state.plan.tail_below
+    if not (begins or tail):
         return
     # The choice is made again, among more groups, when a source that is dry gives more prompts.
     supplied = state.in_flight.training >= state.plan.target_groups
     state.plan.choice_pending = state.prompts.dry and not supplied
     groups = [group for group in state.in_flight.training_groups() if not group.complete]
     if groups:
-        _choose(state, refill, groups)
+        _choose(state, refill, groups, tail=tail)
+    state.plan.tail_below = -1 if tail else _tail_below(state, refill, groups)
+
+
+def _tail_below(state: SchedulerState, refill: Refill, groups: list[GroupRecord]) -> int:
+    if refill.tail_begins is None:
+        return -1
+    open_members = [m for group in groups for m in group.members if m.state in GENERATING]
+    started = sum(member.eligible for member in open_members)
+    deferred = len(open_members) - started
+    return deferred + int((1 - refill.tail_begins) * started)
 
 
 def defer_all(state: SchedulerState) -> None:
@@ -61,13 +74,15 @@ def _idle(state: SchedulerState) -> bool:
     return not any(member.eligible and member.state in GENERATING for member in members)
 
 
-def _choose(state: SchedulerState, refill: Refill, groups: list[GroupRecord]) -> None:
-    view = _view(state, groups)
+def _choose(
+    state: SchedulerState, refill: Refill, groups: list[GroupRecord], *, tail: bool
+) -> None:
+    view = _view(state, groups, tail=tail)
     for group, started in zip(groups, refill.members(view).tolist(), strict=True):
         _start(state, group, group.members[:started])
 
 
-def _view(state: SchedulerState, groups: list[GroupRecord]) -> OpenGroups:
+def _view(state: SchedulerState, groups: list[GroupRecord], *, tail: bool) -> OpenGroups:
     batch = state.begun
     tokens, finished = member_tokens(groups)
     since = [-1 if group.first_run is None else batch - group.first_run for group in groups]
@@ -80,6 +95,7 @@ def _view(state: SchedulerState, groups: list[GroupRecord]) -> OpenGroups:
         running=np.array([_runs(group) for group in groups], dtype=np.bool_),
         wanted=state.plan.target_groups - state.ready_groups,
         lacking=state.batch_groups - state.ready_groups,
+        tail=tail,
         law=state.expectations.log_law(),
         levels=state.expectations.levels(groups),
     )
