@@ -36,7 +36,8 @@ class RefitReport:
     """The result of an update.
 
     Attributes:
-        version: the policy version that all engines in use have now.
+        version: the policy version that all engines in use have now; with rolling refits, the one
+            that each of them takes when it is free.
         quarantined: engines that did not take the version, with the cause; their rollouts continue
             on other engines.
         seconds: time from the call to the last engine's answer, including the preparation.

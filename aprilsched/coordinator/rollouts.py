@@ -388,6 +388,11 @@ class RolloutScheduler(TakesBatches):
         With an :class:`~aprilsched.weights.base.AdapterPublisher` nothing is paused: the new
         adapter serves new requests, and requests that were sent before end under the old adapter.
 
+        With ``refit="rolling"`` the call ends when the publisher has prepared the version, and the
+        trainer may change its own weights then. Each engine takes the version, or a newer one, when
+        it has finished the responses of its older version. The publisher must keep the version for
+        that long, as a DiskPublisher does.
+
         A call that is cancelled before any weights were loaded changes nothing. After that, the
         update runs to its end, because a half update would leave inconsistent weights.
 
@@ -401,7 +406,8 @@ class RolloutScheduler(TakesBatches):
         Raises:
             RefitError: if no engine took the version; generation continues under the old one.
             ConfigError: if `version` is not newer than the one in use, or if full weights are
-                published while adapters are in use.
+                published while adapters are in use, or if `publisher` cannot bring a version to one
+                engine after the other and the refit is "rolling".
         """
         return await self._updates.update(publisher, version, acknowledge=acknowledge)
 

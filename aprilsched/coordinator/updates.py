@@ -109,6 +109,8 @@ class Updates:
                 "use; give a larger number."
             )
         adapter = isinstance(publisher, AdapterPublisher)
+        if adapter or not isinstance(publisher, RepublishingPublisher):
+            self._check_together(publisher)
         if isinstance(publisher, ExternalWeights) and state.fleet.sleep is not None:
             raise ConfigError(
                 "the engines are asleep, and only the scheduler may wake them; use "
@@ -121,6 +123,16 @@ class Updates:
             )
         if adapter and state.fleet.sleep is not None:
             raise ConfigError("the engines are asleep; publish adapters outside of asleep().")
+
+    def _check_together(self, publisher: WeightPublisher) -> None:
+        """Refuse a publisher that brings a version only to all engines at the same time."""
+        session = self._session
+        if session.config.refit == "rolling" and session.state.fleet.sleep is None:
+            raise ConfigError(
+                f'refit="rolling" gives a version to each engine when that is free, and '
+                f"{type(publisher).__name__} does not keep a full model for it; use a "
+                'DiskPublisher with save=, or refit="together".'
+            )
 
     def _is_followed(self, publisher: WeightPublisher, new: int) -> bool:
         """Whether the fleet has followed to the version that the trainer now says it has loaded."""
@@ -137,6 +149,8 @@ class Updates:
         holds = isinstance(publisher, RepublishingPublisher) and called_now(
             _PUBLISHER, publisher.holds, new
         )
+        if not holds and not adapter:
+            self._check_together(publisher)
         external = isinstance(publisher, ExternalWeights)
         labelled = not (isinstance(publisher, ExternalWeights) and publisher.label)
         if not labelled and (open_requests := session.state.in_flight.open_attempts):

@@ -44,6 +44,7 @@ __all__ = [
     "KVAfterRefit",
     "Pace",
     "Policies",
+    "RefitRule",
     "Retries",
     "RewardScope",
     "SchedulerConfig",
@@ -56,6 +57,7 @@ LONG_WAIT = 8
 """Number of versions for which a deferred group may wait."""
 
 Pace: TypeAlias = Literal["synchronous", "asynchronous"]
+RefitRule: TypeAlias = Literal["together", "rolling"]
 RewardScope: TypeAlias = Literal["none", "rollout", "group"]
 
 _NOT_0 = Bound(least=0.001, words="0.001 or more")
@@ -207,6 +209,11 @@ class SchedulerConfig:
     tokens attend to stale keys, and "apart" uses a cache key for each version, for servers that
     cannot flush, so that new requests never meet older keys. "auto" keeps it for "in_place" and
     recomputes it for the other straggler rules."""
+    refit: RefitRule = "together"
+    """"together" brings a new version to all engines in one pause of the fleet. "rolling" brings it
+    to each engine when that has no responses of an older version any more, while the others go on
+    under theirs; unfinished responses are gathered on fewer engines of their version where this
+    costs less than waiting. It needs pace="asynchronous" and straggler="run"."""
     follow_weights: bool = False
     """Whether the scheduler takes over newer weights that somebody else loads without telling it,
     as soon as half of the engines show their version. Without this setting such an engine stands
@@ -216,7 +223,7 @@ class SchedulerConfig:
     dispatch: Dispatch = field(default_factory=Dispatch)
     """Which requests are sent, when, and to which engine."""
     prices: Prices = field(default_factory=Prices)
-    """What interrupting and waiting cost, for `straggler="choose"`."""
+    """What interrupting and waiting cost, for `straggler="choose"` and `refit="rolling"`."""
     retries: Retries = field(default_factory=Retries)
     """How often something may fail before it is given up."""
     health: Health = field(default_factory=Health)
@@ -331,6 +338,8 @@ class SchedulerConfig:
                 "batch, also those that somebody else has paused, so follow_weights=True is "
                 f'refused; set pace="asynchronous", or straggler={able}.'
             )
+        if self.refit == "rolling":
+            self._check_rolling()
         if policies.refill.defers and not self._defers:
             able = " or ".join(f'"{name}"' for name in rules_that(lambda b: b.deferrable))
             raise ConfigError(
@@ -355,4 +364,22 @@ class SchedulerConfig:
                 f"over_provision={self.over_provision!r}, where a prompt of long responses may "
                 'begin again for ever; set refill="tail", or refill="wave" or "buckets" with '
                 "over_provision=1."
+            )
+
+    def _check_rolling(self) -> None:
+        if self.pace != "asynchronous" or self.straggler != "run":
+            raise ConfigError(
+                f'refit="rolling" lets responses run on under their version, which '
+                f'pace="{self.pace}" with straggler="{self.straggler}" does not; set '
+                'pace="asynchronous" and straggler="run".'
+            )
+        if self.automatic:
+            raise ConfigError(
+                'over_provision="auto" tries schedules in which all engines have one version, so '
+                'it is refused with refit="rolling"; give over_provision a number.'
+            )
+        if self.follow_weights:
+            raise ConfigError(
+                'refit="rolling" brings every version to the engines itself, so '
+                "follow_weights=True is refused; leave it False."
             )

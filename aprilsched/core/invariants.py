@@ -147,9 +147,27 @@ def _attempts(state: SchedulerState) -> None:
             raise InvariantViolation(
                 f"request {request.request_id} is open on {request.engine}, which is lost"
             )
+        if state.rolling and not request.crossed:
+            _one_version(state, request)
     noted = {engine: count for engine, count in state.in_flight.open.items() if count}
     if noted != counted:
         raise InvariantViolation(f"open attempts are noted as {noted} and are {counted}")
+
+
+def _one_version(state: SchedulerState, request: RequestRecord) -> None:
+    """A request runs only on an engine of the version that is booked for it: that of the tokens of
+    its rollout."""
+    has = state.weights.versions.engines[request.engine]
+    if request.version != has:
+        raise InvariantViolation(
+            f"request {request.request_id} is booked for version {request.version} and runs on "
+            f"{request.engine}, which has {has}"
+        )
+    if state.booked(request) not in (None, has):
+        raise InvariantViolation(
+            f"rollout {request.rollout.rollout_id} has tokens of other versions than {has}, which "
+            f"{request.engine} has"
+        )
 
 
 def _engines(state: SchedulerState) -> None:
@@ -159,12 +177,16 @@ def _engines(state: SchedulerState) -> None:
         )
     for control in state.fleet.control.engines.values():
         version = state.weights.versions.engines[control.name]
-        if version != state.weights.versions.trainer:
+        newest = state.weights.versions.trainer
+        if version > newest or (version < newest and not state.rolling):
             raise InvariantViolation(
                 f"{control.name} is in use with version {version}, not "
                 f"{state.weights.versions.trainer}"
             )
-        if control.mode is Mode.REFITTING and state.weights.update is None:
+        alone = state.rolling and control.catching_up
+        if alone and control.mode is not Mode.RUNNING and state.in_flight.open[control.name]:
+            raise InvariantViolation(f"{control.name} is refitted alone and has open requests")
+        if control.mode is Mode.REFITTING and state.weights.update is None and not alone:
             raise InvariantViolation(f"{control.name} is refitting without an update")
         if control.mode is Mode.RUNNING and control.released:
             raise InvariantViolation(f"{control.name} runs without its {set(control.released)}")

@@ -34,6 +34,7 @@ from aprilsched.core.steps import (
     refit,
     replan,
     requests,
+    rolling,
     scoring,
     sleep,
     stragglers,
@@ -134,6 +135,9 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # goes on. After `stragglers.resolve_stragglers` or before it: what was called back once is not
     # called back again.
     dispatch.interrupt,
+    # After `launch.launch`, because an engine is freed where requests of the newest version wait
+    # for one. Before `refit.catch_up`, which refits the engines that are free.
+    rolling.roll,
     # Before `outage.attend`, which would ask the trainer for a new version otherwise, although an
     # engine on standby can have the present one; and before `dispatch.steer`, which gives the
     # engine its first control call.

@@ -75,6 +75,7 @@ _DECIDED = (
     "pace",
     "ready_batches",
     "refill",
+    "refit",
     "sampling",
     "start_up",
     "stop",

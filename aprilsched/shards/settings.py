@@ -84,6 +84,10 @@ def check_shardable(config: SchedulerConfig) -> None:
             "update_weights()",
         ),
         (
+            config.refit == "rolling",
+            'refit="rolling" would give the shards different versions; set refit="together"',
+        ),
+        (
             config.dispatch.max_in_flight is not None,
             "dispatch.max_in_flight limits the requests of all engines together; leave it out",
         ),

@@ -93,11 +93,11 @@ class ModelledEngine:
     def verify(self) -> None:
         self._feed(Verified(engine=self.name, version=self.batcher.version))
 
-    def refit(self, version: int) -> None:
+    def refit(self, version: int, *, catch_up: bool = False) -> None:
         took = self.batcher.refit(version)
         has = version if took else self.batcher.version
         cause = "" if took else "it was not paused"
-        self._feed(Refitted(engine=self.name, version=has, cause=cause))
+        self._feed(Refitted(engine=self.name, version=has, cause=cause, catch_up=catch_up))
 
     # --- time ----------------------------------------------------------------------------------
 

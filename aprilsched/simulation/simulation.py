@@ -109,7 +109,12 @@ class Simulation:
         """
         feed = self._loop.feed
         infos = (
-            ev.EngineInfo(name=name, version=0, kv_tokens=e.batcher.config.kv_tokens)
+            ev.EngineInfo(
+                name=name,
+                version=0,
+                kv_tokens=e.batcher.config.kv_tokens,
+                max_running=e.batcher.config.max_running,
+            )
             for name, e in self.engines.items()
         )
         feed(ev.Opened(engines=tuple(infos)))
@@ -160,7 +165,7 @@ class Simulation:
     def _refit(self, command: do.Refit) -> None:
         def loaded() -> None:
             for name in command.engines:
-                self.engines[name].refit(command.version)
+                self.engines[name].refit(command.version, catch_up=command.catch_up)
 
         self.agenda.after(self._costs.refit_seconds, loaded)
 

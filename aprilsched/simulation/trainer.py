@@ -70,7 +70,7 @@ class ModelledTrainer:
     def _trained(self) -> None:
         if self._update_every and self.batches % self._update_every == 0:
             self._version += 1
-            self._feed(UpdateRequested(version=self._version))
+            self._feed(UpdateRequested(version=self._version, republishable=True))
         else:
             self._next()
 
@@ -88,7 +88,8 @@ class Costs:
     Attributes:
         pause_seconds: duration of a pause beyond the step in progress (SGLang, measured: 2 to
             22 ms with that step).
-        refit_seconds: duration of bringing one version into the engines, which load it together.
+        refit_seconds: duration of bringing one version into the engines, which load it together;
+            with rolling refits, of bringing it into one engine.
         train_seconds: duration of training, between a batch and the update that follows it.
         reward_seconds: duration of scoring one rollout; with 0 there is no reward at all.
 

@@ -1,7 +1,7 @@
 """Publishes weights through a directory that the trainer writes and the engines read.
 
 - An engine never sees an incomplete checkpoint.
-- The version that the engines got last is never deleted.
+- The version that the engines got last is never deleted, nor one that an engine still loads.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ class DiskPublisher:
     ) -> None:
         self._versions = VersionsOnDisk(directory, check=_check, keep=keep)
         self._save = save
+        self._loading: list[int] = []
+        """The versions that engines load at the moment. With rolling refits one engine may still
+        load a version when the next one is there."""
+        self._newest = 0
+        """The version that was prepared last."""
 
     def path(self, version: int) -> Path:
         """The path of `version`, which may not exist yet."""
@@ -66,6 +71,7 @@ class DiskPublisher:
             await self._versions.check(self.path(version))
         else:
             await self._versions.write(version, self._save)
+            self._newest = version
 
     async def publish(
         self, version: int, engines: Sequence[Engine]
@@ -77,9 +83,13 @@ class DiskPublisher:
         """
         path = self.path(version)
         await self._versions.check(path)
-        outcomes = await asyncio.gather(*(_update(engine, path, version) for engine in engines))
+        self._loading.append(version)
+        try:
+            outcomes = await asyncio.gather(*(_update(engine, path, version) for engine in engines))
+        finally:
+            self._loading.remove(version)
         if self._save is not None and not any(outcomes):
-            await self._versions.forget(version)
+            await self._versions.forget(version, in_use=(*self._loading, self._newest))
         return {engine.name: outcome for engine, outcome in zip(engines, outcomes, strict=True)}
 
 

@@ -92,6 +92,7 @@ class Interleavings(RuleBasedStateMachine):
         sizes=st.sampled_from([(None,), (None,), (1, None, 3), (5, 1)]),
         stop=st.sampled_from(["groups", Samples(5), Tokens(3), Tokens(15)]),
         keys=st.sampled_from([(None,), (1, "a", None)]),
+        rolling=st.sampled_from([False, False, True]),
     )
     def begin(
         self,
@@ -118,7 +119,10 @@ class Interleavings(RuleBasedStateMachine):
         sizes: tuple[int | None, ...],
         stop: StopUnit | Stop,
         keys: tuple[str | int | None, ...],
+        rolling: bool,
     ) -> None:
+        if rolling:
+            pace, straggler, automatic, adapters = "asynchronous", "run", False, False
         if (pace, straggler) not in (("synchronous", "retract"), ("synchronous", "abort")):
             refill = refill if refill in ("wave", Pool(together=2)) else Pool(together=2)
         if rule_ == "restart" and (automatic or refill != "tail"):
@@ -133,6 +137,7 @@ class Interleavings(RuleBasedStateMachine):
             over_provision="auto" if automatic else ratio,
             straggler=straggler,
             pace=pace,
+            refit="rolling" if rolling else "together",
             refill=refill,
             dispatch=Dispatch(
                 order=order, placement="spread" if spread else "prefix", rebalance=rebalance
@@ -302,6 +307,10 @@ class Interleavings(RuleBasedStateMachine):
         keys = self.driver.attempts()
         return keys[choice % len(keys)]
 
+    def _version_on(self, key: Key) -> int:
+        """The version of the full model that the engine of an open attempt has."""
+        return self.driver.state.fleet.control.engines[self.driver.sends[key].engine].base
+
     @precondition(lambda self: self.driver.sends)
     @rule(choice=st.integers(0, 99), count=st.integers(0, 4))
     def progress(self, choice: int, count: int) -> None:
@@ -311,7 +320,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 99), count=st.integers(0, 4), told=st.booleans())
     def finish(self, choice: int, count: int, told: bool) -> None:
         key = self._pick(choice)
-        version = self.driver.state.weights.base
+        version = self._version_on(key)
         spans = (VersionSpan(version=version, start=0, end=count),) if told else None
         self.driver.finish(key, count, spans=spans)
 
@@ -326,7 +335,7 @@ class Interleavings(RuleBasedStateMachine):
         """The tokens show that the engine was restarted, or that somebody else has loaded
         weights."""
         driver, key = self.driver, self._pick(choice)
-        version = driver.state.weights.base + off
+        version = self._version_on(key) + off
         if ends:
             spans = (VersionSpan(version=max(0, version), start=0, end=count),)
             driver.finish(key, count, spans=spans)
@@ -560,6 +569,8 @@ class Interleavings(RuleBasedStateMachine):
                 size = group.prompt.group_size or 2
                 assert len(group.rollouts) == size, "an incomplete group"
             for rollout in batch.rollouts:
+                if self.driver.config.refit == "rolling":
+                    assert len(set(rollout.versions)) <= 1, "a rollout of two versions"
                 lengths = {
                     len(rollout.token_ids),
                     len(rollout.logprobs),

@@ -359,7 +359,9 @@ class Driver:
     def verify(self, version: int | None = -1) -> None:
         """The oldest open Verify is answered with `version`, by default the right one."""
         command = self.verifications.pop(0)
-        said = self.state.weights.base if version == -1 else version
+        control = self.state.fleet.control.of(command.engine)
+        has = self.state.weights.base if control is None else control.base
+        said = has if version == -1 else version
         self.feed(ev.Verified(engine=command.engine, version=said))
 
     def progress(self, key: Key, count: int, *, first: int = 100, label: int | None = None) -> None:

@@ -12,7 +12,8 @@ The order around a refit neither kills a server nor leaves stale keys (hazard 3)
 that is done, load with the cache untouched, continue.
 
 An engine is *in use*, or *on standby*: connected, but without the fleet's version. Nothing is
-generated on standby. The next refit that reaches such an engine brings it into use.
+generated on standby. The next refit that reaches such an engine brings it into use. With rolling
+refits an engine in use may also have an older version, and finishes the rollouts of that version.
 """
 
 from __future__ import annotations
@@ -132,7 +133,10 @@ class EngineControl:
     kv_tokens: int | None = None
     """The number of tokens that its KV pool holds; None if it does not report it."""
     catching_up: bool = False
-    """It is on standby, and is being brought to the fleet's version alone."""
+    """It is being brought to the fleet's version alone: it is on standby, or it is in use with an
+    older version and gets no more requests (rolling refits)."""
+    loading: int = -1
+    """The version that it was last told to load alone."""
     failed_version: int = -1
     """The version that it failed to catch up with; -1 if it did not fail."""
     not_followed: int = -1
@@ -255,13 +259,17 @@ class FleetControl:
         self, control: EngineControl, goal: Goal, idle: Callable[[str], bool]
     ) -> Command | None:
         flush = self._flushes(control)
-        if control.name in self.engines:
+        alone = control.catching_up
+        if control.name in self.engines and not alone:
             rests = goal.kind == "pause" and not goal.away and control.mode is Mode.RUNNING
             if rests and idle(control.name):
                 return None
             return self._next_call(control, goal, self._pause(goal), flush=flush)
+        if control.mode is Mode.RUNNING and not idle(control.name):
+            # Its requests are on their way to another engine, and end before any pause.
+            return None
         # An engine on standby is only made ready for a refit.
-        if goal.kind != "refit" and not control.catching_up:
+        if goal.kind != "refit" and not alone:
             return None
         refit = goal if goal.kind == "refit" else Goal(kind="refit")
         return self._next_call(control, refit, "retract", flush=flush)

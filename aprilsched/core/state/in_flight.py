@@ -33,14 +33,19 @@ _MOST_HOMES = 4096
 
 
 class InFlight:
-    """The records in flight by id, and their counts. `place` orders the requests that wait."""
+    """The records in flight by id, and their counts. `place` orders the requests that wait, and
+    `version` says whose engines alone may take one of them."""
 
-    def __init__(self, place: Callable[[RequestRecord], Place]) -> None:
+    def __init__(
+        self,
+        place: Callable[[RequestRecord], Place],
+        version: Callable[[RequestRecord], int | None] = lambda _: None,
+    ) -> None:
         self.groups: dict[int, GroupRecord] = {}
         self.rollouts: dict[int, RolloutRecord] = {}
         self.requests: dict[int, RequestRecord] = {}
         """The current requests, and those of dropped rollouts until their attempt comes back."""
-        self.queue = Waiting(place)
+        self.queue = Waiting(place, version)
         """Requests that wait to be sent."""
         self.ready = Ready()
         """Complete training groups, in the order of their completion."""

@@ -67,6 +67,9 @@ class Reason(StrEnum):
     OTHER_VERSION = "other_version"
     """An engine sampled some tokens of its evaluation under another version. The prompt is
     generated again."""
+    VERSION_LOST = "version_lost"
+    """Rolling refits: no engine has the version any more that sampled these tokens, or an engine
+    had another one. Their rollout begins again; an episode is dropped."""
     DAMAGED = "damaged"
     """The store cannot read it any more."""
 

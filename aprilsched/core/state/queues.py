@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import overload
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TypeAlias, overload
 
 from aprilsched.core.policies.resume_order import Place
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.state.records import GroupRecord, RequestRecord
 
 __all__ = ["MustDeliver", "Ready", "Waiting"]
+
+_Lane: TypeAlias = tuple[bool, int | None]
+"""Whether a request is one of training, and the version whose engines may take it."""
 
 
 class Ready(Sequence[GroupRecord]):
@@ -59,31 +62,64 @@ class Ready(Sequence[GroupRecord]):
 
 class Waiting:
     """Requests that wait to be sent, ordered by the `place` of each. Requests of evaluations can
-    be taken alone."""
+    be taken alone, and so can those of some versions.
 
-    def __init__(self, place: Callable[[RequestRecord], Place]) -> None:
+    Args:
+        place: the sort key of a request that begins to wait.
+        version: the version whose engines alone may take a request; None for the newest version.
+    """
+
+    def __init__(
+        self,
+        place: Callable[[RequestRecord], Place],
+        version: Callable[[RequestRecord], int | None] = lambda _: None,
+    ) -> None:
         self._place = place
-        self._waiting: dict[int, RequestRecord] = {}
-        self._training: list[tuple[Place, int]] = []
-        self._evaluations: list[tuple[Place, int]] = []
+        self._version = version
+        self._waiting: dict[int, tuple[RequestRecord, _Lane]] = {}
+        self._heaps: dict[_Lane, list[tuple[Place, int]]] = {}
 
     def add(self, request: RequestRecord) -> None:
-        self._waiting[request.request_id] = request
-        heapq.heappush(self._heap(request), (self._place(request), request.request_id))
+        lane = (request.rollout.group.evaluation_id is None, self._version(request))
+        self._waiting[request.request_id] = (request, lane)
+        heap = self._heaps.setdefault(lane, [])
+        heapq.heappush(heap, (self._place(request), request.request_id))
 
     def discard(self, request: RequestRecord) -> None:
         """Remove a request. It leaves the inside of the heap later, when it comes to the top."""
-        if self._waiting.pop(request.request_id, None) is None:
+        _, lane = self._waiting.pop(request.request_id, (None, None))
+        if lane is None:
             return
-        heap = self._heap(request)
-        while heap and heap[0][1] not in self._waiting:
+        heap = self._heaps[lane]
+        while heap and not self._in_lane(heap[0][1], lane):
             heapq.heappop(heap)
+        if not heap:
+            del self._heaps[lane]
 
-    def first(self, *, training: bool) -> RequestRecord | None:
-        """The request to send next; without `training` the next one of an evaluation."""
-        heaps = (self._evaluations, self._training) if training else (self._evaluations,)
-        tops = [heap[0] for heap in heaps if heap]
-        return self._waiting[min(tops)[1]] if tops else None
+    def first(
+        self, *, training: bool, versions: Collection[int | None] | None = None
+    ) -> RequestRecord | None:
+        """The request to send next; without `training` the next one of an evaluation. With
+        `versions` it is one of theirs."""
+        tops = [
+            heap[0]
+            for (trains, version), heap in self._heaps.items()
+            if (training or not trains) and (versions is None or version in versions)
+        ]
+        return self._waiting[min(tops)[1]][0] if tops else None
+
+    def versions(self) -> set[int | None]:
+        """The versions whose engines are waited for."""
+        return {version for _, version in self._heaps}
+
+    def version_of(self, request: RequestRecord) -> int | None:
+        """The version whose engines the waiting request waits for."""
+        return self._waiting[request.request_id][1][1]
+
+    def of_version(self, version: int | None) -> list[RequestRecord]:
+        """The requests that only engines of this version may take, in the order of their ids."""
+        found = [request for request, (_, of) in self._waiting.values() if of == version]
+        return sorted(found, key=lambda request: request.request_id)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -93,18 +129,18 @@ class Waiting:
 
     def __iter__(self) -> Iterator[RequestRecord]:
         """Every request, in no particular order."""
-        return iter(self._waiting.values())
+        return (request for request, _ in self._waiting.values())
 
     def places(self) -> Iterator[tuple[Place, RequestRecord]]:
         """Every request with its place, for the check of the invariants."""
-        for heap in (self._training, self._evaluations):
+        for lane, heap in self._heaps.items():
             for place, request_id in heap:
-                if request_id in self._waiting:
-                    yield place, self._waiting[request_id]
+                if self._in_lane(request_id, lane):
+                    yield place, self._waiting[request_id][0]
 
-    def _heap(self, request: RequestRecord) -> list[tuple[Place, int]]:
-        training = request.rollout.group.evaluation_id is None
-        return self._training if training else self._evaluations
+    def _in_lane(self, request_id: int, lane: _Lane) -> bool:
+        found = self._waiting.get(request_id)
+        return found is not None and found[1] == lane
 
 
 class MustDeliver:

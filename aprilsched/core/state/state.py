@@ -29,7 +29,7 @@ from aprilsched.core.state.records import (
     group_lengths,
 )
 from aprilsched.core.state.weights import Weights
-from aprilsched.types import Batch, Group, Prompt, RefusedPrompt
+from aprilsched.types import NO_VERSION, Batch, Group, Prompt, RefusedPrompt
 
 __all__ = [
     "Delivery",
@@ -144,6 +144,9 @@ class Stragglers:
     """Requests that are being aborted before the engines are paused."""
     resolved: bool = True
     """Whether it is decided what happens to the stragglers of the current stop."""
+    looked: dict[int, float] = field(default_factory=dict[int, float])
+    """For each older version by how many engines those that have it were too many, when it was
+    last found not to be worth it to gather their requests (rolling refits)."""
 
 
 @dataclass(slots=True)
@@ -230,6 +233,8 @@ class SchedulerState:
         behaviour: how stragglers are treated.
         cached_kv: what becomes of cached KV at a refit.
         asynchronous: whether generation goes on while the trainer trains.
+        rolling: whether each engine takes a new version alone, so that engines in use may have
+            different versions, and a rollout has one.
         now: the time of the event that is being handled, in seconds.
         commands: what the shell is to do, in order.
         facts: what the event has made true, in order.
@@ -247,6 +252,7 @@ class SchedulerState:
         self.behaviour = config.behaviour
         self.cached_kv: CachedKV = config.cached_kv
         self.asynchronous = config.pace == "asynchronous"
+        self.rolling = config.refit == "rolling"
         self.now = 0.0
         self.commands: list[Command] = []
         self.facts: list[Fact] = []
@@ -254,7 +260,7 @@ class SchedulerState:
         self.resumed = False
         self.weights = Weights()
         self.expectations = Expectations(lambda: self.weights.versions.trainer)
-        self.in_flight = InFlight(self._place)
+        self.in_flight = InFlight(self._place, self.booked)
         self.delivery = Delivery(must_deliver=MustDeliver(self.staleness))
         self.prompts = PromptSupply(usual_size=float(config.group_size))
         self.plan = Plan(
@@ -287,6 +293,15 @@ class SchedulerState:
             index=rollout.index,
             remaining=lambda: self.expectations.remaining(request),
         )
+
+    def booked(self, request: RequestRecord) -> int | None:
+        """The version under which alone the request may be generated, with rolling refits: that of
+        the tokens of its rollout. None if it has no tokens; -1 if they are of several versions, so
+        that no engine may continue it."""
+        log = request.rollout.log
+        if not self.rolling:
+            return None
+        return NO_VERSION if log.mixed else log.oldest_version
 
     def tell(self, fact: Fact) -> None:
         """Tell listeners that something has become true in this event."""

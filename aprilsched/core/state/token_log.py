@@ -209,6 +209,11 @@ class TokenLog:
         return oldest
 
     @property
+    def mixed(self) -> bool:
+        """Whether the sampled tokens have more than one version."""
+        return len({run.version for run in self._runs if run.version != NO_VERSION}) > 1
+
+    @property
     def covered(self) -> int:
         """Where the last run ends. It equals the length, which is checked as an invariant."""
         return self._runs[-1].end if self._runs else 0

@@ -35,6 +35,11 @@ class PolicyVersionTracker:
             )
         self.engines[engine] = version
 
+    def join_behind(self, engine: str, version: int) -> None:
+        """The engine is in use with an older `version`, whose rollouts it finishes (rolling
+        refits)."""
+        self.engines[engine] = version
+
     def leave(self, engine: str) -> None:
         """The engine is out of use."""
         self.engines.pop(engine, None)
@@ -53,6 +58,16 @@ class PolicyVersionTracker:
         if stale:
             raise InvariantViolation(f"version {version} published while engines have {stale}")
         self.trainer = version
+
+    def advance(self, version: int) -> None:
+        """Make `version` the trainer's, while each engine keeps the one that it has until it is
+        refitted alone (rolling refits)."""
+        self.trainer = version
+
+    @property
+    def mixed(self) -> bool:
+        """Whether an engine in use has another version than the trainer's."""
+        return any(version != self.trainer for version in self.engines.values())
 
 
 Answer = tuple[int | None, str]
@@ -78,6 +93,9 @@ class Update:
     """The version can be published again later, to an engine that comes back."""
     acknowledges: tuple[int, ...] = ()
     """Indexes of the batches that the trainer has learned from to make this version."""
+    rolls: bool = False
+    """The version becomes the trainer's at once, and each engine takes it alone, when it has no
+    rollouts of an older version any more."""
     may_pause: bool = False
     """Everything that had to end before the update has ended, so the engines may be paused."""
     refitting: frozenset[str] = frozenset()
@@ -91,7 +109,7 @@ class Update:
     @property
     def pauses(self) -> bool:
         """Whether the engines are paused while the version is loaded."""
-        return not (self.adapter or self.external)
+        return not (self.adapter or self.external or self.rolls)
 
     @property
     def answered(self) -> bool:

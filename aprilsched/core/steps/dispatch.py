@@ -60,13 +60,15 @@ def dispatch(state: SchedulerState) -> None:
         state.fleet.asking_since = None
         return
     training, limit = training_runs(state), config.dispatch.max_in_flight
-    if in_flight.queue.first(training=training) is None:
+    takers = _takers(state)
+    lanes = _lanes(state, takers)
+    if in_flight.queue.first(training=training, versions=lanes) is None:
         state.fleet.asking_since = None
         return
-    engines = state.fleet.control.engines
     quiet = [
         control
-        for control in engines.values()
+        for controls in takers.values()
+        for control in controls
         if control.mode is Mode.RUNNING and _may_have_restarted(state, control)
     ]
     for control in _worth_asking(state, quiet):
@@ -74,18 +76,27 @@ def dispatch(state: SchedulerState) -> None:
             state.fleet.asking_since = state.now
         state.fleet.control.enter(control, Mode.VERIFYING)
         state.commands.append(Verify(engine=control.name))
-    if any(control.mode is not Mode.RUNNING for control in engines.values()):
-        # Otherwise the first engine that continues after a pause would get the whole wave, or, if
-        # it took only its share, all carried requests, which have the longest contexts.
+    if _awaited(state, takers):
         return
     state.fleet.asking_since = None
     unasked = {control.name for control in quiet}
-    loads = {name: in_flight.open[name] for name in engines if name not in unasked}
-    free, near = Places(loads), config.dispatch.placement == "prefix"
+    places = {
+        version: Places(
+            {
+                control.name: in_flight.open[control.name]
+                for control in controls
+                if control.mode is Mode.RUNNING and control.name not in unasked
+            }
+        )
+        for version, controls in takers.items()
+    }
+    near = config.dispatch.placement == "prefix"
     while limit is None or in_flight.open_attempts < limit:
-        request = in_flight.queue.first(training=training)
+        request = in_flight.queue.first(training=training, versions=lanes)
         if request is None:
             return
+        version = in_flight.queue.version_of(request)
+        free = places[state.weights.versions.trainer if version is None else version]
         group = request.rollout.group
         # A group stays on its engine while that has less than a group more to do than the others.
         slack = len(group.members) if near else -1
@@ -94,9 +105,44 @@ def dispatch(state: SchedulerState) -> None:
             prefer = prefer or in_flight.homes.get(affinity, "")
             slack = max(slack, _AFFINE)
         engine = free.take(prefer=prefer, slack=slack, avoid=request.avoid)
-        if engine is None:
+        if engine is not None:
+            _send(state, request, engine)
+        elif lanes is None:
             return
-        _send(state, request, engine)
+        else:
+            lanes.discard(version)
+
+
+def _takers(state: SchedulerState) -> dict[int, list[EngineControl]]:
+    """The engines that may get requests, by their version. Without rolling refits all engines in
+    use have the same version."""
+    engines, versions = state.fleet.control.engines, state.weights.versions
+    if not state.rolling:
+        return {versions.trainer: list(engines.values())}
+    takers: dict[int, list[EngineControl]] = {}
+    for control in engines.values():
+        if not control.catching_up:
+            takers.setdefault(versions.engines[control.name], []).append(control)
+    return takers
+
+
+def _lanes(state: SchedulerState, takers: dict[int, list[EngineControl]]) -> set[int | None] | None:
+    """The versions of the waiting requests that some engine may take; None for all of them."""
+    if not state.rolling:
+        return None
+    lanes: set[int | None] = set(takers)
+    return lanes | {None} if state.weights.versions.trainer in takers else lanes
+
+
+def _awaited(state: SchedulerState, takers: dict[int, list[EngineControl]]) -> bool:
+    """Whether nothing is sent before some engine has answered."""
+    modes = [control.mode for controls in takers.values() for control in controls]
+    if state.rolling and (state.weights.update is None or state.weights.update.rolls):
+        # An engine that continues alone, after its refit, holds nobody up.
+        return Mode.VERIFYING in modes
+    # Otherwise the first engine that continues after a pause would get the whole wave, or, if it
+    # took only its share, all carried requests, which have the longest contexts.
+    return any(mode is not Mode.RUNNING for mode in modes)
 
 
 def _worth_asking(state: SchedulerState, quiet: Sequence[EngineControl]) -> list[EngineControl]:
@@ -143,7 +189,7 @@ def _may_have_restarted(state: SchedulerState, control: EngineControl) -> bool:
 
 
 def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
-    version = state.weights.versions.trainer
+    version = state.weights.versions.engines[engine]
     state.note_work(engine)
     state.in_flight.open_attempt(request, engine, version=version, adapter=state.weights.adapter)
     state.fleet.attempts_sent += 1

@@ -31,7 +31,7 @@ from aprilsched.core.messages.facts import EngineJoined as JoinedFact
 from aprilsched.core.messages.facts import EngineLost as LostFact
 from aprilsched.core.state.engine_control import Mode
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.lifecycle import Move, State
+from aprilsched.core.state.lifecycle import GENERATING, Move, State
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import count_interruption, drop
@@ -67,12 +67,27 @@ def on_opened(state: SchedulerState, event: Opened) -> None:
     )
     for engine in event.engines:
         current = engine.version == state.weights.versions.trainer and state.weights.adapter is None
-        state.fleet.control.join(engine, standby=not current, now=state.now)
+        finishes = not current and _finishes_rollouts(state, engine.version)
+        standby = not (current or finishes)
+        state.fleet.control.join(engine, standby=standby, now=state.now)
         state.fleet.health.join(engine.name, engine.max_running, state.now)
         if current:
             state.weights.versions.join(engine.name, state.weights.versions.trainer)
+        elif finishes and engine.version is not None:
+            state.weights.versions.join_behind(engine.name, engine.version)
     if state.resumed:
         call_again(state)
+
+
+def _finishes_rollouts(state: SchedulerState, version: int | None) -> bool:
+    """Whether rollouts of a resumed run go on under this older version (rolling refits)."""
+    if not state.rolling or version is None or version > state.weights.versions.trainer:
+        return False
+    rollouts = state.in_flight.rollouts.values()
+    return any(
+        rollout.state in GENERATING and rollout.log.oldest_version == version
+        for rollout in rollouts
+    )
 
 
 def _start(state: SchedulerState, version: int) -> None:

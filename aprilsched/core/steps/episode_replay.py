@@ -25,6 +25,7 @@ __all__ = [
     "ask_again",
     "forget_rest",
     "leave_one",
+    "truncate",
     "truncate_to_answered",
 ]
 
@@ -79,16 +80,16 @@ def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: 
     fewer tokens this time.
     """
     if len(rollout.log) - begin >= limit:
-        _truncate(state, rollout, begin + limit - 1, Reason.RESTARTED)
+        truncate(state, rollout, begin + limit - 1, Reason.RESTARTED)
 
 
 def truncate_to_answered(state: SchedulerState, rollout: RolloutRecord, reason: Reason) -> None:
     """Discard everything after the last turn that the episode was given, including tokens of the
     environment, because the episode may say something else now."""
-    _truncate(state, rollout, rollout.answered[-1][1] if rollout.answered else 0, reason)
+    truncate(state, rollout, rollout.answered[-1][1] if rollout.answered else 0, reason)
 
 
-def _truncate(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reason) -> None:
+def truncate(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reason) -> None:
     """Discard all tokens after the first `size`, and count them."""
     log = rollout.log
     if len(log) == size:

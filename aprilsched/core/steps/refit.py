@@ -10,6 +10,8 @@
   requests that it met. An evaluation that it met is generated again, since it is of one version.
 - An engine on standby catches up alone, once for each version, where the fleet's version can be
   published again. Otherwise it waits for the trainer's next version.
+- With rolling refits a new version is the trainer's at once, and engines in use catch up alone too,
+  each when it has no rollouts of an older version (:mod:`aprilsched.core.steps.rolling`).
 """
 
 from __future__ import annotations
@@ -70,9 +72,17 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
             labelled=event.labelled,
             republishable=event.republishable,
             acknowledges=event.acknowledges,
+            rolls=_may_roll(state, event),
             may_pause=event.external,
         ),
     )
+
+
+def _may_roll(state: SchedulerState, event: UpdateRequested) -> bool:
+    """Whether engines can take the version one by one, now and later. Engines that sleep take it
+    together, because nothing runs in them."""
+    full = not (event.adapter or event.external)
+    return state.rolling and full and event.republishable and state.fleet.sleep is None
 
 
 def on_parts_follow(state: SchedulerState, _: PartsFollow) -> None:
@@ -100,6 +110,7 @@ def begin(state: SchedulerState, update: Update) -> None:
         # The version that it was about to catch up with will soon be out of date.
         if (
             control.catching_up
+            and not update.rolls
             and control.mode is not Mode.REFITTING
             and state.weights.adapter is None
         ):
@@ -141,7 +152,7 @@ def on_refitted(state: SchedulerState, event: Refitted) -> None:
         state.fleet.control.enter(control, Mode.PAUSED)
         state.fleet.control.touch(control.name)
     if event.catch_up:
-        _note_consistency(control, event, state.weights.versions.trainer)
+        _note_consistency(control, event, control.loading)
         _caught_up(state, event)
     elif update is not None:
         _note_consistency(control, event, update.version)
@@ -175,6 +186,10 @@ def advance(state: SchedulerState) -> None:
         return
     if update.answered:
         _conclude(state, update)
+    elif update.rolls:
+        # An evaluation has one version, so it ends first.
+        if not state.evaluations.running:
+            _roll_over(state, update)
     elif not update.may_pause:
         # An evaluation has one version, so it ends first. So do requests that cannot wait inside
         # a paused engine.
@@ -189,6 +204,8 @@ def refit(state: SchedulerState) -> None:
     update = state.weights.update
     if update is None or not update.may_pause or update.refitting:
         return
+    if any(control.catching_up for control in state.fleet.control.engines.values()):
+        return  # it is being refitted alone, and takes part after that
     there = list(state.fleet.control.all())
     targets = [control for control in there if not control.catching_up]
     if update.adapter:
@@ -230,17 +247,27 @@ def refit(state: SchedulerState) -> None:
 
 
 def catch_up(state: SchedulerState) -> None:
-    """Bring engines on standby to the fleet's version, each of them alone."""
+    """Bring engines to the fleet's version, each of them alone: those on standby, and with rolling
+    refits those in use that have finished the rollouts of an older version."""
+    update = state.weights.update
     if (
-        state.weights.update is not None
+        (update is not None and not update.rolls)
         or state.fleet.sleep is not None
         or not state.weights.republishable
     ):
         return
+    for control in state.fleet.control.engines.values() if state.rolling else ():
+        if control.catching_up and state.fleet.control.refittable(control):
+            state.fleet.control.enter(control, Mode.REFITTING)
+            _refit_alone(state, control)
     for control in state.fleet.control.standby.values():
-        if not control.catching_up and control.failed_version < state.weights.versions.trainer:
+        begins = not control.catching_up
+        if begins and control.failed_version < state.weights.versions.trainer:
             _begin_catch_up(state, control)
-        elif control.catching_up and state.fleet.control.refittable(control):
+        if begins and state.weights.adapter is not None:
+            continue
+        # An engine that failed is paused and flushed already, and no event follows.
+        if control.catching_up and state.fleet.control.refittable(control):
             state.fleet.control.enter(control, Mode.REFITTING)
             _refit_alone(state, control)
 
@@ -261,6 +288,7 @@ def _has_base(state: SchedulerState, control: EngineControl) -> bool:
 
 
 def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
+    control.loading = state.weights.versions.trainer
     state.tell(
         RefitBegun(
             version=state.weights.versions.trainer,
@@ -280,15 +308,25 @@ def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
 
 
 def _caught_up(state: SchedulerState, event: Refitted) -> None:
-    control = state.fleet.control.standby[event.engine]
+    control = state.fleet.control.of(event.engine)
+    if control is None:
+        return
     control.catching_up = False
     state.fleet.control.touch(control.name)
-    if event.version == state.weights.versions.trainer and not event.cause and not _loading(state):
+    took = event.version == control.loading and not event.cause and not _loading(state)
+    if not took:
+        control.failed_version = control.loading
+        if control.name in state.fleet.control.engines:
+            why = event.cause or f"it says that it has version {event.version}"
+            demote(state, control.name, f"refit to version {control.loading} failed: {why}")
+    elif control.name in state.fleet.control.engines:
+        state.weights.versions.refitted(control.name, control.loading)
+        control.base = control.loading
+        control.version_seen_at, control.doubt = state.now, ""
+    elif control.loading == state.weights.versions.trainer:
         promote(state, event.engine)
         if state.weights.adapter is not None:
             state.weights.adapters.setdefault(event.engine, set()).add(state.weights.adapter)
-    else:
-        control.failed_version = state.weights.versions.trainer
 
 
 def _loading(state: SchedulerState) -> bool:
@@ -315,6 +353,23 @@ def _conclude(state: SchedulerState, update: Update) -> None:
     acknowledge(state, update.acknowledges)
     _finish(state, update, failed=failed)
     _enforce_bound(state)
+
+
+def _roll_over(state: SchedulerState, update: Update) -> None:
+    """Make the version the trainer's. Each engine takes it alone, in :func:`catch_up`."""
+    versions = state.weights.versions
+    changes = update.version != versions.trainer
+    versions.advance(update.version)
+    state.weights.base, state.weights.republishable = update.version, update.republishable
+    if changes:
+        state.delivery.batches_since_update = 0
+    state.stragglers.looked.clear()
+    # `in_parts` stays as it is, because parts are loaded from now on, into one engine after the
+    # other.
+    state.in_flight.counters.updates += 1
+    acknowledge(state, update.acknowledges)
+    _finish(state, update)
+    _evict(state)
 
 
 def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -> bool:

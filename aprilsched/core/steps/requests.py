@@ -149,6 +149,10 @@ def on_finished(state: SchedulerState, event: Finished) -> None:
         state.in_flight.forget(request)
         return
     request.rollout.finish_reason = event.reason
+    if state.rolling and request.rollout.log.mixed and request.rollout.state is not State.RETURNING:
+        # The engine had another version than it should have, and no rollout may have two.
+        state.in_flight.requeue(request)
+        return
     end_turn(state, request)
 
 

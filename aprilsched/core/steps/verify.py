@@ -19,7 +19,7 @@ such tokens is dropped, and the prompt is generated again.
 from __future__ import annotations
 
 from aprilsched.core.messages.events import Verified
-from aprilsched.core.state.engine_control import Mode
+from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
@@ -38,11 +38,11 @@ def on_verified(state: SchedulerState, event: Verified) -> None:
         return
     update = state.weights.update
     awaited = update is not None and update.external and event.version == update.version
-    if event.version == state.weights.base or awaited:
+    if event.version == _expected(state, control) or awaited:
         control.doubt, control.version_seen_at = "", state.now
         return
     has = "inconsistent weights" if event.version is None else f"version {event.version}"
-    cause = f"it says that it has {has} {_wanted(state)}"
+    cause = f"it says that it has {has} {_wanted(state, event.engine)}"
     _stand_by_or_follow(state, event.engine, event.version, cause)
 
 
@@ -81,7 +81,7 @@ def disown(state: SchedulerState, request: RequestRecord, version: int) -> None:
     The attempt of `request` is still open, or was closed in this event.
     """
     engine, group = request.engine, request.rollout.group
-    cause = f"it has sampled under version {version} {_wanted(state)}"
+    cause = f"it has sampled under version {version} {_wanted(state, engine)}"
     if _stand_by_or_follow(state, engine, version, cause):
         return  # An evaluation is generated again when the fleet has the version.
     # This comes after the engine is out of use, so that nothing is called back from it.
@@ -97,6 +97,9 @@ def _possible(state: SchedulerState, request: RequestRecord) -> tuple[int, int]:
     if request.adapter is not None:
         # A label is the version of the full model, which stays the same under its adapters.
         return state.weights.base, state.weights.base
+    if state.rolling and (state.weights.update is None or state.weights.update.rolls):
+        # An engine is refitted only when it has no requests.
+        return request.sent_version, request.sent_version
     update, newest = state.weights.update, state.weights.versions.trainer
     # An update that waits, for an evaluation to end for example, has loaded nothing yet. Somebody
     # else may have loaded weights under the same number.
@@ -106,10 +109,19 @@ def _possible(state: SchedulerState, request: RequestRecord) -> tuple[int, int]:
     return request.sent_version, newest
 
 
-def _wanted(state: SchedulerState) -> str:
+def _expected(state: SchedulerState, control: EngineControl) -> int:
+    """The version of the full model that the engine should have."""
+    if not state.rolling:
+        return state.weights.base
+    return state.weights.versions.engines.get(control.name, state.weights.base)
+
+
+def _wanted(state: SchedulerState, engine: str) -> str:
+    control = state.fleet.control.of(engine)
+    expected = state.weights.base if control is None else _expected(state, control)
     return (
-        f"where the fleet has {state.weights.base}, so it was restarted, or somebody else has "
-        "changed its weights"
+        f"where the fleet has {expected}, so it was restarted, or somebody else has changed its "
+        "weights"
     )
 
 

@@ -1,0 +1,84 @@
+"""Chooses the engine whose requests are gathered on others, so that it can take new weights.
+
+With rolling refits an engine finishes the rollouts of its version before it takes a newer one. As
+they end, the engines of an old version have less and less to do, while requests wait for engines of
+the newest version. The requests of the least loaded engine can then be moved to the other engines
+of the same version, which recompute their contexts once.
+
+Both sides are compared in seconds of an engine, as they are at this moment. Moving the requests now
+costs their contexts / prefill rate. Waiting for a while saves that cost for those that end in the
+while: a share of the cost equal to the while / the mean time that they need still. It costs the
+fixed part t0 of each step of the while, for the share of an engine that is missing elsewhere. So
+the requests are moved when
+
+    contexts / prefill rate < t0 * mean remaining tokens * missing share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from aprilsched.core.policies.straggler import Prices
+
+__all__ = ["Load", "engine_to_free", "surplus"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """An engine with an old version that still has requests."""
+
+    engine: str
+    requests: int
+    """Number of its open requests."""
+    room: int | None
+    """Number of requests that it runs at the same time; None if it does not say so."""
+    kv_tokens: int | None
+    """Number of tokens that its KV pool holds; None if it does not say so."""
+    contexts: Callable[[], int]
+    """Returns the number of tokens of the prompts and responses of its requests."""
+    remaining: Callable[[], float]
+    """Returns the mean number of tokens that its requests are expected to need still; 0 while no
+    length is known."""
+
+
+def surplus(*, engines: int, requests: int, share: float) -> float:
+    """By how many engines those of one version are more than its requests need.
+
+    Args:
+        engines: number of engines of the version that take requests.
+        requests: number of requests of the version, open and waiting.
+        share: mean number of requests, open and waiting, for each engine of the whole fleet.
+    """
+    return engines - requests / share if share else 0.0
+
+
+def engine_to_free(
+    loads: Sequence[Load], *, requests: int, share: float, prices: Prices, needed: bool
+) -> str | None:
+    """The engine whose requests are to be moved to the others now; None if waiting is better.
+
+    Args:
+        loads: the engines of one version that take requests.
+        requests: number of requests of the version, open and waiting.
+        share: mean number of requests, open and waiting, for each engine of the whole fleet.
+        prices: what recomputing and waiting cost.
+        needed: requests wait that only an engine of the newest version can take, and none has it,
+            so that the cost does not matter.
+    """
+    if len(loads) < 2:
+        return None
+    least = min(loads, key=lambda load: (load.requests, load.engine))
+    others = [load for load in loads if load is not least]
+    rooms = [load.room for load in others if load.room is not None]
+    if len(rooms) == len(others) and requests > sum(rooms):
+        return None
+    pools = [load.kv_tokens for load in others if load.kv_tokens is not None]
+    if len(pools) == len(others) and sum(load.contexts() for load in loads) > sum(pools):
+        return None
+    if needed:
+        return least.engine
+    missing = min(1.0, surplus(engines=len(loads), requests=requests, share=share))
+    waiting = prices.step_seconds * least.remaining() * missing
+    moving = least.contexts() / prices.prefill_tokens_per_s
+    return least.engine if moving < waiting else None

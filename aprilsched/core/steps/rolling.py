@@ -1,0 +1,193 @@
+"""Frees engines of older versions, so that each takes the newest one alone (rolling refits).
+
+A rollout has one version: that of its first token. It is *booked* for that version, and a request
+with tokens is sent only to an engine that has it. A rollout without tokens is sent to an engine of
+the trainer's version. So an engine of an older version gets nothing new. It becomes free when its
+last response has ended, or when its requests are moved to other engines of its version
+(:mod:`aprilsched.core.policies.repack`). They are aborted before any pause and come back with their
+tokens. Then :func:`aprilsched.core.steps.refit.catch_up` brings the engine to the newest version,
+whichever that is by then. The other engines run on meanwhile.
+
+An engine of an old version stays as long as rollouts of that version may need it: those that wait
+to be sent, and episodes between two turns. If the last engine of a version is lost all the same,
+its rollouts begin again under the newest version, and their tokens are in the ledger. An episode
+cannot begin again, since it has acted on its tokens, so its group is dropped.
+"""
+
+from __future__ import annotations
+
+from aprilsched.core.policies.repack import Load, engine_to_free, surplus
+from aprilsched.core.state.engine_control import EngineControl, Mode
+from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.lifecycle import State
+from aprilsched.core.state.records import RequestRecord
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.steps.drop import abort, drop
+from aprilsched.core.steps.engines import demote
+from aprilsched.core.steps.episode_replay import truncate
+
+__all__ = ["roll"]
+
+_LOOK_AGAIN = 0.05
+"""By how many engines the surplus of a version must have grown before the costs are compared
+again. Each comparison looks at all requests of an engine."""
+
+
+def roll(state: SchedulerState) -> None:
+    """Begin rollouts again that no engine can continue, and free engines of older versions."""
+    if not state.rolling:
+        return
+    _begin_again(state)
+    update = state.weights.update
+    if state.fleet.sleep is not None or (update is not None and update.pauses):
+        _leave_to_the_fleet(state)
+    elif state.weights.versions.mixed:
+        _free(state)
+
+
+# --- rollouts that no engine can continue --------------------------------------------------------
+
+
+def _begin_again(state: SchedulerState) -> None:
+    versions, queue = state.weights.versions, state.in_flight.queue
+    if not versions.engines:
+        return
+    # Engines of older versions will take the trainer's, so rollouts of that version only wait.
+    kept = {None, versions.trainer, *versions.engines.values()}
+    for version in sorted(v for v in queue.versions() if v is not None and v not in kept):
+        for request in queue.of_version(version):
+            if request.request_id in queue:
+                _restart(state, request)
+
+
+def _restart(state: SchedulerState, request: RequestRecord) -> None:
+    rollout = request.rollout
+    if state.caller.episodes:
+        cause = "no engine has the version of its tokens any more"
+        drop(state, rollout.group, Reason.VERSION_LOST, cause, culprit=rollout.rollout_id)
+        return
+    queue = state.in_flight.queue
+    queue.discard(request)
+    truncate(state, rollout, 0, Reason.VERSION_LOST)
+    rollout.log.exact, rollout.log.stale_keys = True, False
+    queue.add(request)
+
+
+# --- engines -------------------------------------------------------------------------------------
+
+
+def _leave_to_the_fleet(state: SchedulerState) -> None:
+    """Let a sleep, or an update of all engines, have the engines that are not being refitted."""
+    for control in state.fleet.control.engines.values():
+        if control.catching_up and control.mode is not Mode.REFITTING:
+            _stay(state, control)
+
+
+def _free(state: SchedulerState) -> None:
+    versions, opened = state.weights.versions, state.in_flight.open
+    engines: dict[int, list[EngineControl]] = {}
+    for control in state.fleet.control.engines.values():
+        version = versions.engines[control.name]
+        if version != versions.trainer and control.mode is not Mode.REFITTING:
+            engines.setdefault(version, []).append(control)
+    for version, controls in sorted(engines.items()):
+        leaving = [control for control in controls if control.catching_up]
+        staying = [control for control in controls if not control.catching_up]
+        needed = _is_needed(state, version, leaving)
+        if needed and not staying:
+            # The engine that should have taken its rollouts is lost.
+            staying.append(leaving.pop())
+            _stay(state, staying[0])
+        for control in leaving:
+            if not opened[control.name]:
+                state.fleet.control.touch(control.name)
+        busy = [control for control in staying if opened[control.name]]
+        idle = [control for control in staying if not opened[control.name]]
+        for control in idle[int(needed and not busy) :]:
+            _go(state, control)
+        if state.weights.republishable:
+            _gather(state, version, busy, leaving)
+
+
+def _is_needed(state: SchedulerState, version: int, leaving: list[EngineControl]) -> bool:
+    """Whether rollouts that no staying engine generates at the moment can go on only under this
+    version."""
+    in_flight = state.in_flight
+    if version in in_flight.queue.versions():
+        return True
+    if any(in_flight.open[control.name] for control in leaving):
+        return True
+    return state.caller.episodes and any(
+        rollout.state is State.THINKING and rollout.log.oldest_version == version
+        for rollout in in_flight.rollouts.values()
+    )
+
+
+def _gather(
+    state: SchedulerState,
+    version: int,
+    busy: list[EngineControl],
+    leaving: list[EngineControl],
+) -> None:
+    """Move the requests of one engine to the others of its version, if that is worth it."""
+    in_flight, looked = state.in_flight, state.stragglers.looked
+    fleet = state.fleet.control.engines
+    requests = sum(in_flight.open[control.name] for control in (*busy, *leaving))
+    requests += len(in_flight.queue.of_version(version))
+    share = (in_flight.open_attempts + len(in_flight.queue)) / len(fleet)
+    needed = _wants_newest(state)
+    over = surplus(engines=len(busy), requests=requests, share=share)
+    if not needed and over < looked.get(version, 0.0) + _LOOK_AGAIN:
+        return
+    looked[version] = over
+    name = engine_to_free(
+        [_load(state, control) for control in busy],
+        requests=requests,
+        share=share,
+        prices=state.config.prices,
+        needed=needed,
+    )
+    if name is not None:
+        looked[version] = 0.0
+        _go(state, fleet[name])
+        for request in in_flight.open_requests(name):
+            abort(state, request)
+
+
+def _wants_newest(state: SchedulerState) -> bool:
+    """Whether requests of an evaluation wait for an engine of the trainer's version, and none has
+    it or is about to."""
+    versions, control = state.weights.versions, state.fleet.control
+    if state.in_flight.queue.first(training=False) is None:
+        return False
+    has = versions.trainer in versions.engines.values()
+    return not has and not any(engine.catching_up for engine in control.all())
+
+
+def _load(state: SchedulerState, control: EngineControl) -> Load:
+    requests = list(state.in_flight.open_requests(control.name))
+    expected = state.expectations
+    return Load(
+        engine=control.name,
+        requests=len(requests),
+        room=state.fleet.health.of(control.name).max_running,
+        kv_tokens=control.kv_tokens,
+        contexts=lambda: sum(len(r.rollout.prompt_ids) + len(r.rollout.log) for r in requests),
+        remaining=lambda: sum(map(expected.remaining, requests)) / len(requests),
+    )
+
+
+def _go(state: SchedulerState, control: EngineControl) -> None:
+    """Let an engine go to the newest version, as soon as it has no open requests. Where that
+    version cannot be published again, as after a restart, the engine stands by for the next."""
+    if state.weights.republishable:
+        control.catching_up = True
+        state.fleet.control.touch(control.name)
+    else:
+        version = state.weights.versions.engines[control.name]
+        demote(state, control.name, f"its version {version} is not used any more")
+
+
+def _stay(state: SchedulerState, control: EngineControl) -> None:
+    control.catching_up = False
+    state.fleet.control.touch(control.name)

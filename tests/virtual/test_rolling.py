@@ -1,0 +1,271 @@
+"""Tests rolling refits with the coordinator and embedded engines, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched import (
+    Batch,
+    DiskPublisher,
+    ExternalWeights,
+    LongTailWorkload,
+    Prompt,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+    SqliteStore,
+)
+from aprilsched.config import Pool, Prices
+from aprilsched.engines.base import Engine
+from aprilsched.engines.sim import run_virtual
+from aprilsched.engines.sim.publisher import SimAdapterPublisher
+from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key_of_version
+from aprilsched.errors import ConfigError
+
+
+def workload() -> LongTailWorkload:
+    return LongTailWorkload(median=100, sigma=0.9, cap=1_000, group_size=4, seed=5)
+
+
+def config(**changes: Any) -> SchedulerConfig:
+    values: dict[str, Any] = {
+        "batch_groups": 4,
+        "group_size": 4,
+        "over_provision": 1.5,
+        "refill": Pool(together=1),
+        "pace": "asynchronous",
+        "straggler": "run",
+        "refit": "rolling",
+        "prices": Prices(step_seconds=3.6e-3, prefill_tokens_per_s=60_000),
+    }
+    return SchedulerConfig(**{**values, **changes})
+
+
+def versions_of(batches: Sequence[Batch]) -> list[set[int]]:
+    return [set(r.versions.tolist()) for batch in batches for r in batch.rollouts]
+
+
+async def steps(rollouts: RolloutScheduler, number: int, publisher: Any) -> list[Batch]:
+    taken: list[Batch] = []
+    async for batch in rollouts:
+        taken.append(batch)
+        if len(taken) == number:
+            return taken
+        await rollouts.update_weights(publisher)
+    return taken
+
+
+class Timed(SimPublisher):
+    """Notes what each call publishes and to whom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, tuple[str, ...]]] = []
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        self.calls.append((version, tuple(engine.name for engine in engines)))
+        return await super().publish(version, engines)
+
+
+def test_no_rollout_has_two_versions_and_engines_take_versions_alone() -> None:
+    publisher = Timed()
+
+    async def main() -> list[Batch]:
+        async with RolloutScheduler(
+            SimFleet(4, refit_seconds=0.5), workload(), config=config()
+        ) as rollouts:
+            return await steps(rollouts, 8, publisher)
+
+    batches = run_virtual(main())
+    assert {len(found) for found in versions_of(batches)} == {1}
+    assert any(len({v for r in b.rollouts for v in r.versions}) > 1 for b in batches)
+    assert all(len(engines) == 1 for _, engines in publisher.calls)
+    assert len({engine for _, (engine,) in publisher.calls}) == 4
+
+
+def test_an_update_ends_while_every_engine_still_has_the_old_version() -> None:
+    async def main() -> tuple[float, dict[str, int]]:
+        async with RolloutScheduler(
+            SimFleet(4, refit_seconds=30.0), workload(), config=config()
+        ) as rollouts:
+            await anext(rollouts)
+            report = await rollouts.update_weights(SimPublisher())
+            return report.seconds, dict(rollouts.state.weights.versions.engines)
+
+    seconds, versions = run_virtual(main())
+    assert seconds == 0.0
+    assert set(versions.values()) == {0}
+
+
+def test_an_engine_that_dies_with_the_last_copy_of_its_version_loses_nothing_silently() -> None:
+    async def main() -> tuple[list[Batch], int, int]:
+        fleet = SimFleet(3)
+        async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
+            taken = await steps(rollouts, 4, SimPublisher())
+            await rollouts.update_weights(SimPublisher())
+            versions = rollouts.state.weights.versions
+            for engine in fleet.engines:
+                has = versions.engines[engine.name]
+                if list(versions.engines.values()).count(has) == 1:
+                    engine.crash()
+                    break
+            else:
+                fleet.engines[0].crash()
+            async for batch in rollouts:
+                taken.append(batch)
+                if len(taken) == 7:
+                    break
+                await rollouts.update_weights(SimPublisher())
+            in_flight = rollouts.state.in_flight
+            known = in_flight.counters.delivered + len(in_flight.rollouts) + in_flight.ledger.total
+            return taken, in_flight.counters.launched, known
+
+    taken, launched, known = run_virtual(main())
+    assert launched == known
+    assert {len(found) for found in versions_of(taken)} == {1}
+    delivered = [r.rollout_id for batch in taken for r in batch.rollouts]
+    assert len(set(delivered)) == len(delivered)
+
+
+def test_evaluations_and_sleep_between_rolling_updates() -> None:
+    async def main() -> tuple[list[Batch], list[Batch]]:
+        taken: list[Batch] = []
+        evaluated: list[Batch] = []
+        async with RolloutScheduler(SimFleet(3), workload(), config=config()) as rollouts:
+            async for batch in rollouts:
+                taken.append(batch)
+                if len(taken) == 6:
+                    break
+                await rollouts.update_weights(SimPublisher())
+                evaluation, _ = await asyncio.gather(
+                    rollouts.evaluate(list(islice(workload(), 2)), group_size=4),
+                    rollouts.update_weights(SimPublisher()),
+                )
+                evaluated.append(evaluation)
+                async with rollouts.asleep():
+                    await rollouts.update_weights(SimPublisher())
+        return taken, evaluated
+
+    taken, evaluated = run_virtual(main())
+    assert {len(found) for found in versions_of(taken)} == {1}
+    for evaluation in evaluated:
+        assert len({v for r in evaluation.rollouts for v in r.versions}) == 1
+
+
+def test_a_resumed_run_keeps_one_version_for_each_rollout(tmp_path: Path) -> None:
+    store = tmp_path / "store.sqlite"
+
+    async def once(fleet: SimFleet) -> list[Batch]:
+        async with RolloutScheduler(
+            fleet, workload(), config=config(), store=SqliteStore(store)
+        ) as rollouts:
+            return await steps(rollouts, 4, SimPublisher())
+
+    async def main() -> list[Batch]:
+        fleet = SimFleet(3)
+        return [*await once(fleet), *await once(fleet)]
+
+    batches = run_virtual(main())
+    assert {len(found) for found in versions_of(batches)} == {1}
+
+
+def save(path: Path, version: int) -> None:
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(str(version).encode())
+
+
+def test_files_stay_until_the_last_engine_has_loaded_them(tmp_path: Path) -> None:
+    """The oldest version beyond `keep` is deleted, but not under an engine that loads it."""
+
+    class Loader:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.may_end = asyncio.Event()
+            self.found: bytes = b""
+
+        async def update_from_disk(self, path: Path, version: int) -> None:
+            await self.may_end.wait()
+            self.found = (path / "model.safetensors").read_bytes()
+
+    async def main() -> tuple[bytes, bool, bool]:
+        number = iter(range(1, 9))
+        publisher = DiskPublisher(tmp_path, lambda path: save(path, next(number)), keep=1)
+        slow, fast = Loader("slow"), Loader("fast")
+        fast.may_end.set()
+        await publisher.prepare(1)
+        first = asyncio.create_task(publisher.publish(1, [slow]))  # type: ignore[list-item]
+        await asyncio.sleep(0)
+        for version in (2, 3):
+            await publisher.prepare(version)
+            await publisher.publish(version, [fast])  # type: ignore[list-item]
+        kept = publisher.holds(1)
+        await publisher.prepare(4)
+        slow.may_end.set()
+        assert await first == {"slow": None}
+        return slow.found, kept, publisher.holds(4)
+
+    assert asyncio.run(main()) == (b"1", True, True)
+
+
+@pytest.mark.parametrize("publisher", [SimAdapterPublisher(), ExternalWeights()])
+def test_publishers_for_all_engines_at_once_are_refused(publisher: Any) -> None:
+    async def main() -> None:
+        async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
+            with pytest.raises(ConfigError, match='refit="rolling" gives a version to each engine'):
+                await rollouts.update_weights(publisher)
+            await rollouts.update_weights(SimPublisher())
+
+    run_virtual(main())
+
+
+def test_a_handshake_is_refused() -> None:
+    async def main() -> None:
+        async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
+            with pytest.raises(ConfigError, match='or refit="together"'):
+                async with rollouts.paused_for_weights():
+                    pass
+
+    run_virtual(main())
+
+
+def greedy() -> Iterator[Prompt]:
+    """Endless prompts, with greedy responses of 20 to 600 tokens."""
+    for index in count():
+        yield Prompt(
+            input_ids=np.array([index, 7, 9], dtype=np.int32),
+            sampling=SamplingParams(
+                max_new_tokens=20 + index * 157 % 580, temperature=0.0, ignore_eos=True
+            ),
+        )
+
+
+def test_every_token_is_sampled_by_the_weights_of_its_version() -> None:
+    """The embedded engine's tokens follow from its weights and the context alone."""
+    model = ToyModel(32_000)
+
+    async def main() -> list[Batch]:
+        async with RolloutScheduler(SimFleet(3), greedy(), config=config(group_size=1)) as rollouts:
+            return await steps(rollouts, 8, SimPublisher())
+
+    batches = run_virtual(main())
+    assert len({v for batch in batches for r in batch.rollouts for v in r.versions}) > 4
+    for batch in batches:
+        for rollout in batch.rollouts:
+            (version,) = set(rollout.versions.tolist())
+            key, prompt = weights_key_of_version(version), rollout.prompt_ids
+            hashed = model.absorb(0, prompt[:-1], key)
+            state = ContextState(hash=hashed, last=int(prompt[-1]), length=len(prompt), seed=0)
+            ((ids, logprobs),) = model.sample([state], [len(rollout)], key)
+            assert np.array_equal(ids, rollout.token_ids)
+            assert np.array_equal(logprobs, rollout.logprobs)
