@@ -369,7 +369,7 @@ def _roll_over(state: SchedulerState, update: Update) -> None:
     state.in_flight.counters.updates += 1
     acknowledge(state, update.acknowledges)
     _finish(state, update)
-    _evict(state)
+    _enforce_bound(state)
 
 
 def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -> bool:
