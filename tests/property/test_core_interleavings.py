@@ -59,6 +59,8 @@ OPENED_AT = 0.001
 class Interleavings(RuleBasedStateMachine):
     driver: Driver
     saves = False
+    streamed = False
+    """Whether a batch was asked for group by group."""
 
     @initialize(
         straggler=st.sampled_from(list(BEHAVIOURS)),
@@ -168,7 +170,6 @@ class Interleavings(RuleBasedStateMachine):
         self.driver.auto_verify = False
         self.adapters = adapters
         self.evaluations = 0
-        self.streamed = False
 
     # --- the trainer ---------------------------------------------------------------------------
 
