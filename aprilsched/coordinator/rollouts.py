@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncIterable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Literal, Self, cast
@@ -171,41 +171,6 @@ class RolloutScheduler(TakesBatches):
         """
         await self._offered()
         return self._take()
-
-    async def stream(self) -> AsyncGenerator[Batch, None]:
-        """The groups of the next batch, each as soon as it is scored and accepted.
-
-        The trainer can compute the loss and the gradient of early groups while the last responses
-        of the batch are generated. Each item is a :class:`~aprilsched.Batch` with one group, and
-        ``complete`` is True for the last one::
-
-            async for group in rollouts.stream():
-                tensors = group.to_torch(packed=True)
-                await asyncio.to_thread(accumulate_gradient, tensors)
-            optimizer.step()
-            await rollouts.update_weights(publisher)
-
-        What is generated, and when it stops, is the same as with :meth:`next_batch`. The groups
-        are one batch: it is delivered when its last group was taken, and a resumed run gives a
-        batch that was not delivered or not acknowledged again from its first group. Another call
-        of this method goes on with the groups that are left. An update, and :meth:`next_batch`,
-        end the batch with the groups that were taken before.
-
-        The coroutine must return to the event loop between the groups, so train in a thread or
-        another process, or use :meth:`aprilsched.blocking.RolloutScheduler.stream`.
-
-        Raises:
-            PromptsExhausted: when the prompts have ended and everything was delivered.
-            Exception: every other error of :meth:`next_batch`.
-        """
-        while True:
-            part = await self._offered(streamed=True)
-            self._take()
-            # A batch may end with groups that were dropped.
-            if part.groups:
-                yield part
-            if part.complete:
-                return
 
     async def _offered(self, *, streamed: bool = False) -> Batch:
         """Wait until a batch, or with `streamed` the next part of one, may be taken; returns it

@@ -460,6 +460,9 @@ class ActorScheduler(RemoteScheduler, TakesBatches):
                         "being restarted; the next call continues the wait."
                     ) from None
 
+    async def _offered(self, *, streamed: bool = False) -> Batch:
+        return await self.offered(None, streamed=streamed)
+
     async def _offered_once(self, within: float | None) -> Batch:
         return await super().offered(within)
 

@@ -168,6 +168,13 @@ class Collector:
         self._samples = self._tokens = 0
         """The rollouts and tokens in `_ready`."""
         self._offer: tuple[Batch, list[_Arrived]] | None = None
+        self.by_group = False
+        """Whether the trainer takes the groups of a batch one by one."""
+        self._part_offered = False
+        """Whether a group is offered that is not the last one of its batch."""
+        self._streamed = 0
+        """Number of groups that the trainer has of the batch in work, which are the first of
+        `_ready`."""
         self._batches_since_update = 0
         self._target = 0
         self._usual_group = float(config.group_size)
@@ -178,10 +185,11 @@ class Collector:
 
     # --- the trainer ---------------------------------------------------------------------------
 
-    def request(self) -> None:
-        """The trainer waits for a batch."""
-        self.requested = True
-        if self._synchronous:
+    def request(self, *, streamed: bool = False) -> None:
+        """The trainer waits for a batch, or with `streamed` for the next group of one."""
+        goes_on = self.requested and self._streamed
+        self.requested, self.by_group = True, streamed
+        if self._synchronous and not goes_on:
             self._wave_pending = True
 
     def withdraw_request(self) -> None:
@@ -189,9 +197,12 @@ class Collector:
         self.requested = False
 
     def offer(self) -> Batch | None:
-        """Compose the next batch; None if it is not complete, not requested, or offered already."""
-        if not self._collecting or self.updating:
+        """Compose the next batch, or the next part of one that is taken group by group; None if it
+        is not complete, not requested, or offered already."""
+        if not self._collecting or self.updating or self._part_offered:
             return None
+        if self.by_group:
+            return self._next_part()
         count = self._stop.take(self._ready)
         if count is None:
             if not self.drained:
@@ -199,36 +210,78 @@ class Collector:
             count = len(self._ready)
         if not count:
             return None
-        taken = self._ready[:count]
-        self._remove(taken)
+        return self._composed(count)
+
+    def _next_part(self) -> Batch | None:
+        """The next group of a batch. The last part may have none, if the prompts have ended."""
+        has = self._streamed
+        then = self._ready[: has + 1]
+        at_end = self.drained and len(self._ready) == len(then)
+        if len(then) == has and not (has and at_end):
+            return None
+        if at_end or self._stop.take(then) is not None:
+            batch = self._composed(len(then))
+            return replace(batch, groups=batch.groups[has:])
+        self._part_offered = True
+        return replace(self._batch(then[has:]), complete=False)
+
+    def _batch(self, groups: Sequence[_Arrived]) -> Batch:
         oldest = self._staleness.oldest_unmasked(self.version)
-        batch = Batch(
+        return Batch(
             index=self.batches,
             version=self.version,
-            groups=tuple(_masked(each.group, oldest) for each in taken),
+            groups=tuple(_masked(each.group, oldest) for each in groups),
         )
+
+    def _composed(self, count: int) -> Batch:
+        """Offer the first `count` groups, which are not ready for another batch any more."""
+        taken = self._ready[:count]
+        self._remove(taken)
+        batch = self._batch(taken)
         self._offer = (batch, taken)
         self._aim()
         self._wave_pending = self._wave_pending or not self._synchronous
         return batch
 
     def withdraw_offer(self) -> None:
-        """A new version comes, so the batch that is offered is composed again after it."""
+        """A new version comes, or the trainer asks for something else, so what is offered is
+        composed again."""
+        self._part_offered = False
         if self._offer is not None:
             (_, taken), self._offer = self._offer, None
             self._ready[:0] = taken
             self._count(taken, 1)
 
-    def take(self) -> None:
-        """The trainer has taken the batch that was offered."""
+    def take(self) -> Batch | None:
+        """The trainer has taken what was offered; returns the batch that it has as a whole now."""
+        if self._part_offered:
+            self._part_offered = False
+            self._streamed += 1
+            return None
         if self._offer is None:
             raise InvariantViolation("a batch was taken that is not offered")
-        (_, taken), self._offer = self._offer, None
         self.requested = False
+        return self._delivered(*self._offer)
+
+    def end_stream(self) -> Batch | None:
+        """End a batch that is taken group by group with the groups that the trainer has, and return
+        it; None if it has none."""
+        if not self._streamed:
+            return None
+        self.withdraw_offer()
+        taken = self._ready[: self._streamed]
+        batch = self._composed(self._streamed)
+        self._wave_pending = self._wave_pending or self.requested
+        return self._delivered(batch, taken)
+
+    def _delivered(self, batch: Batch, taken: Sequence[_Arrived]) -> Batch:
+        self._offer = None
+        self._streamed = 0
         self.batches += 1
         self._batches_since_update += 1
         for each in taken:
             each.post.received.append(each.number)
+        return batch
 
     def updated(self, version: int) -> None:
         """The shards that take part have this version now."""

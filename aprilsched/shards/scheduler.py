@@ -256,15 +256,18 @@ class ShardedScheduler(TakesBatches):
 
     async def _offered(self, *, streamed: bool = False) -> Batch:
         self._check_open()
-        if streamed:
-            raise ConfigError("shards give whole batches only; use next_batch().")
         if self._waits.batch_requested:
             raise ConfigError(
                 "another next_batch() call is waiting already; await it before the next call."
             )
         future = self._waits.for_batch()
-        self._tell_facts(of.BatchRequested())
-        self._collector.request()
+        if self._waits.offer is not None and self._collector.by_group != streamed:
+            self._withdraw_offer()
+        if not streamed:
+            self._end_stream()
+        if not self._collector.requested:
+            self._tell_facts(of.BatchRequested())
+        self._collector.request(streamed=streamed)
         self._act()
         try:
             while self._waits.offer is None:
@@ -288,14 +291,33 @@ class ShardedScheduler(TakesBatches):
         if batch is None:
             raise InvariantViolation("a batch was taken that is not offered")
         self._waits.end_hand_over()
-        self._collector.take()
+        whole = self._collector.take()
+        if whole is not None:
+            self._tell_delivery(whole)
+        for group in () if batch.complete else batch.groups:
+            self._tell_facts(of.GroupStreamed(batch=batch.index, group_id=group.group_id))
+        self._act()
+        return batch
+
+    def _withdraw_offer(self) -> None:
+        if self._waits.offer is not None and self._waits.offer.complete:
+            self._tell_facts(of.OfferWithdrawn(batch=self._waits.offer.index))
+        self._waits.withdraw(None)
+        self._collector.withdraw_offer()
+
+    def _end_stream(self) -> None:
+        """Deliver the groups that the trainer has of a streamed batch as a batch, which ends it."""
+        batch = self._collector.end_stream()
+        if batch is not None:
+            self._waits.withdraw(None)
+            self._tell_delivery(batch)
+
+    def _tell_delivery(self, batch: Batch) -> None:
         self._tell_facts(
             of.BatchDelivered(
                 batch=batch.index, version=batch.version, rollouts=of.delivered_rollouts(batch)
             )
         )
-        self._act()
-        return batch
 
     def _hand_over(self) -> None:
         self._waits.begin_hand_over()
@@ -471,10 +493,8 @@ class ShardedScheduler(TakesBatches):
         """
         collector = self._collector
         collector.updating = True
-        if self._waits.offer is not None:
-            self._tell_facts(of.OfferWithdrawn(batch=self._waits.offer.index))
-        self._waits.withdraw(None)
-        collector.withdraw_offer()
+        self._withdraw_offer()
+        self._end_stream()
         self._tell_facts(of.UpdateBegun(version=new))
         try:
             failed = await self._update_each(publisher, new)
@@ -811,7 +831,8 @@ class ShardedScheduler(TakesBatches):
             self._tell_facts(group)
         batch = collector.offer()
         if batch is not None:
-            self._tell_facts(of.BatchOffered(batch=batch.index, version=batch.version))
+            if batch.complete:
+                self._tell_facts(of.BatchOffered(batch=batch.index, version=batch.version))
             self._waits.show(batch)
         elif collector.ended:
             collector.withdraw_request()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,7 @@ async def to_the_end(
     members: Sequence[Killable],
     *,
     update: bool = True,
+    streamed: bool = False,
     each: Callable[[int], None] | None = None,
     **changes: Any,
 ) -> list[Batch]:
@@ -182,7 +185,7 @@ async def to_the_end(
     arguments: dict[str, Any] = {"prompts": workload(), "config": config(), **changes}
     batches: list[Batch] = []
     async with ShardedScheduler(members, arguments.pop("prompts"), **arguments) as rollouts:
-        async for batch in rollouts:
+        async for batch in by_group(rollouts) if streamed else rollouts:
             batches.append(batch)
             if update:
                 await rollouts.update_weights(SimPublisher())
@@ -192,6 +195,23 @@ async def to_the_end(
             if member.there:
                 check_invariants(member.state)
     return batches
+
+
+def joined(parts: Sequence[Batch]) -> Batch:
+    """The batch of the parts of a stream."""
+    assert [part.complete for part in parts[:-1]] == [False] * (len(parts) - 1)
+    assert all(len(part.groups) == 1 for part in parts)
+    assert len({(part.index, part.version) for part in parts}) == 1
+    return replace(parts[-1], groups=tuple(group for part in parts for group in part.groups))
+
+
+async def by_group(rollouts: ShardedScheduler) -> AsyncGenerator[Batch]:
+    """Every batch, taken group by group."""
+    while True:
+        try:
+            yield joined([part async for part in rollouts.stream()])
+        except PromptsExhausted:
+            return
 
 
 async def rest(rollouts: ShardedScheduler) -> list[Batch]:
@@ -252,6 +272,153 @@ def test_one_shard_delivers_the_batches_of_one_scheduler():
     expected = run_virtual(alone())
     batches = run_virtual(to_the_end(shards(1, engines=3)))
     assert [set(keys([each])) for each in batches] == [set(keys([each])) for each in expected]
+
+
+# --- groups one by one ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("refill", ["wave", "pool"])
+def test_streamed_batches_are_the_batches_of_the_same_run_without_streams(pace: str, refill: str):
+    """The trainer does nothing in between, so every batch has the same groups."""
+    settings = config(pace=pace, refill=refill)
+    whole = run_virtual(to_the_end(shards(), config=settings))
+    streamed = run_virtual(to_the_end(shards(), config=settings, streamed=True))
+    check(streamed)
+    assert [keys([batch]) for batch in streamed] == [keys([batch]) for batch in whole]
+
+
+def test_the_first_group_comes_while_the_others_are_generated():
+    async def run() -> tuple[list[float], list[int]]:
+        members = shards()
+        async with ShardedScheduler(members, workload(), config=config()) as rollouts:
+            clock = asyncio.get_running_loop().time
+            times: list[float] = []
+            running: list[int] = []
+            async for _ in rollouts.stream():
+                times.append(clock())
+                running.append(sum(each.state.in_flight.open_attempts for each in members))
+            return times, running
+
+    times, running = run_virtual(run())
+    assert times == sorted(times)
+    assert times[0] < times[-1]
+    assert all(running[:-1])
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+def test_a_stream_that_is_left_goes_on_and_is_ended_by_an_update_or_a_whole_batch(pace: str):
+    async def run() -> list[Batch]:
+        parts: dict[int, list[Batch]] = {}
+
+        async def some(rollouts: ShardedScheduler, count: int) -> None:
+            stream = rollouts.stream()
+            for _ in range(count):
+                part = await anext(stream)
+                parts.setdefault(part.index, []).append(part)
+            await stream.aclose()
+
+        async with ShardedScheduler(shards(), workload(), config=config(pace=pace)) as rollouts:
+            await some(rollouts, 2)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1e-6):
+                    await some(rollouts, 4)
+            await some(rollouts, 4)
+            assert parts[0][-1].complete
+            await some(rollouts, 2)
+            await rollouts.update_weights(SimPublisher())
+            await some(rollouts, 3)
+            waiting = asyncio.create_task(some(rollouts, 3))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            whole = await rollouts.next_batch()
+            found = [joined(each) for each in parts.values()]
+            return [*found, whole, *await rest(rollouts)]
+
+    batches = run_virtual(run())
+    check(batches)
+    assert sorted(keys(batches)) == list(range(COUNT))
+    assert [len(batch.groups) for batch in batches[:2]] == [6, 2]
+    assert 3 <= len(batches[2].groups) <= 5
+    assert [batch.version for batch in batches[:3]] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+def test_updates_come_while_a_group_is_waited_for(pace: str):
+    """Each ends the batch with the groups that were taken, and the wait goes on with another."""
+
+    async def run() -> list[Batch]:
+        parts: list[Batch] = []
+        async with ShardedScheduler(shards(), workload(), config=config(pace=pace)) as rollouts:
+
+            async def take_all() -> None:
+                with suppress(PromptsExhausted):
+                    while True:
+                        async for part in rollouts.stream():
+                            parts.append(part)
+
+            taking = asyncio.create_task(take_all())
+            for _ in range(4):
+                await asyncio.sleep(0.5)
+                await rollouts.update_weights(SimPublisher())
+            await taking
+        return parts
+
+    parts = run_virtual(run())
+    assert sorted(keys(parts)) == list(range(COUNT))
+    indices = [part.index for part in parts]
+    assert indices == sorted(indices)
+    assert len({(part.index, part.version) for part in parts}) == len(set(indices))
+    assert {part.version for part in parts} > {0, 1}
+    cut = [
+        index for index in set(indices) if not any(p.index == index and p.complete for p in parts)
+    ]
+    assert cut, "no update came in the middle of a batch"
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_shard_that_is_killed_in_a_stream_is_replaced(stored: bool, seed: int):
+    """No group comes twice, and none is lost."""
+    members = shards(3, stored=stored)
+
+    async def run() -> list[Batch]:
+        killer = asyncio.create_task(killing(members, 0.3, seed))
+        try:
+            return await to_the_end(members, config=config(max_staleness=2), streamed=True)
+        finally:
+            killer.cancel()
+
+    batches = run_virtual(run())
+    check(batches, 2)
+    assert sorted(keys(batches)) == list(range(COUNT))
+    assert sum(member.openings for member in members) > 5
+
+
+def test_a_checkpoint_in_a_stream_has_its_batch_from_the_first_group(tmp_path: Path):
+    async def before() -> list[Any]:
+        async with ShardedScheduler(shards(), workload(), config=config()) as rollouts:
+            await rollouts.next_batch()
+            stream = rollouts.stream()
+            got = [(await anext(stream)).groups[0].prompt.key for _ in range(3)]
+            await rollouts.checkpoint(tmp_path / "saved")
+            # It goes on as if nothing had been.
+            got += [part.groups[0].prompt.key async for part in stream]
+            assert len(set(got)) == 6
+            return got
+
+    async def later() -> list[Batch]:
+        rollouts = ShardedScheduler(shards(), workload(), config=config())
+        rollouts.restore(tmp_path / "saved")
+        async with rollouts:
+            return [batch async for batch in by_group(rollouts)]
+
+    got = run_virtual(before())
+    batches = run_virtual(later())
+    assert batches[0].index == 1
+    assert set(got[:3]) <= set(keys(batches[:1]))
+    assert len(keys(batches)) == len(set(keys(batches))) == COUNT - 6
 
 
 def test_every_shard_has_a_share():
@@ -848,8 +1015,7 @@ def test_a_blocking_trainer_uses_shards(tmp_path: Path):
         assert len(rollouts.evaluate(list(workload(3)), group_size=4).groups) == 3
         with pytest.raises(ConfigError, match="that of one scheduler"):
             rollouts.bias()
-        with pytest.raises(ConfigError, match="whole batches only"):
-            next(rollouts.stream())
+        batches.append(joined(list(rollouts.stream())))
         batches += list(rollouts)
     check(batches)
     assert sorted(keys(batches)) == list(range(COUNT))
