@@ -70,6 +70,7 @@ class Interleavings(RuleBasedStateMachine):
                 "wave",
                 Pool(together=2),
                 LengthBuckets(store=2.5),
+                LengthBuckets(store=2.5, mixed=1),
                 LengthBuckets(store=2.5, probe_after=0.5),
                 "tail",
             ]
@@ -258,7 +259,7 @@ class Interleavings(RuleBasedStateMachine):
         self.driver.plans.pop(0)
         refills: list[Refill | None] = [None, Wave(), Pool(together=1)]
         if self.driver.config.may_defer:
-            refills += [LengthBuckets(store=2.5)] * 3
+            refills += [LengthBuckets(store=2.5), LengthBuckets(store=2.5, mixed=0.5)] * 2
         refill = refills[choice % len(refills)]
         ratio = FixedRatio(ratio=1.0 + choice % 3 / 2)
         schedule = None if refill is None else Schedule(over_provision=ratio, refill=refill)

@@ -187,22 +187,25 @@ def test_the_end_of_the_prompts_ends_the_run() -> None:
 
 
 def test_batches_of_like_length_are_far_from_the_law_and_others_are_not() -> None:
-    """The distance of each batch against that of a batch drawn at random. Length buckets are the
-    control: their batches are all short or all long."""
+    """The distance of each batch against that of a batch drawn at random. Length buckets that hold
+    nothing back are the control: their batches are all short or all long."""
     trials = simulated(
         SimulateCommand(
-            policy="april,april:refill=buckets:over_provision=1.25",
+            policy="april,april:refill=buckets:over_provision=1.25:refill.mixed=0|2",
             batches=24,
             burn_in=8,
             workload=WorkloadSettings(within_group=0.9, median=200.0, cap=2000),
         )
     )
-    waves, buckets = (trial.summary.steady_state for trial in trials.values())
+    waves, buckets, mixed = (trial.summary.steady_state for trial in trials.values())
     assert waves.length_distance is not None
     assert waves.iid_length_distance is not None
     assert buckets.length_distance is not None
     assert buckets.iid_length_distance is not None
     assert waves.length_distance < 1.35 * waves.iid_length_distance
     assert buckets.length_distance > 1.8 * buckets.iid_length_distance
+    assert mixed.length_distance is not None
+    assert mixed.iid_length_distance is not None
+    assert mixed.length_distance < 1.35 * mixed.iid_length_distance
     figures = next(iter(trials.values())).summary
     assert figures.bias.length_distance_by_batch == [b.length_distance for b in figures.per_batch]

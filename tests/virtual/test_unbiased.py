@@ -35,7 +35,7 @@ from aprilsched.analysis.observations import delivered_lengths, lengths_by_batch
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.transients import Transient, live_transient, realised_transient
 from aprilsched.cli.main import main
-from aprilsched.config import Dispatch, Staleness
+from aprilsched.config import Dispatch, LengthBuckets, Staleness
 from aprilsched.core.lengths.groups import GroupLengths, pooled
 from aprilsched.core.messages.commands import Send
 from aprilsched.core.messages.events import Event
@@ -182,11 +182,19 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
+ALL: dict[str, dict[str, Any]] = {
+    **SCHEDULES,
+    "mixed": {"refill": LengthBuckets(mixed=1), "over_provision": 1.5},
+}
+"""Also one whose batches are chosen among complete groups, so that stopping it says nothing new."""
+
+
 AT_LENGTH = [
     "wave",
     pytest.param("pool", marks=pytest.mark.long),
     pytest.param("abort", marks=pytest.mark.long),
     "buckets",
+    pytest.param("mixed", marks=pytest.mark.long),
 ]
 """Of a property that only many batches show: the plainest schedule, and the one that chooses by
 length; the others at length. One drained run shows of each that all is delivered as drawn."""
@@ -195,11 +203,11 @@ length; the others at length. One drained run shows of each that all is delivere
 # --- 1. conservation -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ALL)
 def test_after_a_drain_the_multisets_are_equal(name: str):
     """No tolerance: every group that was drawn is delivered once, as it was drawn."""
     count = 300
-    run = outcome(count, batch_groups=16, **SCHEDULES[name])
+    run = outcome(count, batch_groups=16, **ALL[name])
     assert sorted(run.keys) == list(range(count))
     delivered = [group for batch in run.batches for group in batch]
     assert sorted(delivered) == sorted(drawn(count).tolist())
@@ -231,9 +239,9 @@ def test_what_is_remembered_of_a_prompt_changes_no_response(drift: float):
     assert bool(kept < now.mean() - 0.2) is (drift == 0)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ALL)
 def test_every_id_is_delivered_once_or_in_flight(name: str):
-    run = outcome(batches=10, **SCHEDULES[name])
+    run = outcome(batches=10, **ALL[name])
     # What length buckets have opened and not begun yet was never sent.
     held = sorted(run.sent & set(run.in_flight))
     assert len(held) >= BATCH_GROUPS * GROUP // 2
@@ -247,7 +255,7 @@ def test_every_id_is_delivered_once_or_in_flight(name: str):
 @pytest.mark.parametrize("name", AT_LENGTH)
 def test_after_the_burn_in_delivered_equals_drawn(name: str):
     # Neighbouring batches of length buckets are unlike each other in length, by intention.
-    found = compared(outcome(**SCHEDULES[name]).lengths, block=8 if name == "buckets" else 1)
+    found = compared(outcome(**ALL[name]).lengths, block=8 if name in ("buckets", "mixed") else 1)
     assert found.equivalent, found
 
 

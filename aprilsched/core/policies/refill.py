@@ -102,6 +102,12 @@ class Refill(ABC):
     that run for a batch do not end in it."""
 
     @property
+    def held_batches(self) -> float:
+        """Number of batches of complete groups that are held back while others generate. If it is
+        above 0, each batch is composed of groups of all lengths."""
+        return 0.0
+
+    @property
     def tail_begins(self) -> float | None:
         """Share of a batch's rollouts that have ended when :meth:`members` is asked a second time,
         what shall run in the batch's tail; None if it is not."""

@@ -75,7 +75,7 @@ class Stop(ABC):
     def measure(self, group: GroupSize) -> int:
         """What one complete group counts."""
 
-    def enough(self, held: Held, *, batches: int = 1) -> bool:
+    def enough(self, held: Held, *, batches: float = 1) -> bool:
         """Whether the complete groups are enough for so many batches."""
         return self.held(held) >= batches * self.amount
 
@@ -119,7 +119,7 @@ class Groups(Stop):
     def held(self, held: Held) -> int:
         return len(held)
 
-    def enough(self, held: Held, *, batches: int = 1) -> bool:
+    def enough(self, held: Held, *, batches: float = 1) -> bool:
         return len(held) >= batches * self.amount
 
     def measure(self, group: GroupSize) -> int:

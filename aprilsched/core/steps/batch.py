@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from aprilsched.core.messages import facts
 from aprilsched.core.messages.commands import (
     Deliver,
@@ -35,6 +37,7 @@ from aprilsched.core.messages.events import (
     LogprobsReported,
     TrainerReturned,
 )
+from aprilsched.core.policies.length_buckets import stratified
 from aprilsched.core.state.assembly import batch_of
 from aprilsched.core.state.records import DeliveredBatch, GroupRecord, Offered
 from aprilsched.core.state.state import SchedulerState
@@ -142,9 +145,26 @@ def handed_over(state: SchedulerState) -> tuple[int, ...]:
 
 def full(state: SchedulerState) -> bool:
     """Whether enough is generated for the present batch. Rewards may still be missing."""
-    return state.stop.enough(state.in_flight.ready) and all(
-        group.complete for group in _required(state)
-    )
+    return _enough(state) and all(group.complete for group in _required(state))
+
+
+def _enough(state: SchedulerState) -> bool:
+    """Whether the complete groups are enough for a batch, beyond those that are held back."""
+    return state.stop.enough(state.in_flight.ready, batches=1 + state.held_batches)
+
+
+def _mixed(state: SchedulerState, groups: list[GroupRecord]) -> list[GroupRecord]:
+    """The groups in the order in which a batch takes them: first a choice of all lengths, if the
+    refill rule holds groups back for that."""
+    if not state.plan.schedule.refill.held_batches:
+        return groups
+    chosen = stratified(
+        np.array([group.tokens / len(group.members) for group in groups], dtype=np.float64),
+        state.batch_groups,
+        np.array([group.group_id in state.delivery.streamed for group in groups], dtype=np.bool_),
+    ).tolist()
+    others = sorted(set(range(len(groups))).difference(chosen))
+    return [groups[place] for place in (*chosen, *others)]
 
 
 def training_runs(state: SchedulerState) -> bool:
@@ -179,9 +199,9 @@ def offer(state: SchedulerState) -> None:
     if delivery.by_group:
         _offer_next_group(state)
         return
-    if not (state.stop.enough(state.in_flight.ready) or _drained(state)):
+    if not (_enough(state) or _drained(state)):
         return
-    accepted = [group for group in state.in_flight.ready if group.accepted]
+    accepted = _mixed(state, [group for group in state.in_flight.ready if group.accepted])
     due, version = 0, state.weights.versions.trainer
     if state.staleness.finishes:
         # Groups that the batch must contain go first; otherwise the order of completion
@@ -237,7 +257,9 @@ def _offer_again(state: SchedulerState, batch: Batch) -> None:
 
 def _offer_next_group(state: SchedulerState) -> None:
     """Offer the next group of a batch that the trainer takes group by group, if there is one."""
-    streamed, ready = state.delivery.streamed, state.in_flight.ready
+    streamed, ready = state.delivery.streamed, _mixed(state, list(state.in_flight.ready))
+    if state.held_batches and not (streamed or _enough(state)):
+        return
     taken = [group for group in ready if group.group_id in streamed]
     waiting = [group for group in ready if group.accepted and group.group_id not in streamed]
     due = {group.group_id for group in _required(state)} - streamed.keys()
