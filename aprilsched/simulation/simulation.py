@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 
 from aprilsched.core.config import Caller, SchedulerConfig
@@ -30,7 +31,9 @@ __all__ = ["NEVER", "Simulation", "rare_collections"]
 
 NEVER = 1 << 30
 """A stream interval with which chunks come only when a response ends or is paused. This changes no
-decision and makes a run twice as fast."""
+decision and makes a run twice as fast, except with rolling refits."""
+_OFTEN = 128
+"""The largest stream interval with rolling refits, in tokens."""
 
 
 class Simulation:
@@ -77,6 +80,9 @@ class Simulation:
         )
         self._loop = EventLoop(Scheduler(config, caller), listeners, clock=lambda: self.agenda.now)
         model = engine or SimConfig(make_tokens=False, stream_interval=NEVER)
+        if config.refit == "rolling":
+            # What it costs to move a response depends on the length that it has so far.
+            model = replace(model, stream_interval=min(model.stream_interval, _OFTEN))
         self._config = config
         self._planner = planner or Planner(model.timing, max_running=model.max_running)
         self.engines = {
