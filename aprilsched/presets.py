@@ -129,7 +129,7 @@ def on_policy(config: SchedulerConfig) -> SchedulerConfig:
     return replace(
         config,
         over_provision=1.0,
-        refill=LengthBuckets(store=4.0, probe_after=0.95),
+        refill=LengthBuckets(store=4.0, probe_after=0.97),
         max_staleness=Staleness(0, rule="restart"),
     )
 

@@ -138,18 +138,27 @@ class LongTailWorkload:
             )
             for length, seed in zip(lengths, seeds, strict=True)
         )
-        return Prompt(input_ids=input_ids, sampling=sampling, key=key)
+        named = {} if key == index else {"index": index}
+        return Prompt(input_ids=input_ids, sampling=sampling, key=key, metadata=named)
 
     def lengths(self, index: int) -> NDArray[np.int64]:
         """The response lengths of prompt `index`, int64 [group_size], without making the prompt."""
         return self._lengths(index, self._generator(index))
 
+    def lengths_again(self, prompt: Prompt, draw: int) -> NDArray[np.int64]:
+        """Other response lengths of one of these prompts, int64 [group_size], as they are if it is
+        generated again; `draw` is a number of 1 or more, and gives the same lengths each time."""
+        index = prompt.metadata.get("index", prompt.key)
+        counter = np.array([0, 0, 0, draw], dtype=np.uint64)
+        key = np.array([self.seed, index], dtype=np.uint64)
+        return self._lengths(index, Generator(Philox(key=key, counter=counter)), again=True)
+
     def _key(self, index: int) -> int:
         return index if self.epoch_prompts is None else index % self.epoch_prompts
 
-    def _lengths(self, index: int, rng: Generator) -> NDArray[np.int64]:
-        key, epoch = self._key(index), self.epoch_prompts
-        if epoch is None or key == index:
+    def _lengths(self, index: int, rng: Generator, *, again: bool = False) -> NDArray[np.int64]:
+        key, epoch = self._key(index), self.epoch_prompts or index + 1
+        if key == index and not again:
             return self._draw(rng, 1)[0]
         first = self._generator(key)
         shared, stays = first.standard_normal(), 1 - self.drift

@@ -13,7 +13,6 @@ from typing import Any
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.events import EngineInfo
 from aprilsched.core.messages.facts import Fact
-from aprilsched.core.state.ledger import Reason
 
 __all__ = ["Launches", "Member", "RecordedBatch"]
 
@@ -144,6 +143,8 @@ class Launches:
         self._settled.discard(fact.group_id)
         self._begun_again.discard(fact.group_id)
         self._sizes[fact.group_id] = len(fact.rollout_ids)
+        if fact.again is not None:
+            self._begun_again.add(fact.again)
         if fact.restored is not None:
             self._restore(fact, fact.restored)
 
@@ -167,8 +168,6 @@ class Launches:
 
     def _dropped(self, fact: of.GroupDropped | of.PromptRefused) -> None:
         self._settled.add(fact.group_id)
-        if isinstance(fact, of.GroupDropped) and fact.reason == Reason.BEGUN_AGAIN:
-            self._begun_again.add(fact.group_id)
 
     def _episode(self, _: of.EpisodeStarted) -> None:
         self.episodes = True

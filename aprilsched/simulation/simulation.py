@@ -11,6 +11,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do
@@ -36,12 +40,23 @@ _OFTEN = 128
 """The largest stream interval with rolling refits, in tokens."""
 
 
+@runtime_checkable
+class Redraws(Protocol):
+    """Prompts whose responses have other lengths each time that they are generated."""
+
+    def lengths_again(self, prompt: Prompt, draw: int) -> Sequence[int] | NDArray[np.int64]:
+        """The lengths of the responses to `prompt`, one for each; `draw` numbers the times."""
+        ...
+
+
 class Simulation:
     """One simulated run, which :meth:`run` carries out.
 
     Args:
         config: configuration of the scheduler. Episodes are not simulated.
-        prompts: the prompts; each response has the length that ``max_new_tokens`` gives.
+        prompts: the prompts; each response has the length that ``max_new_tokens`` gives. With a
+            method ``lengths_again``, a prompt that is generated again, because its tokens became
+            too stale, has the lengths that this gives.
         engines: number of engines, which are equal.
         engine: settings of one engine.
         costs: durations of everything else.
@@ -72,6 +87,7 @@ class Simulation:
         self.agenda = Agenda()
         self._costs = costs or Costs()
         self._prompts: Iterator[Prompt] = iter(prompts)
+        self._redraws = prompts if isinstance(prompts, Redraws) else None
         self._accept = accept
         self._failure: AprilschedError | None = None
         caller = Caller(
@@ -138,7 +154,7 @@ class Simulation:
         self._loop.performers.update(
             {
                 do.FetchPrompts: self._fetch,
-                do.Launch: lambda _: None,
+                do.Launch: self._launch,
                 do.Send: lambda c: engines[c.engine].send(c),
                 do.Abort: lambda c: engines[c.engine].abort(c),
                 do.Pause: lambda c: engines[c.engine].pause(c),
@@ -167,6 +183,18 @@ class Simulation:
         prompts = tuple(islice(self._prompts, command.count))
         last = len(prompts) < command.count
         self._loop.feed(ev.PromptsArrived(prompts=prompts, last=last))
+
+    def _launch(self, command: do.Launch) -> None:
+        """Give the group other lengths if its prompt is generated again. A length is a limit here,
+        so the group's record has it."""
+        group = self.state.in_flight.groups.get(command.group_id)
+        if group is None or group.again is None or self._redraws is None:
+            return
+        lengths = self._redraws.lengths_again(group.prompt, group.group_id)
+        for member, length in zip(group.members, lengths, strict=True):
+            member.sampling = replace(member.sampling, max_new_tokens=int(length))
+            if member.request is not None:
+                member.request.sampling = member.sampling
 
     def _refit(self, command: do.Refit) -> None:
         def loaded() -> None:

@@ -54,6 +54,7 @@ class _Group(msgspec.Struct, array_like=True):
     samplings: list[SamplingParams]
     group_size: int | None = None
     affinity: str | None = None
+    again: int | None = None
 
 
 class _Lengths(msgspec.Struct, array_like=True):
@@ -164,6 +165,7 @@ def group_record(group: SavedGroup) -> bytes:
         samplings=samplings,
         group_size=prompt.group_size,
         affinity=prompt.affinity,
+        again=group.again,
     )
     try:
         record.key, record.metadata = packed(prompt.key), packed(prompt.metadata)
@@ -194,6 +196,7 @@ def group_from(body: bytes) -> SavedGroup:
     return SavedGroup(
         group_id=record.group_id,
         opened=record.opened,
+        again=record.again,
         prompt=Prompt(
             input_ids=np.frombuffer(record.input_ids, dtype=np.int32),
             sampling=tuple(sampling) if isinstance(sampling, list) else sampling,

@@ -3,7 +3,10 @@
 Invariant: every training rollout that was launched is in exactly one of three places here:
 delivered, open (in flight, or waiting for its batch), or dropped. The drawn law is estimated from
 all three, so a response counts whether or not the schedule delivered it. Dropped rollouts of an
-evaluation cannot be told apart in the ledger, and count as dropped training rollouts.
+evaluation cannot be told apart in the ledger, and count as dropped training rollouts. Of a prompt
+that was generated again, because its tokens became too stale, the first responses count for the
+drawn law up to where they were stopped, and the later ones from there on. Otherwise prompts of long
+responses, which are generated again more often, would count more than others.
 
 Work is done for each rollout that is sent, finishes or is dropped, and for each batch, but not for
 single tokens.
@@ -22,13 +25,15 @@ from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
 from aprilsched.core.messages.facts import DeliveredRollout
 from aprilsched.core.state.ledger import Ledger
 from aprilsched.telemetry.batch_figures import Measured
-from aprilsched.telemetry.censoring import Drops, censoring
+from aprilsched.telemetry.censoring import Drop, Drops, censoring
 from aprilsched.telemetry.figures import BiasFigures, TransientFigures
 from aprilsched.telemetry.laws import deciles, in_flight_figures, law_figures, sample_law
 
 __all__ = ["BiasCollector", "running_bias", "transient_by_batch"]
 
 _GOAL = 0.01
+_NEVER = 2**62
+"""A number of tokens that no response has."""
 
 
 class BiasCollector:
@@ -40,6 +45,8 @@ class BiasCollector:
         dropped."""
         self.newest = -1
         """Largest id of a launched rollout; ids follow the order of launches."""
+        self.again: dict[int, int] = {}
+        """For each group that came in the place of another one of the same prompt, that group."""
         self._drops = Drops()
         self._newest: list[int] = []
         """Value of `newest` at the delivery of each batch."""
@@ -87,7 +94,8 @@ class BiasCollector:
         self._drops.take(ledger, self.finished)
         lengths = _joined([batch.lengths for batch in batches])
         tokens, finished = pooled(open_groups)
-        law = self._law(lengths, tokens, finished)
+        owners, entered = _joined(self._groups), self._entered()
+        law = self._law(lengths, owners, open_groups, entered)
         known = basis.workload_mean_length
         mean = known if known is not None or law is None else law.mean()
         return BiasFigures(
@@ -111,13 +119,48 @@ class BiasCollector:
                 _joined([batch.staleness_by_rollout for batch in batches]),
             ),
             dropped_tokens={str(reason): n for reason, n in sorted(ledger.tokens.items())},
-            censoring=censoring(self._drops.taken, law, lengths.size + tokens.size),
+            censoring=censoring(
+                [drop for drop in self._drops.taken if drop.entry.group_id not in self.again],
+                law,
+                lengths.size + tokens.size,
+                again=lengths[np.isin(owners, list(entered))],
+            ),
         )
 
+    def _entered(self) -> dict[int, NDArray[np.int64]]:
+        """For each group that came in another one's place the number of tokens from which on each
+        of its members counts for the drawn law, int64 [g].
+
+        That is where the former group was stopped. A member that had no token then was not sampled
+        before, so it counts from its beginning; if nothing that had begun was stopped, everything
+        that can be known of the others is known already.
+        """
+        if not self.again:
+            return {}
+        members: dict[int, list[Drop]] = {}
+        for drop in self._drops.taken:
+            members.setdefault(drop.entry.group_id, []).append(drop)
+        entered: dict[int, NDArray[np.int64]] = {}
+        for group, former in sorted(self.again.items()):
+            if former not in members:
+                continue
+            tokens = np.array([drop.entry.tokens for drop in members[former]], dtype=np.int64)
+            ended = np.array([drop.finished for drop in members[former]], dtype=np.bool_)
+            begun = ended | (tokens > 0)
+            stopped = int(tokens[begun & ~ended].max(initial=-1))
+            since = np.where(begun, _NEVER if stopped < 0 else stopped, 0)
+            entered[group] = np.maximum(since, entered.get(former, 0))
+        return entered
+
     def _law(
-        self, lengths: NDArray[np.int64], tokens: NDArray[np.int64], finished: NDArray[np.bool_]
+        self,
+        lengths: NDArray[np.int64],
+        owners: NDArray[np.int64],
+        open_groups: Sequence[GroupLengths],
+        entered: dict[int, NDArray[np.int64]],
     ) -> KaplanMeier | None:
         """The law of the lengths of all launched responses; None until one response has ended."""
+        tokens, finished = pooled(open_groups)
         drops = self._drops.taken
         dropped = np.array([drop.entry.tokens for drop in drops], dtype=np.int64)
         ended = np.array([drop.finished for drop in drops], dtype=np.bool_)
@@ -125,7 +168,10 @@ class BiasCollector:
         censored = np.concatenate((np.zeros(lengths.size, dtype=np.bool_), ~finished, ~ended))
         if censored.all():
             return None
-        return kaplan_meier(np.where(censored, seen, np.maximum(seen, 1)), censored)
+        holders = [np.full(len(group.tokens), group.launched) for group in open_groups]
+        groups = [drop.entry.group_id for drop in drops]
+        since = _since(np.concatenate((owners, _joined(holders), groups)).astype(int), entered)
+        return kaplan_meier(np.where(censored, seen, np.maximum(seen, 1)), censored, since)
 
     def _transient(
         self,
@@ -168,6 +214,19 @@ class BiasCollector:
                 - len(batches),
             ),
         )
+
+
+def _since(groups: NDArray[np.int64], entered: dict[int, NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The entry of each response, whose group is in `groups`; the responses of a group follow each
+    other in the order of its members."""
+    since = np.zeros(groups.size, dtype=np.int64)
+    order = np.argsort(groups, kind="stable")
+    at = np.searchsorted(groups[order], list(entered))
+    for begin, (group, own) in zip(at.tolist(), entered.items(), strict=True):
+        places = order[begin : begin + own.size]
+        places = places[groups[places] == group]
+        since[places] = own[: places.size]
+    return since
 
 
 def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aprilsched.core.lengths.identity import bias_without, expected_lengths
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier
@@ -29,6 +30,8 @@ CENSORS = frozenset({Reason.STALE, Reason.FAILED, Reason.SIBLING_FAILED, Reason.
 _ENOUGH = 8
 """Number of drops before a warning. One long response that is dropped is no pattern."""
 _LEAST_EFFECT = 0.001
+_LEAST_EFFECT_OF_LUCK = 0.02
+"""Effect of generating prompts again that is no longer taken for chance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +89,17 @@ def warning_now(ledger: Ledger, delivered: int, delivered_tokens: int) -> str | 
     return warning_of(reasons, rollouts, effect)
 
 
-def censoring(drops: Sequence[Drop], law: KaplanMeier | None, kept: int) -> CensoringFigures:
+def censoring(
+    drops: Sequence[Drop],
+    law: KaplanMeier | None,
+    kept: int,
+    again: NDArray[np.int64] | None = None,
+) -> CensoringFigures:
     """The effect of `drops` on the `kept` other rollouts of a run with this length law.
+
+    `again` has the lengths that were delivered in the place of dropped ones which were generated
+    again, int64 [n]. Their prompts are not missing, so what counts is how much shorter these
+    responses are than the dropped ones would have become.
 
     If no response of some length has ended, the law does not say how long the dropped responses
     would have become. The effects are then lower bounds.
@@ -95,7 +107,12 @@ def censoring(drops: Sequence[Drop], law: KaplanMeier | None, kept: int) -> Cens
     by_reason: dict[str, list[Drop]] = {}
     for drop in drops:
         by_reason.setdefault(str(drop.entry.reason), []).append(drop)
-    figures = {reason: _figures(found, law, kept) for reason, found in sorted(by_reason.items())}
+    figures = {
+        reason: _figures(found, law, kept)
+        if reason != Reason.BEGUN_AGAIN
+        else _figures_of_again(found, law, kept, again)
+        for reason, found in sorted(by_reason.items())
+    }
     policies = [reason for reason, found in figures.items() if _censors(reason, found)]
     effect = _together({reason: figures[reason] for reason in policies})
     rollouts = sum(figures[reason].rollouts for reason in policies)
@@ -133,7 +150,19 @@ def _figures(drops: Sequence[Drop], law: KaplanMeier | None, kept: int) -> DropF
     )
 
 
+def _figures_of_again(
+    drops: Sequence[Drop], law: KaplanMeier | None, kept: int, again: NDArray[np.int64] | None
+) -> DropFigures:
+    figures = _figures(drops, law, kept)
+    effect, final = None, figures.expected_mean_length
+    if law is not None and final is not None and again is not None and again.size and kept:
+        effect = again.size * (float(again.mean()) - final) / (kept * law.mean())
+    return replace(figures, effect=effect)
+
+
 def _censors(reason: str, figures: DropFigures) -> bool:
+    if reason == Reason.BEGUN_AGAIN:
+        return (figures.effect or 0.0) < -_LEAST_EFFECT_OF_LUCK
     if reason not in CENSORS:
         return False
     # An eviction selects old responses in any case; a failure may hit any response.

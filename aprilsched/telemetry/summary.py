@@ -206,6 +206,8 @@ class Summary(DispatchingListener):
         self._dropped.difference_update(ids)
         if fact.evaluation_id is not None:
             self._evaluating.update(ids)
+        if fact.again is not None:
+            self._bias.again[fact.group_id] = fact.again
         if fact.restored is not None:
             self._sent.update(ids)
             finished = zip(ids, fact.restored.finished, strict=True)

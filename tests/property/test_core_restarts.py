@@ -61,6 +61,7 @@ def picture(state: SchedulerState) -> dict[str, Any]:
                 group.prompt.input_ids.tolist(),
                 group.accepted,
                 group.opened,
+                group.again,
                 group.first_run,
                 [told(member) for member in group.members],
             )

@@ -250,6 +250,24 @@ def test_who_censors():
     assert (nothing.policies, nothing.effect, nothing.warning) == ([], None, None)
 
 
+@pytest.mark.parametrize(
+    ("again", "effect", "censors"),
+    [([40, 40], 0.0, False), ([20, 20], -2 * 20 / (10 * 25), True), ([], None, False)],
+    ids=["as long", "shorter", "none yet"],
+)
+def test_what_is_generated_again_counts_by_how_much_shorter_it_is(
+    again: list[int], effect: float | None, censors: bool
+):
+    law = kaplan_meier([10, 20, 30, 40], [False] * 4)
+    drops = Drops()
+    drops.take(ledger_of(entry(1, 30, Reason.BEGUN_AGAIN), entry(2, 30, Reason.BEGUN_AGAIN)), set())
+    found = censoring(drops.taken, law, kept=10, again=np.array(again, dtype=np.int64))
+    told = found.by_reason["begun_again"]
+    assert told.expected_mean_length == 40
+    assert told.effect == (None if effect is None else pytest.approx(effect))
+    assert found.policies == (["begun_again"] if censors else [])
+
+
 def test_the_longest_rest_by_hand():
     law = kaplan_meier([10, 20], [False, False])
     assert expected_longest_rest(law, np.array([], dtype=np.int64)) == 0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from aprilsched.analysis.launches import Launches
 from aprilsched.config import LengthBuckets, SchedulerConfig, Staleness, Tokens
 from aprilsched.core.lengths.log_law import LogLaw
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.facts import Fact, GroupLaunched
 from aprilsched.core.policies.refill import OpenGroups, PoolView
 from aprilsched.core.policies.tail_batching import TailBatching
 from aprilsched.core.state.ledger import Reason
@@ -214,6 +217,27 @@ def restart(driver: Driver) -> None:
     driver.feed(ev.BatchesAcknowledged(batches=batches))
     driver.save()
     driver.restart()
+
+
+def test_a_group_that_begins_again_says_in_whose_place_it_came_also_after_a_restart() -> None:
+    driver = Driver(config(), store=MemoryStore())
+    facts: list[GroupLaunched] = []
+    launches = Launches()
+
+    def hears(news: Sequence[Fact]) -> None:
+        launches.on_facts(news, 0.0)
+        facts.extend(fact for fact in news if isinstance(fact, GroupLaunched))
+
+    driver.hears = hears
+    race(driver)
+    (again,) = (fact for fact in facts if fact.again is not None)
+    assert again.again == max(fact.group_id for fact in facts[:-1])
+    assert [group[0].group_id for group in launches.by_group()] == [
+        fact.group_id for fact in facts if fact.group_id < max(facts[2].group_id, 0)
+    ], "the prompt is not counted twice"
+    restart(driver)
+    (restored,) = driver.state.in_flight.groups.values()
+    assert (restored.group_id, restored.again) == (again.group_id, again.again)
 
 
 def test_a_restart_keeps_who_was_put_aside() -> None:

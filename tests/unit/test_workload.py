@@ -137,3 +137,21 @@ def test_the_effect_of_a_prompt_stays_as_far_as_the_policy_does(
 def test_wrong_epochs_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         LongTailWorkload(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("law", ["lognormal", "log_t"])
+@pytest.mark.parametrize("epoch_prompts", [None, 500])
+def test_a_prompt_that_is_generated_again_keeps_its_effect(
+    law: LengthLaw, epoch_prompts: int | None
+) -> None:
+    made = LongTailWorkload(cap=10**9, within_group=0.8, law=law, epoch_prompts=epoch_prompts)
+    indices = range(1000, 1400)
+    first = np.log([made.lengths(index) for index in indices])
+    prompts = [made.prompt(index) for index in indices]
+    again = np.log([made.lengths_again(prompt, 7) for prompt in prompts])
+    assert not (first == again).any(axis=1).all()
+    levels = np.corrcoef(first.mean(axis=1), again.mean(axis=1))[0, 1]
+    assert levels == pytest.approx(0.8 / (0.8 + 0.2 / 8), abs=0.03)
+    assert again.std() == pytest.approx(first.std(), rel=0.05)
+    assert (made.lengths_again(prompts[3], 7) == np.exp(again[3]).round()).all()
+    assert (made.lengths_again(prompts[3], 8) != made.lengths_again(prompts[3], 7)).any()

@@ -39,8 +39,14 @@ from aprilsched.config import Dispatch, LengthBuckets, Staleness
 from aprilsched.core.lengths.groups import GroupLengths, pooled
 from aprilsched.core.messages.commands import Send
 from aprilsched.core.messages.events import Event
+from aprilsched.core.messages.facts import BatchDelivered, Fact, GroupLaunched
 from aprilsched.core.state.records import group_lengths
 from aprilsched.engines.sim import run_virtual
+from aprilsched.presets import PRESETS
+from aprilsched.runs.summary import remainder
+from aprilsched.simulation import Simulation
+from aprilsched.telemetry.figures import RunSummary
+from aprilsched.telemetry.summary import Summary
 
 CAP = 400
 GROUP = 4
@@ -338,11 +344,13 @@ def tail_batches() -> list[Ints]:
     return outcome(batches=BURN_IN + 20 * CYCLE + 2, **TAIL).lengths[:-2]
 
 
+@pytest.mark.long
 def test_tail_batching_that_keeps_partials_is_unbiased_over_its_cycles():
     found = compared(tail_batches(), block=CYCLE)
     assert all(found[name].equivalent for name in ("mean", "p90", "truncation_rate")), found
 
 
+@pytest.mark.long
 def test_the_races_alone_fail():
     """What tail batching would be if its losers did not come back."""
     lengths = tail_batches()
@@ -351,6 +359,78 @@ def test_the_races_alone_fail():
     found = compared(races)
     assert not found["mean"].equivalent
     assert found["mean"].high < -0.05
+
+
+# What is thrown away is drawn again here, as a model does it, and not as it was drawn beforehand.
+
+
+class Again:
+    """Listens for the lengths of each delivered batch, and for what was drawn first for its
+    prompts."""
+
+    def __init__(self, prompts: LongTailWorkload) -> None:
+        self.delivered: list[int] = []
+        """Tokens by batch."""
+        self.first: list[int] = []
+        """Tokens by batch, if every prompt had been sampled once."""
+        self._prompts = prompts
+        self._index: dict[int, int] = {}
+        self._launched = 0
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            if isinstance(fact, GroupLaunched) and fact.again is not None:
+                self._index[fact.group_id] = self._index[fact.again]
+            elif isinstance(fact, GroupLaunched):
+                self._index[fact.group_id] = self._launched
+                self._launched += 1
+            elif isinstance(fact, BatchDelivered):
+                groups = {rollout.group_id for rollout in fact.rollouts}
+                first = [self._prompts.lengths(self._index[group]).sum() for group in groups]
+                self.delivered.append(sum(rollout.tokens for rollout in fact.rollouts))
+                self.first.append(int(sum(first)))
+
+    def bias(self) -> tuple[float, float]:
+        """The relative bias of the mean length, and its standard error."""
+        differences = np.array(self.delivered) - np.array(self.first)
+        error = differences.std(ddof=1) * np.sqrt(differences.size)
+        return differences.sum() / sum(self.first), float(error) / sum(self.first)
+
+
+@cache
+def drawn_again(preset: str) -> tuple[Again, RunSummary]:
+    """A run of a preset without stale tokens, and its summary."""
+    config = PRESETS[preset](SchedulerConfig(batch_groups=32, group_size=GROUP))
+    prompts = workload()
+    listener, summary = Again(prompts), Summary(trainer_waits=True)
+    summary.warns = False
+    simulation = Simulation(config, prompts, batches=100, listeners=[listener, summary])
+    summary.ledger = simulation.state.in_flight.ledger
+    simulation.run()
+    return listener, summary.result(remainder(simulation.state), clock="virtual")
+
+
+def test_prompts_that_are_chosen_by_other_draws_than_those_delivered_are_unbiased():
+    run, summary = drawn_again("on_policy")
+    estimate, error = run.bias()
+    assert summary.staleness.max == 0
+    assert 0 < summary.bias.dropped_tokens["begun_again"] < 0.25 * summary.tokens.delivered
+    assert error < 0.01
+    assert abs(estimate) < 2.5 * error
+    assert summary.bias.censoring.policies == []
+
+
+def test_generating_the_losers_of_a_race_again_fails():
+    run, summary = drawn_again("rollpacker")
+    estimate, error = run.bias()
+    assert summary.staleness.max == 0
+    assert summary.bias.dropped_tokens["begun_again"] > 0.2 * summary.tokens.delivered
+    assert estimate < -0.02
+    assert estimate < -4 * error
+    told = summary.bias.censoring
+    assert told.policies == ["begun_again"]
+    assert told.effect is not None
+    assert told.effect == pytest.approx(estimate, abs=0.015)
 
 
 # --- 4. a planted reward -------------------------------------------------------------------------

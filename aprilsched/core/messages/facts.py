@@ -262,7 +262,7 @@ class GroupLaunched(Fact, frozen=True):
     """The group is in flight; `rollout_ids` are its members in their order.
 
     `restored` has the members' lengths where the group is in flight again after the run was
-    resumed.
+    resumed. `again` is the group of the same prompt whose tokens were thrown away for staleness.
     """
 
     group_id: int
@@ -270,6 +270,7 @@ class GroupLaunched(Fact, frozen=True):
     prompt_tokens: int
     evaluation_id: int | None = None
     restored: RestoredLengths | None = None
+    again: int | None = None
     key: str | int | None = None
     input_ids: list[int] | None = None
 

@@ -56,15 +56,14 @@ class LengthBuckets(Refill):
     probe_after: Annotated[float, SHARE_OR_0] = 0.0
     """Share of a batch's rollouts that have ended when the probes start; 0 starts them with the
     batch. Probes that start late have less time, and take less of the others' time."""
-
-    @property
-    def tail_begins(self) -> float | None:
-        return self.probe_after or None
-
     mixed: Annotated[float, AT_LEAST_0] = 0.0
     """Number of batches of complete groups that are held back, so that each batch can be composed
     of groups of all lengths. Every token is older by so many batches on average. With 0 the groups
     of a bucket are delivered together, and batches are all short or all long."""
+
+    @property
+    def tail_begins(self) -> float | None:
+        return self.probe_after or None
 
     @property
     def held_batches(self) -> float:

@@ -92,6 +92,7 @@ def launched(record: GroupRecord, *, restored: bool = False, tokens: bool = Fals
         prompt_tokens=len(prompt.input_ids),
         evaluation_id=record.evaluation_id,
         restored=lengths,
+        again=record.again,
         key=prompt.key if tokens else None,
         input_ids=prompt.input_ids.tolist() if tokens else None,
     )

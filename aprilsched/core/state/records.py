@@ -193,6 +193,8 @@ class GroupRecord:
     """The engine that the latest attempt of a member was sent to: it caches the prompt's prefix."""
     opened: int = 0
     """Number of batches before the one in work, when the group was launched."""
+    again: int | None = None
+    """The group of the same prompt in whose place this one came; None for a prompt's first."""
     first_run: int | None = None
     """Number of batches before the one in work, when a member was first chosen to run (length
     buckets); None until then."""

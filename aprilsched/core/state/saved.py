@@ -96,6 +96,7 @@ class SavedGroup:
     prompt: Prompt
     opened: int
     members: tuple[SavedMember, ...]
+    again: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

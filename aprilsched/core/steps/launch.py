@@ -236,8 +236,8 @@ def _launch_group(
         opened=state.begun if before is None else before.opened,
         deferred=evaluation_id is None and state.plan.schedule.refill.defers,
     )
-    if before is not None and before.first_run is not None:
-        group.first_run = before.first_run
+    if before is not None:
+        group.again, group.first_run = before.group_id, before.first_run
         state.in_flight.journal.change_group(group)
     state.expectations.note_limit(max(m.sampling.max_new_tokens for m in group.members))
     state.tell(launched(group, tokens=state.tells_tokens))

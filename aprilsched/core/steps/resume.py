@@ -200,6 +200,7 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
         group_id=group.group_id,
         prompt=group.prompt,
         opened=group.opened,
+        again=group.again,
         accepted=None if now is None else now.accepted,
         first_run=None if now is None else now.first_run,
     )

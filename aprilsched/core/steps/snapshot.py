@@ -138,6 +138,7 @@ def _group(group: GroupRecord) -> SavedGroup:
         group_id=group.group_id,
         prompt=group.prompt,
         opened=group.opened,
+        again=group.again,
         members=tuple(
             SavedMember(rollout_id=m.rollout_id, index=m.index, sampling=m.sampling)
             for m in group.members
