@@ -247,7 +247,8 @@ class ChaosPublisher(SimPublisher):
         return self.fails and self._mix.has("bad_publishers") and self._draw.random() < share
 
     def holds(self, version: int) -> bool:
-        return self._holds
+        # Rolling refits need a publisher that keeps a version for later.
+        return self._holds or self._mix.config().refit == "rolling"
 
     async def prepare(self, version: int) -> None:
         await asyncio.sleep(self._draw.choice([0.0, 0.0, 0.5]))

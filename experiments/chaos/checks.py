@@ -181,6 +181,10 @@ class Checks:
                 f"{name} says version {int(rollout.versions[first])} of token {first}, which "
                 f"version {int(truth[first])} sampled ({wrong.size} of {len(rollout)} are wrong)"
             )
+        mixed = rollout.versions_exact and len(set(truth[sampled].tolist())) > 1
+        mix = self.mix
+        if mixed and mix.config().refit == "rolling" and not mix.has("other_settings"):
+            self._complain(f"{name} has tokens of several versions with rolling refits")
         covered = 0
         for segment in rollout.segments:
             if segment.start != covered or segment.end <= segment.start:

@@ -122,7 +122,10 @@ class Mix:
         return random.Random(f"{self.seed}/{role}")
 
     def config(self) -> SchedulerConfig:
-        return SchedulerConfig(**_tree(self.settings))
+        settings = _tree(self.settings)
+        if self.has("adapters"):
+            settings["refit"] = "together"  # adapters are refused otherwise
+        return SchedulerConfig(**settings)
 
     def of_next_life(self, life: int) -> Mix:
         """The same run after a restart, with other settings if the seed has that."""
@@ -242,6 +245,7 @@ def _settings(draw: random.Random, *, stops: bool) -> dict[str, Any]:
         "save_interval_s": draw.choice([0.05, 1.0, 10.0]),
         "control_timeout_s": draw.choice([2.0, 120.0]),
         "refit_timeout_s": draw.choice([5.0, 60.0]),
+        "refit": draw.choice(["together", "together", "rolling"]),
     }
     return _allowed(settings, draw)
 
@@ -260,7 +264,7 @@ def _tree(drawn: dict[str, Any]) -> dict[str, Any]:
         policies["stop", "samples"] = Samples(drawn["batch_samples"])
     plain = (
         *("batch_groups", "group_size", "over_provision", "refill", "stop", "straggler"),
-        *("kv_after_refit", "pace", "ready_batches", "save_interval_s"),
+        *("kv_after_refit", "pace", "ready_batches", "save_interval_s", "refit"),
     )
     return {
         **{name: policies.get((name, drawn[name]), drawn[name]) for name in plain},
@@ -301,6 +305,12 @@ _KV = {
 def _allowed(settings: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     """The nearest settings that a scheduler takes."""
     found = dict(settings)
+    if found["refit"] == "rolling":
+        found["pace"], found["straggler"] = "asynchronous", "run"
+        found["refill"] = "pool" if found["refill"] == "rounds" else found["refill"]
+        found["over_provision"] = (
+            1.5 if found["over_provision"] == "auto" else found["over_provision"]
+        )
     if found["refill"] == "rounds":
         found["pace"] = "synchronous"
         if found["straggler"] not in ("retract", "abort"):

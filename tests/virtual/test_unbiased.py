@@ -115,6 +115,7 @@ def outcome(
     seed: int = 11,
     epoch_prompts: int | None = None,
     drift: float = 0.0,
+    engines: int = 1,
     **changes: Any,
 ) -> Outcome:
     """Run `batches` batches, or to the end of `count` prompts, with an update after each."""
@@ -129,7 +130,7 @@ def outcome(
 
     async def main() -> Outcome:
         async with RolloutScheduler(
-            SimFleet(1, stream_interval=100_000),
+            SimFleet(engines, stream_interval=100_000),
             workload(count, seed, epoch_prompts, drift),
             config=config,
             listeners=[listener],
@@ -324,6 +325,34 @@ def test_finishing_the_stale_first_does_not():
     run = outcome(batches=50, max_staleness=Staleness(2, rule="finish"))
     assert run.evicted == []
     assert compared(run.lengths, block=4)["mean"].equivalent
+
+
+ROLLING: dict[str, Any] = {
+    "pace": "asynchronous",
+    "straggler": "run",
+    "refit": "rolling",
+    "refill": "pool",
+    "engines": 3,
+}
+
+
+def test_after_a_drain_rolling_refits_have_delivered_everything_as_it_was_drawn():
+    run = outcome(300, batch_groups=16, **ROLLING)
+    assert sorted(run.keys) == list(range(300))
+    delivered = [group for batch in run.batches for group in batch]
+    assert sorted(delivered) == sorted(drawn(300).tolist())
+    assert not run.evicted
+
+
+@pytest.mark.long
+def test_after_the_burn_in_rolling_refits_deliver_what_was_drawn():
+    """The control drops the rollouts of engines that are a version behind."""
+    assert compared(outcome(batches=50, **ROLLING).lengths, block=4)["mean"].equivalent
+    censored = outcome(batches=50, max_staleness=Staleness(1, rule="evict"), **ROLLING)
+    assert censored.evicted
+    found = compared(censored.lengths)
+    assert not found["mean"].equivalent
+    assert found["mean"].high < -0.05
 
 
 TAIL: dict[str, Any] = {"refill": "tail", "over_provision": 1.5}
