@@ -26,6 +26,7 @@ from aprilsched.weights.disk import DiskPublisher
 from aprilsched.weights.distributed import DistributedPublisher
 from aprilsched.weights.external import ExternalWeights, Handshake
 from aprilsched.weights.lora import LoraPublisher
+from aprilsched.weights.relay import RelayPublisher
 from aprilsched.weights.tensor import TensorPublisher
 from aprilsched.workload import LongTailWorkload
 
@@ -46,6 +47,7 @@ __all__ = [
     "Prompt",
     "PromptQueue",
     "RefitReport",
+    "RelayPublisher",
     "Rollout",
     "RolloutScheduler",
     "SGLangFleet",

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
-from aprilsched import Batch, DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched import (
+    Batch,
+    DiskPublisher,
+    RelayPublisher,
+    RolloutScheduler,
+    SchedulerConfig,
+    SGLangFleet,
+)
 from aprilsched.config import Pool, Prices
 from aprilsched.core.state.ledger import Reason
 from aprilsched.testing.streams import until
@@ -23,6 +31,7 @@ from aprilsched.types import Rollout
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import Recorder, check_greedy, long_tail
 from tests.sglang.server import CpuServer
+from tests.sglang.trained import tensors
 
 
 @dataclass
@@ -31,6 +40,9 @@ class Trainer:
 
     models: tuple[Path, Path]
     version: int = 0
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return tensors(self.models[self.version % 2])
 
     def save(self, path: Path) -> None:
         shutil.copytree(self.models[self.version % 2], path, dirs_exist_ok=True)
@@ -60,7 +72,9 @@ async def scheduled(urls: Sequence[str], recorder: Recorder) -> AsyncGenerator[R
         yield rollouts
 
 
-async def step(rollouts: RolloutScheduler, trainer: Trainer, publisher: DiskPublisher) -> Batch:
+async def step(
+    rollouts: RolloutScheduler, trainer: Trainer, publisher: DiskPublisher | RelayPublisher
+) -> Batch:
     """A batch, then the next version's weights."""
     batch = await rollouts.next_batch()
     trainer.version = rollouts.version + 1
@@ -85,11 +99,13 @@ def check(
     return delivered
 
 
+@pytest.mark.parametrize("way", ["disk", pytest.param("relay", marks=pytest.mark.long)])
 async def test_every_token_is_of_its_version_and_no_rollout_of_two(
-    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
+    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path, way: str
 ):
     recorder, trainer = Recorder(), Trainer(models)
-    publisher = DiskPublisher(tmp_path / "weights", trainer.save)
+    relay = RelayPublisher(trainer.weights, backend="gloo", bucket_bytes=64 * 1024)
+    publisher = relay if way == "relay" else DiskPublisher(tmp_path / "weights", trainer.save)
     mixed = 0
     async with scheduled([server.url for server in clean_pair], recorder) as rollouts:
         batches: list[Batch] = []
@@ -99,6 +115,7 @@ async def test_every_token_is_of_its_version_and_no_rollout_of_two(
         delivered = check(batches, rollouts, models, tmp_path)
         for rollout in delivered:
             assert rollout.versions.tolist() == recorder.reported(rollout)
+        await relay.aclose()
     assert rollouts.version == 7
     assert mixed, "the servers always had one version"
 
