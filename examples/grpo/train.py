@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ from aprilsched.telemetry.live.view_data import RunFacts
 from aprilsched.telemetry.live_figures import LiveFigures
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", action="append", required=True, help="URL of a server")
     parser.add_argument("--model", default=str(Path(__file__).parent / "policy"))
@@ -60,13 +62,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=8, help="responses of a prompt")
     parser.add_argument("--cap", type=int, default=512, help="tokens of the longest response")
     parser.add_argument("--over-provision", type=float, default=1.0)
+    parser.add_argument(
+        "--stream", action=argparse.BooleanOptionalAction, default=True,
+        help="train on each group as soon as it is complete, or on whole batches",
+    )  # fmt: skip
+    parser.add_argument("--micro", type=int, default=1, help="groups of a backward pass")
     parser.add_argument("--max-staleness", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps for a batch")
     parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--evaluate-every", type=int, default=4)
+    parser.add_argument("--evaluate-every", type=int, default=4, help="updates; 0 for never")
     parser.add_argument("--held-out", type=int, default=96, help="problems of an evaluation")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="ends after them")
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 # --- the task ------------------------------------------------------------------------------------
@@ -83,6 +91,32 @@ def reward(rollout: Rollout, prompt: Prompt) -> float:
 
 
 # --- the loss ------------------------------------------------------------------------------------
+
+CLIP = (0.2, 0.28)
+"""How far the ratio to the proximal policy may fall below 1 and rise above it."""
+
+
+def token_losses(
+    logprobs: torch.Tensor,
+    sampled: torch.Tensor,
+    versions: torch.Tensor,
+    advantages: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    version: int,
+    max_staleness: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decoupled PPO: docs/off_policy.md says what each of these lines is for.
+
+    Returns the loss of each token and the proximal policy's log-probabilities.
+    """
+    mask = age_mask(versions, counts, version=version, max_staleness=max_staleness)
+    proximal = interpolated_proximal(logprobs, sampled, versions, proximal_version=version)
+    weights = importance_weights(proximal, sampled, mask, high=2.0)
+    losses = clipped_loss(
+        logprobs, proximal, advantages, mask, weights=weights, clip_low=CLIP[0], clip_high=CLIP[1]
+    )
+    return losses, proximal
 
 
 class Trainer:
@@ -114,35 +148,73 @@ class Trainer:
         torch.save(state, self._file.with_suffix(".new"))
         os.replace(self._file.with_suffix(".new"), self._file)
 
-    def accumulate(self, group: Batch, share: float) -> dict[str, float]:
-        """Add the gradient of one group to the others, with this share in the mean."""
-        x = group.to_torch(packed=True)
-        rewards = x.rewards.to(self.device)
-        figures = {"reward": float(rewards.mean()), "tokens": float(x.loss_mask.sum())}
-        if float(rewards.std()) == 0:
-            return figures  # all responses are equally good, so there is no gradient
-        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    def accumulate(self, part: Batch, share: float) -> dict[str, float]:
+        """Add the gradient of some groups of one size to the others, each with this share in the
+        mean."""
+        x = part.to_torch(packed=True)
+        rewards = x.rewards.to(self.device).view(len(part.groups), -1)
         lengths = x.cu_seqlens.diff().to(self.device)
-        advantages = advantages.repeat_interleave(lengths)
+        # A group whose responses are equally good has no advantages, and so no gradient.
+        advantages = (rewards - rewards.mean(1, keepdim=True)) / (
+            rewards.std(1, keepdim=True) + 1e-4
+        )
+        advantages = advantages.flatten().repeat_interleave(lengths)
         sampled, versions = x.logprobs.to(self.device), x.versions.to(self.device)
         counts = x.loss_mask.to(self.device)
-        logprobs = self.logprobs(x.input_ids.to(self.device), x.position_ids.to(self.device))
-        # Decoupled PPO: docs/off_policy.md says what each of these lines is for.
-        mask = age_mask(
-            versions, counts, version=group.version, max_staleness=self.options.max_staleness
+        with torch.set_grad_enabled(bool(advantages.any())):
+            logprobs = self.logprobs(x.input_ids.to(self.device), x.position_ids.to(self.device))
+        losses, proximal = token_losses(
+            logprobs, sampled, versions, advantages, counts,
+            version=part.version, max_staleness=self.options.max_staleness,
+        )  # fmt: skip
+        # The loss of a group is the mean over its tokens.
+        of_group = torch.arange(len(part.groups), device=self.device).repeat_interleave(
+            lengths.view(len(part.groups), -1).sum(1)
         )
-        proximal = interpolated_proximal(
-            logprobs, sampled, versions, proximal_version=group.version
+        tokens = counts.new_zeros(len(part.groups), dtype=losses.dtype).index_add(
+            0, of_group, counts.to(losses.dtype)
         )
-        weights = importance_weights(proximal, sampled, mask, high=2.0)
-        losses = clipped_loss(
-            logprobs, proximal, advantages, mask, weights=weights, clip_low=0.2, clip_high=0.28
-        )
-        (share * losses.sum() / counts.sum()).backward()
-        fresh = counts & (versions == group.version)
-        if bool(fresh.any()):
-            figures["mismatch"] = float((logprobs - sampled)[fresh].detach().abs().mean())
-        return figures
+        if logprobs.requires_grad:
+            (share * (losses / tokens[of_group]).sum()).backward()
+        return self._figures(part, logprobs.detach(), proximal, sampled, versions, counts)
+
+    def _figures(
+        self,
+        part: Batch,
+        logprobs: torch.Tensor,
+        proximal: torch.Tensor,
+        sampled: torch.Tensor,
+        versions: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> dict[str, float]:
+        """Sums over what the part trains on; :meth:`Log.update` makes means of them."""
+        ages = (part.version - versions).clamp(min=0) * counts
+        fresh = counts & (versions == part.version)
+        ratio = torch.where(counts, (logprobs - sampled).clamp(-20, 20).exp(), 1.0)
+        moved = torch.where(counts, (logprobs - proximal).clamp(-20, 20).exp(), 1.0)
+        sums = {
+            "tokens": counts.sum(),
+            "stale": (ages > 0).sum(),
+            "ages": ages.sum(),
+            "masked": (ages > self.options.max_staleness).sum(),
+            "surprise": -(sampled * counts).sum(),
+            "fresh": fresh.sum(),
+            "mismatch": ((logprobs - sampled).abs() * fresh).sum(),
+            "ratio_squares": ((ratio - 1) ** 2).sum(),
+            "truncated": (ratio > 2.0).sum(),
+            "clipped": ((moved < 1 - CLIP[0]) | (moved > 1 + CLIP[1])).sum(),
+        }
+        values = torch.stack([value.double() for value in sums.values()]).tolist()
+        rollouts = list(part.rollouts)
+        return {
+            **dict(zip(sums, values, strict=True)),
+            "groups": len(part.groups),
+            "rollouts": len(rollouts),
+            "reward": sum(rollout.reward or 0.0 for rollout in rollouts),
+            "length": sum(map(len, rollouts)),
+            "capped": sum(rollout.finish_reason == "length" for rollout in rollouts),
+            "inexact": sum(not rollout.versions_exact for rollout in rollouts),
+        }
 
     def logprobs(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Log-probability of each token [N] of packed sequences, which the positions separate."""
@@ -170,25 +242,40 @@ def train(rollouts: RolloutScheduler, trainer: Trainer, publisher: DiskPublisher
     ):
         # The run was killed between save() and update_weights(), or the servers were restarted.
         rollouts.update_weights(publisher, version=trainer.updates)
-    while trainer.updates < options.updates:
-        if trainer.updates % options.evaluate_every == 0:
+    while trainer.updates < options.updates and log.seconds < options.seconds:
+        if options.evaluate_every and trainer.updates % options.evaluate_every == 0:
             log.evaluation(rollouts, trainer.updates)
-        began, found = time.monotonic(), list[dict[str, float]]()
-        for group in rollouts.stream():
-            if group.index < trainer.updates:
-                group.acknowledge()  # it was trained on before the run was killed
-                continue
-            found.append(trainer.accumulate(group, 1 / per_step))
-            # The first steps are taken while the last responses are generated.
-            if len(found) % per_step == 0:
-                trainer.step()
+        found, waits, done, began = list[dict[str, float]](), 0.0, 0, time.monotonic()
+        asked = began
+        for part in rollouts.stream() if options.stream else [mixed(rollouts.next_batch())]:
+            waits += time.monotonic() - asked
+            if part.index < trainer.updates:
+                part.acknowledge()  # it was trained on before the run was killed
+            else:
+                for first in range(0, len(part.groups), options.micro):
+                    groups = part.groups[first : first + options.micro]
+                    found.append(trainer.accumulate(replace(part, groups=groups), 1 / per_step))
+                    done += len(groups)
+                    # The first steps are taken while the last responses are generated.
+                    if done % per_step < len(groups):
+                        trainer.step()
+            asked = time.monotonic()
         if not found:
             continue
         trainer.updates += 1
         trainer.save()
+        trained = time.monotonic()
         rollouts.update_weights(publisher, version=trainer.updates)
-        log.update(trainer.updates, found, time.monotonic() - began)
-    log.evaluation(rollouts, trainer.updates)
+        log.update(trainer.updates, found, began=began, trained=trained, waits=waits)
+    if options.evaluate_every:
+        log.evaluation(rollouts, trainer.updates)
+
+
+def mixed(batch: Batch) -> Batch:
+    """A batch in random order: the groups that were complete first are the short ones."""
+    groups = list(batch.groups)
+    random.Random(batch.index).shuffle(groups)
+    return replace(batch, groups=tuple(groups))
 
 
 class Log:
@@ -198,21 +285,48 @@ class Log:
         self.path = options.out / "log.jsonl"
         self._problems = list(islice(prompts(10_007, held_out=True), options.held_out))
         self._prints = prints
-        self._seconds = max((line["seconds"] for line in self.lines()), default=0.0)
+        self.seconds = max((line["seconds"] for line in self.lines()), default=0.0)
+        """Seconds of generation and training, without evaluations."""
 
     def lines(self) -> list[dict[str, Any]]:
         if not self.path.exists():
             return []
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
-    def update(self, number: int, found: list[dict[str, float]], seconds: float) -> None:
-        self._seconds += seconds
-        mismatches = [each["mismatch"] for each in found if "mismatch" in each]
+    def update(
+        self,
+        number: int,
+        found: list[dict[str, float]],
+        *,
+        began: float,
+        trained: float,
+        waits: float,
+    ) -> None:
+        ended = time.monotonic()
+        self.seconds += ended - began
+        sums = {key: sum(each[key] for each in found) for key in found[0]}
+        tokens, rollouts = sums["tokens"], sums["rollouts"]
+        # After the first step the trainer's policy is not the engine's any more.
+        first = next((each for each in found if each["fresh"]), None)
+        mismatch = None if first is None else first["mismatch"] / first["fresh"]
         self._write(
             update=number,
-            reward=sum(each["reward"] for each in found) / len(found),
-            tokens=sum(each["tokens"] for each in found),
-            mismatch=mismatches[0] if mismatches else None,
+            reward=sums["reward"] / rollouts,
+            tokens=tokens,
+            length=sums["length"] / rollouts,
+            capped=sums["capped"] / rollouts,
+            inexact=sums["inexact"],
+            mismatch=mismatch,
+            off_policy=sums["stale"] / tokens,
+            age=sums["ages"] / tokens,
+            masked=sums["masked"] / tokens,
+            entropy=sums["surprise"] / tokens,
+            ratio_sd=(sums["ratio_squares"] / tokens) ** 0.5,
+            truncated=sums["truncated"] / tokens,
+            clipped=sums["clipped"] / tokens,
+            waits_s=waits,
+            trains_s=trained - began - waits,
+            refit_s=ended - trained,
         )
 
     def evaluation(self, rollouts: RolloutScheduler, number: int) -> None:
@@ -225,7 +339,10 @@ class Log:
         )
 
     def _write(self, **figures: Any) -> None:
-        line = json.dumps({"seconds": round(self._seconds, 3), **figures})
+        figures = {"seconds": self.seconds, **figures}
+        line = json.dumps(
+            {key: round(x, 7) if isinstance(x, float) else x for key, x in figures.items()}
+        )
         with self.path.open("a") as file:
             file.write(line + "\n")
         if self._prints:
@@ -248,19 +365,22 @@ class Log:
         figure.savefig(path, dpi=150)
 
 
-def main() -> None:
-    options = arguments()
-    disable_progress_bar()
-    options.out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(options)
-    publisher = DiskPublisher(options.out / "weights", save=trainer.model.save_pretrained)
-    config = SchedulerConfig(
+def configuration(options: argparse.Namespace) -> SchedulerConfig:
+    return SchedulerConfig(
         batch_groups=options.groups,
         group_size=options.size,
         over_provision=options.over_provision,
         max_staleness=options.max_staleness,
         sampling=SamplingParams(max_new_tokens=options.cap, stop_token_ids=(EOS,)),
     )
+
+
+def main() -> None:
+    options = arguments()
+    disable_progress_bar()
+    options.out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(options)
+    publisher = DiskPublisher(options.out / "weights", save=trainer.model.save_pretrained)
     console = Console(stderr=True)
     facts = RunFacts(title="grpo", batches=options.updates, batch_groups=options.groups)
     view = LiveView(console, facts, LiveFigures(batch_groups=options.groups))
@@ -271,7 +391,7 @@ def main() -> None:
             SGLangFleet(options.engine, stream_interval=16),
             prompts(options.seed),
             reward=reward,
-            config=config,
+            config=configuration(options),
             store=SqliteStore(options.out / "rollouts.sqlite"),
             listeners=view.listeners,
         ) as rollouts,

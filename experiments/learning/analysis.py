@@ -1,0 +1,296 @@
+"""Makes the tables and the picture of README.md from the raw data in this folder.
+
+python experiments/learning/analysis.py
+
+Intervals are from the 5th to the 95th percentile of 10,000 bootstrap samples of the seeds. With two
+or three seeds of an arm they say little more than the range of the seeds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+ARMS = ("waiting", "streamed", "april", "areal", "auto", "auto-kept")
+NAMES = {
+    "waiting": "waiting", "streamed": "waiting, streamed", "april": "APRIL", "areal": "AReaL",
+    "auto": "auto, recompute", "auto-kept": "auto, KV kept",
+}  # fmt: skip
+TARGETS = (0.65, 0.7, 0.75)
+TOKENS, UPDATES, SECONDS = 500_000, 15, 36.0
+LAGS = (0, 1, 2, 4, 8, 16)
+_SAMPLES = 10_000
+
+
+def cells() -> list[dict[str, Any]]:
+    """The finished cells, without the one that warmed the server up."""
+    lines = [json.loads(line) for line in (HERE / "raw" / "cells.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "cell" and line["seed"] < 90]
+
+
+def ages() -> list[dict[str, Any]]:
+    """The lines of ages.py."""
+    with gzip.open(HERE / "raw" / "ages.jsonl.gz", "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The nearest rising curve (least squares), so that a noisy evaluation is no target reached."""
+    blocks: list[list[float]] = []
+    for value in values:
+        blocks.append([value, 1])
+        while len(blocks) > 1 and blocks[-2][0] >= blocks[-1][0]:
+            (a, n), (b, m) = blocks[-2:]
+            blocks[-2:] = [[(a * n + b * m) / (n + m), n + m]]
+    return [value for value, count in blocks for _ in range(int(count))]
+
+
+def reached(held_out: Sequence[float], at: Sequence[float], target: float) -> float:
+    """Where the rising curve through the evaluations reaches the target; infinity if nowhere."""
+    curve = rising(held_out)
+    if curve[-1] < target:
+        return float("inf")
+    after = next(place for place, value in enumerate(curve) if value >= target)
+    if after == 0:
+        return float(at[0])
+    share = (target - curve[after - 1]) / (curve[after] - curve[after - 1])
+    return float(at[after - 1] + share * (at[after] - at[after - 1]))
+
+
+def interval(
+    samples: Sequence[Sequence[float]], of: Callable[..., float] = lambda a: a
+) -> dict[str, float]:
+    """A function of the means of some samples, with its interval over the seeds."""
+    random = np.random.default_rng(0)
+    arrays = [np.asarray(each, dtype=float) for each in samples]
+    drawn = [each[random.integers(len(each), size=(_SAMPLES, len(each)))].mean(1)
+             for each in arrays]  # fmt: skip
+    low, high = np.quantile(of(*drawn), [0.05, 0.95])
+    return {"mean": float(of(*(each.mean() for each in arrays))), "low": float(low),
+            "high": float(high)}  # fmt: skip
+
+
+def table(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of each arm."""
+    by_arm: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for cell in found:
+        by_arm[cell["arm"]].append(_figures(cell))
+    result: dict[str, Any] = {}
+    for arm in ARMS:
+        own = by_arm[arm]
+        figures: dict[str, Any] = {"seeds": len(own)}
+        for name in own[0]:
+            figures[name] = interval([[each[name] for each in own]])
+        for other in ("waiting", "april"):
+            for target in TARGETS:
+                times = [[each[f"seconds_to_{target}"] for each in by_arm[which]]
+                         for which in (arm, other)]  # fmt: skip
+                figures[f"seconds_to_{target}_of_{other}"] = interval(times, lambda a, b: a / b)
+        result[arm] = figures
+    return result
+
+
+def _figures(cell: dict[str, Any]) -> dict[str, float]:
+    updates, evaluated = cell["updates"], cell["evaluations"]
+    held_out = [each["held_out"] for each in evaluated]
+    at = {key: [each[key] for each in evaluated] for key in ("seconds", "tokens", "update")}
+    found = {f"seconds_to_{target}": reached(held_out, at["seconds"], target)
+             for target in TARGETS}  # fmt: skip
+    curve = rising(held_out)
+    for name, key, value in (
+        ("held_out_at_end", "seconds", SECONDS), ("held_out_at_tokens", "tokens", TOKENS),
+        ("held_out_at_updates", "update", UPDATES),
+    ):  # fmt: skip
+        found[name] = float(np.interp(value, at[key], curve))
+    # The first batches are of the start: nothing is carried into them.
+    later = updates[3:]
+    total = sum(line["tokens"] for line in later)
+    for name in ("off_policy", "age", "masked", "entropy", "truncated", "clipped", "ratio_sd"):
+        found[name] = sum(line[name] * line["tokens"] for line in later) / total
+    for name in ("length", "capped", "waits_s", "trains_s", "refit_s"):
+        found[name] = sum(line[name] for line in later) / len(later)
+    found["updates"] = len(updates)
+    found["oldest"] = cell["summary"]["staleness"]["max"]
+    found["drawn_length_minus"] = cell["summary"]["bias"]["bias_estimate"]
+    return found
+
+
+def checks(found: list[dict[str, Any]]) -> list[str]:
+    """What is wrong in the runs' own summaries: wrong versions, lost rollouts, restarts."""
+    wrong: list[str] = []
+    for cell in found:
+        name = f"{cell['arm']} {cell['seed']}"
+        rollouts = cell["summary"]["rollouts"]
+        inexact = sum(line["inexact"] for line in cell["updates"])
+        for what, count in (
+            ("rollouts without exact versions", inexact), ("lost rollouts", rollouts["lost"]),
+            ("rollouts delivered twice", rollouts["duplicated"]),
+            ("rollouts dropped", sum(rollouts["dropped"].values())),
+            ("lost engines", cell["lost_engines"]),
+            ("restarts that were not ours", cell["opened"] - 1 - cell["resumed"]),
+        ):  # fmt: skip
+            if count:
+                wrong.append(f"{name}: {count} {what}")
+    return wrong
+
+
+def law(lines: list[dict[str, Any]], rate: float, target: float = 0.7) -> dict[str, Any]:
+    """How useful a token of an age is: updates to the target when fresh, over those of the age."""
+    curves: dict[tuple[bool, int, int], list[tuple[int, float]]] = defaultdict(list)
+    for line in lines:
+        if line["block"] == "lag" and line["lr"] == rate and "held_out" in line:
+            key = (line["corrected"], line["lag"], line["seed"])
+            curves[key].append((line["update"], line["held_out"]))
+    result: dict[str, Any] = {}
+    for corrected in (True, False):
+        needed = {}
+        ends = {}
+        for lag in LAGS:
+            own = [curves[key] for key in curves if key[:2] == (corrected, lag)]
+            # A seed that never comes there counts as one that comes at the last update.
+            needed[lag] = [
+                min(reached([y for _, y in curve], [x for x, _ in curve], target), curve[-1][0])
+                for curve in own
+            ]
+            ends[lag] = [float(np.mean([y for _, y in curve[-3:]])) for curve in own]
+        rows = [
+            {"lag": lag, "updates": interval([needed[lag]]), "end": interval([ends[lag]]),
+             "worst_end": min(ends[lag]),
+             "usefulness": interval([needed[0], needed[lag]], lambda a, b: a / b)}
+            for lag in LAGS
+        ]  # fmt: skip
+
+        def slope(*means: Any) -> Any:
+            """Least squares for log usefulness = -slope * age, through 0."""
+            logs = [np.log(mean / means[0]) for mean in means]
+            over = sum(lag * value for lag, value in zip(LAGS, logs, strict=True))
+            return over / sum(lag**2 for lag in LAGS)
+
+        result["corrected" if corrected else "uncorrected"] = {
+            "rows": rows, "slope": interval([needed[lag] for lag in LAGS], slope),
+        }  # fmt: skip
+    return result
+
+
+def conditions(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conditions of the blocks carry and likeness: the mean of the last evaluations."""
+    held: dict[tuple[Any, ...], dict[int, list[tuple[int, float]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    off: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for line in lines:
+        if line["block"] == "lag":
+            continue
+        key = (line["block"], line["open"], line["kept"], line["sorted"], line["corrected"])
+        if "held_out" in line:
+            held[key][line["seed"]].append((line["update"], line["held_out"]))
+        elif line["update"] > 4:
+            off[key].append(line["stale"] / line["tokens"])
+    return [
+        {
+            "block": key[0], "open": key[1], "kept": key[2], "sorted": key[3],
+            "corrected": key[4], "off_policy": float(np.mean(off[key])),
+            "updates_to_0.7": interval([[
+                reached([y for _, y in c], [x for x, _ in c], 0.7) for c in seeds.values()
+            ]]),
+            "end": interval([[float(np.mean([y for _, y in c[-3:]])) for c in seeds.values()]]),
+        }
+        for key, seeds in sorted(held.items())
+    ]  # fmt: skip
+
+
+def result() -> dict[str, Any]:
+    """Everything that README.md and the notebook say."""
+    found, lines = cells(), ages()
+    steps = [json.loads(line) for line in (HERE / "raw" / "steps.jsonl").read_text().splitlines()]
+    everything = {
+        "arms": table(found),
+        "wrong": checks(found),
+        "resumed": [f"{each['arm']} {each['seed']}" for each in found if each["resumed"]],
+        "law": {"3e-4": law(lines, 3e-4), "1e-3": law(lines, 1e-3)},
+        "conditions": conditions(lines),
+        "step_ms": {str(step["running"]): 1000 * step["seconds"] for step in steps},
+    }
+    return json.loads(json.dumps(everything), parse_float=lambda text: float(f"{float(text):.4g}"))
+
+
+def curves(found: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """The mean held-out reward of each arm over seconds."""
+    grid = np.linspace(0, SECONDS, 73)
+    return {
+        arm: (grid, np.mean([
+            np.interp(grid, [e["seconds"] for e in cell["evaluations"]],
+                      [e["held_out"] for e in cell["evaluations"]])
+            for cell in found if cell["arm"] == arm
+        ], axis=0))
+        for arm in ARMS
+    }  # fmt: skip
+
+
+def picture(axes: Any) -> None:
+    """Held-out reward over the wall clock: the mean of each arm, and each evaluation."""
+    colours = dict(zip(ARMS, ("#2b2d42", "#8d99ae", "#d1495b", "#edae49", "#00798c", "#7b2cbf"),
+                       strict=True))  # fmt: skip
+    found = cells()
+    for arm, (x, y) in curves(found).items():
+        axes.plot(x, y, color=colours[arm], label=NAMES[arm])
+        for cell in found:
+            if cell["arm"] == arm:
+                axes.plot([e["seconds"] for e in cell["evaluations"]],
+                          [e["held_out"] for e in cell["evaluations"]], ".", markersize=4,
+                          alpha=0.4, color=colours[arm])  # fmt: skip
+    axes.set(xlabel="seconds of generation and training", ylabel="held-out problems solved",
+             ylim=(0.35, 0.95), xlim=(0, 39))  # fmt: skip
+    axes.legend(frameon=False, loc="lower right")
+
+
+def law_picture(axes: Any, rate: float = 3e-4) -> None:
+    """Usefulness of a token by its age, with the bootstrap intervals."""
+    for kind, colour in (("corrected", "#00798c"), ("uncorrected", "#d1495b")):
+        rows = law(ages(), rate)[kind]["rows"]
+        means = [row["usefulness"]["mean"] for row in rows]
+        spread = [[m - row["usefulness"]["low"] for m, row in zip(means, rows, strict=True)],
+                  [row["usefulness"]["high"] - m for m, row in zip(means, rows, strict=True)]]  # fmt: skip
+        axes.errorbar(LAGS, means, np.maximum(spread, 0), fmt="o-", capsize=3, color=colour,
+                      label="decoupled PPO" if kind == "corrected" else "clip around the sampler")  # fmt: skip
+    axes.axhline(1, color="#aaaaaa", linewidth=0.8)
+    axes.set(xlabel="age of every token, in updates", ylabel="usefulness of a token",
+             ylim=(0, 1.3))  # fmt: skip
+    axes.legend(frameon=False)
+
+
+def main() -> None:
+    import matplotlib.pyplot as plt
+
+    everything = result()
+    (HERE / "result.json").write_text(json.dumps(everything, indent=1) + "\n")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    picture(left)
+    law_picture(right)
+    figure.savefig(HERE / "learning.png", dpi=120)
+    for arm, row in everything["arms"].items():
+        shown = {}
+        for name, value in row.items():
+            shown[name] = (
+                value if name == "seeds" else "{mean:.4g} [{low:.4g}, {high:.4g}]".format(**value)
+            )
+        print(NAMES[arm], json.dumps(shown, indent=1))
+    print(everything["wrong"], everything["resumed"], everything["step_ms"])
+    for rate, kinds in everything["law"].items():
+        for kind, each in kinds.items():
+            print(rate, kind, each["slope"])
+            for row in each["rows"]:
+                print("  ", json.dumps(row))
+    for row in everything["conditions"]:
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,383 @@
+"""Trains one policy under several schedules, each for the same time, on one GPU's server.
+
+    PYTHONPATH=.:examples/grpo python experiments/learning/campaign.py --out DIRECTORY \
+        --work DIRECTORY --cells waiting:1,april:1 --seconds 60
+
+See README.md in this folder. The trainer is examples/grpo's. One server runs all cells of a list
+one after the other; each begins with the same weights. A cell that was killed goes on when the
+same list is given again with the same ``--work``, in this or in a later call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import urllib.request
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import train
+from countdown import EOS, problems, question, score
+from transformers.utils.logging import disable_progress_bar
+
+from aprilsched import DiskPublisher, SchedulerConfig, SGLangFleet
+from aprilsched.analysis.rebuild import remainder_of
+from aprilsched.blocking import RolloutScheduler
+from aprilsched.core.messages import facts
+from aprilsched.engines.sglang.engine import SGLangEngine
+from aprilsched.planning import Planner
+from aprilsched.presets import PRESETS
+from aprilsched.store import SqliteStore
+from aprilsched.telemetry.event_log import EventLog
+from aprilsched.telemetry.event_log.reading import replay
+from aprilsched.telemetry.run_state import RunState
+from aprilsched.telemetry.summary import Summary
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+Change = Callable[[SchedulerConfig], SchedulerConfig]
+
+
+def preset(name: str, **more: Any) -> Change:
+    return lambda config: replace(PRESETS[name](config), **more)
+
+
+# SGLang 0.5.17 cannot flush its cache while requests wait inside, so stragglers are called back.
+ARMS: dict[str, tuple[Change, bool]] = {
+    "waiting": (preset("sync", straggler="abort"), False),
+    "streamed": (preset("sync", straggler="abort"), True),
+    "april": (preset("april", straggler="abort"), False),
+    "areal": (preset("areal", straggler="abort"), False),
+    "auto": (preset("auto", straggler="abort"), False),
+    "auto-kept": (preset("auto", straggler="in_place"), False),
+}
+"""Settings of each arm, and whether its trainer takes groups from a stream."""
+if "rollpacker" in PRESETS:
+    ARMS["rollpacker"] = (preset("rollpacker", straggler="abort"), False)
+
+
+# --- the server ----------------------------------------------------------------------------------
+
+
+class SpansEngine(SGLangEngine):
+    """A server that spans_server.py started: it tells the version of each token."""
+
+    async def open(self) -> None:
+        await super().open()
+        can = replace(self._facts.capabilities, version_spans=True)
+        self._facts = replace(self._facts, capabilities=can)
+
+
+class SpansFleet(SGLangFleet):
+    """Servers that spans_server.py started."""
+
+    def _engine(self, url: str) -> SGLangEngine:
+        return SpansEngine(url, stream_interval=self._stream_interval)
+
+
+class Server:
+    """One SGLang server, in a process group of its own."""
+
+    def __init__(self, options: argparse.Namespace, log: Path) -> None:
+        self._log, self._known = log, options.work / "server.json"
+        self._process: subprocess.Popen[bytes] | None = None
+        if self._known.exists() and self._still_there():
+            return
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = 20_000 + probe.getsockname()[1] % 10_000
+        self.url = f"http://127.0.0.1:{port}"
+        cpu = options.cpu
+        settings = {
+            "--model-path": options.model,
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--weight-version": "0",
+            "--dtype": "float32" if cpu else options.dtype,
+            "--attention-backend": "torch_native" if cpu else "triton",
+            "--max-running-requests": 128 if cpu else 512,
+            "--max-total-tokens": 65_536 if cpu else 600_000,
+            "--mem-fraction-static": 0.3,
+            "--stream-interval": 16 if cpu else 64,
+            "--random-seed": 1,
+        }
+        flags = ["--skip-tokenizer-init", "--disable-overlap-schedule"]
+        flags += ["--incremental-streaming-output", "--skip-server-warmup"]
+        if cpu:
+            flags += ["--device", "cpu"]
+        else:
+            flags += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
+            flags += ["--cuda-graph-backend-prefill", "disabled", "--cuda-graph-bs-decode"]
+            flags += [str(size) for size in (1, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)]
+        python = options.server_python or sys.executable
+        paths = [str(HERE), *options.server_path, os.environ.get("PYTHONPATH", "")]
+        command = [python, str(HERE / "spans_server.py"), *flags]
+        command += [str(part) for pair in settings.items() for part in pair]
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": ":".join(paths)}, start_new_session=True,
+            )  # fmt: skip
+        self.pid = self._process.pid
+        self._known.write_text(json.dumps({"url": self.url, "pid": self.pid}))
+
+    def _still_there(self) -> bool:
+        """Take over the server of an earlier call, which may wait in a pause."""
+        known = json.loads(self._known.read_text())
+        self.url, self.pid = known["url"], known["pid"]
+        try:
+            self.call("/continue_generation")
+            self.call("/abort_request", rid="", abort_all=True)
+        except OSError:
+            return False
+        return True
+
+    def wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self._process is not None and self._process.poll() is not None:
+                break
+            try:
+                self.call("/generate", input_ids=[[5, 6]], sampling_params={"max_new_tokens": 2})
+                return
+            except OSError:
+                time.sleep(0.5)
+        raise RuntimeError(f"no server:\n{self._log.read_text(errors='replace')[-6000:]}")
+
+    def call(self, path: str, **body: Any) -> Any:
+        request = urllib.request.Request(  # noqa: S310
+            self.url + path, data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )  # fmt: skip
+        with urllib.request.urlopen(request, timeout=300) as answer:  # noqa: S310
+            content = answer.read()
+        return json.loads(content) if content.startswith((b"{", b"[")) else content
+
+    def load(self, model: Path | str) -> None:
+        """Load weights, as those of version 0."""
+        self.call("/flush_cache")
+        loaded = self.call("/update_weights_from_disk", model_path=str(model), weight_version="0",
+                           flush_cache=True)  # fmt: skip
+        assert loaded["success"], loaded
+
+    def held_out(self, options: argparse.Namespace) -> dict[str, float]:
+        """The share of the held-out problems that the present weights solve."""
+        asked = list(islice(problems(10_007, held_out=True), options.held_out))
+        answers = self.call(
+            "/generate",
+            input_ids=[question(problem) for problem in asked],
+            sampling_params={"max_new_tokens": options.cap, "temperature": 1.0,
+                             "stop_token_ids": [EOS]},
+        )  # fmt: skip
+        told = [answer["output_ids"] for answer in answers]
+        solved = [score(tokens, problem) for tokens, problem in zip(told, asked, strict=True)]
+        return {
+            "held_out": sum(solved) / len(solved),
+            "length": sum(map(len, told)) / len(told),
+            "capped": sum(len(tokens) >= options.cap for tokens in told) / len(told),
+        }
+
+    def steps(self, running: int, tokens: int) -> float:
+        """Seconds of a decode step of so many requests."""
+        began = time.monotonic()
+        self.call("/generate", input_ids=[[5, 6, 7]] * running,
+                  sampling_params={"max_new_tokens": tokens, "ignore_eos": True})  # fmt: skip
+        return (time.monotonic() - began) / tokens
+
+    def stop(self) -> None:
+        for kind in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.pid, kind)
+                if self._process is not None:
+                    self._process.wait(10)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+
+# --- a cell --------------------------------------------------------------------------------------
+
+
+class Checkpoints(train.Log):
+    """The run's log, which also keeps the weights at fixed times of the run's own clock."""
+
+    def __init__(self, options: argparse.Namespace, trainer: train.Trainer) -> None:
+        super().__init__(options, prints=False)
+        self._trainer = trainer
+        self.folder = options.out / "checkpoints"
+        self._every = options.seconds / options.evaluations
+
+    def update(self, number: int, found: Any, **times: float) -> None:
+        before = self.seconds
+        super().update(number, found, **times)
+        if before // self._every != self.seconds // self._every:
+            self._trainer.model.save_pretrained(self.folder / str(number))
+
+
+class Schedules:
+    """Notes what auto chose, and engines that were lost."""
+
+    def __init__(self) -> None:
+        self.chosen: list[str] = []
+        self.lost = self.opened = 0
+
+    def on_facts(self, new: list[Any], now: float) -> None:
+        for fact in new:
+            if isinstance(fact, facts.ScheduleChanged):
+                self.chosen.append(str(fact.schedule))
+            self.lost += isinstance(fact, facts.EngineLost)
+            self.opened += isinstance(fact, facts.RunOpened)
+
+
+def run(
+    server: Server, given: argparse.Namespace, arm: str, seed: int, seconds: float
+) -> dict[str, Any]:
+    """Train one cell to its end; returns what is to be kept of it."""
+    change, streamed = ARMS[arm]
+    folder = given.work / f"{arm}-{seed}"
+    resumed = (folder / "events.jsonl").exists()
+    options = train.arguments([
+        "--engine", server.url, "--model", given.model, "--out", str(folder),
+        "--updates", "100000", "--groups", str(given.groups), "--size", str(given.size),
+        "--cap", str(given.cap), "--max-staleness", str(given.max_staleness),
+        "--stream" if streamed else "--no-stream", "--micro", str(given.micro),
+        "--evaluate-every", "0", "--seconds", str(seconds), "--seed", str(seed),
+    ])  # fmt: skip
+    options.evaluations = given.evaluations
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    server.load(given.model)
+    trainer = train.Trainer(options)
+    publisher = DiskPublisher(folder / "weights", save=trainer.model.save_pretrained)
+    log = Checkpoints(options, trainer)
+    config = change(train.configuration(options))
+    events = EventLog(folder / "events.jsonl", append=resumed)
+    with RolloutScheduler(
+        SpansFleet(options.engine, stream_interval=16 if given.cpu else 64),
+        train.prompts(seed),
+        reward=train.reward,
+        config=config,
+        planner=Planner(max_running=128 if given.cpu else 512),
+        store=SqliteStore(folder / "rollouts.sqlite"),
+        listeners=[events],
+    ) as rollouts:
+        events.start(batches=rollouts.state.in_flight.counters.batches)
+        train.train(rollouts, trainer, publisher, log)
+    events.close()
+    state, noted = RunState(), Schedules()
+    summary = Summary(trainer_waits=config.pace == "synchronous")
+    summary.ledger, summary.warns = state.ledger, False
+    replay(folder / "events.jsonl", [state, summary, noted])
+    figures = msgspec.to_builtins(summary.result(remainder_of(state), clock="wall"))
+    figures.pop("per_batch", None)
+    evaluated = [{"seconds": 0.0, "update": 0, "tokens": 0}]
+    lines = log.lines()
+    for number in sorted(int(each.name) for each in log.folder.glob("*")):
+        past = [line for line in lines if line["update"] <= number]
+        evaluated.append({
+            "seconds": past[-1]["seconds"], "update": number,
+            "tokens": sum(line["tokens"] for line in past),
+        })  # fmt: skip
+    for each in evaluated:
+        number = each["update"]
+        server.load(log.folder / str(number) if number else given.model)
+        each |= server.held_out(given)
+    return {
+        "arm": arm, "seed": seed, "resumed": resumed, "opened": noted.opened, "lost_engines":
+        noted.lost, "chosen": noted.chosen, "updates": lines, "evaluations": evaluated,
+        "summary": figures,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--work", type=Path, required=True, help="folder of unfinished cells")
+    parser.add_argument("--cells", required=True, help="ARM:SEED,ARM:SEED@SECONDS,…")
+    parser.add_argument("--name", default="results", help="name of the results' file")
+    parser.add_argument("--until", type=float, default=float("inf"), help="Unix time of the end")
+    parser.add_argument("--model", default=str(ROOT / "examples" / "grpo" / "policy"))
+    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each cell, by its clock")
+    parser.add_argument("--evaluations", type=int, default=8)
+    parser.add_argument("--held-out", type=int, default=512)
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--size", type=int, default=8)
+    parser.add_argument("--cap", type=int, default=1024)
+    parser.add_argument("--micro", type=int, default=4)
+    parser.add_argument("--max-staleness", type=int, default=8)
+    parser.add_argument("--last", action="append", default=[], help="cell for what time is left")
+    parser.add_argument("--reserve", type=float, default=15.0, help="seconds of a cell's rest")
+    parser.add_argument("--stays", action="store_true", help="leave the server for another call")
+    parser.add_argument("--probe", action="store_true", help="measure step times first")
+    parser.add_argument("--cpu", action="store_true", help="a small form, without a GPU")
+    parser.add_argument("--server-python", help="another Python for the server")
+    parser.add_argument("--server-path", action="append", default=[], help="its PYTHONPATH")
+    given = parser.parse_args()
+    disable_progress_bar()
+    for folder in (given.out, given.work):
+        folder.mkdir(parents=True, exist_ok=True)
+    began = time.time()
+    notes = (given.out / f"{given.name}.jsonl").open("a")
+
+    def note(**line: Any) -> None:
+        notes.write(json.dumps({"kind": "note", "at": round(time.time(), 2), **line}) + "\n")
+        notes.flush()
+        shown = {k: v for k, v in line.items() if not isinstance(v, dict | list)}
+        print(round(time.time() - began, 1), shown, flush=True)
+
+    server = Server(given, given.work / "server.log")
+    try:
+        server.wait(400)
+        note(kind="boot", seconds=time.time() - began)
+        server.steps(256 if not given.cpu else 4, 16)
+        if given.probe:
+            for running in (1, 4, 32, 64, 128, 256, 384, 512):
+                server.steps(running, 8)
+                note(kind="step", running=running, seconds=server.steps(running, 200))
+        cells = [(cell, False) for cell in given.cells.split(",")]
+        cells += [(cell, True) for cell in given.last]
+        longest = given.reserve
+        for cell, last in cells:
+            name, _, own = cell.partition("@")
+            arm, seed = name.split(":")
+            done = given.work / f"{arm}-{seed}.done"
+            seconds = float(own or given.seconds)
+            needed = seconds + longest
+            if done.exists() or (not last and time.time() + needed > given.until):
+                continue
+            start = time.time()
+            try:
+                result = run(server, given, arm, int(seed), seconds)
+            except Exception as error:
+                note(kind="failed", arm=arm, seed=seed, error=f"{type(error).__name__}: {error}")
+                traceback.print_exc()
+                continue
+            took = time.time() - start
+            longest = max(longest, took - seconds)
+            note(kind="cell", name=given.name, took=took, **result)
+            final = result["updates"][-1]
+            print({k: final[k] for k in ("seconds", "update", "reward", "waits_s", "trains_s",
+                   "refit_s", "mismatch", "off_policy", "length")},
+                  [each["held_out"] for each in result["evaluations"]], flush=True)  # fmt: skip
+            done.touch()
+            shutil.rmtree(given.work / f"{arm}-{seed}")
+    finally:
+        if not given.stays:
+            server.stop()
+
+
+if __name__ == "__main__":
+    main()
