@@ -23,7 +23,7 @@ NAMES = {
     "waiting": "waiting", "streamed": "waiting, streamed", "april": "APRIL", "areal": "AReaL",
     "auto": "auto, recompute", "auto-kept": "auto, KV kept",
 }  # fmt: skip
-TARGETS = (0.65, 0.7, 0.75)
+TARGETS = (0.65, 0.7)
 TOKENS, UPDATES, SECONDS = 500_000, 15, 36.0
 LAGS = (0, 1, 2, 4, 8, 16)
 _SAMPLES = 10_000
@@ -256,14 +256,67 @@ def law_picture(axes: Any, rate: float = 3e-4) -> None:
     for kind, colour in (("corrected", "#00798c"), ("uncorrected", "#d1495b")):
         rows = law(ages(), rate)[kind]["rows"]
         means = [row["usefulness"]["mean"] for row in rows]
-        spread = [[m - row["usefulness"]["low"] for m, row in zip(means, rows, strict=True)],
-                  [row["usefulness"]["high"] - m for m, row in zip(means, rows, strict=True)]]  # fmt: skip
-        axes.errorbar(LAGS, means, np.maximum(spread, 0), fmt="o-", capsize=3, color=colour,
-                      label="decoupled PPO" if kind == "corrected" else "clip around the sampler")  # fmt: skip
+        below = [row["usefulness"]["mean"] - row["usefulness"]["low"] for row in rows]
+        above = [row["usefulness"]["high"] - row["usefulness"]["mean"] for row in rows]
+        label = "decoupled PPO" if kind == "corrected" else "clip around the sampling policy"
+        axes.errorbar(LAGS, means, (below, above), fmt="o-", capsize=3, color=colour, label=label)
     axes.axhline(1, color="#aaaaaa", linewidth=0.8)
     axes.set(xlabel="age of every token, in updates", ylabel="usefulness of a token",
              ylim=(0, 1.3))  # fmt: skip
     axes.legend(frameon=False)
+
+
+def _cell(value: dict[str, float], digits: str) -> str:
+    return f"{value['mean']:{digits}} ({value['low']:{digits}} to {value['high']:{digits}})"
+
+
+def markdown(everything: dict[str, Any]) -> str:
+    """The tables of README.md."""
+    arms = everything["arms"]
+    lines = ["| | " + " | ".join(NAMES[arm] for arm in ARMS) + " |", "|---" * 7 + "|"]
+    rows = (
+        ("seconds to 0.65", "seconds_to_0.65", ".1f"), ("seconds to 0.70", "seconds_to_0.7", ".1f"),
+        ("of waiting's", "seconds_to_0.7_of_waiting", ".2f"),
+        ("of APRIL's", "seconds_to_0.7_of_april", ".2f"),
+        ("updates in 36 s", "updates", ".1f"),
+        ("held-out after 36 s", "held_out_at_end", ".3f"),
+        ("held-out after 500,000 tokens", "held_out_at_tokens", ".3f"),
+        ("held-out after 15 updates", "held_out_at_updates", ".3f"),
+        ("off-policy share", "off_policy", ".2f"), ("mean age, updates", "age", ".2f"),
+        ("oldest token", "oldest", ".1f"), ("sd of the ratio", "ratio_sd", ".4f"),
+        ("clipped share", "clipped", ".5f"), ("truncated share", "truncated", ".6f"),
+        ("entropy, nats", "entropy", ".3f"),
+        ("mean length", "length", ".0f"), ("at the cap", "capped", ".3f"),
+        ("length bias", "drawn_length_minus", "+.3f"),
+        ("waits for tokens, s", "waits_s", ".2f"), ("trains, s", "trains_s", ".2f"),
+        ("refit, s", "refit_s", ".3f"),
+    )  # fmt: skip
+    lines.append("| seeds | " + " | ".join(str(arms[arm]["seeds"]) for arm in ARMS) + " |")
+    for title, name, digits in rows:
+        found = " | ".join(_cell(arms[arm][name], digits) for arm in ARMS)
+        lines.append(f"| {title} | {found} |")
+    lines += ["", "| age of every token | " + " | ".join(map(str, LAGS)) + " |", "|---" * 7 + "|"]
+    for rate, kinds in everything["law"].items():
+        for kind, title in (("corrected", "decoupled"), ("uncorrected", "clip")):
+            for name, what in (("usefulness", "usefulness"), ("end", "held-out at the end")):
+                found = " | ".join(_cell(row[name], ".2f") for row in kinds[kind]["rows"])
+                lines.append(f"| {title}, {rate}: {what} | {found} |")
+    lines += ["", "| condition | off-policy share | corrected: updates to 0.70 | at the end "
+              "| uncorrected: updates to 0.70 | at the end |", "|---" * 6 + "|"]  # fmt: skip
+    by_key = {(c["block"], c["open"], c["kept"], c["sorted"], c["corrected"]): c
+              for c in everything["conditions"]}  # fmt: skip
+    for key in sorted({key[:4] for key in by_key}):
+        block, ratio, kept, likeness = key
+        title = f"{ratio:g} batches open, KV {'kept' if kept else 'recomputed'}"
+        if block == "likeness":
+            title = f"four batches, {'cut by length' if likeness else 'mixed'}"
+        yes, no = by_key[*key, True], by_key[*key, False]
+        found = " | ".join(
+            f"{_cell(each['updates_to_0.7'], '.1f')} | {_cell(each['end'], '.3f')}"
+            for each in (yes, no)
+        )
+        lines.append(f"| {title} | {yes['off_policy']:.2f} | {found} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -275,21 +328,11 @@ def main() -> None:
     picture(left)
     law_picture(right)
     figure.savefig(HERE / "learning.png", dpi=120)
-    for arm, row in everything["arms"].items():
-        shown = {}
-        for name, value in row.items():
-            shown[name] = (
-                value if name == "seeds" else "{mean:.4g} [{low:.4g}, {high:.4g}]".format(**value)
-            )
-        print(NAMES[arm], json.dumps(shown, indent=1))
-    print(everything["wrong"], everything["resumed"], everything["step_ms"])
+    print(markdown(everything))
+    print("wrong:", everything["wrong"] or "nothing", "resumed:", everything["resumed"])
     for rate, kinds in everything["law"].items():
         for kind, each in kinds.items():
-            print(rate, kind, each["slope"])
-            for row in each["rows"]:
-                print("  ", json.dumps(row))
-    for row in everything["conditions"]:
-        print(json.dumps(row))
+            print(f"{rate}, {kind}: usefulness = exp(-age * {_cell(each['slope'], '.3f')})")
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ def notebook(script: Path) -> Any:
     return nbformat.read(script.with_suffix(".ipynb"), as_version=4)
 
 
-def test_there_are_six_pairs_and_nothing_else():
-    assert [path.stem[:2] for path in PAIRS] == ["01", "02", "03", "04", "05", "06"]
+def test_there_are_seven_pairs_and_nothing_else():
+    assert [path.stem[:2] for path in PAIRS] == ["01", "02", "03", "04", "05", "06", "07"]
     notebooks = sorted(NOTEBOOKS.glob("*.ipynb"))
     assert notebooks == [path.with_suffix(".ipynb") for path in PAIRS]
 

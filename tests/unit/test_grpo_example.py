@@ -91,8 +91,10 @@ def test_packed_responses_do_not_attend_to_each_other_and_the_loss_has_a_gradien
     )
     group = Group(group_id=1, prompt=Prompt(input_ids=np.array(asked)), rollouts=rollouts)
     figures = trainer.accumulate(Batch(index=0, version=0, groups=(group,)), 1.0)
-    assert figures["mismatch"] < 1e-5
-    assert figures["reward"] == 0.5
+    assert figures["mismatch"] / figures["fresh"] < 1e-5
+    assert figures["fresh"] == figures["tokens"] == len(right) + 6
+    assert figures["reward"] / figures["rollouts"] == 0.5
+    assert figures["stale"] == figures["inexact"] == 0
     before = trainer.logprobs(*_row(torch, asked + right))[len(asked) :].sum()
     trainer.step()
     # The response with the higher reward has become more probable.
@@ -123,3 +125,37 @@ def _rollout(
         finish_reason="stop",
         reward=reward,
     )
+
+
+def test_groups_of_one_backward_pass_count_as_they_do_alone(example: Any, tmp_path: Path):
+    import torch
+
+    options = argparse.Namespace(
+        model=str(EXAMPLE / "policy"), out=tmp_path, lr=1e-3, max_staleness=4
+    )
+    trainer = example.train.Trainer(options)
+    trainer.model.to("cpu")
+    trainer.device = "cpu"
+    task = example.countdown
+    asked = task.question(((3, 7, 12), 16))
+    right = [*attempt(task, 3, 12, 7, 19, 16, target=16), task.YES, task.EOS]
+    groups = tuple(
+        Group(
+            group_id=1,
+            prompt=Prompt(input_ids=np.array(asked)),
+            rollouts=tuple(
+                _rollout(trainer, torch, asked, right[:length], index, reward)
+                for index, (length, reward) in enumerate(zip(lengths, rewards, strict=True))
+            ),
+        )
+        # A group of long responses, one of short ones, and one without a gradient.
+        for lengths, rewards in (((15, 14), (1.0, 0.0)), ((3, 4), (0.0, 1.0)), ((5, 6), (1.0, 1.0)))
+    )
+    gradients: list[Any] = []
+    for parts in ([groups], [groups[:1], groups[1:2], groups[2:]]):
+        for part in parts:
+            trainer.accumulate(Batch(index=0, version=0, groups=part), 1 / 3)
+        gradients.append([weights.grad.clone() for weights in trainer.model.parameters()])
+        trainer.optimizer.zero_grad()
+    for together, alone in zip(*gradients, strict=True):
+        torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-3)
