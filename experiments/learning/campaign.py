@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
@@ -168,7 +169,15 @@ class Server:
 
     def load(self, model: Path | str) -> None:
         """Load weights, as those of version 0."""
-        self.call("/flush_cache")
+        until = time.monotonic() + 60
+        while True:
+            try:
+                self.call("/flush_cache")
+                break
+            except urllib.error.HTTPError:  # what was called back is still running
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
         loaded = self.call("/update_weights_from_disk", model_path=str(model), weight_version="0",
                            flush_cache=True)  # fmt: skip
         assert loaded["success"], loaded
