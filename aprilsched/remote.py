@@ -430,8 +430,8 @@ class Served:
     def __init__(self) -> None:
         self._scheduler: AsyncRolloutScheduler | None = None
         self._calls: dict[int, asyncio.Task[Any]] = {}
-        self._on_its_way: int | None = None
-        """Number of the batch that the trainer's side was sent and has not taken."""
+        self._on_its_way: Batch | None = None
+        """The batch, or the part of one, that the trainer's side was sent and has not taken."""
         self._blocks: list[AbstractAsyncContextManager[Any]] = []
         self._update: tuple[Handshake, asyncio.Task[RefitReport]] | None = None
         """The update whose weights the trainer's side is loading."""
@@ -475,7 +475,7 @@ class Served:
 
     async def offered(self, within: float | None, *, streamed: bool = False) -> Batch:
         batch = await blocking.offered(self._opened, within, streamed=streamed)
-        self._on_its_way = batch.index
+        self._on_its_way = batch
         return batch
 
     async def state(self) -> SchedulerState:
@@ -537,7 +537,7 @@ class Served:
 
     def take(self, index: int) -> None:
         # What became of a batch may be known already when this arrives.
-        if index == self._on_its_way:
+        if self._on_its_way is not None and index == self._on_its_way.index:
             self._on_its_way = None
             self._opened._take()  # pyright: ignore[reportPrivateUsage]
 

@@ -1,7 +1,8 @@
 """Lets a run continue after its process has ended: saves it, resumes it, writes checkpoints.
 
 Without a store, a batch is offered to the trainer at once and is then forgotten. With a store, a
-batch is offered when the store has it, and is kept until the trainer acknowledges it.
+batch, or a group of a streamed one, is offered when the store has it, and a batch is kept until the
+trainer acknowledges it.
 """
 
 from __future__ import annotations
@@ -141,12 +142,13 @@ class Durability:
     # --- batches -------------------------------------------------------------------------------
 
     def offer(self, command: Offer) -> None:
-        """Offer a batch to the trainer when the store has it."""
-        offered = command.offered
-        if self._recorder is None or not offered.complete:
+        """Offer a batch, or a part of one, to the trainer when the store has it."""
+        batch = offered = command.offered
+        if self._recorder is None:
             self._waits.show(offered)
             return
-        batch = replace(offered, receipt=Receipt(lambda: self.acknowledge((offered.index,))))
+        if offered.complete:
+            batch = replace(offered, receipt=Receipt(lambda: self.acknowledge((offered.index,))))
 
         def show() -> None:
             # A new version may have arrived while the batch was written.

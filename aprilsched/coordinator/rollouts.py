@@ -228,10 +228,10 @@ class RolloutScheduler(TakesBatches):
         used before the next update."""
         self._session.weights_unknown = True
 
-    def _trainer_has(self, batches: Iterable[int]) -> None:
-        """Say which batches the trainer has that were not acknowledged. The others of them are
-        delivered again."""
-        self._feed(ev.TrainerReturned(batches=tuple(batches)))
+    def _trainer_has(self, batches: Iterable[int], groups: Iterable[int] = ()) -> None:
+        """Say which batches the trainer has that were not acknowledged, and which groups of a batch
+        that it takes group by group. The others of them are delivered again."""
+        self._feed(ev.TrainerReturned(batches=tuple(batches), groups=tuple(groups)))
 
     async def evaluate(self, prompts: Iterable[Prompt], *, group_size: int = 1) -> Batch:
         """Generate all responses to `prompts` on the same engines, under one version.

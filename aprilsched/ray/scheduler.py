@@ -52,7 +52,7 @@ from collections.abc import (
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from aprilsched.coordinator import BiasNow, RefitReport
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
@@ -217,6 +217,12 @@ class ActorScheduler(RemoteScheduler, TakesBatches):
         self._held: dict[int, bool] = {}
         """Batches that the trainer has, and whether it has acknowledged each. Those that the
         scheduler has said to be acknowledged are forgotten."""
+        self._part: Batch | None = None
+        """What the scheduler has offered last: a batch, or a part of one."""
+        self._streamed: set[int] = set()
+        """Groups that the trainer has of a batch that it takes group by group."""
+        self._streamed_of = 0
+        """Number of that batch."""
         self._telling: asyncio.Task[None] | None = None
         self._attaching = asyncio.Lock()
         self._unsure = False
@@ -281,7 +287,10 @@ class ActorScheduler(RemoteScheduler, TakesBatches):
                     self._actor = await asyncio.to_thread(named, self.name, self._namespace)
                     if self._actor is not None:
                         answer: _Answer = await self._actor.attach.remote(
-                            self._trainer, dict(self._held), unsure=self._unsure
+                            self._trainer,
+                            dict(self._held),
+                            (self._streamed_of, frozenset(self._streamed)),
+                            unsure=self._unsure,
                         )
                         error = None if answer.raised is None else answer.raised.again()
                         if error is None:
@@ -437,18 +446,13 @@ class ActorScheduler(RemoteScheduler, TakesBatches):
         return batch
 
     async def offered(self, within: float | None, *, streamed: bool = False) -> Batch:
-        if streamed:
-            raise ConfigError(
-                "a scheduler actor gives whole batches only, because its trainer may come back in "
-                "the middle of one; use next_batch()."
-            )
         loop = asyncio.get_running_loop()
         until = None if within is None else loop.time() + within
         while True:
             life = self._life
             left = None if until is None else max(0.0, until - loop.time())
             try:
-                return await self._offered_once(left)
+                return await self._offered_once(left, streamed=streamed)
             except _Away:
                 self._check_block()
                 try:
@@ -463,12 +467,23 @@ class ActorScheduler(RemoteScheduler, TakesBatches):
     async def _offered(self, *, streamed: bool = False) -> Batch:
         return await self.offered(None, streamed=streamed)
 
-    async def _offered_once(self, within: float | None) -> Batch:
-        return await super().offered(within)
+    async def _offered_once(self, within: float | None, *, streamed: bool) -> Batch:
+        self._part = await super().offered(within, streamed=streamed)
+        return self._part
 
     def _take(self) -> None:
-        if self._offer is not None:
-            self._held[self._offer] = False
+        part = self._part
+        if part is not None:
+            if self._streamed and part.index != self._streamed_of:
+                # An update, or a call for a whole batch, has ended the batch of the groups.
+                self._held[self._streamed_of] = False
+                self._streamed.clear()
+            if part.complete:
+                self._held[part.index] = False
+                self._streamed.clear()
+            else:
+                self._streamed_of = part.index
+                self._streamed.update(group.group_id for group in part.groups)
         super()._take()
 
     def _acknowledge(self, index: int) -> None:
@@ -677,6 +692,10 @@ class _Replaced(SchedulerClosed):
     """Another trainer has attached to the scheduler."""
 
 
+_Streamed: TypeAlias = tuple[int, frozenset[int]]
+"""A batch that the trainer takes group by group, and the groups that it has of it."""
+
+
 @dataclass(frozen=True, order=True)
 class _Trainer:
     """Who has attached: one object of one process. The later one is the greater one."""
@@ -722,8 +741,10 @@ class _SchedulerActor:
         self._thread = LoopThread("aprilsched-loop")
         self._life = _Life(order, restarted=restarted)
 
-    async def attach(self, trainer: _Trainer, held: Mapping[int, bool], *, unsure: bool) -> _Answer:
-        return await self._on_loop(self._life.attach(trainer, held, unsure=unsure))
+    async def attach(
+        self, trainer: _Trainer, held: Mapping[int, bool], streamed: _Streamed, *, unsure: bool
+    ) -> _Answer:
+        return await self._on_loop(self._life.attach(trainer, held, streamed, unsure=unsure))
 
     async def answer(
         self,
@@ -767,22 +788,25 @@ class _Life(Served):
 
     # --- who is attached -----------------------------------------------------------------------
 
-    async def attach(self, trainer: _Trainer, held: Mapping[int, bool], *, unsure: bool) -> _Answer:
-        """Let `trainer` use the scheduler; it has the batches `held`. Open the scheduler, if it is
-        not; with `unsure` its engines may have inconsistent weights."""
+    async def attach(
+        self, trainer: _Trainer, held: Mapping[int, bool], streamed: _Streamed, *, unsure: bool
+    ) -> _Answer:
+        """Let `trainer` use the scheduler; it has the batches `held` and the groups `streamed`.
+        Open the scheduler, if it is not; with `unsure` its engines may have inconsistent
+        weights."""
         try:
             if self._trainer is not None and trainer < self._trainer:
                 raise self._another()
             async with self._attaching:
-                await self._settle(held if trainer == self._trainer else None)
+                await self._settle((held, streamed[1]) if trainer == self._trainer else None)
                 if self._trainer != trainer:
                     self._replaced.set()
                     self._replaced = asyncio.Event()
                     self._trainer = trainer
                 if self._scheduler is None:
-                    await self._open(held, unsure=unsure)
+                    await self._open(held, streamed, unsure=unsure)
                 scheduler = self._opened
-                scheduler._trainer_has(held)  # pyright: ignore[reportPrivateUsage]
+                scheduler._trainer_has(held, streamed[1])  # pyright: ignore[reportPrivateUsage]
                 for index, acknowledged in held.items():
                     if acknowledged:
                         self.acknowledge(index)
@@ -805,19 +829,24 @@ class _Life(Served):
             await replaced.wait()
         return self._trainer is not None and trainer < self._trainer
 
-    async def _settle(self, held: Mapping[int, bool] | None) -> None:
-        """End what the trainer that was attached has left open. It has the batches `held`; None if
-        nobody knows that any more."""
+    async def _settle(self, has: tuple[Mapping[int, bool], frozenset[int]] | None) -> None:
+        """End what the trainer that was attached has left open. It has the batches and the groups
+        `has`; None if nobody knows that any more."""
         calls = list(self._calls.values())
         for call in calls:
             call.cancel()
         if calls:
             await asyncio.wait(calls)
         if self._on_its_way is not None:
-            index = self._on_its_way
-            # With a store it is delivered again; without one it would be gone.
-            if index in held if held is not None else self._opened._stored:  # pyright: ignore[reportPrivateUsage]
-                self.take(index)
+            part = self._on_its_way
+            if has is None:
+                # With a store it is delivered again; without one it would be gone.
+                taken = self._opened._stored  # pyright: ignore[reportPrivateUsage]
+            else:
+                groups = {group.group_id for group in part.groups}
+                taken = part.index in has[0] or (not part.complete and groups <= has[1])
+            if taken:
+                self.take(part.index)
             else:
                 self.hand_back()
         gone = RefitError("the trainer that was loading weights is gone.")
@@ -828,7 +857,7 @@ class _Life(Served):
             with suppress(Exception):
                 await self.leave(Raised.of(gone))
 
-    async def _open(self, held: Mapping[int, bool], *, unsure: bool) -> None:
+    async def _open(self, held: Mapping[int, bool], streamed: _Streamed, *, unsure: bool) -> None:
         order = self._order
         made: Any = order.make()
         if not isinstance(made, AsyncRolloutScheduler):
@@ -851,13 +880,16 @@ class _Life(Served):
         if unsure:
             made._suspect_weights()  # pyright: ignore[reportPrivateUsage]
         await made.__aenter__()
-        batches = made.state.in_flight.counters.batches
-        if any(index >= batches for index in held):
+        in_flight, (index, groups) = made.state.in_flight, streamed
+        batches = in_flight.counters.batches
+        ready = {group.group_id for group in in_flight.ready}
+        lacks = bool(groups) and (index > batches or (index == batches and not groups <= ready))
+        if lacks or any(each >= batches for each in held):
             await made.close()
             raise StoreError(
-                f"the trainer has batch {max(held)}, and the store of the scheduler actor "
-                f"{order.name!r} has no more than {batches} batches; give its scheduler a store "
-                "that outlives the actor, on a disk that every node has."
+                f"the trainer has batch {max([*held, index])}, and the store of the scheduler "
+                f"actor {order.name!r} has no more than {batches} batches, or has not its groups; "
+                "give its scheduler a store that outlives the actor, on a disk that every node has."
             )
         self._scheduler = made
 

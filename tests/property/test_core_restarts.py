@@ -138,6 +138,18 @@ class Restarts(Interleavings):
             assert again.redelivered
             assert content(again) == content(had[again.index])
 
+    @precondition(lambda self: self.driver.state.delivery.streamed)
+    @rule(count=st.integers(0, 3))
+    def trainer_with_some_groups(self, count: int) -> None:
+        """Of the batch that is taken group by group it has these, and gets the others again."""
+        delivery = self.driver.state.delivery
+        batches = tuple(i for i in handed_over(self.driver.state) if i in delivery.unacknowledged)
+        groups = {
+            group_id: delivery.streamed[group_id] for group_id in [*delivery.streamed][:count]
+        }
+        self.driver.feed(ev.TrainerReturned(batches=batches, groups=tuple(groups)))
+        assert delivery.streamed == groups
+
     @rule(
         saved=st.booleans(),
         behind=st.lists(st.sampled_from([0, 0, 1, -1, None]), min_size=3, max_size=3),

@@ -63,10 +63,11 @@ def served(
     tokens: int = 3,
     pace: str = "synchronous",
     max_new_tokens: int = 40,
+    groups: int = 2,
 ) -> RolloutScheduler:
     """It generates on a server with a small vocabulary."""
     config = SchedulerConfig(
-        batch_groups=2,
+        batch_groups=groups,
         group_size=2,
         over_provision=2.0,
         pace=pace,  # pyright: ignore[reportArgumentType]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from aprilsched import MemoryStore, SchedulerConfig
+import pytest
+
+from aprilsched import Batch, MemoryStore, SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.types import SamplingParams, VersionSpan
 from tests.support.driver import Driver
@@ -126,3 +128,71 @@ def test_another_trainer_gets_the_batches_that_were_not_acknowledged():
     driver.finish(driver.attempts()[0], 1)
     assert [batch.index for batch in driver.batches] == [0, 1, 2, 3]
     assert len(driver.redelivered) == 2
+
+
+STREAMED = SchedulerConfig(batch_groups=3, group_size=1)
+
+
+def ids(batch: Batch) -> list[int]:
+    return [group.group_id for group in batch.groups]
+
+
+def streaming(groups: int) -> Driver:
+    """A scheduler that has given this number of groups of its first streamed batch."""
+    driver = Driver(STREAMED, store=MemoryStore())
+    driver.feed(ev.BatchRequested(streamed=True))
+    for group_id in driver.group_ids()[:groups]:
+        driver.finish_group(group_id)
+    driver.save()
+    return driver
+
+
+def test_a_trainer_with_some_groups_of_a_batch_gets_the_others_after_a_restart():
+    driver = streaming(2)
+    had = [group for part in driver.offers for group in ids(part)]
+    driver.restart()
+    driver.feed(ev.TrainerReturned(batches=(), groups=tuple(had)))
+    driver.feed(ev.BatchRequested(streamed=True))
+    assert len(driver.offers) == 2
+    driver.finish_group(next(each for each in driver.group_ids() if each not in had))
+    last = driver.offers[-1]
+    assert last.complete
+    assert len(ids(last)) == 1
+    assert sorted([*had, *ids(last)]) == sorted(ids(driver.batches[0]))
+
+
+def test_another_trainer_gets_a_batch_from_its_first_group():
+    driver = streaming(2)
+    had = [group for part in driver.offers for group in ids(part)]
+    driver.feed(ev.TrainerReturned(batches=()))
+    driver.feed(ev.BatchRequested(streamed=True))
+    assert [group for part in driver.offers[2:] for group in ids(part)] == had
+    assert not driver.batches
+
+
+@pytest.mark.parametrize("has", [[0], [2], [0, 2], [1, 2]])
+def test_a_trainer_with_some_groups_of_a_delivered_batch_gets_the_others(has: list[int]):
+    """The scheduler has taken the last group for delivered, and the trainer does not have it, or
+    another one."""
+    driver = streaming(3)
+    whole = ids(driver.batches[0])
+    driver.restart()
+    driver.feed(ev.TrainerReturned(batches=(), groups=tuple(whole[place] for place in has)))
+    offered = len(driver.offers)
+    driver.feed(ev.BatchRequested(streamed=True))
+    again = driver.offers[offered:]
+    assert [part.complete for part in again] == [False] * (len(again) - 1) + [True]
+    found = [group for part in again for group in ids(part)]
+    assert found == [group for place, group in enumerate(whole) if place not in has]
+
+
+def test_a_batch_that_an_update_has_ended_is_not_given_again_to_who_has_its_groups():
+    driver = streaming(2)
+    had = [group for part in driver.offers for group in ids(part)]
+    driver.feed(ev.UpdateRequested(version=1))
+    driver.settle()
+    driver.save()
+    driver.restart()
+    driver.feed(ev.TrainerReturned(batches=(), groups=tuple(had)))
+    assert not driver.state.delivery.redelivery
+    assert 0 in driver.state.delivery.unacknowledged

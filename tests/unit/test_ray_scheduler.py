@@ -9,6 +9,7 @@ import importlib
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,18 +197,55 @@ async def test_an_actor_that_is_killed_again_and_again(
         assert {batch.version for batch in batches} == {0, 1, 2, 3}
 
 
+async def streamed(rollouts: ActorScheduler) -> Batch:
+    return joined([part async for part in rollouts.stream()])
+
+
+def joined(parts: list[Batch]) -> Batch:
+    """The batch of the parts of a stream."""
+    assert len({(part.index, part.version) for part in parts}) == 1
+    assert not any(part.complete for part in parts[:-1])
+    return replace(parts[-1], groups=tuple(group for part in parts for group in part.groups))
+
+
+async def test_a_stream_goes_on_when_the_actor_dies(
+    server: ThreadedServer, store: Path, weights: Path
+):
+    """The trainer gets the groups that it does not have, and an update ends the batch."""
+    start(in_an_actor.served, server.url, store, groups=4)
+    batches: list[Batch] = []
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+        stream = rollouts.stream()
+        parts = [await anext(stream), await anext(stream)]
+        kill()
+        parts += [part async for part in stream]
+        batches.append(joined(parts))
+        assert len(batches[0].groups) == 4
+        stream = rollouts.stream()
+        parts = [await anext(stream), await anext(stream)]
+        await stream.aclose()
+        kill()
+        await rollouts.update_weights(DiskPublisher(weights))
+        batches += [joined(parts), await rollouts.next_batch(), await streamed(rollouts)]
+        assert [len(batch.groups) for batch in batches] == [4, 2, 4, 4]
+        assert [batch.version for batch in batches] == [0, 0, 1, 1]
+        assert_nothing_is_lost_or_doubled(batches, await in_flight(rollouts))
+
+
+@pytest.mark.parametrize("by_group", [False, pytest.param(True, marks=pytest.mark.long)])
 @EARLY_AND_LATE
 async def test_an_actor_that_dies_twice_with_a_batch_on_its_way(
-    server: ThreadedServer, store: Path, tmp_path: Path, late: bool
+    server: ThreadedServer, store: Path, tmp_path: Path, late: bool, by_group: bool
 ):
-    """It dies when the store has the batch, or is about to have it."""
+    """It dies when the store has the batch, or a group of it, or is about to have it."""
     fuses = [tmp_path / "first", tmp_path / "second"]
     start(in_an_actor.fatal_store, server.url, store, fuses, late=late)
     async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
         batches = [await rollouts.next_batch()]
         for fuse in fuses:
             fuse.touch()
-        batches += [await rollouts.next_batch() for _ in range(3)]
+        for _ in range(3):
+            batches.append(await (streamed(rollouts) if by_group else rollouts.next_batch()))
         assert not any(fuse.exists() for fuse in fuses)
         assert_nothing_is_lost_or_doubled(batches, await in_flight(rollouts))
 
@@ -377,6 +415,22 @@ async def test_another_trainer_gets_what_the_first_has_not_acknowledged(
                 assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in pairs)
             await second.update_weights(DiskPublisher(weights))
             assert (await second.next_batch()).index == 4
+        await first.close()
+
+
+async def test_another_trainer_gets_a_streamed_batch_from_its_first_group(
+    server: ThreadedServer, store: Path
+):
+    start(in_an_actor.served, server.url, store, groups=3)
+    async with asyncio.timeout(WAIT_SECONDS):
+        first = await ActorScheduler(NAME, wait_s=60).__aenter__()
+        stream = first.stream()
+        had = [(await anext(stream)), (await anext(stream))]
+        async with ActorScheduler(NAME, wait_s=60) as second:
+            again = await streamed(second)
+            assert keys([again])[:2] == keys(had)
+            assert_nothing_is_lost_or_doubled([again], await in_flight(second))
+        await stream.aclose()
         await first.close()
 
 

@@ -147,9 +147,12 @@ class BatchesAcknowledged:
 class TrainerReturned:
     """A trainer that had lost its connection to the scheduler has it again, or another trainer has
     taken its place. Of the batches that are not acknowledged it has these, and the others are
-    delivered to it again. Without a store there are none of which the scheduler knows."""
+    delivered to it again. Without a store there are none of which the scheduler knows.
+
+    Of a batch that it takes group by group it has the groups `groups`, and gets the others."""
 
     batches: tuple[int, ...]
+    groups: tuple[int, ...] = ()
 
 
 class LogprobDifferences(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

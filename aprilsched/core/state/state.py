@@ -58,8 +58,8 @@ class Delivery:
     streamed: dict[int, Group] = field(default_factory=dict[int, Group])
     """Groups of the batch in work, by id, that the trainer has already. They stay in flight, as
     ready groups, until their batch is delivered, so a resumed run gives them again."""
-    streamed_again: int = 0
-    """Number of groups that the trainer has of the first batch in `redelivery`."""
+    streamed_again: set[int] = field(default_factory=set[int])
+    """Groups that the trainer has of the first batch in `redelivery`."""
     offer: Offered | None = None
     """The batch that the trainer may take and has not taken yet."""
     batches_since_update: int = 0

@@ -94,16 +94,34 @@ def on_batches_acknowledged(state: SchedulerState, event: BatchesAcknowledged) -
 
 def on_trainer_returned(state: SchedulerState, event: TrainerReturned) -> None:
     """Deliver again what the trainer does not have. Batches keep the order of their delivery."""
-    waiting = {batch.index: batch for batch in state.delivery.redelivery}
-    missing = [index for index in state.delivery.unacknowledged if index not in event.batches]
-    if missing == list(waiting):
+    delivery, has = state.delivery, set(event.groups)
+    waiting = {batch.index: batch for batch in delivery.redelivery}
+    ids = {
+        index: {group.group_id for group in record.groups}
+        for index, record in delivery.unacknowledged.items()
+    }
+    # A batch that was taken group by group may have ended since, with the groups that were taken.
+    missing = [index for index in ids if index not in event.batches and not ids[index] <= has]
+    again = has & ids[missing[0]] if missing else set[int]()
+    streamed = [group for group in state.in_flight.ready if group.group_id in has]
+    same = {group.group_id for group in streamed} == delivery.streamed.keys()
+    if same and missing == list(waiting) and again == delivery.streamed_again:
         return
     # An offer that is a batch delivered again must stay the first of those that wait.
     withdraw_offer(state)
-    state.delivery.streamed_again = 0
-    state.delivery.redelivery = deque(
-        waiting.get(index) or _again(state.delivery.unacknowledged[index]) for index in missing
+    delivery.redelivery = deque(
+        waiting.get(index) or _again(delivery.unacknowledged[index]) for index in missing
     )
+    delivery.streamed_again = again
+    version = state.weights.versions.trainer
+    part = batch_of(
+        streamed,
+        index=state.in_flight.counters.batches,
+        version=version,
+        oldest_unmasked=state.staleness.oldest_unmasked(version),
+        made=delivery.streamed,
+    )
+    delivery.streamed = {group.group_id: group for group in part.groups}
 
 
 def _again(record: DeliveredBatch) -> Batch:
@@ -247,9 +265,10 @@ def _offer_again(state: SchedulerState, batch: Batch) -> None:
     if not state.delivery.by_group:
         _offer_batch(state, Offered(batch=batch))
         return
-    given = state.delivery.streamed_again
-    part = replace(batch, groups=batch.groups[given : given + 1])
-    if given + 1 >= len(batch.groups):
+    has = state.delivery.streamed_again
+    left = [group for group in batch.groups if group.group_id not in has]
+    part = replace(batch, groups=tuple(left[:1]))
+    if len(left) <= 1:
         _offer_batch(state, Offered(batch=batch, last_part=part, streamed=True))
     else:
         _offer_part(state, replace(part, complete=False))
@@ -381,7 +400,7 @@ def on_batch_taken(state: SchedulerState, event: BatchTaken) -> None:
     state.delivery.batch_requested = False
     if offered.record is None:
         state.delivery.redelivery.popleft()
-        state.delivery.streamed_again = 0
+        state.delivery.streamed_again = set()
         _tell_delivery(state, offered.batch, again=True)
         state.commands.append(Redeliver(batch=offered.batch))
     else:
@@ -391,7 +410,7 @@ def on_batch_taken(state: SchedulerState, event: BatchTaken) -> None:
 def _note_part(state: SchedulerState, part: Batch) -> None:
     """Note that the trainer has taken a part of a batch."""
     if part.redelivered:
-        state.delivery.streamed_again += 1
+        state.delivery.streamed_again |= {group.group_id for group in part.groups}
         return
     for group in part.groups:
         state.delivery.streamed[group.group_id] = group
