@@ -260,7 +260,9 @@ class SchedulerState:
         self.tells_tokens = False
         self.resumed = False
         self.weights = Weights()
-        self.expectations = Expectations(lambda: self.weights.versions.trainer)
+        # A method, because a scheduler in another process sends its state, and pickle takes no
+        # lambda.
+        self.expectations = Expectations(self._trainer_version)
         self.in_flight = InFlight(self._place, self.booked)
         self.delivery = Delivery(must_deliver=MustDeliver(self.staleness))
         self.prompts = PromptSupply(usual_size=float(config.group_size))
@@ -282,6 +284,9 @@ class SchedulerState:
                 tell=self.tell,
             )
         )
+
+    def _trainer_version(self) -> int:
+        return self.weights.versions.trainer
 
     def _place(self, request: RequestRecord) -> Place:
         """Where the request goes among those that wait to be sent."""
