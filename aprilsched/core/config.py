@@ -301,7 +301,9 @@ class SchedulerConfig:
         policies = self.policies
         if policies.refill.settles:
             return True
-        waits = policies.refill.defers or isinstance(policies.refill, Wave)
+        # What is held back when it is complete would be thrown away at the next update.
+        keeps = policies.refill.defers and not policies.refill.held_batches
+        waits = keeps or isinstance(policies.refill, Wave)
         ratio = policies.over_provision
         return self.pace == "synchronous" and waits and ratio == FixedRatio(1.0)
 

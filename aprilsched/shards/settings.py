@@ -79,6 +79,11 @@ def check_shardable(config: SchedulerConfig) -> None:
             '"evict"',
         ),
         (
+            policies.staleness.rule == "restart",
+            'max_staleness.rule="restart" is for batches that wait for all of their groups; set '
+            '"mask" or "evict"',
+        ),
+        (
             config.follow_weights,
             "follow_weights=True would let a shard change its version alone; load weights by "
             "update_weights()",

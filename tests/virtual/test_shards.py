@@ -1030,6 +1030,8 @@ def test_a_blocking_trainer_uses_shards(tmp_path: Path):
         {"over_provision": "auto"},
         {"over_provision": "kv"},
         {"refill": "buckets"},
+        {"refill": "tail"},
+        {"over_provision": 1.0, "max_staleness": Staleness(0, "restart")},
         {"straggler": "choose"},
         {"stop": Tokens(1000)},
         {"max_staleness": Staleness(1, "finish")},
