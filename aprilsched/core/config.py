@@ -85,13 +85,18 @@ class Dispatch:
     remainder, or the one with the "longest"."""
     placement: Placement = "prefix"
     """"prefix" keeps a group on one engine, which has its prompt cached; "spread" sends each
-    rollout to the engine with the fewest requests."""
+    rollout to the engine with the fewest requests; "length" sends it to the engine whose requests
+    are expected to need the fewest further tokens."""
     max_in_flight: Annotated[int, AT_LEAST_1] | None = None
     """Largest number of requests that the engines have at the same time; None leaves the queueing
     to the engines. The other requests wait until one of these ends, so a number below the rollouts
     of a batch only makes the batch take longer."""
     rate: Annotated[int, AT_LEAST_1] = 2_000
     """Largest number of requests that are sent in a second."""
+    migrate: bool = False
+    """Whether a request whose engine's KV pool is full continues on an engine whose pool has room
+    for it, with its tokens so far. It moves at most once, and its context is computed again
+    there, as it would be where it waits."""
     rebalance: bool = False
     """Whether carried rollouts of an overloaded engine are called back when a batch is full, so
     that they continue on an engine with fewer requests."""

@@ -76,9 +76,21 @@ def _counts(state: SchedulerState) -> None:
             in_flight.held_tokens,
             sum(map(_context, in_flight.open_requests())),
         ),
+        (
+            "tokens with each engine",
+            {name: held for name, held in in_flight.held_on.items() if held},
+            _held_on(state),
+        ),
     ):
         if counted != there:
             raise InvariantViolation(f"{what} are counted as {counted} and are {there}")
+
+
+def _held_on(state: SchedulerState) -> dict[str, int]:
+    held: dict[str, int] = {}
+    for request in state.in_flight.open_requests():
+        held[request.engine] = held.get(request.engine, 0) + _context(request)
+    return held
 
 
 def _batches(state: SchedulerState) -> None:

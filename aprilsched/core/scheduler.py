@@ -30,6 +30,7 @@ from aprilsched.core.steps import (
     follow,
     health,
     launch,
+    migration,
     outage,
     refit,
     replan,
@@ -127,6 +128,8 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # training rollouts run and `stragglers.resolve_stragglers` when they stop, so the order of
     # these two does not matter.
     buckets.choose_groups,
+    # Before `dispatch.dispatch`, which sends what came back to the engine that was chosen for it.
+    migration.migrate,
     # Before `dispatch.steer`, which pauses no engine as long as a straggler may run on or is being
     # called back: a request that is aborted after a retract comes back without the tokens that
     # were not streamed yet (hazard 1).
@@ -206,7 +209,7 @@ def _decides(state: SchedulerState, event: events.Event) -> bool:
         # The same holds for a label that begins an update.
         update = state.weights.update
         asks = update is not None and update.followed and not update.refitting
-        return bool(state.stragglers.run_on or state.commands) or asks
+        return bool(state.stragglers.run_on or state.commands or state.fleet.crowded) or asks
     if kind is events.VersionSeen:
         return bool(state.facts)
     # A tick matters where it has shown an engine to be lost, and during an outage.

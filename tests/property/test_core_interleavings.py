@@ -36,6 +36,7 @@ from aprilsched.core.config import Pace, RewardScope
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio
+from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.resume_order import ResumeOrder
@@ -76,7 +77,7 @@ class Interleavings(RuleBasedStateMachine):
             ]
         ),
         order=st.sampled_from(["carried", "shortest", "longest"]),
-        spread=st.booleans(),
+        placement=st.sampled_from(["prefix", "spread", "length"]),
         rebalance=st.booleans(),
         rule_=st.sampled_from(["mask", "evict", "finish", "restart"]),
         bound=st.sampled_from([None, 0, 1, 3]),
@@ -95,6 +96,7 @@ class Interleavings(RuleBasedStateMachine):
         sizes=st.sampled_from([(None,), (None,), (1, None, 3), (5, 1)]),
         stop=st.sampled_from(["groups", Samples(5), Tokens(3), Tokens(15)]),
         keys=st.sampled_from([(None,), (1, "a", None)]),
+        pool=st.sampled_from([None, 12, 40]),
         rolling=st.sampled_from([False, False, True]),
     )
     def begin(
@@ -103,7 +105,7 @@ class Interleavings(RuleBasedStateMachine):
         pace: Pace,
         refill: RefillRule | Refill,
         order: ResumeOrder,
-        spread: bool,
+        placement: Placement,
         rebalance: bool,
         rule_: StalenessRule,
         bound: int | None,
@@ -122,6 +124,7 @@ class Interleavings(RuleBasedStateMachine):
         sizes: tuple[int | None, ...],
         stop: StopUnit | Stop,
         keys: tuple[str | int | None, ...],
+        pool: int | None,
         rolling: bool,
     ) -> None:
         if rolling:
@@ -143,7 +146,7 @@ class Interleavings(RuleBasedStateMachine):
             refit="rolling" if rolling else "together",
             refill=refill,
             dispatch=Dispatch(
-                order=order, placement="spread" if spread else "prefix", rebalance=rebalance
+                order=order, placement=placement, rebalance=rebalance, migrate=pool is not None
             ),
             max_staleness=Staleness(bound, rule="mask" if bound is None else rule_),
             # Being given up is an end of its own, tested elsewhere.
@@ -160,6 +163,7 @@ class Interleavings(RuleBasedStateMachine):
             bad=bad,
             sizes=sizes,
             keys=keys,
+            kv_tokens=pool,
             # What is dry then is not dry at the same place after a restart.
             dries=dries and not self.saves,
             engines=("a", "b", "c"),

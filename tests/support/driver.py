@@ -129,6 +129,8 @@ class Driver:
     """Group sizes of the source's prompts, in turn."""
     keys: Sequence[str | int | None] = (None,)
     """Keys of the source's prompts, in turn."""
+    kv_tokens: int | None = None
+    """Size of each engine's KV pool."""
     bad: bool = False
     """Whether some prompts of the source cannot be used."""
     dries: bool = False
@@ -163,6 +165,7 @@ class Driver:
             version=self.version if version == -1 else version,
             holds_stragglers=self.holds_stragglers,
             keeps_weights=self.keeps_weights,
+            kv_tokens=self.kv_tokens,
         )
 
     @property

@@ -246,6 +246,38 @@ def test_what_is_remembered_of_a_prompt_changes_no_response(drift: float):
     assert bool(kept < now.mean() - 0.2) is (drift == 0)
 
 
+@pytest.mark.parametrize("migrate", [True, False])
+def test_requests_that_move_from_full_pools_end_as_they_would_have(migrate: bool):
+    """Four engines with room for few responses: groups stay together, so one pool is full while
+    another has room. The control leaves them where they are."""
+    count = 96
+    law = LongTailWorkload(
+        median=60, sigma=0.7, cap=CAP, group_size=GROUP, within_group=0.9, count=count
+    )
+    config = SchedulerConfig(
+        batch_groups=16,
+        group_size=GROUP,
+        over_provision=1.0,
+        dispatch=Dispatch(rate=100_000, migrate=migrate),
+    )
+
+    async def main() -> tuple[list[list[int]], int, list[int]]:
+        fleet = SimFleet(4, stream_interval=8, kv_tokens=1200)
+        async with RolloutScheduler(fleet, law, config=config) as rollouts:
+            groups: list[Group] = []
+            moved: list[int] = []
+            async for batch in rollouts:
+                groups += batch.groups
+                moved += [len({s.engine for s in r.segments}) for r in batch.rollouts]
+                await rollouts.update_weights(SimPublisher())
+            again = rollouts.state.in_flight.counters.tokens_reprefilled
+            return [_lengths(group) for group in groups], again, moved
+
+    delivered, again, moved = run_virtual(main())
+    assert sorted(delivered) == sorted(law.lengths(i).tolist() for i in range(count))
+    assert (again > 0) is (max(moved) == 2) is migrate
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_every_id_is_delivered_once_or_in_flight(name: str):
     run = outcome(batches=10, **ALL[name])

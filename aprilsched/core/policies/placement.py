@@ -1,4 +1,14 @@
-"""Chooses the engine for a request: the least loaded one, or the one with the group's prefix."""
+"""Chooses the engine for a request: the least loaded one, or the one with the group's prefix.
+
+==========  ============================================================================
+prefix      a group stays on one engine, which has its prompt cached, unless that has far
+            more requests than the others
+spread      each rollout goes to the engine with the fewest requests
+length      each rollout goes to the engine whose requests are expected to need the fewest
+            further tokens together, among those that have room for it in their KV pool. So
+            long responses stand apart (Seer, arXiv 2511.14617)
+==========  ============================================================================
+"""
 
 from __future__ import annotations
 
@@ -8,7 +18,7 @@ from typing import Literal, TypeAlias
 
 __all__ = ["Placement", "Places"]
 
-Placement: TypeAlias = Literal["prefix", "spread"]
+Placement: TypeAlias = Literal["prefix", "spread", "length"]
 
 
 class Places:
@@ -19,17 +29,20 @@ class Places:
     to the top.
 
     Args:
-        loads: number of open requests of each engine that takes requests.
+        loads: number of open requests of each engine that takes requests, or another measure of
+            its work.
     """
 
-    def __init__(self, loads: Mapping[str, int]) -> None:
+    def __init__(self, loads: Mapping[str, float]) -> None:
         self._loads = dict(loads)
         self._heap = [(load, name) for name, load in self._loads.items()]
         heapq.heapify(self._heap)
 
-    def take(self, *, prefer: str, slack: int, avoid: Collection[str]) -> str | None:
+    def take(
+        self, *, prefer: str, slack: float, avoid: Collection[str], amount: float = 1
+    ) -> str | None:
         """The engine for one request, or None if no engine takes requests. The request counts as a
-        load of the engine from now on.
+        load of `amount` on the engine from now on.
 
         Args:
             prefer: name of the engine that has the prompt's prefix in its cache.
@@ -42,9 +55,9 @@ class Places:
         if least is None:
             return None
         near = self._loads[least] + slack
-        if prefer not in avoid and self._loads.get(prefer, near + 1) <= near:
+        if prefer not in avoid and prefer in self._loads and self._loads[prefer] <= near:
             least = prefer
-        self._loads[least] += 1
+        self._loads[least] += amount
         return least
 
     def _least(self, avoid: Collection[str]) -> str | None:

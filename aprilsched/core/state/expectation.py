@@ -130,6 +130,19 @@ class Expectations:
         so_far = len(request.rollout.log)
         return stretch * float(self._law.residual_mean(so_far / stretch))
 
+    def work(self, requests: Sequence[RequestRecord]) -> NDArray[np.float64]:
+        """Expected number of tokens to the end of each response, float64 [n], as
+        :meth:`remaining` gives it; 1 for each while no length is known."""
+        if self._stale:
+            self._estimate()
+        if self._law is None:
+            return np.ones(len(requests))
+        groups = {r.rollout.group.group_id: r.rollout.group for r in requests}
+        stretches = {group_id: self._stretch(group) for group_id, group in groups.items()}
+        stretch = np.array([stretches[r.rollout.group.group_id] for r in requests])
+        so_far = np.array([len(r.rollout.log) for r in requests], dtype=np.float64)
+        return stretch * self._law.residual_mean(so_far / stretch)
+
     def distances(
         self, delivered: Sequence[GroupRecord], flight: Iterable[GroupRecord]
     ) -> tuple[float, float] | None:

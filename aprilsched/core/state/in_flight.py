@@ -62,6 +62,8 @@ class InFlight:
         self.held_tokens = 0
         """Prompt and response tokens of all open attempts: what the fleet's KV pools should
         hold."""
+        self.held_on: Counter[str] = Counter()
+        """The same for each engine."""
         self.peak_tokens = 0
         """The peak of `held_tokens` since the batch in work began."""
         self._open_on: dict[str, dict[int, RequestRecord]] = {}
@@ -192,13 +194,14 @@ class InFlight:
         request.attempt += 1
         request.attempt_start = known
         request.engine = engine
+        request.destination = ""
         request.version = request.sent_version = version
         request.adapter = adapter
         request.open = True
         request.crossed = request.unsure = request.kept_keys = request.aborting = False
         self.open[engine] += 1
         self.open_attempts += 1
-        self.hold(len(rollout.prompt_ids) + known)
+        self.hold(engine, len(rollout.prompt_ids) + known)
         self._open_on.setdefault(engine, {})[request.request_id] = request
 
     def _note_home(self, affinity: str | None, engine: str) -> None:
@@ -223,7 +226,9 @@ class InFlight:
         request.open = request.unsure = False
         self.open[request.engine] -= 1
         self.open_attempts -= 1
-        self.held_tokens -= len(request.rollout.prompt_ids) + len(request.rollout.log)
+        context = len(request.rollout.prompt_ids) + len(request.rollout.log)
+        self.held_tokens -= context
+        self.held_on[request.engine] -= context
         del self._open_on[request.engine][request.request_id]
         self.called_back -= request.aborting
         log = request.rollout.log
@@ -237,7 +242,7 @@ class InFlight:
     def arrive(self, request: RequestRecord, ids: Int32Array, logprobs: Float32Array) -> None:
         """Add new tokens of an open attempt."""
         rollout, version, engine = request.rollout, request.version, request.engine
-        self.hold(len(ids))
+        self.hold(engine, len(ids))
         rollout.log.append(ids, logprobs, version=version, engine=engine)
         if self.journal.active:
             self.journal.arrive(rollout, ids, logprobs, version=version, engine=engine)
@@ -249,8 +254,9 @@ class InFlight:
             rollout.log.stale_keys = True
             self.journal.change(rollout)
 
-    def hold(self, tokens: int) -> None:
-        """Count tokens that are with engines in addition."""
+    def hold(self, engine: str, tokens: int) -> None:
+        """Count tokens that are with an engine in addition."""
+        self.held_on[engine] += tokens
         self.held_tokens += tokens
         if self.held_tokens > self.peak_tokens:
             self.peak_tokens = self.held_tokens

@@ -85,6 +85,10 @@ class RequestRecord:
     """The first engine's refusal, while another engine may take the request."""
     aborting: bool = False
     """The open attempt was told to abort and has not come back."""
+    destination: str = ""
+    """The engine that it is on its way to, because the KV pool of the other one is full."""
+    moved: bool = False
+    """It was moved once for that, so it stays from now on."""
     pending_prefill: int = 0
     """Context tokens that the engine recomputes before the attempt's next chunk."""
 

@@ -219,6 +219,10 @@ class Fleet:
     A resumed run does not know it any more."""
     outage: Outage | None = None
     """The outage, while no engine is in use."""
+    crowded: set[str] = field(default_factory=set[str])
+    """Engines whose KV pool is nearly full, and that are to be looked at. Steps: ``migration``."""
+    looked_at: dict[str, float] = field(default_factory=dict[str, float])
+    """When each of them was last looked at."""
     lost: dict[str, str] = field(default_factory=dict[str, str])
     """Causes by engine, for engines that were lost and have not come back."""
     rejoin_expected_until: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from aprilsched.core.messages.commands import Send, Verify
@@ -80,17 +81,21 @@ def dispatch(state: SchedulerState) -> None:
         return
     state.fleet.asking_since = None
     unasked = {control.name for control in quiet}
+    near, by_length = (config.dispatch.placement == kind for kind in ("prefix", "length"))
     places = {
         version: Places(
             {
-                control.name: in_flight.open[control.name]
+                control.name: _work(state, control.name)
+                if by_length
+                else in_flight.open[control.name]
                 for control in controls
                 if control.mode is Mode.RUNNING and control.name not in unasked
             }
         )
         for version, controls in takers.items()
     }
-    near = config.dispatch.placement == "prefix"
+    rooms = _rooms(state) if by_length else {}
+    amounts: dict[tuple[int, int], float] = {}
     while limit is None or in_flight.open_attempts < limit:
         request = in_flight.queue.first(training=training, versions=lanes)
         if request is None:
@@ -104,13 +109,44 @@ def dispatch(state: SchedulerState) -> None:
         if near and affinity is not None:
             prefer = prefer or in_flight.homes.get(affinity, "")
             slack = max(slack, _AFFINE)
-        engine = free.take(prefer=prefer, slack=slack, avoid=request.avoid)
+        if request.destination and request.destination not in request.avoid:
+            prefer, slack = request.destination, math.inf
+        avoid, amount = request.avoid, 1.0
+        if by_length:
+            # The members of a group that have as many tokens are expected to need as many.
+            alike = group.group_id, len(request.rollout.log)
+            if alike not in amounts:
+                amounts[alike] = float(state.expectations.work([request])[0])
+            amount = amounts[alike]
+            context = len(request.rollout.prompt_ids) + len(request.rollout.log)
+            narrow = frozenset(name for name, room in rooms.items() if room < context)
+            avoid = avoid | narrow if len(narrow) < len(rooms) else avoid
+        engine = free.take(prefer=prefer, slack=slack, avoid=avoid, amount=amount)
         if engine is not None:
+            if engine in rooms:
+                rooms[engine] -= len(request.rollout.prompt_ids) + len(request.rollout.log)
             _send(state, request, engine)
         elif lanes is None:
             return
         else:
             lanes.discard(version)
+
+
+def _work(state: SchedulerState, engine: str) -> float:
+    """Number of tokens that the requests of an engine are expected to need still."""
+    requests = list(state.in_flight.open_requests(engine))
+    return float(state.expectations.work(requests).sum()) if requests else 0.0
+
+
+def _rooms(state: SchedulerState) -> dict[str, int]:
+    """Number of tokens for which the KV pool of each engine has room; engines that do not report
+    the size of their pool are left out."""
+    held = state.in_flight.held_on
+    return {
+        name: control.kv_tokens - held[name]
+        for name, control in state.fleet.control.engines.items()
+        if control.kv_tokens is not None
+    }
 
 
 def _takers(state: SchedulerState) -> dict[int, list[EngineControl]]:

@@ -15,6 +15,7 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import count_failure, drop
 from aprilsched.core.steps.engines import lose
 from aprilsched.core.steps.follow import follow
+from aprilsched.core.steps.migration import note_crowding
 from aprilsched.core.steps.turns import end_turn, take_back
 from aprilsched.core.steps.verify import disown, foreign_label, foreign_span
 from aprilsched.types import VersionSpan
@@ -62,6 +63,8 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
     elif not same:
         _note_newer_version(state, request)
     state.in_flight.arrive(request, event.token_ids, event.logprobs)
+    if state.config.dispatch.migrate:
+        note_crowding(state, request.engine)
     if state.staleness.finishes:
         state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
     if request.refusal is not None:

@@ -1,0 +1,198 @@
+"""Tests placement by expected length, and moves from a full KV pool to one with room."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched.cli.simulate import SimulateCommand, simulated
+from aprilsched.config import Dispatch, SchedulerConfig
+from aprilsched.core.messages import events as ev
+from aprilsched.core.policies.placement import Placement
+from aprilsched.runs.settings import SimSettings, WorkloadSettings
+from aprilsched.types import Prompt
+from tests.support.driver import Driver
+
+LENGTHS = {"long": 900, "middle": 100, "short": 10, "brief": 10}
+
+
+def configured(**dispatch: Any) -> SchedulerConfig:
+    return SchedulerConfig(
+        batch_groups=4, group_size=2, over_provision=1.0, dispatch=Dispatch(**dispatch)
+    )
+
+
+def epoch(driver: Driver) -> None:
+    """Ask for a batch of the four prompts."""
+    driver.feed(ev.BatchRequested())
+    prompts = tuple(Prompt(input_ids=np.array([1, 2]), key=key) for key in LENGTHS)
+    driver.feed(ev.PromptsArrived(prompts=prompts))
+
+
+def finish(driver: Driver) -> None:
+    """End every response with the length of its prompt."""
+    for key in driver.attempts():
+        prompt = driver.state.in_flight.rollouts[driver.sends[key].rollout_id].group.prompt
+        driver.finish(key, LENGTHS[str(prompt.key)])
+
+
+@pytest.mark.parametrize("placement", ["spread", "length"])
+def test_engines_get_equal_work_and_not_equal_numbers(placement: Placement) -> None:
+    """In a later epoch of the same prompts. Spread is the control: it gives each of the four
+    engines two responses, of whatever length."""
+    driver = Driver(
+        configured(placement=placement), engines=("a", "b", "c", "d"), auto_prompts=False
+    )
+    for _ in range(3):
+        epoch(driver)
+        finish(driver)
+    epoch(driver)
+    requests = Counter(driver.sends[key].engine for key in driver.attempts())
+    # The two long responses stand apart.
+    longest = [
+        driver.sends[key].engine
+        for key in driver.attempts()
+        if driver.state.in_flight.rollouts[driver.sends[key].rollout_id].group.prompt.key == "long"
+    ]
+    assert len(set(longest)) == 2
+    assert all(requests[engine] == 1 for engine in longest) is (placement == "length")
+
+
+def test_an_engine_without_room_in_its_pool_is_passed_over() -> None:
+    driver = Driver(
+        configured(placement="length"), engines=("a", "b"), kv_tokens=100, auto_prompts=False
+    )
+    epoch(driver)
+    crowded = driver.attempts()[0]
+    driver.progress(crowded, 95)
+    full = driver.sends[crowded].engine
+    for key in [k for k in driver.attempts() if k != crowded][:3]:
+        driver.finish(key, 1)
+    driver.feed(
+        ev.EvaluationRequested(
+            evaluation_id=1,
+            prompts=(
+                Prompt(input_ids=np.arange(9, dtype=np.int32)),
+                Prompt(input_ids=np.arange(9, dtype=np.int32)),
+            ),
+            group_size=1,
+        )
+    )
+    assert {send.engine for send in driver.sent[-2:]} == set(driver.engines) - {full}
+
+
+# --- full pools ----------------------------------------------------------------------------------
+
+
+def crowded(**dispatch: Any) -> Driver:
+    """Two engines with room for 100 tokens. One has 85 and a request that has not begun."""
+    driver = Driver(
+        configured(placement="spread", **dispatch),
+        engines=("a", "b"),
+        kv_tokens=100,
+        auto_prompts=False,
+    )
+    epoch(driver)
+    on_a = [key for key in driver.attempts() if driver.sends[key].engine == "a"]
+    for key in on_a[:-1]:
+        driver.progress(key, 26)
+    return driver
+
+
+@pytest.mark.parametrize("migrates", [True, False])
+def test_a_request_that_waits_for_room_moves_to_an_engine_that_has_it(migrates: bool) -> None:
+    driver = crowded(migrate=migrates)
+    assert len(driver.aborts) == migrates
+    if not migrates:
+        return
+    (moved,) = driver.aborts
+    request = driver.state.in_flight.requests[moved[0]]
+    assert not len(request.rollout.log)
+    driver.settle()
+    assert request.engine == "b"
+    assert request.attempt == 2
+
+
+def test_a_request_keeps_its_tokens_moves_once_and_is_computed_again_once() -> None:
+    driver = crowded(migrate=True)
+    driver.settle()
+    in_flight = driver.state.in_flight
+    # Now all on the first engine have begun, and it gets more tokens than its pool holds.
+    on_a = [key for key in driver.attempts() if driver.sends[key].engine == "a"]
+    driver.now += 2
+    for key in on_a:
+        driver.progress(key, 12)
+        driver.now += 2
+    assert len(driver.aborts) == 1
+    (moved,) = driver.aborts
+    request = in_flight.requests[moved[0]]
+    driver.settle()
+    assert request.engine == "b"
+    assert len(request.rollout.log) == 38
+    assert driver.sent[-1].input_ids.tolist()[:2] == [1, 2]
+    assert len(driver.sent[-1].input_ids) == 40
+    again = next(key for key in driver.attempts() if key[0] == request.request_id)
+    driver.progress(again, 1)
+    assert in_flight.counters.tokens_reprefilled >= 40
+    driver.now += 2
+    for key in [k for k in driver.attempts() if driver.sends[k].engine == "b"]:
+        driver.progress(key, 20)
+    assert again not in driver.aborts
+
+
+def test_an_engine_is_looked_at_once_a_second() -> None:
+    """A look at every chunk of a full engine would cost more than the chunks."""
+    driver = crowded(migrate=True)
+    driver.settle()
+    on_a = [key for key in driver.attempts() if driver.sends[key].engine == "a"]
+    for key in on_a:
+        driver.progress(key, 12)
+    assert not driver.aborts
+    driver.now += 1
+    driver.progress(on_a[0], 1)
+    assert driver.aborts
+
+
+def test_nothing_moves_where_every_pool_is_full() -> None:
+    full = Driver(
+        configured(placement="spread", migrate=True),
+        engines=("a", "b"),
+        kv_tokens=100,
+        auto_prompts=False,
+    )
+    epoch(full)
+    on_a, on_b = ([k for k in full.attempts() if full.sends[k].engine == e] for e in "ab")
+    for pair in zip(on_a, on_b, strict=True):
+        for key in pair:
+            full.progress(key, 24)
+    assert not full.aborts
+
+
+def test_engines_that_do_not_report_their_pool_keep_their_requests() -> None:
+    driver = Driver(configured(migrate=True), engines=("a", "b"), auto_prompts=False)
+    epoch(driver)
+    for key in driver.attempts():
+        driver.progress(key, 10_000)
+    assert not driver.aborts
+
+
+@pytest.mark.long
+def test_with_groups_on_one_engine_migration_makes_up_for_full_pools() -> None:
+    """Sixteen engines whose pools hold twenty responses, and prompts whose responses are alike."""
+    trials = simulated(
+        SimulateCommand(
+            policy="sync:dispatch.migrate=false|true",
+            batches=6,
+            burn_in=2,
+            batch_groups=64,
+            sim=SimSettings(engines=16, kv_tokens=20_000, stream_interval=64),
+            workload=WorkloadSettings(within_group=0.9),
+        )
+    )
+    stays, moves = (trial.summary for trial in trials.values())
+    assert stays.tokens.reprefilled == 0 < moves.tokens.reprefilled
+    assert (moves.delivered_tokens_per_s or 0) > 1.2 * (stays.delivered_tokens_per_s or 0)
+    assert moves.tokens.reprefilled < 0.15 * moves.tokens.delivered
