@@ -264,7 +264,7 @@ def test_a_streamed_trainer_begins_while_the_last_response_of_its_batch_is_to_co
 ) -> None:
     """The last response of every batch is generated after the trainer's first forward of the step,
     and all are of the weights that are trained: the ratio is 1 at every step."""
-    steps = 5
+    steps = 3
     changed = threading.Condition()
     events: list[str] = []
     numbers = itertools.count()

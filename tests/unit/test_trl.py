@@ -304,7 +304,9 @@ class LastWaits:
         return near(completion_ids, target)
 
 
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    "pace", ["synchronous", pytest.param("asynchronous", marks=pytest.mark.long)]
+)
 def test_early_groups_are_trained_on_while_the_last_one_is_waited_for(
     cpu: Any, model: Path, tmp_path: Path, pace: Any
 ):
@@ -392,7 +394,7 @@ class Replaying(Spy):
         return self.replayed.pop(0) if self.replayed else super().get(timeout)
 
 
-@pytest.mark.parametrize("rows", [4, 2])
+@pytest.mark.parametrize("rows", [4, pytest.param(2, marks=pytest.mark.long)])
 def test_a_streamed_step_has_the_gradient_of_its_batch_taken_whole(
     cpu: Any, model: Path, tmp_path: Path, rows: int
 ):

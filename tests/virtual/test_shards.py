@@ -277,8 +277,7 @@ def test_one_shard_delivers_the_batches_of_one_scheduler():
 # --- groups one by one ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-@pytest.mark.parametrize("refill", ["wave", "pool"])
+@pytest.mark.parametrize(("pace", "refill"), [("synchronous", "wave"), ("asynchronous", "pool")])
 def test_streamed_batches_are_the_batches_of_the_same_run_without_streams(pace: str, refill: str):
     """The trainer does nothing in between, so every batch has the same groups."""
     settings = config(pace=pace, refill=refill)
@@ -378,7 +377,7 @@ def test_updates_come_while_a_group_is_waited_for(pace: str):
 
 
 @pytest.mark.parametrize("stored", [True, False])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_shard_that_is_killed_in_a_stream_is_replaced(stored: bool, seed: int):
     """No group comes twice, and none is lost."""
     members = shards(3, stored=stored)
