@@ -53,8 +53,12 @@ def rising(values: Sequence[float]) -> list[float]:
 
 
 def reached(held_out: Sequence[float], at: Sequence[float], target: float) -> float:
-    """Where the rising curve through the evaluations reaches the target; infinity if nowhere."""
-    curve = rising(held_out)
+    """Where the rising curve through the evaluations reaches the target; infinity if nowhere.
+
+    What comes after the highest evaluation is left out: a policy that falls apart later has learnt
+    until then.
+    """
+    curve = rising(held_out[: int(np.argmax(held_out)) + 1])
     if curve[-1] < target:
         return float("inf")
     after = next(place for place, value in enumerate(curve) if value >= target)
@@ -162,7 +166,7 @@ def law(lines: list[dict[str, Any]], rate: float, target: float = 0.7) -> dict[s
             ends[lag] = [float(np.mean([y for _, y in curve[-3:]])) for curve in own]
         rows = [
             {"lag": lag, "updates": interval([needed[lag]]), "end": interval([ends[lag]]),
-             "worst_end": min(ends[lag]),
+             "fell": sum(end < 0.6 for end in ends[lag]),
              "usefulness": interval([needed[0], needed[lag]], lambda a, b: a / b)}
             for lag in LAGS
         ]  # fmt: skip
@@ -301,6 +305,8 @@ def markdown(everything: dict[str, Any]) -> str:
             for name, what in (("usefulness", "usefulness"), ("end", "held-out at the end")):
                 found = " | ".join(_cell(row[name], ".2f") for row in kinds[kind]["rows"])
                 lines.append(f"| {title}, {rate}: {what} | {found} |")
+            found = " | ".join(str(row["fell"]) for row in kinds[kind]["rows"])
+            lines.append(f"| {title}, {rate}: seeds that end below 0.6 | {found} |")
     lines += ["", "| condition | off-policy share | corrected: updates to 0.70 | at the end "
               "| uncorrected: updates to 0.70 | at the end |", "|---" * 6 + "|"]  # fmt: skip
     by_key = {(c["block"], c["open"], c["kept"], c["sorted"], c["corrected"]): c
