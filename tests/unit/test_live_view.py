@@ -227,3 +227,17 @@ def test_lines_give_way_to_engines():
     broken = shown(replace(SNAPSHOT, faults=FAULTS), 80, 9)
     assert broken[4].startswith("faults     24 rollouts dropped")
     assert broken[-1] == "and 3 more: 2 generating, 1 refitting · 6,930 tokens/s · 80% busy"
+
+
+def test_the_distance_of_the_latest_batch_from_the_law_is_shown_with_what_is_usual() -> None:
+    latest = LatestBatch(
+        efficiency=0.68,
+        staleness_mean=0.41,
+        staleness_max=2,
+        length_distance=0.19,
+        iid_length_distance=0.08,
+    )
+    snapshot = replace(SNAPSHOT, latest=latest)
+    assert "lengths 0.19 off the law (at random 0.08)" in "\n".join(shown(snapshot, 140))
+    # It must not push the efficiency off a narrow terminal.
+    assert shown(snapshot, 80) == shown(SNAPSHOT, 80)

@@ -406,6 +406,28 @@ def test_a_file_without_remembered_lengths_goes_on_and_begins_to_remember(path: 
     store.close()
 
 
+def test_a_restarted_run_expects_of_each_prompt_what_the_prior_one_did(path: Path):
+    before = filled(path, snapshots=6)
+    saved = SqliteStore(path).open()
+    driver = restored(saved)
+    known, again = before.state.expectations, driver.state.expectations
+    assert {record.key for record in known.memory} >= {"a", 7}
+    assert list(again.memory) == list(known.memory)
+    law, version = known.log_law(), before.state.weights.versions.trainer
+    for key in KEYS:
+        expected, found = (each.memory.levels([key], law, version) for each in (known, again))
+        np.testing.assert_array_equal(found.mean, expected.mean)
+        np.testing.assert_array_equal(found.variance, expected.variance)
+
+
+def test_a_file_remembers_the_keys_that_were_seen_last(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("aprilsched.store.sqlite.store.MOST_KEYS", 2)
+    filled(path, snapshots=6)
+    saved = SqliteStore(path).open()
+    assert saved is not None
+    assert 1 <= len(saved.remembered) <= 2
+
+
 def test_a_failed_migration_leaves_the_file_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch):
     filled(path, snapshots=2)
     broken = (*SCRIPTS, "CREATE TABLE new (a INTEGER); INSERT INTO nowhere VALUES (1)")

@@ -144,13 +144,16 @@ def _speed(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
     if snapshot.latest is not None:
         latest = snapshot.latest
         said.append(f"staleness {latest.staleness_mean:.2f}, max {latest.staleness_max}")
-        if latest.length_distance is not None and latest.iid_length_distance is not None:
-            off, usual = latest.length_distance, latest.iid_length_distance
-            said.append(f"lengths {off:.2f} off the law (at random {usual:.2f})")
     if snapshot.efficiency is not None:
         said.append(f"efficiency {percent(snapshot.efficiency)}")
     line = _label("speed")
     line.append(glyphs.dot.join(said))
+    latest = snapshot.latest
+    if latest and latest.length_distance is not None and latest.iid_length_distance is not None:
+        off, usual = latest.length_distance, latest.iid_length_distance
+        lengths = f"{glyphs.dot}lengths {off:.2f} off the law (at random {usual:.2f})"
+        if len(line) + len(lengths) <= room + _LABEL:
+            line.append(lengths)
     meant = " (T_bound / time; no schedule beats 100%)"
     if snapshot.efficiency is not None and len(line) + len(meant) <= room + _LABEL:
         line.append(meant, style="dim")
