@@ -205,6 +205,37 @@ def test_an_evaluation_has_an_engine_freed_for_it_whatever_that_costs():
     assert driver.state.in_flight.ledger.tokens[Reason.VERSION_LOST] == 0
 
 
+def test_an_evaluation_before_a_sleep_still_gets_an_engine_of_its_version():
+    """The sleep waits for the evaluation, and the evaluation for the version."""
+    driver = begun(Driver(rolling(), engines=("a",)))
+    update(driver)
+    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.feed(ev.SleepRequested(tags=("kv_cache",)))
+    end_all(driver, "a")
+    driver.settle()
+    assert versions(driver) == {"a": 1}
+    end_all(driver, "a")
+    driver.settle()
+    assert 1 in driver.evaluations
+    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+
+
+def test_before_a_sleep_what_waits_for_an_old_version_gives_way_to_an_evaluation():
+    driver = begun(Driver(rolling(), engines=("a",)))
+    update(driver)
+    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.feed(ev.SleepRequested(tags=("kv_cache",)))
+    driver.fail(driver.attempts()[0], "broke off")  # it is not sent again before the sleep
+    end_all(driver, "a")
+    driver.settle()
+    assert versions(driver) == {"a": 1}
+    assert driver.state.in_flight.ledger.tokens[Reason.VERSION_LOST] == 2
+    end_all(driver, "a")
+    driver.settle()
+    assert 1 in driver.evaluations
+    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+
+
 def _evaluated(driver: Driver) -> set[int]:
     return {g.group_id for gs in driver.state.evaluations.running.values() for g in gs}
 

@@ -39,6 +39,7 @@ from aprilsched.errors import InvariantViolation
 
 __all__ = [
     "advance",
+    "all_stop",
     "begin",
     "catch_up",
     "end_following",
@@ -246,15 +247,23 @@ def refit(state: SchedulerState) -> None:
     )
 
 
+def all_stop(state: SchedulerState) -> bool:
+    """Whether a sleep or an update stops all engines together, so that none is refitted alone.
+
+    With rolling refits each engine still is as long as the two wait for evaluations: they may need
+    an engine that takes the version that they are of.
+    """
+    update, sleep = state.weights.update, state.fleet.sleep
+    if not state.rolling:
+        return update is not None or sleep is not None
+    stops = update is not None and not update.rolls and update.may_pause
+    return stops or (sleep is not None and sleep.may_pause)
+
+
 def catch_up(state: SchedulerState) -> None:
     """Bring engines to the fleet's version, each of them alone: those on standby, and with rolling
     refits those in use that have finished the rollouts of an older version."""
-    update = state.weights.update
-    if (
-        (update is not None and not update.rolls)
-        or state.fleet.sleep is not None
-        or not state.weights.republishable
-    ):
+    if all_stop(state) or not state.weights.republishable:
         return
     for control in state.fleet.control.engines.values() if state.rolling else ():
         if control.catching_up and state.fleet.control.refittable(control):

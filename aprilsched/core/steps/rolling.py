@@ -22,9 +22,11 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import State
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.steps.batch import training_runs
 from aprilsched.core.steps.drop import abort, drop
 from aprilsched.core.steps.engines import demote
 from aprilsched.core.steps.episode_replay import truncate
+from aprilsched.core.steps.refit import all_stop
 
 __all__ = ["roll"]
 
@@ -38,8 +40,7 @@ def roll(state: SchedulerState) -> None:
     if not state.rolling:
         return
     _begin_again(state)
-    update = state.weights.update
-    if state.fleet.sleep is not None or (update is not None and update.pauses):
+    if all_stop(state):
         _leave_to_the_fleet(state)
     elif state.weights.versions.mixed:
         _free(state)
@@ -103,7 +104,10 @@ def _free(state: SchedulerState) -> None:
                 state.fleet.control.touch(control.name)
         busy = [control for control in staying if opened[control.name]]
         idle = [control for control in staying if not opened[control.name]]
-        for control in idle[int(needed and not busy) :]:
+        # Before a sleep nothing is sent but evaluations, and the sleep waits for these. So what
+        # waits for this version begins again, if no other engine can have theirs.
+        stuck = idle and not training_runs(state) and _wants_newest(state)
+        for control in idle[int(needed and not busy and not stuck) :]:
             _go(state, control)
         if state.weights.republishable:
             _gather(state, version, busy, leaving)
