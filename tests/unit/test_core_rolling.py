@@ -415,3 +415,19 @@ def test_every_delivered_rollout_has_one_version():
     found = [set(r.versions) for batch in driver.batches for r in batch.rollouts]
     assert {len(one) for one in found} == {1}
     assert any(len({v for r in b.rollouts for v in r.versions}) > 1 for b in driver.batches)
+
+
+def test_an_episode_that_keeps_a_withdrawn_turn_of_other_weights_is_dropped():
+    driver = Driver(rolling(), episodes=True, version=3)
+    driver.request_batch()
+    rollout_id = next(iter(driver.dialogues.thinking))
+    driver.feed(driver.dialogues.ask(rollout_id))
+    driver.finish(driver.attempts()[0], 2)
+    driver.feed(driver.dialogues.ask(rollout_id))
+    (key,) = driver.attempts()
+    driver.feed(driver.dialogues.withdraw(rollout_id))
+    # The engine was restarted, and its answer comes before the abort.
+    driver.finish(key, 2, spans=(VersionSpan(version=0, start=0, end=2),))
+    driver.feed(driver.dialogues.keep(rollout_id))
+    driver.feed(driver.dialogues.end(rollout_id))
+    assert driver.state.in_flight.ledger.rollouts[Reason.VERSION_LOST] == 1

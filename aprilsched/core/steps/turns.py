@@ -61,9 +61,10 @@ def end_turn(state: SchedulerState, request: RequestRecord) -> None:
 
 def take_back(state: SchedulerState, request: RequestRecord) -> None:
     """Take back a request that was interrupted before its end. Its rest waits to be sent again."""
+    whole = request.remaining <= 0 and not (state.rolling and request.rollout.log.mixed)
     if request.rollout.group.dropped is not None:
         state.in_flight.forget(request)
-    elif request.remaining <= 0 or request.rollout.state is State.RETURNING:
+    elif whole or request.rollout.state is State.RETURNING:
         # The abort came after the last token, or the turn was withdrawn.
         request.rollout.finish_reason = "length"
         end_turn(state, request)
@@ -152,6 +153,11 @@ def on_episode_finished(state: SchedulerState, event: EpisodeFinished) -> None:
     else:
         if rollout.replay is not None:
             forget_rest(state, rollout)
+        if state.rolling and rollout.log.mixed:
+            # A turn that the episode withdrew, and kept, met an engine with other weights.
+            cause = "an engine had another version than the one that its first turn was of"
+            drop(state, rollout.group, Reason.VERSION_LOST, cause, culprit=rollout.rollout_id)
+            return
         finish(state, rollout, event.score)
 
 
