@@ -134,7 +134,8 @@ class Interleavings(RuleBasedStateMachine):
         if rule_ == "restart" and (automatic or refill != "tail"):
             # Only such schedules may let groups begin again.
             automatic, ratio = False, 1.0
-            if isinstance(refill, Pool) or pace == "asynchronous":
+            keeps = isinstance(refill, LengthBuckets) and refill.held_batches
+            if isinstance(refill, Pool) or pace == "asynchronous" or keeps:
                 rule_ = "mask"
         config = SchedulerConfig(
             batch_groups=2,

@@ -172,12 +172,13 @@ class Restarts(Interleavings):
             waiting[again.index] = again
         if driver.state.delivery.offer is not None:
             waiting[driver.state.delivery.offer.batch.index] = driver.state.delivery.offer.batch
-        version = driver.state.weights.versions.trainer
+        version, lost = driver.state.weights.versions.trainer, self._lost()
         driver.restart([None if b is None else max(0, version - b) for b in behind])
         self.driver.core.check_invariants()
         if not saved:
             return
-        if driver.state.weights.versions.trainer == version:
+        # With rolling refits a rollout begins again if no engine has its version after the restart.
+        if driver.state.weights.versions.trainer == version and self._lost() == lost:
             after = picture(driver.state)
             launches = stood or driver.state.stop.learns
             self._without_new_entries(before, after, evaluating, launches=launches)
@@ -194,6 +195,10 @@ class Restarts(Interleavings):
             assert again.redelivered
             assert content(again) == content(waiting[again.index])
         assert {b.index for b in driver.state.delivery.redelivery} == set(waiting)
+
+    def _lost(self) -> tuple[int, int]:
+        ledger = self.driver.state.in_flight.ledger
+        return ledger.tokens[Reason.VERSION_LOST], ledger.rollouts[Reason.VERSION_LOST]
 
     @staticmethod
     def _without_new_entries(
