@@ -579,7 +579,8 @@ class Interleavings(RuleBasedStateMachine):
                 assert len(group.rollouts) == size, "an incomplete group"
             for rollout in batch.rollouts:
                 if self.driver.config.refit == "rolling":
-                    assert len(set(rollout.versions)) <= 1, "a rollout of two versions"
+                    own = set(rollout.versions.tolist()) - {-1}  # tokens of the environment
+                    assert len(own) <= 1, "a rollout of two versions"
                 lengths = {
                     len(rollout.token_ids),
                     len(rollout.logprobs),
