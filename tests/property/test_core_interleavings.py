@@ -134,7 +134,7 @@ class Interleavings(RuleBasedStateMachine):
         if rule_ == "restart" and (automatic or refill != "tail"):
             # Only such schedules may let groups begin again.
             automatic, ratio = False, 1.0
-            keeps = isinstance(refill, LengthBuckets) and refill.held_batches
+            keeps = isinstance(refill, LengthBuckets) and refill.held_batches > 0
             if isinstance(refill, Pool) or pace == "asynchronous" or keeps:
                 rule_ = "mask"
         config = SchedulerConfig(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -15,11 +16,15 @@ from aprilsched.testing.threaded import ThreadedServer
 
 
 @contextmanager
-def nothing_left() -> Iterator[None]:
+def nothing_left() -> Generator[None]:
     """Fails if something that was opened in the block is left for the garbage collector."""
     with pytest.MonkeyPatch.context() as patch:
         left: list[object] = []
-        patch.setattr("sys.unraisablehook", lambda unraisable: left.append(unraisable.exc_value))
+
+        def note(unraisable: sys.UnraisableHookArgs) -> None:
+            left.append(unraisable.exc_value)
+
+        patch.setattr("sys.unraisablehook", note)
         yield
         gc.collect()
     assert left == []

@@ -11,10 +11,10 @@ import pytest
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.http.failures import Answer, rejection
 from aprilsched.engines.http.limits import HttpLimits
-from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.engines.sglang import SGLangEngine, probe
 from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.engines.sglang.probe import SPANS_SINCE, release
-from aprilsched.engines.sglang.wire import generate_body, version_number
+from aprilsched.engines.sglang.wire import ServerInfo, generate_body, version_number
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
 from aprilsched.weights.disk import DiskPublisher
@@ -64,10 +64,26 @@ def test_limits_are_checked() -> None:
 
 def test_the_release_of_any_version_string() -> None:
     assert release("0.5.21") == (0, 5, 21)
-    assert release("v0.5.18.dev12+g1a2b3c") == SPANS_SINCE
-    assert release("0.5.17.post1") < SPANS_SINCE
+    assert release("v0.5.19.dev12+g1a2b3c") == SPANS_SINCE
+    assert release("0.5.18.post1") < SPANS_SINCE
     assert release("0.6") > SPANS_SINCE
     assert release("") == release("unknown") == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("version", "spans", "waiting"),
+    [
+        ("0.5.18", False, False),
+        ("0.5.19", True, False),
+        ("0.5.20", True, False),
+        ("0.5.21", True, True),
+        ("0.5.23", True, True),
+    ],
+)
+def test_what_a_release_can_do(version: str, spans: bool, waiting: bool) -> None:
+    can = probe._capabilities(ServerInfo(version=version))  # pyright: ignore[reportPrivateUsage]
+    assert can.version_spans is spans
+    assert can.flush_while_paused is can.release_while_paused is waiting
 
 
 def test_only_labels_that_we_wrote_are_versions() -> None:

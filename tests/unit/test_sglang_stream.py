@@ -115,7 +115,7 @@ def test_cumulative_events_read_the_same() -> None:
 
 
 def test_events_without_a_logprob_count_read_the_same() -> None:
-    """Before 0.5.18 there is neither a count of the logprobs nor a report of the spans."""
+    """Before 0.5.19 there is neither a count of the logprobs nor a report of the spans."""
     old: dict[str, Any] = {"output_token_logprobs_length": ...}
     chunks = feed(event(0, 1, **old), event(1, 4, **old), event(4, 5, finish=LENGTH, **old))
     assert_tokens(chunks, 5)

@@ -3,7 +3,7 @@
 A token is of the version whose weights sampled it. While a request streams, a chunk is counted
 under the version that its engine has at that moment. A chunk that arrives across a refit may have
 tokens of both versions, and until the engine reports the versions of its tokens at the end of the
-attempt (SGLang from 0.5.18 on) nobody can tell them apart. The report then replaces everything
+attempt (SGLang from 0.5.19 on) nobody can tell them apart. The report then replaces everything
 that was noted before. Without such a report the rollout says ``versions_exact=False``.
 """
 

@@ -18,10 +18,11 @@ __all__ = ["ServerFacts", "decode", "probe", "release", "server_process", "weigh
 
 T = TypeVar("T")
 
-SPANS_SINCE = (0, 5, 18)
-"""First release that reports `weight_versions` and can flush while requests wait in a pause."""
-RELEASE_SINCE = (0, 5, 21)
-"""First release known to release memory while requests wait in a pause; 0.5.17 dies of it."""
+SPANS_SINCE = (0, 5, 19)
+"""First release that reports `weight_versions`."""
+WAITING_SINCE = (0, 5, 21)
+"""First release that flushes the cache while requests wait in a pause, where older ones answer
+400, and the first known to release memory meanwhile; 0.5.17 dies of it."""
 STREAM_INTERVAL_SINCE = (0, 5, 0)
 """First release known to accept `stream_interval` as a sampling parameter; an older one fails the
 request because it does not know the name."""
@@ -161,7 +162,7 @@ async def _model_info(engine: str, transport: ControlCalls, timeout: float) -> M
 
 
 def _capabilities(server: ServerInfo) -> Capabilities:
-    recent = release(server.version) >= SPANS_SINCE
+    found = release(server.version)
     ranks = server.dp_size or 1
     running = server.max_running_requests
     if server.internal_states:
@@ -169,12 +170,12 @@ def _capabilities(server: ServerInfo) -> Capabilities:
         running = per_rank * ranks if per_rank is not None else running
     tokens = server.max_total_num_tokens
     return Capabilities(
-        version_spans=recent,
-        flush_while_paused=recent,
+        version_spans=found >= SPANS_SINCE,
+        flush_while_paused=found >= WAITING_SINCE,
         max_running_requests=running,
         kv_tokens=None if tokens is None else tokens * ranks,
         ranks=(server.tp_size or 1) * (server.pp_size or 1),
-        release_while_paused=release(server.version) >= RELEASE_SINCE,
+        release_while_paused=found >= WAITING_SINCE,
         keeps_released_weights=not server.enable_memory_saver
         or bool(server.enable_weights_cpu_backup),
         adapters=bool(server.enable_lora),

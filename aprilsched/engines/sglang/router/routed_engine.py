@@ -88,7 +88,7 @@ class RoutedEngine(SGLangEngine):
                 raise EngineProtocolError(
                     self.name,
                     "does not report the version of each token, which a fleet behind a router "
-                    "needs; use SGLang 0.5.18 or later, or SGLangFleet without the router.",
+                    "needs; use SGLang 0.5.19 or later, or SGLangFleet without the router.",
                 )
             await self._through.open()
         except BaseException:
