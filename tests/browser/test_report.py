@@ -21,9 +21,9 @@ from tests.support.reported import with_reports
 PATIENCE_S = 120.0
 
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--median", "60", "--cap", "600"]
-ONE_RUN = 10
+ONE_RUN = 11
 """Number of charts of one run that was not sampled."""
-TWO_RUNS = 14
+TWO_RUNS = 15
 DRAWN = "html[data-drawn]"
 EMPTY = """() => [...document.querySelectorAll('.chart')].filter((chart) => {
   const svg = chart.querySelector('svg.main-svg');

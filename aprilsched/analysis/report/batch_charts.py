@@ -199,9 +199,9 @@ def bias(runs: Sequence[ReportData]) -> Chart:
     )
 
 
-def distances(runs: Sequence[ReportData]) -> Chart:
+def distances(runs: Sequence[ReportData]) -> list[Chart]:
     """Draw the distance of each batch's lengths from the drawn law, with what is expected of a
-    batch drawn at random."""
+    batch drawn at random. Older logs do not have it; there is no chart then."""
     data: list[Spec] = []
     keys: list[Key] = []
     said: list[str] = []
@@ -232,8 +232,10 @@ def distances(runs: Sequence[ReportData]) -> Chart:
                 }
             )
             keys.append(Key(label=f"{who}{name}", colour=one, line=True, dashed=dash == "dash"))
-    title = "; ".join(said) or "the distance of batches from the drawn law is not known"
-    return Chart(
+    if not said:
+        return []
+    title = "; ".join(said)
+    chart = Chart(
         id="distances",
         title=f"{title[0].upper()}{title[1:]}.",
         note="Kolmogorov's distance: the largest difference between the shares of responses up to "
@@ -248,6 +250,7 @@ def distances(runs: Sequence[ReportData]) -> Chart:
         height=300,
         keys=keys,
     )
+    return [chart]
 
 
 def deciles(runs: Sequence[ReportData]) -> Chart:

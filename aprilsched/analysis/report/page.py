@@ -102,7 +102,11 @@ def _charts(runs: Sequence[ReportData]) -> dict[str, list[Chart]]:
         "lengths": [batch_charts.lengths(runs)],
         "ages": [batch_charts.ages(runs), batch_charts.versions(runs)],
         "batches": [batch_charts.ages_by_batch(run, x) for x, run in each],
-        "bias": [batch_charts.bias(runs), batch_charts.distances(runs), batch_charts.deciles(runs)],
+        "bias": [
+            batch_charts.bias(runs),
+            *batch_charts.distances(runs),
+            batch_charts.deciles(runs),
+        ],
         **_alignment(runs, each),
     }
 
