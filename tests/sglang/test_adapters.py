@@ -151,7 +151,8 @@ async def test_rollouts_are_of_the_adapters_they_were_sent_under(
         loaded = rollouts.state.weights.adapters[next(iter(rollouts.state.fleet.control.engines))]
         assert len(loaded) < 4, "older adapters are unloaded"
     assert not any(isinstance(command, Pause) for command in recorder.commands)
-    assert not caplog.records
+    # On a busy machine the recorder, a listener, may be stopped in the midst of its work.
+    assert not [r for r in caplog.records if "held the event loop up" not in r.getMessage()]
     delivered = [rollout for batch in batches for rollout in batch.rollouts]
     for rollout in delivered:
         assert rollout.versions_exact
