@@ -921,6 +921,12 @@ class _Life(Served):
         call = self.begin(number, name, arguments, named)
         await asyncio.wait([call])
         error = asyncio.CancelledError() if call.cancelled() else call.exception()
+        if call.cancelled():
+            # Calls are cancelled while another trainer takes this one's place, and the trainer is
+            # told that, not that it has cancelled something.
+            async with self._attaching:
+                if self._trainer is not None and trainer < self._trainer:
+                    error = self._another()
         if error is not None:
             return self._said(raised=Raised.of(error, tell_where=True))
         return self._said(
