@@ -139,7 +139,7 @@ class Run:
             assert np.abs(rollout.logprobs - wrong).max() > 100 * TOLERANCE
 
 
-@pytest.fixture(params=["slime", "miles"])
+@pytest.fixture(params=["slime", pytest.param("miles", marks=pytest.mark.long)])
 def run(
     request: pytest.FixtureRequest,
     clean_pair: tuple[CpuServer, CpuServer],

@@ -227,6 +227,7 @@ def test_twenty_steps_on_a_real_server_with_a_resume_between(
             assert np.array_equal(before.input_ids, after.input_ids)
 
 
+@pytest.mark.long
 def test_a_server_that_dies_in_a_broadcast_does_not_end_the_training(
     torch: Any, clean_pair: tuple[CpuServer, CpuServer], model: Path, tmp_path: Path
 ) -> None:

@@ -203,17 +203,24 @@ NESTED = b'{"model_path": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"
 PROBES = ("model_info", "server_info", "openapi.json", "ready", "abort_request")
 
 
-@pytest.mark.parametrize("path", PROBES)
+ENDLESS = {
+    "body": endless(CHUNKED, chunked(b"x" * 65536)),
+    "headers": endless(OK, b"X-Header: value\r\n"),
+    "error": endless(CHUNKED.replace(b"200 OK", b"500 Error"), chunked(b"x" * 65536)),
+    "interim": endless(b"", b"HTTP/1.1 103 Early Hints\r\n\r\n"),
+    "extension": endless(CHUNKED + b"5;", b"x"),
+}
+
+
 @pytest.mark.parametrize(
-    "answer",
+    ("path", "answer"),
     [
-        endless(CHUNKED, chunked(b"x" * 65536)),
-        endless(OK, b"X-Header: value\r\n"),
-        endless(CHUNKED.replace(b"200 OK", b"500 Error"), chunked(b"x" * 65536)),
-        endless(b"", b"HTTP/1.1 103 Early Hints\r\n\r\n"),
-        endless(CHUNKED + b"5;", b"x"),
+        # It takes long until interim answers are cut off, and each path does it in the same way.
+        pytest.param(path, answer, id=f"{name}-{path}", marks=[pytest.mark.long] * later)
+        for name, answer in ENDLESS.items()
+        for place, path in enumerate(PROBES)
+        for later in [int(name == "interim" and place > 0)]
     ],
-    ids=["body", "headers", "error", "interim", "extension"],
 )
 async def test_an_endless_control_answer_is_cut_off(path: str, answer: Answer) -> None:
     async with hostile() as server:
