@@ -51,10 +51,17 @@ def told(rollout: RolloutRecord) -> tuple[Any, ...]:
     )
 
 
+def offered_batch(state: SchedulerState) -> Batch | None:
+    """The batch that is offered; None for a part of a streamed one, whose groups stay in flight."""
+    offer = state.delivery.offer
+    return None if offer is None or offer.record is None else offer.batch
+
+
 def picture(state: SchedulerState) -> dict[str, Any]:
     """The scheduler's state, without what belongs only to its process."""
     in_flight = state.in_flight
-    offer = () if state.delivery.offer is None else (state.delivery.offer.batch.index,)
+    batch = offered_batch(state)
+    offer = () if batch is None else (batch.index,)
     return {
         "groups": {
             group.group_id: (
@@ -170,8 +177,8 @@ class Restarts(Interleavings):
         }
         for again in driver.state.delivery.redelivery:
             waiting[again.index] = again
-        if driver.state.delivery.offer is not None:
-            waiting[driver.state.delivery.offer.batch.index] = driver.state.delivery.offer.batch
+        if (offered := offered_batch(driver.state)) is not None:
+            waiting[offered.index] = offered
         version, lost = driver.state.weights.versions.trainer, self._lost()
         driver.restart([None if b is None else max(0, version - b) for b in behind])
         self.driver.core.check_invariants()
