@@ -94,7 +94,7 @@ def check(
     assert in_flight.counters.launched == len(ids) + len(in_flight.rollouts)
     assert {len(set(rollout.versions.tolist())) for rollout in delivered} == {1}
     assert all(rollout.versions_exact for rollout in delivered)
-    assert len({int(rollout.versions[0]) for rollout in delivered}) > 1
+    assert len({int(rollout.versions[0]) for rollout in delivered}) > 2
     assert check_greedy(delivered, models, folder) == 0
     return delivered
 
@@ -111,7 +111,7 @@ async def test_every_token_is_of_its_version_and_no_rollout_of_two(
         batches: list[Batch] = []
         versions: set[int] = set()
         # How far responses come between two updates depends on the machine.
-        while len(batches) < 7 or (len(batches) < 40 and not (mixed and len(versions) > 1)):
+        while len(batches) < 7 or (len(batches) < 40 and not (mixed and len(versions) > 2)):
             batches.append(await step(rollouts, trainer, publisher))
             versions |= {int(rollout.versions[0]) for rollout in batches[-1].rollouts}
             mixed += len(set(rollouts.state.weights.versions.engines.values())) > 1
