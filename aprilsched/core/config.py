@@ -22,6 +22,7 @@ from aprilsched.core.policies.over_provision import RATIO, FixedRatio, KvTarget,
 from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.resume_order import ResumeOrder
+from aprilsched.core.policies.schedule import Pace
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.policies.start_up import StartUp, StartUpRule
 from aprilsched.core.policies.stop import Groups, Samples, Stop
@@ -56,7 +57,6 @@ KVAfterRefit: TypeAlias = Literal["auto", "recompute", "keep", "apart"]
 LONG_WAIT = 8
 """Number of versions for which a deferred group may wait."""
 
-Pace: TypeAlias = Literal["synchronous", "asynchronous"]
 RefitRule: TypeAlias = Literal["together", "rolling"]
 RewardScope: TypeAlias = Literal["none", "rollout", "group"]
 

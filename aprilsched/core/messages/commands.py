@@ -387,6 +387,13 @@ class Plan:
         engines: the number of engines in use.
         kv_tokens: the tokens that all their KV pools hold; None if an engine does not report it.
         current: the schedule in force.
+        train_seconds: the mean time for which the trainer trains on a batch, over the last ones,
+            without its waits for batches and updates; None while it is unknown.
+        train_spread: the standard deviation of these times, in seconds.
+        refit_seconds: the mean time from the moment in which the engines are ready for new weights
+            until all have them, over the last updates; None while it is unknown.
+        remembered: the share of the variance common to a prompt's log lengths that earlier epochs
+            are expected to explain, as a mean over the groups in flight; 0 where they say nothing.
     """
 
     batch_groups: int
@@ -397,6 +404,10 @@ class Plan:
     engines: int
     kv_tokens: int | None
     current: Schedule
+    train_seconds: float | None = None
+    train_spread: float = 0.0
+    refit_seconds: float | None = None
+    remembered: float = 0.0
 
 
 # --- the trainer -----------------------------------------------------------------------------
