@@ -20,7 +20,7 @@ from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.policies.schedule import Forecast, Schedule
 from aprilsched.core.policies.wave import Wave
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import try_out
@@ -152,10 +152,12 @@ def _tried(schedule: Schedule, outcome: Outcome) -> Tried:
         f"{named(schedule)}: {outcome.efficiency:.1%} of the bound with "
         f"{outcome.off_policy_share:.0%} of the tokens off-policy expected"
     )
-    known = replace(
-        schedule, efficiency=outcome.efficiency, off_policy_share=outcome.off_policy_share, why=why
+    forecast = Forecast(
+        step_seconds=outcome.step_seconds,
+        efficiency=outcome.efficiency,
+        off_policy_share=outcome.off_policy_share,
     )
-    return Tried(schedule=known, outcome=outcome)
+    return Tried(schedule=replace(schedule, forecast=forecast, why=why), outcome=outcome)
 
 
 def choose(tried: Sequence[Tried]) -> Tried:

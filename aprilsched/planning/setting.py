@@ -74,12 +74,14 @@ class Outcome:
     """What a schedule did, after the burn-in.
 
     Attributes:
+        step_seconds: mean seconds of a batch.
         efficiency: T_bound / T.
         off_policy_share: delivered tokens of an older version / delivered tokens.
         too_stale_share: delivered tokens beyond the bound / delivered tokens.
         peak_kv: largest number of tokens in the KV pool of one engine.
     """
 
+    step_seconds: float
     efficiency: float
     off_policy_share: float
     too_stale_share: float

@@ -97,6 +97,7 @@ class _Trial:
                 if oldest is not None:
                     too_stale += sum(group.older_than(batch, oldest) for group in delivered)
         return Outcome(
+            step_seconds=seconds / setting.batches,
             efficiency=bound / seconds,
             off_policy_share=stale / tokens,
             too_stale_share=too_stale / tokens,

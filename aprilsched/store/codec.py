@@ -17,7 +17,7 @@ from aprilsched.core.lengths.memory import Remembered
 from aprilsched.core.policies.kinds import OVER_PROVISIONS, REFILLS
 from aprilsched.core.policies.over_provision import OverProvision
 from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.policies.schedule import Forecast, Schedule
 from aprilsched.core.state.saved import SavedGroup, SavedMember
 from aprilsched.errors import ConfigError
 from aprilsched.store.values import packed, unpacked
@@ -74,8 +74,10 @@ class _Schedule(msgspec.Struct, array_like=True):
     over_provision: tuple[str, dict[str, Any]]
     refill: tuple[str, dict[str, Any]]
     efficiency: float | None
+    """Only earlier versions wrote this and the next field, which are parts of a forecast now."""
     off_policy_share: float | None
     why: str
+    forecast: Forecast | None = None
 
 
 _NAMES_OF_0_1 = {
@@ -249,9 +251,10 @@ def schedule_record(schedule: Schedule) -> bytes:
         _Schedule(
             over_provision=_named(schedule.over_provision),
             refill=_named(schedule.refill),
-            efficiency=schedule.efficiency,
-            off_policy_share=schedule.off_policy_share,
+            efficiency=None,
+            off_policy_share=None,
             why=schedule.why,
+            forecast=schedule.forecast,
         )
     )
 
@@ -267,8 +270,7 @@ def schedule_from(body: bytes) -> Schedule | None:
     return Schedule(
         over_provision=msgspec.convert(ratio_settings, type=over_provision),
         refill=msgspec.convert(refill_settings, type=refills),
-        efficiency=record.efficiency,
-        off_policy_share=record.off_policy_share,
+        forecast=record.forecast,
         why=record.why,
     )
 

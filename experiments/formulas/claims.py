@@ -96,14 +96,16 @@ def least_stale() -> Iterator[Row]:
     for straggler in rules:
         fastest, chosen = _both(straggler)
         at = "recompute" if straggler == "retract" else "KV kept"
+        forecast = chosen.forecast
+        assert forecast is not None
         a, b = _mean(_config(fastest, straggler)), _mean(_config(chosen, straggler))
         yield Row("efficiency: least stale within 2 %, fastest", at, b.efficiency, a.efficiency)
         yield Row("off-policy share: the same two", at, b.off_policy, a.off_policy)
         yield Row(
-            "efficiency of the choice: trial, simulation", at, chosen.efficiency or 0, b.efficiency
+            "efficiency of the choice: trial, simulation", at, forecast.efficiency, b.efficiency
         )
         yield Row(
-            "off-policy share: trial, simulation", at, chosen.off_policy_share or 0, b.off_policy
+            "off-policy share: trial, simulation", at, forecast.off_policy_share, b.off_policy
         )
 
 

@@ -20,7 +20,7 @@ from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.policies.schedule import Forecast, Schedule
 from aprilsched.core.policies.start_up import StartUpRule
 from aprilsched.core.policies.wave import Wave
 from aprilsched.engines.sim.config import SimConfig
@@ -376,6 +376,7 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
     near = 0.03 if defers or kv is not None or isinstance(policies.stop, Tokens) else 0.005
     assert outcome.efficiency == pytest.approx(efficiency, rel=near)
     assert outcome.off_policy_share == pytest.approx(stale / tokens, abs=near)
+    assert outcome.step_seconds == pytest.approx(seconds / (BATCHES - BURN_IN), rel=0.03)
 
 
 @pytest.mark.parametrize("refill", [Wave(), LengthBuckets()], ids=["wave", "length buckets"])
@@ -416,7 +417,13 @@ def setting(**changes: Any) -> Setting:
 
 
 def outcome(efficiency: float, stale: float, *, late: float = 0.0) -> Outcome:
-    return Outcome(efficiency=efficiency, off_policy_share=stale, too_stale_share=late, peak_kv=0.0)
+    return Outcome(
+        step_seconds=10 / efficiency,
+        efficiency=efficiency,
+        off_policy_share=stale,
+        too_stale_share=late,
+        peak_kv=0.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -495,13 +502,18 @@ def test_no_candidate_is_faster_by_more_than_the_tolerance_nor_fresher_at_that_s
     assert own.efficiency >= (1 - TOLERANCE) * fastest
     fresher = [o for o in outcomes if o.off_policy_share < own.off_policy_share - 1e-9]
     assert all(o.efficiency < (1 - TOLERANCE) * fastest for o in fresher)
-    assert (best.efficiency, best.off_policy_share) == (own.efficiency, own.off_policy_share)
+    assert best.forecast == Forecast(
+        step_seconds=own.step_seconds,
+        efficiency=own.efficiency,
+        off_policy_share=own.off_policy_share,
+    )
 
 
 def test_a_choice_says_what_it_is() -> None:
     best = chosen("retract")
     assert best.why.startswith(named(best))
-    assert f"{best.efficiency:.1%} of the bound" in best.why
+    assert best.forecast is not None
+    assert f"{best.forecast.efficiency:.1%} of the bound" in best.why
 
 
 def test_the_choice_has_no_chance_in_it() -> None:
@@ -652,4 +664,6 @@ def test_a_run_with_one_response_for_each_prompt_is_planned_too() -> None:
     ended = tuple(GroupLengths.whole(i, [int(n)]) for i, n in enumerate(drawn(64)[:, 0]))
     command = replace(plan(POOR), ended=ended, group_size=1)
     best = Planner().plan(command, rules(group_size=1))
-    assert (best.efficiency or 0) > try_out(POOR, setting(lengths=drawn(64)[:, :1])).efficiency
+    assert best.forecast is not None
+    waiting = try_out(POOR, setting(lengths=drawn(64)[:, :1]))
+    assert best.forecast.efficiency > waiting.efficiency

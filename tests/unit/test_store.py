@@ -32,7 +32,7 @@ from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio, KvTarget
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.policies.schedule import Forecast, Schedule
 from aprilsched.core.policies.wave import Wave
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.saved import (
@@ -754,7 +754,8 @@ def test_renamed_fields_keep_their_names_in_the_store():
 def test_a_schedule_is_the_same_after_the_way_through_bytes(
     refill: Refill, ratio: FixedRatio | KvTarget
 ):
-    schedule = Schedule(over_provision=ratio, refill=refill, efficiency=0.7, why="because")
+    forecast = Forecast(step_seconds=12.5, efficiency=0.7, off_policy_share=0.4, mean_age=1.5)
+    schedule = Schedule(over_provision=ratio, refill=refill, forecast=forecast, why="because")
     assert schedule_from(schedule_record(schedule)) == schedule
 
 

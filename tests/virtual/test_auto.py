@@ -124,7 +124,7 @@ def test_the_schedule_changes_and_everything_is_delivered_once(straggler: str, p
                 batches.append(batch)
                 if len(batches) == 1:
                     assert rollouts.state.plan.schedule != before
-                    assert rollouts.state.plan.schedule.efficiency is not None
+                    assert rollouts.state.plan.schedule.forecast is not None
                 await rollouts.update_weights(SimPublisher())
             in_flight = rollouts.state.in_flight
             assert in_flight.counters.launched == in_flight.counters.delivered == 50 * 4

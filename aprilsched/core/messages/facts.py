@@ -22,6 +22,7 @@ import numpy as np
 from msgspec import Struct
 
 from aprilsched.core.messages.events import ControlCall, EngineInfo, LogprobComparison
+from aprilsched.core.policies.schedule import Forecast
 from aprilsched.types import NO_VERSION, Batch, FinishReason, Rollout
 
 __all__ = [
@@ -241,9 +242,15 @@ class EvaluationDelivered(Fact, frozen=True):
 
 
 class ScheduleChanged(Fact, frozen=True):
-    """Automatic over-provisioning has chosen another schedule, which `schedule` describes."""
+    """Automatic over-provisioning has chosen a schedule, which may be the one in force.
+
+    Attributes:
+        schedule: the schedule and the reason of its choice, in words.
+        forecast: what is expected of its batches; None if that is not known.
+    """
 
     schedule: str
+    forecast: Forecast | None = None
 
 
 # --- groups and rollouts -----------------------------------------------------------------------

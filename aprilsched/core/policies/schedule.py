@@ -10,7 +10,7 @@ from aprilsched.core.policies.over_provision import FixedRatio, OverProvision
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.wave import Wave
 
-__all__ = ["Pace", "Schedule", "first_schedule"]
+__all__ = ["Forecast", "Pace", "Schedule", "first_schedule"]
 
 Pace: TypeAlias = Literal["synchronous", "asynchronous"]
 
@@ -19,23 +19,42 @@ FIRST_RATIO = 1.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """What is expected of a batch under a schedule, in the mean over many batches.
+
+    Attributes:
+        step_seconds: seconds from one delivery to the next, without the trainer's own time where
+            the engines wait for the trainer.
+        efficiency: T_bound / T, the bound on a batch's time over its time.
+        off_policy_share: share of the delivered tokens that are older than the version that
+            consumes them.
+        mean_age: mean number of versions by which a delivered token is older; None if unknown.
+        distance: distance of a batch's lengths from the drawn law; None if unknown.
+    """
+
+    step_seconds: float
+    efficiency: float
+    off_policy_share: float
+    mean_age: float | None = None
+    distance: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """How much is started and when, with what this is expected to do (None if it is not known).
+    """How much is started and when, with what this is expected to do.
 
     Attributes:
         over_provision: how many groups are kept open.
         refill: when new groups are started.
         pace: whether generation goes on while the trainer trains; None for the configured pace.
-        efficiency: expected efficiency, T_bound / T.
-        off_policy_share: expected share of delivered tokens that are of an older version.
+        forecast: what is expected of its batches; None if that is not known.
         why: the reason of the choice, as one sentence.
     """
 
     over_provision: OverProvision
     refill: Refill
     pace: Pace | None = None
-    efficiency: float | None = None
-    off_policy_share: float | None = None
+    forecast: Forecast | None = None
     why: str = ""
 
     def same_as(self, other: Schedule) -> bool:

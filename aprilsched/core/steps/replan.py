@@ -85,7 +85,7 @@ def on_planned(state: SchedulerState, event: Planned) -> None:
     if not event.schedule.refill.defers:
         release_all(state)
     state.plan.schedule = event.schedule
-    state.tell(ScheduleChanged(schedule=event.schedule.why))
+    state.tell(ScheduleChanged(schedule=event.schedule.why, forecast=event.schedule.forecast))
     retarget(state)
 
 
