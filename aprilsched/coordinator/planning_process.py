@@ -36,8 +36,8 @@ LIMIT_S = 600.0
 """Seconds after which a choice is given up. It takes seconds on an idle core, and much longer
 beside a trainer that uses all of them."""
 _NICENESS = 5
-"""Of two threads that want one core, the trainer's gets three quarters. With 10 it gets nine tenths;
-choices then took a minute on a machine that had too few cores."""
+"""Of two threads that want one core, the trainer's gets three quarters. With 10 it gets nine
+tenths; choices then took a minute on a machine that had too few cores."""
 _BEGUN = b"\0"
 """What the process says when it has imported everything. Without it, it could not begin."""
 _PROGRAM = """
