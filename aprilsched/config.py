@@ -14,6 +14,7 @@ from aprilsched.core.config import (
 )
 from aprilsched.core.policies.kinds import RefillRule, StopUnit
 from aprilsched.core.policies.length_buckets import LengthBuckets
+from aprilsched.core.policies.objective import Objective
 from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, OverProvision
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
@@ -32,6 +33,7 @@ __all__ = [
     "KVAfterRefit",
     "KvTarget",
     "LengthBuckets",
+    "Objective",
     "OverProvision",
     "Pace",
     "Policies",

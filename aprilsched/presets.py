@@ -137,8 +137,9 @@ def on_policy(config: SchedulerConfig) -> SchedulerConfig:
 def auto(config: SchedulerConfig) -> SchedulerConfig:
     """Choose the ratio and the refill rule during the run.
 
-    Source: this project. It takes the least stale schedule within 2 % of the fastest, by trials on
-    lengths like those seen, and chooses again when lengths drift (:mod:`aprilsched.planning`).
+    Source: this project. It takes the least stale schedule within 2 % of the best by `objective`,
+    by trials on lengths like those seen, and chooses again when lengths drift
+    (:mod:`aprilsched.planning`).
     Known cost: a second of one core for each choice. It needs a step-time model of the engines.
     """
     return replace(config, over_provision="auto")

@@ -18,6 +18,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
 from aprilsched.core.policies.kinds import REFILLS, RefillRule, StopUnit
+from aprilsched.core.policies.objective import Objective
 from aprilsched.core.policies.over_provision import RATIO, FixedRatio, KvTarget, OverProvision
 from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import Refill
@@ -181,7 +182,7 @@ class SchedulerConfig:
     over_provision: Annotated[float, RATIO] | Literal["auto", "kv"] | OverProvision = 1.5
     """Ratio of groups kept open to groups in a batch; 1 waits for every last response. "auto"
     chooses the ratio and the refill rule during the run: the least stale schedule within 2 % of
-    the fastest, by the lengths seen so far and the time model of the engines. "kv" or
+    the best by `objective`, for the lengths seen so far and the time model of the engines. "kv" or
     KvTarget(0.8) fills the KV pool up to a share, step by step."""
     refill: RefillRule | Refill = "wave"
     """When new groups are started: "wave" starts them once at the begin of each batch (APRIL),
@@ -189,6 +190,9 @@ class SchedulerConfig:
     LengthBuckets(store=5) keeps more groups open and runs those of similar expected length
     together, and "tail" lets groups race for their batch and gathers the losers in batches of their
     own."""
+    objective: Objective = field(default_factory=Objective)
+    """What over_provision="auto" wants: useful work for the time of whole steps, where a token is
+    worth less with its age."""
     straggler: StragglerRule = "retract"
     """What happens to the rollouts that still generate when a batch is full: "retract" pauses them
     in the engine and recomputes their KV after a refit, "in_place" pauses them and keeps their KV,

@@ -1,7 +1,9 @@
-"""Chooses the least stale schedule within 2 % of the fastest.
+"""Chooses the least stale schedule within 2 % of the best by the objective.
 
-Optima are flat: many schedules are as fast as the fastest within noise, with very different
-staleness. So differences in speed below `TOLERANCE` do not count, and staleness decides.
+The objective is useful work for the time of whole steps
+(:class:`~aprilsched.core.policies.objective.Objective`). Optima are flat: many schedules are as
+good as the best within noise, with very different staleness. So differences below the objective's
+`tolerance` do not count, and staleness decides.
 
 Invariants: a schedule that exceeds the user's staleness bound is chosen only if all do. A choice is
 a function of its arguments, without randomness. A schedule that fills the KV pool is judged by its
@@ -23,23 +25,21 @@ from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Forecast, Schedule
 from aprilsched.core.policies.wave import Wave
 from aprilsched.planning.setting import Outcome, Setting
-from aprilsched.planning.trial import try_out
+from aprilsched.planning.trial import Trial
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
-__all__ = ["RATIOS", "TOLERANCE", "Planner", "Tried", "candidates", "choose", "named"]
+__all__ = ["RATIOS", "Planner", "Tried", "candidates", "choose", "named"]
 
-TOLERANCE = 0.02
-"""Share of the speed that may be given up for less staleness."""
 _STAYS = 0.01
-"""Additional share of the speed that the schedule in force may give up before it is replaced."""
+"""Additional share of the objective that the schedule in force may give up and stay."""
 _STALER = 0.03
 """Additional share of off-policy tokens with which the schedule in force is not yet replaced."""
 _TOO_STALE = 0.005
 """Share of the tokens that may exceed the user's bound; they get loss mask 0, or are evicted."""
 _BRIEF = 6
 """Number of batches in the first, brief trial of every candidate."""
-_MAY_RISE = 0.04
-"""Largest distance from the fastest in the brief trial at which the real fastest may be."""
+_MAY_RISE = 0.05
+"""Largest distance from the best in the brief trial at which the real best may be."""
 _MOST_GROUPS = 128
 """A larger batch is tried out as an equal share of it on fewer engines."""
 
@@ -58,12 +58,8 @@ class Planner:
     Args:
         model: step-time model of an engine (``aprilsched calibrate`` fits one).
         max_running: largest number of requests that one engine decodes together.
-        inline: choose on the caller's thread, for virtual clocks, which wait for no process. On a
-            real clock this would block the event loop for seconds.
-
-    Without `inline` a running scheduler calls :meth:`plan` in another process, on a copy that
-    pickle makes, so what a subclass changes in itself there is lost. A subclass that pickle cannot
-    take, or that is defined in a script's main module, is called in a thread.
+        inline: choose on the caller's thread, for virtual clocks, which do not wait for threads.
+            On a real clock this would block the event loop for a second.
     """
 
     def __init__(
@@ -81,9 +77,9 @@ class Planner:
         """The schedule to follow, with its expected outcome; it may be the one in force."""
         setting = self.setting(command, config)
         tried = trials(setting, may_defer=config.may_defer, current=command.current)
-        best = choose(tried)
+        best = choose(tried, config.objective.tolerance)
         now = next((t for t in tried if t.schedule.same_as(command.current)), None)
-        if now is not None and _may_stay(now, best, tried):
+        if now is not None and _may_stay(now, best, tried, config.objective.tolerance):
             return now.schedule
         return best.schedule
 
@@ -109,6 +105,13 @@ class Planner:
             prompt_tokens=command.prompt_tokens,
             keeps_kv=config.cached_kv == "keep",
             max_staleness=config.policies.staleness.bound,
+            pace=config.pace,
+            ready_batches=config.ready_batches,
+            train_seconds=command.train_seconds or 0.0,
+            train_spread=command.train_spread,
+            refit_seconds=command.refit_seconds or 0.0,
+            objective=config.objective,
+            iid_distance=observed.iid_distance(batch_groups) or 0.0,
             shared=observed.shared_log_variance() or 0.5,
             stop=replace(stop, amount=-(-stop.amount // scale)),
         )
@@ -117,22 +120,22 @@ class Planner:
 def trials(setting: Setting, *, may_defer: bool, current: Schedule | None = None) -> list[Tried]:
     """Try candidates out, and write the expected outcome into their schedules.
 
-    All candidates get a brief trial; those that are near the fastest there, and `current`, get a
-    longer one. If a longer trial exceeds a bound, the next fastest takes that candidate's place.
+    All candidates get a brief trial; those of them that are near the best, and `current`, go on to
+    a longer one. If a longer trial exceeds a bound, the next best takes that candidate's place.
     """
     several = candidates(
         batch_groups=setting.batch_groups, engines=setting.engines, may_defer=may_defer
     )
-    brief = replace(setting, batches=_BRIEF)
-    first = [(schedule, try_out(schedule, brief)) for schedule in several]
+    running = [Trial(schedule, setting) for schedule in several]
+    first = [(trial.schedule, trial.outcome(_BRIEF)) for trial in running]
     longer: dict[int, Outcome] = {}
     while near := _near(first, longer):
-        longer.update((place, try_out(first[place][0], setting)) for place in near)
+        longer.update((place, running[place].outcome(setting.batches)) for place in near)
     for place, (schedule, _) in enumerate(first):
         # The schedule in force needs an equally long trial, or it would be replaced by chance.
         now = current is not None and schedule.same_as(current)
         if longer and now and place not in longer:
-            longer[place] = try_out(schedule, setting)
+            longer[place] = running[place].outcome(setting.batches)
     return [
         _tried(schedule, longer.get(place, outcome))
         for place, (schedule, outcome) in enumerate(first)
@@ -141,14 +144,14 @@ def trials(setting: Setting, *, may_defer: bool, current: Schedule | None = None
 
 
 def _near(first: Sequence[tuple[Schedule, Outcome]], longer: Mapping[int, Outcome]) -> list[int]:
-    """Indices of candidates near the fastest, within the bound so far, and not yet tried longer."""
+    """Indices of candidates near the best, within the bound so far, and not yet tried longer."""
     allowed = {
-        place: outcome.efficiency
+        place: outcome.value
         for place, (_, outcome) in enumerate(first)
         if _allowed(longer.get(place, outcome))
     }
     least = (1 - _MAY_RISE) * max(allowed.values(), default=0.0)
-    return [place for place, speed in allowed.items() if speed >= least and place not in longer]
+    return [place for place, value in allowed.items() if value >= least and place not in longer]
 
 
 def _tried(schedule: Schedule, outcome: Outcome) -> Tried:
@@ -160,18 +163,20 @@ def _tried(schedule: Schedule, outcome: Outcome) -> Tried:
         step_seconds=outcome.step_seconds,
         efficiency=outcome.efficiency,
         off_policy_share=outcome.off_policy_share,
+        mean_age=outcome.mean_age,
+        distance=outcome.distance,
     )
     return Tried(schedule=replace(schedule, forecast=forecast, why=why), outcome=outcome)
 
 
-def choose(tried: Sequence[Tried]) -> Tried:
-    """The least stale candidate within `TOLERANCE` of the fastest that is within the bound."""
+def choose(tried: Sequence[Tried], tolerance: float) -> Tried:
+    """The least stale candidate within `tolerance` of the best that is within the bound."""
     allowed = [t for t in tried if _allowed(t.outcome)]
     if not allowed:
         # No candidate is within the bound, so the freshest is the best.
-        return min(tried, key=lambda t: (t.outcome.too_stale_share, -t.outcome.efficiency))
-    fastest = max(t.outcome.efficiency for t in allowed)
-    near = [t for t in allowed if t.outcome.efficiency >= (1 - TOLERANCE) * fastest]
+        return min(tried, key=lambda t: (t.outcome.too_stale_share, -t.outcome.value))
+    best = max(t.outcome.value for t in allowed)
+    near = [t for t in allowed if t.outcome.value >= (1 - tolerance) * best]
     return min(near, key=lambda t: t.outcome.off_policy_share)
 
 
@@ -179,11 +184,11 @@ def _allowed(outcome: Outcome) -> bool:
     return outcome.too_stale_share <= _TOO_STALE
 
 
-def _may_stay(now: Tried, best: Tried, tried: Sequence[Tried]) -> bool:
-    fastest = max((t.outcome.efficiency for t in tried if _allowed(t.outcome)), default=0)
+def _may_stay(now: Tried, best: Tried, tried: Sequence[Tried], tolerance: float) -> bool:
+    most = max((t.outcome.value for t in tried if _allowed(t.outcome)), default=0)
     return (
         _allowed(now.outcome)
-        and now.outcome.efficiency >= (1 - TOLERANCE - _STAYS) * fastest
+        and now.outcome.value >= (1 - tolerance - _STAYS) * most
         and now.outcome.off_policy_share <= best.outcome.off_policy_share + _STALER
     )
 

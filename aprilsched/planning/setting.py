@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.core.policies.objective import Objective
+from aprilsched.core.policies.schedule import Pace
 from aprilsched.core.policies.stop import Groups, Stop
 from aprilsched.timing.model import StepTimeModel
 
@@ -29,7 +31,20 @@ class Setting:
             or are preempted and recomputed.
         prompt_tokens: mean prompt length.
         keeps_kv: whether a refit keeps the KV; otherwise every request in flight is recomputed.
-        max_staleness: the user's bound; None without one.
+        max_staleness: the user's bound; None without one. It also limits how many groups are
+            outstanding (:meth:`~aprilsched.core.policies.staleness.Staleness.admissible`).
+        pace: whether generation goes on while the trainer trains, for a schedule that names no
+            pace.
+        ready_batches: number of complete batches that are kept for a slow trainer before no new
+            groups are started, on the asynchronous pace.
+        train_seconds: mean time for which the trainer trains on a batch.
+        train_spread: standard deviation of these times, in seconds.
+        refit_seconds: mean time from the trainer's request for an update until all engines have it,
+            with the pause.
+        streamed: whether the trainer takes each batch group by group, and trains on each for an
+            equal share of `train_seconds` as soon as it has the group.
+        objective: what is wanted of a schedule.
+        iid_distance: distance from the law of a batch drawn at random, from 0 to 1.
         shared: the share of the log lengths' variance that lies between groups.
         batches: number of batches that are counted.
         burn_in: number of batches before those that are not counted (three times as many for a
@@ -45,6 +60,14 @@ class Setting:
     prompt_tokens: float = 0.0
     keeps_kv: bool = False
     max_staleness: int | None = None
+    pace: Pace = "synchronous"
+    ready_batches: int = 2
+    train_seconds: float = 0.0
+    train_spread: float = 0.0
+    refit_seconds: float = 0.0
+    streamed: bool = False
+    objective: Objective = field(default_factory=Objective)
+    iid_distance: float = 0.0
     shared: float = 0.5
     batches: int = 24
     burn_in: int = 5
@@ -74,15 +97,26 @@ class Outcome:
     """What a schedule did, after the burn-in.
 
     Attributes:
-        step_seconds: mean seconds of a batch.
-        efficiency: T_bound / T.
+        value: the objective: useful work in seconds of T_bound, for each second of whole steps
+            (:class:`~aprilsched.core.policies.objective.Objective`).
+        step_seconds: mean seconds of a step, without `trainer_seconds`.
+        trainer_seconds: mean seconds of a step in which the engines wait for the trainer by
+            design, which is all of its time on the synchronous pace.
+        efficiency: T_bound / T, without that time, as in summary.json.
         off_policy_share: delivered tokens of an older version / delivered tokens.
+        mean_age: mean number of versions by which a delivered token is older than the version that
+            consumes it.
+        distance: mean distance of a batch's lengths from the law, 0 to 1.
         too_stale_share: delivered tokens beyond the bound / delivered tokens.
         peak_kv: largest number of tokens in the KV pool of one engine.
     """
 
+    value: float
     step_seconds: float
+    trainer_seconds: float
     efficiency: float
     off_policy_share: float
+    mean_age: float
+    distance: float
     too_stale_share: float
     peak_kv: float

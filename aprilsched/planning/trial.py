@@ -4,6 +4,10 @@ The model is much coarser than :mod:`aprilsched.simulation`, and fifty times fas
 one, whose work and KV pool are divided evenly; requests are numbers on one step counter. Its
 purpose is the order of schedules, and a test compares it with the simulation within a few percent.
 
+On the synchronous pace a step is a batch, the trainer's time and the refit, one after the other. On
+the asynchronous pace generation goes on while the trainer trains, and stops for the refit alone. A
+refit interrupts everything in flight, which is recomputed afterwards unless the KV is kept.
+
 Invariants:
 - A member that starts decoding at step s with r tokens to go ends at step s + r, whatever happens
   to others: what takes time but no step (prefill, pauses) moves only the clock.
@@ -30,26 +34,34 @@ from aprilsched.core.lengths.log_law import LogLaw
 from aprilsched.core.policies.over_provision import PoolLoad
 from aprilsched.core.policies.refill import OpenGroups, PoolView, Refill
 from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.policies.staleness import Staleness
 from aprilsched.planning.setting import Outcome, Setting
 
-__all__ = ["CompleteGroups", "Store", "TrialGroup", "try_out"]
+__all__ = ["CompleteGroups", "Store", "Trial", "TrialGroup", "try_out"]
 
 T = TypeVar("T", bound=np.generic)
 
 _RESERVE_SHARE = 0.098
 """Share of the tokens still to come for which admission leaves room: the lower bound of SGLang's
 new_token_ratio (0.7 * 0.14)."""
+_QUANTILES = (0.16, -1.53, 0.89, -0.49, 1.53, -0.16, 0.49, -0.89)
+"""Eight quantiles of the normal law, with mean 0 and a standard deviation of 0.95."""
 
 
 def try_out(schedule: Schedule, setting: Setting) -> Outcome:
     """Run `schedule` in this setting; `setting.lengths` is repeated if it is too short."""
-    return _Trial(schedule, setting).run()
+    return Trial(schedule, setting).outcome(setting.batches)
 
 
-class _Trial:
+class Trial:
+    """A schedule on trial, which can go on after a first, brief outcome."""
+
     def __init__(self, schedule: Schedule, setting: Setting) -> None:
+        self.schedule = schedule
         self._setting = setting
         self._refill = schedule.refill
+        self._asynchronous = (schedule.pace or setting.pace) == "asynchronous"
+        self._gate = Staleness(setting.max_staleness)
         self._group_size = setting.group_size
         self._stop_at, self._usual = setting.full_at, setting.usual_group
         self._batch_groups = self._stop_at.batch_groups(self._usual)
@@ -78,53 +90,100 @@ class _Trial:
         self._ready = CompleteGroups()
         self._open = 0
         self._batches = 0
+        """Number of batches and of versions so far: each batch is followed by an update."""
+        self._taken = 0
+        """Number of batches since the last update, 0 or 1."""
+        self._wave_pending = True
+        """Whether a batch begins, or has begun with fewer groups than the rule asks for."""
         self._tickets = 0
+        self._seen = _Seen()
+        self._law = np.sort(setting.lengths[setting.lengths > 0])
+        # Times of the trainer with their mean and deviation, in a fixed order without a trend.
+        spread = min(setting.train_spread, setting.train_seconds)
+        self._training = [setting.train_seconds + spread * z for z in _QUANTILES]
 
-    def run(self) -> Outcome:
-        setting = self._setting
-        seconds = bound = tokens = stale = too_stale = 0.0
+    def outcome(self, batches: int) -> Outcome:
+        """What the schedule does in the first `batches` batches after the burn-in; this runs those
+        that an earlier call did not."""
+        setting, seen = self._setting, self._seen
         # Deferred groups need a longer burn-in than anything else to reach a steady state.
         burn_in = setting.burn_in * (3 if self._store else 1)
-        for batch in range(burn_in + setting.batches):
-            began, before = self.now, self._bound
+        while self._batches < burn_in + batches:
+            began, before, version = self.now, self._bound, self._batches
             delivered = self._batch()
-            if batch >= burn_in:
-                seconds += self.now - began
-                bound += self._bound - before
-                tokens += sum(group.tokens for group in delivered)
-                stale += sum(group.older_than(batch, 0) for group in delivered)
-                oldest = setting.max_staleness
-                if oldest is not None:
-                    too_stale += sum(group.older_than(batch, oldest) for group in delivered)
-        return Outcome(
-            step_seconds=seconds / setting.batches,
-            efficiency=bound / seconds,
-            off_policy_share=stale / tokens,
-            too_stale_share=too_stale / tokens,
-            peak_kv=self._peak / setting.engines,
-        )
+            waited = self._train(delivered, asked=began)
+            self._refit()
+            if version >= burn_in:
+                seen.add(delivered, version, seconds=self.now - began, waited=waited)
+                seen.bound += self._bound - before
+                seen.distance += self._distance(delivered)
+        return seen.outcome(setting, batches, self._peak / setting.engines)
+
+    def _distance(self, groups: Sequence[TrialGroup]) -> float:
+        """Kolmogorov's distance of the lengths of a batch from the law, 0 to 1."""
+        lengths = np.sort(np.array([n for group in groups for n in group.lengths]))
+        law = np.searchsorted(self._law, lengths, side="right") / len(self._law)
+        steps = np.arange(len(lengths) + 1) / len(lengths)
+        return float(max(np.max(steps[1:] - law), np.max(law - steps[:-1])))
 
     # --- one batch -----------------------------------------------------------------------------
 
     def _batch(self) -> list[TrialGroup]:
         """Run until a batch is full; return its groups."""
-        self._launch(wave_due=True)
-        self._choose()
-        self._admit()
+        self._wave_pending = self._wave_pending or not self._asynchronous
+        if not (self._asynchronous and self._stop_at.enough(self._ready)):
+            # A batch that is complete already does not wait for what the refit has interrupted.
+            self._launch()
+            self._choose()
+            self._admit()
         while not self._stop_at.enough(self._ready):
             self._advance()
-            if self._store is None:
-                self._launch(wave_due=False)
-                self._admit()
-            elif not self._running:
-                # Everything that was chosen has ended, and the batch is not full.
-                self._launch(wave_due=False)
-                self._choose()
-                self._admit()
-        delivered = self._ready.take(self._stop_at.take(self._ready.groups) or 0)
+            self._supply()
+        return self._ready.take(self._stop_at.take(self._ready.groups) or 0)
+
+    def _supply(self) -> None:
+        """Start what the refill rule asks for after some responses have ended."""
+        if self._store is None:
+            self._launch()
+        elif not self._running and not self._stop_at.enough(self._ready):
+            # Everything that was chosen has ended, and the batch is not full.
+            self._launch()
+            self._choose()
+        else:
+            return
+        self._admit()
+
+    def _train(self, delivered: Sequence[TrialGroup], *, asked: float) -> float:
+        """Let the trainer train on a batch, which it asked for at the time `asked`. Returns the
+        seconds for which the engines wait for it by design."""
+        training, begins = self._training[self._batches % len(self._training)], self.now
+        done = begins + training
+        if self._setting.streamed:
+            done = asked
+            for group in delivered:
+                done = max(done, group.complete_at) + training / len(delivered)
+            done = max(done, begins)
+        if not self._asynchronous:
+            self._stop()
+            self.now = done
+            return done - begins
+        self._taken, self._wave_pending = 1, True
+        self._launch()
+        self._admit()
+        while self.now < done:
+            if self._running:
+                self._advance(until=done)
+                self._supply()
+            else:
+                # Enough is complete for a slow trainer, so nothing generates.
+                self.now = done
         self._stop()
+        return 0.0
+
+    def _refit(self) -> None:
         self._batches += 1
-        return delivered
+        self._taken = 0
+        self.now += self._setting.refit_seconds
 
     def _stop(self) -> None:
         """Record every member's tokens; members to recompute go behind those that wait."""
@@ -145,8 +204,13 @@ class _Trial:
         group, member = running.group, running.member
         group.note(member, group.lengths[member] - (running.end - self._step), self._batches)
 
-    def _launch(self, *, wave_due: bool) -> None:
-        """Open the groups that the refill rule asks for."""
+    def _launch(self) -> None:
+        """Open the groups that the refill rule asks for, as far as the bound on staleness and a
+        slow trainer allow."""
+        if self._asynchronous:
+            ahead = self._setting.ready_batches
+            if self._stop_at.enough(self._ready, batches=ahead):
+                return
         view = PoolView(
             batch_groups=self._batch_groups,
             group_size=self._group_size,
@@ -155,11 +219,19 @@ class _Trial:
             ready_groups=self._stop_at.as_groups(self._ready, self._usual),
             in_flight=len(self._running) + len(self._queue),
             put_aside=0 if self._store is None else self._store.put_aside(self._batches),
-            wave_due=wave_due,
+            wave_due=self._wave_pending,
             batch_open=not self._stop_at.enough(self._ready),
-            asynchronous=False,
+            asynchronous=self._asynchronous,
         )
-        for _ in range(self._refill.launches(view)):
+        count = self._refill.launches(view)
+        admissible = self._gate.admissible(
+            batch_groups=self._batch_groups,
+            outstanding=self._open + view.ready_groups,
+            batches_since_update=self._taken,
+            wanted=not self._taken,
+        )
+        self._wave_pending = admissible is not None and count > admissible
+        for _ in range(count if admissible is None else min(count, admissible)):
             group = TrialGroup(self._rows[self._next % len(self._rows)], self._batches)
             self._next += 1
             self._open += 1
@@ -177,7 +249,7 @@ class _Trial:
 
     def _admit(self) -> None:
         """Start waiting members, first come, first served, as far as there is room."""
-        tokens, before = 0.0, self._tickets
+        tokens, groups = 0.0, set[int]()
         while self._queue and len(self._running) < self._limit:
             group, member = self._queue[0]
             context = self._setting.prompt_tokens + group.have[member]
@@ -192,9 +264,12 @@ class _Trial:
             self._sum_of_ends += end
             self._kv += context
             tokens += context
-        if self._tickets > before:
-            share = tokens / self._setting.engines
-            self.now += self._setting.model.prefill_seconds(max(1, round(share)))
+            groups.add(id(group))
+        if groups:
+            # The members of a group run on one engine, and the others do not wait for its prefill.
+            engines = min(self._setting.engines, len(groups))
+            seconds = self._setting.model.prefill_seconds(max(1, round(tokens / engines)))
+            self.now += seconds * engines / self._setting.engines
 
     def _fits(self, context: float, left: int) -> bool:
         """Whether one more fits, with a share of all tokens still to come."""
@@ -203,12 +278,15 @@ class _Trial:
         to_come = self._sum_of_ends - len(self._running) * self._step + left
         return self._kv + context + 1 + _RESERVE_SHARE * to_come <= self._pool
 
-    def _advance(self) -> None:
-        """Decode to the next end of a response, and end the responses that end there."""
+    def _advance(self, until: float = math.inf) -> None:
+        """Decode to the next end of a response, and end the responses that end there. It ends
+        earlier with the step that is in progress at the time `until`."""
         steps = self._room_for(self._next_end() - self._step)
         running, engines = len(self._running), self._setting.engines
         batch, kv = max(1, round(running / engines)), round(self._kv / engines)
         model = self._setting.model
+        if until < math.inf:
+            steps = min(steps, model.steps_within(batch, kv, until - self.now) + 1)
         self.now += model.decode_seconds(batch, kv, steps)
         tokens, growth = steps * running, running * steps * (steps - 1) / 2
         work = (model.t1 + model.t0 / self._setting.max_running) * tokens
@@ -250,6 +328,7 @@ class _Trial:
         self._leave(running)
         if not group.unfinished:
             self._open -= 1
+            group.complete_at = self.now
             self._ready.add(group)
             if self._store is not None:
                 self._store.groups.remove(group)
@@ -257,6 +336,49 @@ class _Trial:
     def _leave(self, running: _Running) -> None:
         self._kv -= self._setting.prompt_tokens + running.group.have[running.member]
         self._sum_of_ends -= running.end
+
+
+class _Seen:
+    """Sums over the batches that count."""
+
+    def __init__(self) -> None:
+        self.bound = 0.0
+        self.distance = 0.0
+        self._seconds = 0.0
+        self._waited = 0.0
+        self._by_age: dict[int, float] = {}
+        """Number of delivered tokens by their age in versions."""
+
+    def add(
+        self, groups: Sequence[TrialGroup], version: int, *, seconds: float, waited: float
+    ) -> None:
+        """Count a batch that `version` consumes. Its step took so many `seconds`, of which the
+        engines `waited` for the trainer."""
+        self._seconds += seconds
+        self._waited += waited
+        for group in groups:
+            for sampled, tokens in group.sampled.items():
+                age = version - sampled
+                self._by_age[age] = self._by_age.get(age, 0.0) + tokens
+
+    def outcome(self, setting: Setting, batches: int, peak_kv: float) -> Outcome:
+        by_age, oldest = self._by_age, setting.max_staleness
+        tokens, distance = sum(by_age.values()), self.distance / batches
+        worth = setting.objective.usefulness(by_age, bound=oldest)
+        worth *= setting.objective.share_left(distance, setting.iid_distance)
+        busy = self._seconds - self._waited
+        late = 0.0 if oldest is None else sum(n for age, n in by_age.items() if age > oldest)
+        return Outcome(
+            value=self.bound / self._seconds * worth,
+            step_seconds=busy / batches,
+            trainer_seconds=self._waited / batches,
+            efficiency=self.bound / busy,
+            off_policy_share=1 - by_age.get(0, 0.0) / tokens,
+            mean_age=sum(age * n for age, n in by_age.items()) / tokens,
+            distance=distance,
+            too_stale_share=late / tokens,
+            peak_kv=peak_kv,
+        )
 
 
 class _Running:
@@ -273,7 +395,16 @@ class _Running:
 class TrialGroup:
     """A group; `have` counts each member's tokens at the last stop, or at its end."""
 
-    __slots__ = ("_sampled", "finished", "first_run", "have", "lengths", "opened", "unfinished")
+    __slots__ = (
+        "complete_at",
+        "finished",
+        "first_run",
+        "have",
+        "lengths",
+        "opened",
+        "sampled",
+        "unfinished",
+    )
 
     def __init__(self, lengths: list[int], opened: int) -> None:
         self.lengths = lengths
@@ -283,8 +414,10 @@ class TrialGroup:
         self.opened = opened
         """Index of the batch in which the group was opened."""
         self.first_run: int | None = None
-        self._sampled: dict[int, int] = {}
-        """Number of tokens by the batch in which they were sampled."""
+        self.sampled: dict[int, int] = {}
+        """Number of tokens by the version that sampled them."""
+        self.complete_at = 0.0
+        """Time at which the last member ended, in seconds."""
 
     @property
     def members(self) -> list[int]:
@@ -298,7 +431,7 @@ class TrialGroup:
     def note(self, member: int, tokens: int, batch: int) -> None:
         """Record that the member has `tokens` tokens at the stop of `batch`."""
         new = tokens - self.have[member]
-        self._sampled[batch] = self._sampled.get(batch, 0) + new
+        self.sampled[batch] = self.sampled.get(batch, 0) + new
         self.have[member] = tokens
 
     def finish(self, member: int, batch: int) -> None:
@@ -306,10 +439,6 @@ class TrialGroup:
         self.note(member, self.lengths[member], batch)
         self.finished[member] = True
         self.unfinished -= 1
-
-    def older_than(self, batch: int, versions: int) -> int:
-        """Number of tokens that are more than `versions` old when `batch` is delivered."""
-        return sum(n for sampled, n in self._sampled.items() if batch - sampled > versions)
 
 
 class CompleteGroups:

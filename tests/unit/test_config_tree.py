@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from aprilsched.config import (
     Health,
     KvTarget,
     LengthBuckets,
+    Objective,
     Pool,
     Prices,
     Retries,
@@ -39,7 +41,7 @@ RECORDED = Path(__file__).resolve().parents[1] / "data" / "run_of_version_1" / "
 
 CONFIGS: list[dict[str, Any]] = [
     {},
-    {"over_provision": "auto"},
+    {"over_provision": "auto", "objective": Objective(usefulness_age=inf, distance_price=0.2)},
     {"over_provision": FixedRatio(2.5), "refill": Pool(together=2, until=0.5)},
     {"over_provision": KvTarget(0.5), "stop": Tokens(3000)},
     {"refill": LengthBuckets(store=3.0, probes=2, oldest=6), "stop": Samples(30)},
