@@ -1,8 +1,9 @@
 """Automatic over-provisioning: learns the engines' step times, and chooses schedules by them.
 
 :class:`StepTimes` is a listener that keeps the planner's model up to date. :class:`Planning`
-carries out the command Plan in a thread, because choosing a schedule takes about a second of
-arithmetic and must not stop the event loop.
+carries out the command Plan in a process of its own, because choosing a schedule takes seconds of
+Python code, which must stop neither the event loop nor the trainer
+(:mod:`~aprilsched.coordinator.planning_process`).
 
 Tokens are seen when a chunk arrives, not when they are sampled. So StepTimes times each request
 from one of its chunks to the next: the tokens of a chunk are the decode steps of that time. (The
@@ -20,12 +21,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from aprilsched.coordinator.planning_process import NoProcess, planned_apart
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.commands import Plan
 from aprilsched.core.messages.events import Event, Planned
 from aprilsched.core.messages.facts import Fact
+from aprilsched.core.policies.schedule import Schedule
 from aprilsched.driver.callbacks import called_now
 from aprilsched.planning import Planner
 from aprilsched.telemetry.base import TokenChunks
@@ -206,26 +209,54 @@ class Planning:
         self._config = config
         self._feed = feed
         self._tasks: Tasks | None = None
+        self._apart = True
+        """Whether choices are made in a process of their own, and not in a thread."""
 
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks
 
     def plan(self, command: Plan) -> None:
         if self._planner.inline:
-            self._feed(self._planned(command))
+            self._feed(self._planned_here(command))
         elif self._tasks is not None:
             self._tasks.start(("planning", command), self._plan(command))
 
     async def _plan(self, command: Plan) -> None:
-        self._feed(await asyncio.to_thread(self._planned, command))
+        planned = await self._planned_apart(command) if self._apart else None
+        if planned is None:
+            planned = await asyncio.to_thread(self._planned_here, command)
+        self._feed(planned)
 
-    def _planned(self, command: Plan) -> Planned:
+    async def _planned_apart(self, command: Plan) -> Planned | None:
+        """The choice of a process of its own; None if there can be none."""
+        try:
+            schedule = await planned_apart(self._planner, command, self._config)
+            return _planned(schedule, command)
+        except NoProcess as reason:
+            self._apart = False
+            log.warning(
+                "schedules are chosen in a thread, which takes Python's lock from the trainer for "
+                "seconds, and not in a process of their own: %s",
+                reason,
+            )
+            return None
+        except Exception as error:
+            return _failed(error)
+
+    def _planned_here(self, command: Plan) -> Planned:
         try:
             schedule = called_now("the planner", self._planner.plan, command, self._config)
-            changes = not schedule.same_as(command.current)
+            return _planned(schedule, command)
         except Exception as error:
-            log.exception("no schedule could be chosen; the current one stays in use")
-            return Planned(schedule=None, cause=repr(error))
-        if changes:
-            log.info("from now on %s", schedule.why)
-        return Planned(schedule=schedule)
+            return _failed(error)
+
+
+def _planned(schedule: Schedule, command: Plan) -> Planned:
+    if not schedule.same_as(command.current):
+        log.info("from now on %s", schedule.why)
+    return Planned(schedule=schedule)
+
+
+def _failed(error: Exception) -> Planned:
+    log.error("no schedule could be chosen; the current one stays in use", exc_info=error)
+    return Planned(schedule=None, cause=repr(error))

@@ -58,8 +58,12 @@ class Planner:
     Args:
         model: step-time model of an engine (``aprilsched calibrate`` fits one).
         max_running: largest number of requests that one engine decodes together.
-        inline: choose on the caller's thread, for virtual clocks, which do not wait for threads.
-            On a real clock this would block the event loop for a second.
+        inline: choose on the caller's thread, for virtual clocks, which wait for no process. On a
+            real clock this would block the event loop for seconds.
+
+    Without `inline` a running scheduler calls :meth:`plan` in another process, on a copy that
+    pickle makes, so what a subclass changes in itself there is lost. A subclass that pickle cannot
+    take, or that is defined in a script's main module, is called in a thread.
     """
 
     def __init__(

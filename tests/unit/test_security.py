@@ -58,6 +58,14 @@ REASONED = {
         "import_module of a name that is made",
     ): "a name of COMMANDS, our own table",
     (
+        "aprilsched.coordinator.planning_process",
+        "imports pickle",
+    ): "what a process and the one that it starts for a choice send each other, by their own pipes",
+    (
+        "aprilsched.coordinator.planning_process",
+        "imports subprocess",
+    ): "this library in Python's own executable, without anything from outside",
+    (
         "aprilsched.integrations.areal",
         "import_module of a name that is made",
     ): "modules of AReaL, which are named in the module itself",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import threading
 from dataclasses import replace
 from functools import cache, partial
 from inspect import getdoc
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,7 @@ from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry.figures import RunSummary, SteadyState
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from tests.support.planners import Broken, Hanging, Telling
 
 
 def workload(count: int | None = None) -> LongTailWorkload:
@@ -79,13 +82,6 @@ class Naming(Planner):
     def plan(self, command: do.Plan, config: SchedulerConfig) -> Schedule:
         self.threads.append(threading.current_thread())
         return Schedule(over_provision=FixedRatio(ratio=3.0), refill=Wave(), why="as told")
-
-
-class Broken(Planner):
-    """A planner that always fails."""
-
-    def plan(self, command: do.Plan, config: SchedulerConfig) -> Schedule:
-        raise ArithmeticError("no such number")
 
 
 def scheduler(
@@ -181,34 +177,24 @@ def test_an_inline_plan_is_in_force_before_the_batch_is_handed_over() -> None:
     run_virtual(main())
 
 
-async def test_a_plan_is_made_in_a_thread_beside_the_run() -> None:
-    """A virtual clock does not wait for threads, so this runs in (scaled) wall time."""
-    watching, planner = Watching(), Naming(inline=False)
-    async with scheduler(planner, watching, time_scale=0.001) as rollouts:
+async def test_a_plan_is_made_in_a_process_beside_the_run() -> None:
+    """A virtual clock does not wait for processes, so this runs in (scaled) wall time."""
+    watching = Watching()
+    async with scheduler(Telling(), watching, time_scale=0.001) as rollouts:
         await rollouts.next_batch()
         await watching.planned.wait()
-        assert rollouts.state.plan.schedule.why == "as told"
+        assert int(rollouts.state.plan.schedule.why.split()[0]) != os.getpid()
         await rollouts.update_weights(SimPublisher())
         batch = await rollouts.next_batch()
         assert len(batch.groups) == 4
-    (thread,) = planner.threads
-    assert thread is not threading.current_thread()
 
 
-async def test_a_scheduler_closes_while_a_plan_is_made() -> None:
-    begun, closed = threading.Event(), threading.Event()
-
-    class Slow(Planner):
-        def plan(self, command: do.Plan, config: SchedulerConfig) -> Schedule:
-            begun.set()
-            assert closed.wait(timeout=600)
-            return command.current
-
+async def test_a_scheduler_closes_while_a_plan_is_made(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pid")
     watching = Watching()
-    async with scheduler(Slow(), watching, time_scale=0.001) as rollouts:
+    async with scheduler(Hanging(tmp_path / "pid"), watching, time_scale=0.001) as rollouts:
         await rollouts.next_batch()
-        await asyncio.to_thread(begun.wait)
-    closed.set()
+        await asyncio.to_thread((tmp_path / "pid").read_text)
     assert not watching.planned.is_set()
 
 
@@ -240,7 +226,7 @@ def test_a_planner_that_raises_is_logged_once_each_time_and_the_run_goes_on(
     assert watching.causes == ["ArithmeticError('no such number')"] * 3
 
 
-async def test_a_planner_that_raises_in_its_thread_does_no_harm_either(
+async def test_a_planner_that_raises_in_its_process_does_no_harm_either(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.ERROR, logger="aprilsched")
