@@ -75,8 +75,12 @@ async def together(
     call: Callable[[GroupEngine], Awaitable[None]],
     *,
     timeout_s: float,
+    own_ended: Callable[[], None] | None = None,
 ) -> None:
     """Run `own` in a thread and `call` for each engine, all at the same time.
+
+    `own_ended` is called once `own` has succeeded, while engines may still be at work, unless one
+    of them has already failed.
 
     Raises:
         BrokenOff: if one of them failed; the group may be closed then.
@@ -90,6 +94,8 @@ async def together(
         try:
             async with asyncio.timeout(timeout_s + _OWN_GRACE_SECONDS):
                 await in_daemon(own, name="aprilsched-group")
+            if own_ended is not None and not failures:
+                own_ended()
         except GroupBroken as error:
             cause = str(error)
         except TimeoutError:

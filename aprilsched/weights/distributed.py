@@ -12,6 +12,10 @@ bucket, and an address that the engines reach. Of a trainer of several processes
   and everything is sent again from the beginning.
 - The next bucket is asked for only after the last one was sent. Gathering is often a collective
   operation too, and two NCCL communicators on one device may wait for each other for ever.
+- While the engines load a bucket, the next one is read and joined. It is announced only when every
+  engine has answered for the last one: a broadcast can end on the trainer's side before a distant
+  engine was even told of it, and two announcements on their way to an engine may overtake each
+  other. Bytes that were loaded under the names of another bucket would go unnoticed.
 - Every wait is bounded. A cancelled publish drops the trainer's side at once, so that no engine
   waits for a broadcast any longer. The one exception is a gloo broadcast that hangs in an engine:
   it is dropped after `timeout_s`.
@@ -19,11 +23,12 @@ bucket, and an address that the engines reach. Of a trainer of several processes
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import secrets
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitFromGroup, TensorMeta
@@ -45,7 +50,7 @@ from aprilsched.weights.tensor_buckets import (
     iter_buckets,
     iter_buckets_async,
 )
-from aprilsched.weights.threads import in_thread
+from aprilsched.weights.threads import in_thread, to_the_end
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -240,31 +245,57 @@ class DistributedPublisher:
         if failures:
             source.put_back(bucket)
             raise BrokenOff("an engine did not begin", failures, set(failures))
-        while bucket is not None:
-            await self._hand_over(group, bucket, engines)
-            bucket = None  # It is dropped first, so that only one bucket takes memory.
-            bucket = await source.next()
+        sending: list[_Row] | None = [await self._row_of(bucket)]
+        bucket = None  # Only one bucket takes memory.
+        while sending is not None:
+            sending = await self._hand_over(group, sending, engines, source)
         return await self._each(engines, lambda engine: engine.end_update(version))
 
     async def _hand_over(
-        self, group: TrainerGroup, bucket: Bucket, engines: Sequence[GroupEngine]
-    ) -> None:
-        metas = [
-            TensorMeta(
-                name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape),
+        self,
+        group: TrainerGroup,
+        sending: list[_Row],
+        engines: Sequence[GroupEngine],
+        source: _Source,
+    ) -> list[_Row] | None:
+        """Broadcast the row in `sending`; return the next one in a list, or None after the last.
+
+        The row is taken out of the list, so that its memory is free for the next one as soon as it
+        is sent.
+        """
+        metas = sending[0].metas
+        reading: list[asyncio.Task[list[_Row] | None]] = []
+
+        async def read() -> list[_Row] | None:
+            bucket = await source.next()
+            return None if bucket is None else [await self._row_of(bucket)]
+
+        def read_next() -> None:
+            reading.append(asyncio.create_task(read()))
+
+        try:
+            await together(
+                group,
+                lambda: group.broadcast(sending.pop().flat),
+                engines,
+                lambda engine: engine.receive(metas, group=group.refit.name),
+                timeout_s=self._timeout_s,
+                own_ended=read_next,
             )
-            for name, tensor in bucket
-        ]
-        row = await in_thread(_one_row, bucket, self._device, DEVICES[self._backend])
-        await together(
-            group,
-            lambda: group.broadcast(row),
-            engines,
-            lambda engine: engine.receive(metas, group=group.refit.name),
-            timeout_s=self._timeout_s,
-        )
+        except BrokenOff:
+            for task in reading:
+                await task  # A mistake in the weights is told before a failure of engines.
+            raise
+        except BaseException:
+            for task in reading:
+                task.cancel()
+            await to_the_end(asyncio.gather(*reading, return_exceptions=True))
+            raise
+        # It succeeds only after the trainer's side has, so the next bucket is being read.
+        return await reading[0]
+
+    async def _row_of(self, bucket: Bucket) -> _Row:
+        return await in_thread(_row_of, bucket, self._device, DEVICES[self._backend])
 
     async def _joined(self, engines: Sequence[GroupEngine]) -> TrainerGroup:
         """The group of exactly these engines: the present one, or a new one."""
@@ -368,19 +399,35 @@ def _asynchronous(given: object) -> bool:
     return hasattr(given, "__aiter__")
 
 
-def _one_row(bucket: Bucket, where: str | device | None, kind: str) -> Tensor:
-    """All bytes of the bucket in the order of its tensors, without gaps: SGLang's layout."""
+class _Row(NamedTuple):
+    """A bucket as it is sent.
+
+    Attributes:
+        metas: what the engines must know of its tensors.
+        flat: all bytes in the order of the tensors, without gaps: SGLang's layout.
+    """
+
+    metas: list[TensorMeta]
+    flat: Tensor
+
+
+def _row_of(bucket: Bucket, where: str | device | None, kind: str) -> _Row:
     import torch
 
+    metas = [
+        TensorMeta(
+            name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)
+        )
+        for name, tensor in bucket
+    ]
     first = bucket[0][1].device
     target = torch.device(where) if where is not None else first if first.type == kind else kind
     with torch.no_grad():
-        return torch.cat(
-            [
-                tensor.detach().to(target).contiguous().reshape(-1).view(torch.uint8)
-                for _, tensor in bucket
-            ]
-        )
+        parts = [
+            tensor.detach().to(target).contiguous().reshape(-1).view(torch.uint8)
+            for _, tensor in bucket
+        ]
+        return _Row(metas, torch.cat(parts))
 
 
 def _check_torch(backend: str) -> None:

@@ -17,6 +17,7 @@ import ipaddress
 import os
 import socket
 import threading
+import time
 from collections.abc import Generator, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ _MESSAGE_LIMIT = 300
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _CLEAN_UP_ONLY = "2"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_LOOK_SECONDS = 0.0001
+"""Interval at which the trainer's side looks whether a broadcast has ended on the GPU."""
 _building = threading.Lock()
 
 
@@ -192,7 +195,11 @@ def _distributed() -> Any:
 def _wait_for_gpu(work: Any, flat: Tensor, timeout: timedelta) -> None:
     import torch
 
-    work.wait(timeout)  # With a timeout it blocks the thread and not just the stream.
+    # torch's own wait looks once in a millisecond, which is as long as a bucket takes over NVLink.
+    until = time.monotonic() + timeout.total_seconds()
+    while not work.is_completed() and time.monotonic() < until:
+        time.sleep(_LOOK_SECONDS)
+    work.wait(timeout)  # It raises what went wrong. With a timeout it blocks more than the stream.
     torch.cuda.current_stream(flat.device).synchronize()
 
 

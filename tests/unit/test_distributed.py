@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from aprilsched.engines.base import Engine
+from aprilsched.engines.refit import TensorMeta
 from aprilsched.engines.sim import SimEngine
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
 from aprilsched.weights.collective import behind
@@ -136,6 +137,120 @@ async def test_every_engine_may_fail():
     members = [GroupMember(f"m{i}", fail_at="receive 2", dies=True) for i in range(2)]
     outcome = await publisher().publish(1, fleet(*members))
     assert all(isinstance(error, EngineError) for error in outcome.values())
+
+
+class Loading(GroupMember):
+    """It has the bytes of the second bucket, and then loads them until it may go on."""
+
+    def __init__(self, name: str, *, refuses: bool = False) -> None:
+        super().__init__(name)
+        self.loads, self.may_go_on = asyncio.Event(), asyncio.Event()
+        self._refuses = refuses
+
+    async def receive(self, tensors: Sequence[TensorMeta], *, group: str) -> None:
+        await super().receive(tensors, group=group)
+        if self.received == 2:
+            self.loads.set()
+            await self.may_go_on.wait()
+            if self._refuses:
+                raise EngineRejected(self.name, "a name is not the model's", status=400)
+
+
+async def test_the_next_bucket_is_read_while_engines_load_and_announced_when_all_have_loaded():
+    third = threading.Event()
+
+    def given() -> Iterator[tuple[str, Tensor]]:
+        for number, pair in enumerate(WEIGHTS.items()):
+            if number == 4:  # It is beyond the third bucket.
+                third.set()
+            yield pair
+
+    slow, quick = Loading("slow"), GroupMember("quick")
+    made = publisher(given)
+    task = asyncio.create_task(made.publish(1, fleet(slow, quick)))
+    await slow.loads.wait()
+    assert await asyncio.to_thread(third.wait, 60)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert slow.received == quick.received == 2
+    slow.may_go_on.set()
+    assert await task == {"slow": None, "quick": None}
+    assert has_all(slow)
+    assert has_all(quick)
+    made.close()
+
+
+@pytest.mark.parametrize("once", [False, True])
+async def test_an_engine_that_cannot_load_a_bucket_tears_no_other_although_the_next_is_read(
+    once: bool,
+):
+    given, good, bad = Gathered(), GroupMember("good"), Loading("bad", refuses=True)
+    bad.may_go_on.set()
+    made = publisher(given, once=once)
+    outcome = await made.publish(1, fleet(good, bad))
+    await made.conclude()
+    assert isinstance(outcome["bad"], EngineRejected)
+    assert bad.version_now == 0
+    if once:
+        assert given.once
+        assert isinstance(outcome["good"], EngineError)
+        assert good.version_now == 0
+    else:
+        assert outcome["good"] is None
+        assert has_all(good)
+        assert good.version_now == 1
+    made.close()
+
+
+async def test_a_mistake_in_the_weights_of_a_later_bucket_is_told_before_a_failure_of_an_engine():
+    """The engine loads one bucket meanwhile, and what it has of the others is no version."""
+    asked = threading.Event()
+
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        for number, pair in enumerate(WEIGHTS.items()):
+            if number == 4:
+                asked.set()
+                raise ZeroDivisionError
+            yield pair
+
+    member = Loading("m", refuses=True)
+    made = publisher(broken)
+    task = asyncio.create_task(made.publish(1, fleet(member)))
+    assert await asyncio.to_thread(asked.wait, 60)
+    member.may_go_on.set()
+    with pytest.raises(ZeroDivisionError):
+        await task
+    assert member.version_now == 0
+    made.close()
+
+
+async def test_a_cancelled_publish_ends_the_reading_of_the_next_bucket():
+    """The trainer gathers it while the engine loads the last one."""
+    ended, reached = asyncio.Event(), asyncio.Event()
+
+    async def stuck() -> AsyncIterator[tuple[str, Tensor]]:
+        try:
+            for pair in list(WEIGHTS.items())[:4]:
+                yield pair
+            reached.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    given: list[Any] = [stuck, weights]
+    member = Loading("m")
+    made = publisher(lambda: given.pop(0)())
+    task = asyncio.create_task(made.publish(1, fleet(member)))
+    await reached.wait()
+    await member.loads.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+    member.may_go_on.set()
+    assert await made.publish(2, fleet(member)) == {"m": None}
+    assert has_all(member)
+    made.close()
 
 
 async def test_a_cancelled_publish_frees_the_engines_and_the_next_one_succeeds():
