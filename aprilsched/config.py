@@ -22,6 +22,7 @@ from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.policies.start_up import StartUp
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
 from aprilsched.core.policies.straggler import Prices, StragglerRule
+from aprilsched.core.policies.tail_batching import TailBatching
 from aprilsched.core.policies.wave import Wave
 from aprilsched.types import SamplingParams
 
@@ -50,6 +51,7 @@ __all__ = [
     "Stop",
     "StopUnit",
     "StragglerRule",
+    "TailBatching",
     "Timeouts",
     "Tokens",
     "Wave",

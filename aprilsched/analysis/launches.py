@@ -13,6 +13,7 @@ from typing import Any
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.events import EngineInfo
 from aprilsched.core.messages.facts import Fact
+from aprilsched.core.state.ledger import Reason
 
 __all__ = ["Launches", "Member", "RecordedBatch"]
 
@@ -53,6 +54,8 @@ class Launches:
         self._members: dict[int, Member] = {}
         self._sizes: dict[int, int] = {}
         """Number of members that each group was launched with."""
+        self._groups: dict[int, int] = {}
+        """Group id of each rollout that was launched."""
         self._requests: dict[int, int] = {}
         """Rollout id of each request."""
         self._evaluated: set[int] = set()
@@ -143,6 +146,7 @@ class Launches:
         self._settled.discard(fact.group_id)
         self._begun_again.discard(fact.group_id)
         self._sizes[fact.group_id] = len(fact.rollout_ids)
+        self._groups.update(dict.fromkeys(fact.rollout_ids, fact.group_id))
         if fact.again is not None:
             self._begun_again.add(fact.again)
         if fact.restored is not None:
@@ -168,6 +172,16 @@ class Launches:
 
     def _dropped(self, fact: of.GroupDropped | of.PromptRefused) -> None:
         self._settled.add(fact.group_id)
+        if isinstance(fact, of.GroupDropped) and fact.reason == Reason.OUTRACED:
+            self._outraced(fact)
+
+    def _outraced(self, fact: of.GroupDropped) -> None:
+        """Forget members that their group goes on without."""
+        for rollout_id in fact.rollout_ids:
+            group_id = self._groups.get(rollout_id)
+            if group_id is not None:
+                self._members.pop(rollout_id, None)
+                self._sizes[group_id] -= 1
 
     def _episode(self, _: of.EpisodeStarted) -> None:
         self.episodes = True

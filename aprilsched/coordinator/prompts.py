@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
+from aprilsched.core.policies.refill import Refill
 from aprilsched.errors import ConfigError
 from aprilsched.sampling import check_sampling
 from aprilsched.store.codec import check_storable
@@ -25,9 +26,14 @@ class PromptSource:
     """Reads prompts one by one, and checks each before anything is launched for it."""
 
     def __init__(
-        self, prompts: Iterable[Prompt] | AsyncIterable[Prompt], *, group_size: int
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        *,
+        group_size: int,
+        refill: Refill | None = None,
     ) -> None:
         self._group_size = group_size
+        self._refill = refill
         self._async: AsyncIterator[Prompt] | None = None
         self._sync: Iterator[Prompt] = iter(())
         self._skip: Callable[[int], Any] | None = getattr(prompts, "skip", None)
@@ -107,7 +113,7 @@ class PromptSource:
                     raise self._raised
                 return None
             self._raised = None
-            usable = checked(prompt, self._group_size)
+            usable = checked(prompt, self._group_size, self._refill)
             if self._storable:
                 check_storable(usable)
         except ConfigError as error:
@@ -134,8 +140,10 @@ class PromptSource:
             self._passed -= 1
 
 
-def checked(prompt: object, group_size: int) -> Prompt:
-    """`prompt`, if a group can be launched for it, of `group_size` unless it has its own size.
+def checked(prompt: object, group_size: int, refill: Refill | None = None) -> Prompt:
+    """`prompt`, if a group can be launched for it, of `group_size` unless it has its own size. If
+    the responses of a group race by the `refill` rule, it may have sampling parameters for all that
+    are launched.
 
     Raises:
         ConfigError: if it cannot.
@@ -145,7 +153,8 @@ def checked(prompt: object, group_size: int) -> Prompt:
             f"prompts gave a {type(prompt).__name__}; wrap token ids in Prompt(input_ids=...)."
         )
     size = prompt.group_size or group_size
-    if isinstance(prompt.sampling, tuple) and len(prompt.sampling) != size:
+    sizes = {size, size if refill is None else refill.launched(size)}
+    if isinstance(prompt.sampling, tuple) and len(prompt.sampling) not in sizes:
         raise ConfigError(
             f"a prompt has {len(prompt.sampling)} sampling parameters for a group of {size}; "
             "give one for each rollout, or one for all."

@@ -86,9 +86,15 @@ class RolloutScheduler(TakesBatches):
             accepts=accept is not None,
             episodes=episode is not None,
         )
+        refill, size = self.config.policies.refill, self.config.group_size
+        if caller.episodes and refill.launched(size) > size:
+            raise ConfigError(
+                "an episode may have used tools before it loses a race of responses, so "
+                "TailBatching(responses=...) is refused with an episode function; leave it 1."
+            )
         per_group = reward_scope == "group"
         work = Work(
-            prompts=PromptSource(prompts, group_size=self.config.group_size),
+            prompts=PromptSource(prompts, group_size=size, refill=refill),
             reward=None if per_group else cast("Reward | None", reward),
             group_reward=cast("GroupReward | None", reward) if per_group else None,
             accept=accept,

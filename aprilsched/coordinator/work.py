@@ -52,7 +52,7 @@ log = logging.getLogger("aprilsched")
 _REWARD = "the reward function"
 _ACCEPT = "the accept function"
 
-_EXPECTED = frozenset({"rejected", "stale", "begun_again", "withdrawn"})
+_EXPECTED = frozenset({"rejected", "stale", "begun_again", "outraced", "withdrawn"})
 """Reasons that the user asked for. All other reasons are failures, and each is logged."""
 
 

@@ -53,11 +53,17 @@ def _group(state: SchedulerState, group: GroupRecord) -> None:
     if listed != (group.complete and group.evaluation_id is None and not group.offered):
         raise InvariantViolation(f"{name} is {'' if listed else 'not '}among the ready")
     own_size = group.prompt.group_size
-    if own_size is not None and len(group.members) != own_size:
-        raise InvariantViolation(f"{name} has {len(group.members)} members instead of {own_size}")
+    if own_size is not None and group.size != own_size:
+        raise InvariantViolation(f"{name} delivers {group.size} members instead of {own_size}")
+    if len(group.members) < group.size or (group.racing and generating <= _spare(group)):
+        raise InvariantViolation(f"{name} of {group.size} has {len(group.members)} members")
     left = [m for m in group.members if m.state in TERMINAL]
     if left:
         raise InvariantViolation(f"{name} is in flight and {len(left)} of its rollouts have left")
+
+
+def _spare(group: GroupRecord) -> int:
+    return len(group.members) - group.size
 
 
 def _counts(state: SchedulerState) -> None:

@@ -60,7 +60,8 @@ def prepare(settings: RunSettings) -> Setup:
     """
     settings.check()
     config = settings.scheduler
-    workload = settings.workload.checked(seed=settings.seed, group_size=config.group_size)
+    launched = config.policies.refill.launched(config.group_size)
+    workload = settings.workload.checked(seed=settings.seed, group_size=launched)
     built_in = settings.prompts is None
     return Setup(
         settings=settings,
@@ -97,7 +98,7 @@ def _prompts(
         return workload
     tokenizer = None if settings.tokenizer is None else Path(settings.tokenizer)
     prompts = read_prompts(Path(settings.prompts), tokenizer=tokenizer)
-    return [checked(prompt, config.group_size) for prompt in prompts]
+    return [checked(prompt, config.group_size, config.policies.refill) for prompt in prompts]
 
 
 def _fleet(settings: RunSettings) -> Fleet:

@@ -96,8 +96,10 @@ class Simulation:
         )
         self._loop = EventLoop(Scheduler(config, caller), listeners, clock=lambda: self.agenda.now)
         model = engine or SimConfig(make_tokens=False, stream_interval=NEVER)
-        if config.refit == "rolling":
-            # What it costs to move a response depends on the length that it has so far.
+        races = config.policies.refill.launched(config.group_size) > config.group_size
+        if config.refit == "rolling" or races:
+            # What it costs to move a response depends on the length that it has so far, and so does
+            # what is known of the length of one that is thrown away in the middle of a batch.
             model = replace(model, stream_interval=min(model.stream_interval, _OFTEN))
         self._config = config
         self._planner = planner or Planner(model.timing, max_running=model.max_running)
@@ -190,7 +192,7 @@ class Simulation:
         group = self.state.in_flight.groups.get(command.group_id)
         if group is None or group.again is None or self._redraws is None:
             return
-        lengths = self._redraws.lengths_again(group.prompt, group.group_id)
+        lengths = self._redraws.lengths_again(group.prompt, group.group_id)[: group.size]
         for member, length in zip(group.members, lengths, strict=True):
             member.sampling = replace(member.sampling, max_new_tokens=int(length))
             if member.request is not None:

@@ -55,6 +55,7 @@ class _Group(msgspec.Struct, array_like=True):
     group_size: int | None = None
     affinity: str | None = None
     again: int | None = None
+    size: int | None = None
 
 
 class _Lengths(msgspec.Struct, array_like=True):
@@ -168,6 +169,7 @@ def group_record(group: SavedGroup) -> bytes:
         group_size=prompt.group_size,
         affinity=prompt.affinity,
         again=group.again,
+        size=group.size,
     )
     try:
         record.key, record.metadata = packed(prompt.key), packed(prompt.metadata)
@@ -199,6 +201,7 @@ def group_from(body: bytes) -> SavedGroup:
         group_id=record.group_id,
         opened=record.opened,
         again=record.again,
+        size=record.size,
         prompt=Prompt(
             input_ids=np.frombuffer(record.input_ids, dtype=np.int32),
             sampling=tuple(sampling) if isinstance(sampling, list) else sampling,

@@ -487,8 +487,23 @@ class RunState:
 
     def _group_dropped(self, fact: of.GroupDropped) -> None:
         rows = [(each.rollout_id, Reason(each.reason), each.tokens) for each in fact.rollouts]
+        for rollout_id in fact.rollout_ids:
+            rollout = self.rollouts.get(rollout_id)
+            if rollout is not None and rollout.group_id != fact.group_id:
+                self._leave(rollout.group_id, rollout_id)
         self._drop(fact.group_id, rows, fact.cause)
         self._forget([fact.group_id])
+
+    def _leave(self, group_id: int, rollout_id: int) -> None:
+        """A rollout that has lost a race leaves its group, which goes on without it."""
+        for ids in (self.growing, self.carried):
+            ids.discard(rollout_id)
+        group = self.groups[group_id]
+        group.rollout_ids = tuple(each for each in group.rollout_ids if each != rollout_id)
+        group.growing -= 1
+        if not group.growing:
+            self._generated += 1
+            self._cause_may_differ = True
 
     def _drop(self, group_id: int, rows: Sequence[tuple[int, Reason, int]], cause: str) -> None:
         for rollout_id, reason, tokens in rows:

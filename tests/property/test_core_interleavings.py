@@ -43,6 +43,7 @@ from aprilsched.core.policies.resume_order import ResumeOrder
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.straggler import BEHAVIOURS, StragglerRule
+from aprilsched.core.policies.tail_batching import TailBatching
 from aprilsched.core.policies.wave import Wave
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.store import MemoryStore
@@ -74,6 +75,7 @@ class Interleavings(RuleBasedStateMachine):
                 LengthBuckets(store=2.5, mixed=1),
                 LengthBuckets(store=2.5, probe_after=0.5),
                 "tail",
+                TailBatching(responses=1.5),
             ]
         ),
         order=st.sampled_from(["carried", "shortest", "longest"]),
@@ -131,7 +133,10 @@ class Interleavings(RuleBasedStateMachine):
             pace, straggler, automatic, adapters = "asynchronous", "run", False, False
         if (pace, straggler) not in (("synchronous", "retract"), ("synchronous", "abort")):
             refill = refill if refill in ("wave", Pool(together=2)) else Pool(together=2)
-        if rule_ == "restart" and (automatic or refill != "tail"):
+        tail = refill == "tail" or isinstance(refill, TailBatching)
+        # An episode that loses a race of responses has used its tools in vain: this is refused.
+        episodes = episodes and not isinstance(refill, TailBatching)
+        if rule_ == "restart" and (automatic or not tail):
             # Only such schedules may let groups begin again.
             automatic, ratio = False, 1.0
             keeps = isinstance(refill, LengthBuckets) and refill.held_batches > 0

@@ -180,6 +180,7 @@ class Restarts(Interleavings):
         if (offered := offered_batch(driver.state)) is not None:
             waiting[offered.index] = offered
         version, lost = driver.state.weights.versions.trainer, self._lost()
+        size = driver.state.prompts.usual_size
         driver.restart([None if b is None else max(0, version - b) for b in behind])
         self.driver.core.check_invariants()
         if not saved:
@@ -187,7 +188,10 @@ class Restarts(Interleavings):
         # With rolling refits a rollout begins again if no engine has its version after the restart.
         if driver.state.weights.versions.trainer == version and self._lost() == lost:
             after = picture(driver.state)
-            launches = stood or driver.state.stop.learns
+            # A pool has room for more groups if those that are there are smaller than the others
+            # were.
+            other_size = driver.state.prompts.usual_size != size
+            launches = stood or driver.state.stop.learns or other_size
             self._without_new_entries(before, after, evaluating, launches=launches)
             if launches:
                 # What was due is launched as soon as engines are there again; and how many groups

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,14 @@ from aprilsched.analysis.observations import delivered_lengths, lengths_by_batch
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.transients import Transient, live_transient, realised_transient
 from aprilsched.cli.main import main
-from aprilsched.config import Dispatch, LengthBuckets, Staleness
+from aprilsched.config import Dispatch, LengthBuckets, Staleness, TailBatching
 from aprilsched.core.lengths.groups import GroupLengths, pooled
 from aprilsched.core.messages.commands import Send
 from aprilsched.core.messages.events import Event
 from aprilsched.core.messages.facts import BatchDelivered, Fact, GroupLaunched
 from aprilsched.core.state.records import group_lengths
 from aprilsched.engines.sim import run_virtual
+from aprilsched.engines.sim.config import SimConfig
 from aprilsched.presets import PRESETS
 from aprilsched.runs.summary import remainder
 from aprilsched.simulation import Simulation
@@ -447,7 +448,9 @@ class Again:
                 self._launched += 1
             elif isinstance(fact, BatchDelivered):
                 groups = {rollout.group_id for rollout in fact.rollouts}
-                first = [self._prompts.lengths(self._index[group]).sum() for group in groups]
+                first = [
+                    GROUP * self._prompts.lengths(self._index[group]).mean() for group in groups
+                ]
                 self.delivered.append(sum(rollout.tokens for rollout in fact.rollouts))
                 self.first.append(int(sum(first)))
 
@@ -459,13 +462,21 @@ class Again:
 
 
 @cache
-def drawn_again(preset: str) -> tuple[Again, RunSummary]:
-    """A run of a preset without stale tokens, and its summary."""
+def drawn_again(preset: str, responses: float = 1.0) -> tuple[Again, RunSummary]:
+    """A run of a preset without stale tokens, and its summary. Above 1, `responses` lets responses
+    of a group race."""
     config = PRESETS[preset](SchedulerConfig(batch_groups=32, group_size=GROUP))
     prompts = workload()
+    if responses > 1:
+        config = replace(config, refill=TailBatching(responses=responses))
+        prompts = replace(prompts, group_size=config.policies.refill.launched(GROUP))
     listener, summary = Again(prompts), Summary(trainer_waits=True)
     summary.warns = False
-    simulation = Simulation(config, prompts, batches=100, listeners=[listener, summary])
+    # What is thrown away in the middle of a batch is censored where it was reported last.
+    engine = SimConfig(make_tokens=False, stream_interval=4) if responses > 1 else None
+    simulation = Simulation(
+        config, prompts, engine=engine, batches=100, listeners=[listener, summary]
+    )
     summary.ledger = simulation.state.in_flight.ledger
     simulation.run()
     return listener, summary.result(remainder(simulation.state), clock="virtual")
@@ -492,6 +503,19 @@ def test_generating_the_losers_of_a_race_again_fails():
     assert told.policies == ["begun_again"]
     assert told.effect is not None
     assert told.effect == pytest.approx(estimate, abs=0.015)
+
+
+def test_racing_responses_censor_and_the_ledger_says_by_how_much():
+    """On top of the race of groups, which is the run that this one is compared with."""
+    groups_alone = drawn_again("rollpacker")[0].bias()[0]
+    run, summary = drawn_again("rollpacker", responses=1.25)
+    estimate, error = run.bias()
+    assert estimate < groups_alone - 8 * error
+    told = summary.bias.censoring
+    assert told.policies == ["begun_again", "outraced"]
+    assert told.effect == pytest.approx(estimate, abs=0.035)
+    assert told.warning is not None
+    assert "leave TailBatching(responses=1)" in told.warning
 
 
 # --- 4. a planted reward -------------------------------------------------------------------------

@@ -117,6 +117,11 @@ class Refill(ABC):
     def launches(self, view: PoolView) -> int:
         """Number of groups to start now."""
 
+    def launched(self, size: int) -> int:
+        """Number of responses that a new group of `size` starts with. If it is larger, the first
+        `size` of them that are complete make the group, and the others are thrown away."""
+        return size
+
     def members(self, groups: OpenGroups) -> NDArray[np.int64]:
         """Number of members of each group that run now, from its first one on, int64 [groups].
 

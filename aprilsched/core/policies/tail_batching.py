@@ -12,18 +12,24 @@ groups are dropped or prompts end.
 If the bound on staleness allows it, a group that was put aside keeps its tokens and goes on in its
 long batch. With ``Staleness(0, rule="restart")`` they are thrown away at the update, and all tokens
 of a batch are of its version (RollPacker, arXiv 2509.21009). The second response to a prompt is
-then drawn again, although the first one lost because it was long. This makes what is delivered too
-short for good; docs/bias.md says by how much.
+then drawn again, although the first one lost because it was long. This makes what is delivered
+too short for good; docs/bias.md says by how much.
+
+Responses may race too (``responses``): a group starts with more responses than it delivers, and the
+first that are complete make it. The group is launched for a short batch; one that has begun again
+in a long batch does not race within itself.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.core.policies.bounds import AT_LEAST_1
 from aprilsched.core.policies.refill import OpenGroups, PoolView, Refill
 
 __all__ = ["TailBatching"]
@@ -37,6 +43,14 @@ class TailBatching(Refill):
     name: ClassVar[str] = "tail"
     defers: ClassVar[bool] = True
     settles: ClassVar[bool] = True
+
+    responses: Annotated[float, AT_LEAST_1] = 1.0
+    """Ratio of the responses that a group starts with to those that it delivers. Above 1 the first
+    that are complete make the group, and the others are thrown away. This makes what is delivered
+    too short for good (RollPacker's race of responses, arXiv 2509.21009)."""
+
+    def launched(self, size: int) -> int:
+        return math.ceil(self.responses * size - 1e-9)
 
     def launches(self, view: PoolView) -> int:
         """Number of groups that join the race; 0 for a long batch.
@@ -63,7 +77,8 @@ class TailBatching(Refill):
         return np.where(runs, groups.sizes, 0)
 
     def told(self, ratio: str) -> str:
-        return f"races of {ratio} batches of groups, whose losers share batches without a race"
+        told = f"races of {ratio} batches of groups, whose losers share batches without a race"
+        return told if self.responses == 1 else f"{told}, and of {self.responses:g} times responses"
 
 
 def _start(

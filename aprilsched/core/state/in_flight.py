@@ -14,7 +14,7 @@ import numpy as np
 from aprilsched.core.policies.resume_order import Place
 from aprilsched.core.state.journal import Journal
 from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
-from aprilsched.core.state.lifecycle import Move, State
+from aprilsched.core.state.lifecycle import GENERATING, Move, State
 from aprilsched.core.state.queues import Ready, Waiting
 from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
 from aprilsched.types import (
@@ -86,14 +86,17 @@ class InFlight:
         evaluation_id: int | None,
         episodes: bool,
         opened: int,
+        size: int,
         deferred: bool = False,
     ) -> GroupRecord:
-        """Launch a group with one rollout for each of `samplings`, waiting or `deferred`."""
+        """Launch a group with one rollout for each of `samplings`, waiting or `deferred`. It
+        delivers `size` of them."""
         group = GroupRecord(
             group_id=self._next_id(),
             prompt=prompt,
             evaluation_id=evaluation_id,
             opened=opened,
+            size=size,
         )
         self.groups[group.group_id] = group
         for index, sampling in enumerate(samplings):
@@ -291,6 +294,27 @@ class InFlight:
         self.generating -= 1
         if group.complete:
             self.ready.add(group)
+
+    def end_race(self, group: GroupRecord) -> GroupRecord:
+        """Complete a training group with the members that are generated to their end. The others
+        leave it as a group of their own, which the caller drops."""
+        losers = GroupRecord(
+            group_id=self._next_id(), prompt=group.prompt, opened=group.opened, size=0
+        )
+        losers.members = [member for member in group.members if member.state in GENERATING]
+        losers.unfinished = losers.unscored = len(losers.members)
+        group.members = [member for member in group.members if member.state not in GENERATING]
+        group.left = tuple(member.rollout_id for member in losers.members)
+        group.members.sort(key=lambda member: member.index)
+        for member in losers.members:
+            member.group = losers
+        group.unfinished = 0
+        group.unscored -= losers.unfinished
+        self.groups[losers.group_id] = losers
+        self.training += 1
+        self.ready.add(group)
+        self.journal.change_group(group)
+        return losers
 
     # --- leaving ---------------------------------------------------------------------------
 

@@ -186,7 +186,12 @@ class GroupRecord:
     group_id: int
     prompt: Prompt
     evaluation_id: int | None = None
+    size: int = 0
+    """Number of members that the group delivers. More members race: the first `size` that are
+    complete make the group."""
     members: list[RolloutRecord] = field(default_factory=list["RolloutRecord"])
+    left: tuple[int, ...] = ()
+    """Ids of the members that have lost such a race. They have left the group."""
     unfinished: int = 0
     """Members that are still generating."""
     unscored: int = 0
@@ -211,6 +216,11 @@ class GroupRecord:
     def complete(self) -> bool:
         """Whether every member is generated to its end."""
         return self.unfinished == 0
+
+    @property
+    def racing(self) -> bool:
+        """Whether it has more members than it delivers."""
+        return len(self.members) > self.size
 
     @property
     def oldest_version(self) -> int | None:

@@ -97,6 +97,8 @@ class SavedGroup:
     opened: int
     members: tuple[SavedMember, ...]
     again: int | None = None
+    size: int | None = None
+    """Number of members that it delivers; None for all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +108,8 @@ class GroupState:
     group_id: int
     accepted: bool | None = None
     first_run: int | None = None
+    left: tuple[int, ...] = ()
+    """Ids of the members that lost a race and have left the group."""
 
 
 class SavedRequest(msgspec.Struct, frozen=True, kw_only=True, rename={"interruptions": "breaks"}):
@@ -130,10 +134,13 @@ class RolloutState(
         eligible: the rollout may generate; otherwise it is deferred.
         prompt_ids: the context of its first token, where that is not the group's prompt.
         turns: the finished turns of an episode.
+        index: its place in its group, if a race of responses has given it one; None if it is the
+            one that it was launched with.
     """
 
     rollout_id: int
     group_id: int
+    index: int | None = None
     stage: Stage = Stage.GENERATING
     rewritten: bool = False
     runs: tuple[SavedRun, ...] = ()

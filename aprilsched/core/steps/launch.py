@@ -90,7 +90,7 @@ def launch_again(state: SchedulerState, group: GroupRecord) -> None:
         return
     groups = state.evaluations.running[group.evaluation_id]
     groups[groups.index(group)] = _launch_group(
-        state, group.prompt, len(group.members), evaluation_id=group.evaluation_id
+        state, group.prompt, group.size, evaluation_id=group.evaluation_id
     )
 
 
@@ -101,7 +101,7 @@ def begin_again(state: SchedulerState, group: GroupRecord, cause: str) -> None:
     runs it, as it would have done with the former one.
     """
     drop(state, group, Reason.BEGUN_AGAIN, cause)
-    _launch_group(state, group.prompt, len(group.members), evaluation_id=None, before=group)
+    _launch_group(state, group.prompt, group.size, evaluation_id=None, before=group)
 
 
 def on_prompts_arrived(state: SchedulerState, event: PromptsArrived) -> None:
@@ -228,12 +228,16 @@ def _launch_group(
 ) -> GroupRecord:
     """Launch a group; `before` is the group of the same prompt in whose place it comes."""
     episodes = state.caller.episodes
+    # A group that begins again has lost its race, and is waited for.
+    races = evaluation_id is None and before is None
+    several = state.plan.schedule.refill.launched(size) if races else size
     group = state.in_flight.add_group(
         prompt,
-        _samplings(prompt, state.config.sampling, size),
+        _samplings(prompt, state.config.sampling, several),
         evaluation_id=evaluation_id,
         episodes=episodes,
         opened=state.begun if before is None else before.opened,
+        size=size,
         deferred=evaluation_id is None and state.plan.schedule.refill.defers,
     )
     if before is not None:
@@ -273,8 +277,10 @@ def _asked(prompts: Iterable[Prompt | RefusedPrompt]) -> list[dict[str, Any]]:
     ]
 
 
-def _samplings(prompt: Prompt, default: SamplingParams, size: int) -> tuple[SamplingParams, ...]:
+def _samplings(prompt: Prompt, default: SamplingParams, count: int) -> tuple[SamplingParams, ...]:
+    """Parameters of `count` rollouts. A prompt that has its own for each rollout may have fewer,
+    because none can be made up for further ones."""
     sampling = prompt.sampling
     if isinstance(sampling, tuple):
-        return sampling
-    return (sampling or default,) * size
+        return sampling[:count]
+    return (sampling or default,) * count

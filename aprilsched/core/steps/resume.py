@@ -194,8 +194,16 @@ def _possible(state: SchedulerState, schedule: Schedule) -> bool:
     return config.automatic and (config.may_defer or not schedule.refill.defers)
 
 
+def _members(saved: Saved, group: SavedGroup) -> list[SavedMember]:
+    """The members of a group without those that lost a race and have left it."""
+    now = saved.group_states.get(group.group_id)
+    left = () if now is None else now.left
+    return [member for member in group.members if member.rollout_id not in left]
+
+
 def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecord:
     now = saved.group_states.get(group.group_id)
+    left = () if now is None else now.left
     record = GroupRecord(
         group_id=group.group_id,
         prompt=group.prompt,
@@ -203,13 +211,16 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
         again=group.again,
         accepted=None if now is None else now.accepted,
         first_run=None if now is None else now.first_run,
+        left=left,
     )
-    for member in group.members:
+    for member in _members(saved, group):
         known = saved.rollouts.get(member.rollout_id)
         if known is None:
             known = RolloutState(rollout_id=member.rollout_id, group_id=group.group_id)
         tokens = saved.tokens.get(member.rollout_id, SavedTokens())
         record.members.append(_rollout(state, record, member, known, tokens))
+    record.size = len(record.members) if left or group.size is None else group.size
+    record.members.sort(key=lambda member: member.index if left else member.rollout_id)
     record.unfinished = sum(member.state in GENERATING for member in record.members)
     record.unscored = sum(member.state is not State.DONE for member in record.members)
     return record
@@ -254,7 +265,7 @@ def _rollout(
         prompt = np.array(known.prompt_ids, dtype=np.int32)
     record = RolloutRecord(
         rollout_id=member.rollout_id,
-        index=member.index,
+        index=member.index if known.index is None else known.index,
         group=group,
         sampling=member.sampling,
         state=_STATES[stage],
@@ -388,7 +399,7 @@ def _take_back(state: SchedulerState, group: GroupRecord) -> None:
 
 def _drop_damaged(state: SchedulerState, saved: Saved, delivered: set[int]) -> None:
     in_flight = state.in_flight
-    members = {group.group_id: group.members for group in saved.groups}
+    members = {group.group_id: _members(saved, group) for group in saved.groups}
     for group_id, cause in saved.damaged.items():
         # If the group cannot be read, its rollouts are those that name it. The first one has the id
         # that follows the group's.

@@ -32,9 +32,14 @@ __all__ = [
 def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -> None:
     """Finish a rollout that is generated to its end; `score` is its episode's, if it has one."""
     group = rollout.group
+    if group.racing:
+        # Its place in what is delivered, before a reward function can see it.
+        rollout.index = len(group.members) - group.unfinished
     state.in_flight.finish(rollout)
     state.tell(RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
-    if group.complete and group.evaluation_id is None:
+    if group.racing and len(group.members) - group.unfinished == group.size:
+        _end_race(state, group)
+    elif group.complete and group.evaluation_id is None:
         state.note_lengths(group)
     scope = state.caller.reward_scope
     if score is not None:
@@ -48,6 +53,15 @@ def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -
     if scope == "group" and group.complete and group.unscored:
         state.tell(RewardRequested(group_id=group.group_id))
         state.commands.append(ScoreGroup(group=group_of(group)))
+
+
+def _end_race(state: SchedulerState, group: GroupRecord) -> None:
+    """Throw away the members that are not complete, because enough of them are."""
+    # The lengths of all members together, where those of the losers are censored: the delivered
+    # ones alone would be taken for a law of shorter responses.
+    state.note_lengths(group)
+    losers = state.in_flight.end_race(group)
+    drop(state, losers, Reason.OUTRACED, "enough other responses of its prompt were complete")
 
 
 def on_rewarded(state: SchedulerState, event: Rewarded) -> None:

@@ -139,6 +139,7 @@ def _group(group: GroupRecord) -> SavedGroup:
         prompt=group.prompt,
         opened=group.opened,
         again=group.again,
+        size=group.size if group.racing else None,
         members=tuple(
             SavedMember(rollout_id=m.rollout_id, index=m.index, sampling=m.sampling)
             for m in group.members
@@ -147,7 +148,12 @@ def _group(group: GroupRecord) -> SavedGroup:
 
 
 def _group_state(group: GroupRecord) -> GroupState:
-    return GroupState(group_id=group.group_id, accepted=group.accepted, first_run=group.first_run)
+    return GroupState(
+        group_id=group.group_id,
+        accepted=group.accepted,
+        first_run=group.first_run,
+        left=group.left,
+    )
 
 
 def _rollout(rollout: RolloutRecord) -> RolloutState:
@@ -157,6 +163,7 @@ def _rollout(rollout: RolloutRecord) -> RolloutState:
     return RolloutState(
         rollout_id=rollout.rollout_id,
         group_id=group.group_id,
+        index=rollout.index if group.racing or group.left else None,
         stage=_stage(rollout),
         rewritten=rollout.rewritten,
         runs=rollout.log.runs,
