@@ -13,16 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -34,7 +36,7 @@ import train
 from countdown import EOS, problems, question, score
 from transformers.utils.logging import disable_progress_bar
 
-from aprilsched import DiskPublisher, SchedulerConfig, SGLangFleet
+from aprilsched import Batch, DiskPublisher, Prompt, SchedulerConfig, SGLangFleet
 from aprilsched.analysis.rebuild import remainder_of
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.core.messages import facts
@@ -64,10 +66,15 @@ ARMS: dict[str, tuple[Change, bool]] = {
     "areal": (preset("areal", straggler="abort"), False),
     "auto": (preset("auto", straggler="abort"), False),
     "auto-kept": (preset("auto", straggler="in_place"), False),
+    "rollpacker": (preset("rollpacker", straggler="abort"), False),
+    "on-policy": (preset("on_policy", straggler="abort"), False),
+    "streamed-ready": (preset("sync", straggler="abort"), True),
+    "april-streamed": (preset("april", straggler="abort"), True),
 }
 """Settings of each arm, and whether its trainer takes groups from a stream."""
-if "rollpacker" in PRESETS:
-    ARMS["rollpacker"] = (preset("rollpacker", straggler="abort"), False)
+GATHERED = {"streamed-ready", "april-streamed"}
+"""Streamed arms whose trainer trains on all groups that are ready together, up to --micro of them,
+instead of one after the other."""
 
 
 # --- the server ----------------------------------------------------------------------------------
@@ -250,6 +257,49 @@ class Schedules:
             self.opened += isinstance(fact, facts.RunOpened)
 
 
+class Gathering:
+    """A scheduler whose streams give all groups that are ready as one part.
+
+    A thread takes the groups as they come, so that the trainer finds what came while it trained.
+    """
+
+    def __init__(self, rollouts: RolloutScheduler, most: int) -> None:
+        self._rollouts, self._most = rollouts, most
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rollouts, name)
+
+    def stream(self) -> Iterator[Batch]:
+        taken: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
+
+        def take() -> None:
+            try:
+                for part in self._rollouts.stream():
+                    taken.put(part)
+            except BaseException as error:
+                taken.put(error)
+
+        threading.Thread(target=take, daemon=True).start()
+        complete = False
+        while not complete:
+            parts = [taken.get()]
+            while len(parts) < self._most and not taken.empty():
+                parts.append(taken.get())
+            for part in parts:
+                if isinstance(part, BaseException):
+                    raise part
+            whole = [part for part in parts if isinstance(part, Batch)]
+            complete = whole[-1].complete
+            groups = tuple(group for part in whole for group in part.groups)
+            yield replace(whole[-1], groups=groups)
+
+
+def keyed(prompts: Iterator[Prompt]) -> Iterator[Prompt]:
+    """The prompts with keys, by which lengths are remembered."""
+    for prompt in prompts:
+        yield replace(prompt, key=str(prompt.metadata["problem"]))
+
+
 def run(
     server: Server, given: argparse.Namespace, arm: str, seed: int, seconds: float
 ) -> dict[str, Any]:
@@ -275,7 +325,7 @@ def run(
     events = EventLog(folder / "events.jsonl", append=resumed)
     with RolloutScheduler(
         SpansFleet(options.engine, stream_interval=16 if given.cpu else 64),
-        train.prompts(seed),
+        keyed(train.prompts(seed)) if arm == "on-policy" else train.prompts(seed),
         reward=train.reward,
         config=config,
         planner=Planner(max_running=128 if given.cpu else 512),
@@ -283,7 +333,8 @@ def run(
         listeners=[events],
     ) as rollouts:
         events.start(batches=rollouts.state.in_flight.counters.batches)
-        train.train(rollouts, trainer, publisher, log)
+        taken: Any = Gathering(rollouts, given.micro) if arm in GATHERED else rollouts
+        train.train(taken, trainer, publisher, log)
     events.close()
     state, noted = RunState(), Schedules()
     summary = Summary(trainer_waits=config.pace == "synchronous")
@@ -316,6 +367,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of unfinished cells")
     parser.add_argument("--cells", required=True, help="ARM:SEED,ARM:SEED@SECONDS,…")
     parser.add_argument("--name", default="results", help="name of the results' file")
+    parser.add_argument("--code", default="", help="commit of the code, for the results")
     parser.add_argument("--until", type=float, default=float("inf"), help="Unix time of the end")
     parser.add_argument("--model", default=str(ROOT / "examples" / "grpo" / "policy"))
     parser.add_argument("--dtype", default="float16")
@@ -376,7 +428,7 @@ def main() -> None:
                 continue
             took = time.time() - start
             longest = max(longest, took - seconds)
-            note(kind="cell", name=given.name, took=took, **result)
+            note(kind="cell", name=given.name, code=given.code, took=took, **result)
             final = result["updates"][-1]
             print({k: final[k] for k in ("seconds", "update", "reward", "waits_s", "trains_s",
                    "refit_s", "mismatch", "off_policy", "length")},

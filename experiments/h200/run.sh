@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# One call on a machine with one or two GPUs and no network; see README.md. In the repository's root:
+#     run.sh SECONDS DIRECTORY "CELLS OF GPU 0" ["CELLS OF GPU 1" [FILE THAT GPU 1 WAITS FOR]]
+# It needs .gpu/sglang.tar.xz (an SGLang 0.5.17 for this machine's Python and torch) and .gpu/wheels/.
+# What it starts goes on when a call ends: the next call with the same lists only waits and copies.
+# LAST is the Unix time by which everything is over, and CODE the commit for the results.
+set -uo pipefail
+until=$(($(date +%s) + $1)) out=$2 first=$3 second=${4:-} after=${5:-}
+code=$(cd "$(dirname "$0")/../.." && pwd)
+work=${WORK:-/dev/shm/h200}
+mkdir -p "$work" "$out"
+. "$code/experiments/h200/environment.sh"
+gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)
+begin() { # GPU, cores, cells, more arguments
+  [ -e "$work/$1.pid" ] && return
+  CUDA_VISIBLE_DEVICES=$1 setsid taskset -c "$2" python3 /tmp/code/experiments/h200/cells.py \
+    --out "$work/$1" --cells "$3" --until "${LAST:-$until}" --code "${CODE:-}" --gpu "$gpu" \
+    "${@:4}" > "$work/$1.log" 2>&1 < /dev/null &
+  echo $! > "$work/$1.pid"
+}
+last=$(($(nproc) - 1))
+refit=()
+[ -n "$second" ] && refit=(--refit)
+begin 0 "0-$((last / 3))" "$first" --nvml "${refit[@]}"
+if [ -n "$second" ]; then
+  begin 1 "$((last / 3 + 1))-$((2 * last / 3))" "$second" --partial ${after:+--after "$after"}
+fi
+# A server that does not start ends the call at once; otherwise both are waited for.
+for each in 0 1; do
+  [ -e "$work/$each.pid" ] || continue
+  while [ "$(date +%s)" -lt "$until" ] && kill -0 "$(cat "$work/$each.pid")" 2> "$work/kill.txt"; do
+    sleep 1
+  done
+  grep -q '"cell"' "$work/0/cells.jsonl" || break
+done
+cat "$work"/*.log
+for each in 0 1; do
+  [ -e "$work/$each" ] || continue
+  cp "$work/$each/cells.jsonl" "$out/cells-$each.jsonl"
+  grep -hE "Decode batch|Prefill batch" "$work/$each/server.log" | gzip -c > "$out/steps-$each.txt.gz"
+done
+cat "$work"/0/{samples,refit}.jsonl 2> "$work/cat.txt" | gzip -c > "$out/samples.jsonl.gz"
+tail -c 3000 "$work"/*/server.log > "$out/server.txt"

@@ -1,0 +1,208 @@
+"""The schedules, the workload and the measurement of experiments/h200, real and simulated alike.
+
+A cell is ``SCHEDULE:TRAINER:SCALE``, for example ``auto:20:0.25``. TRAINER is the trainer's seconds
+for a batch of the workload in full size. SCALE multiplies all lengths. A quarter of the lengths is
+generated in about 0.16 of the time, because a step reads less KV, so the trainer takes 0.16 of its
+time there, and the parts of a step keep their proportions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.core.messages import facts
+from aprilsched.engines.sim import SimConfig
+from aprilsched.planning import Planner
+from aprilsched.presets import PRESETS
+from aprilsched.simulation import Costs, Simulation, rare_collections
+from aprilsched.simulation.simulation import NEVER
+from aprilsched.telemetry.summary import Summary
+from aprilsched.timing.model import H200_QWEN3_4B_REFINED
+from aprilsched.workload import LongTailWorkload
+
+MODEL = H200_QWEN3_4B_REFINED
+MAX_RUNNING = 512
+KV_TOKENS = 500_000
+SEED = 0
+REFIT_SECONDS = 0.01
+"""A pause, a flush and a label, in the simulation."""
+
+Change = Callable[[SchedulerConfig], SchedulerConfig]
+
+
+def _preset(name: str, **more: Any) -> Change:
+    return lambda config: replace(PRESETS[name](config), **more)
+
+
+# SGLang 0.5.17 cannot flush its cache while requests wait inside, so stragglers are called back. It
+# does not tell the version of each token either, which only "KV kept" would need.
+_BACK: dict[str, Any] = {"straggler": "abort"}
+_KEPT: dict[str, Any] = {"straggler": "in_place", "allow_inexact_versions": True}
+SCHEDULES: dict[str, tuple[Change, bool]] = {
+    "waiting": (_preset("sync", **_BACK), False),
+    "waiting-streamed": (_preset("sync", **_BACK), True),
+    "april": (_preset("april", **_BACK), False),
+    "april-streamed": (_preset("april", **_BACK), True),
+    "areal": (_preset("areal", **_BACK), False),
+    "areal-kept": (_preset("areal", **_KEPT), False),
+    "auto": (_preset("auto", **_BACK), False),
+    "auto-kept": (_preset("auto", **_KEPT), False),
+}
+"""Settings of each schedule, and whether its trainer takes groups from a stream."""
+TRAINER_SHARE = {1.0: 1.0, 0.25: 0.16}
+"""The share of the trainer's seconds by SCALE."""
+BATCHES = {"waiting": (2, 8), "waiting-streamed": (2, 8), "auto": (10, 20), "auto-kept": (10, 20)}
+"""Batches that are not counted, and batches that are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run of one schedule."""
+
+    name: str
+    schedule: str
+    trainer: float
+    scale: float
+    moved: bool
+
+    @classmethod
+    def of(cls, name: str) -> Cell:
+        schedule, trainer, scale, *moved = name.split(":")
+        return cls(name=name, schedule=schedule, trainer=float(trainer), scale=float(scale),
+                   moved=moved == ["moved"])  # fmt: skip
+
+    @property
+    def train_seconds(self) -> float:
+        return self.trainer * TRAINER_SHARE.get(self.scale, self.scale)
+
+    @property
+    def burn_in(self) -> int:
+        return BATCHES.get(self.schedule, (6, 14))[0]
+
+    @property
+    def batches(self) -> int:
+        return sum(BATCHES.get(self.schedule, (6, 14)))
+
+    @property
+    def streamed(self) -> bool:
+        return SCHEDULES[self.schedule][1]
+
+    @property
+    def config(self) -> SchedulerConfig:
+        config = SCHEDULES[self.schedule][0](SchedulerConfig(batch_groups=32, group_size=8))
+        if config.automatic and self.train_seconds:
+            config = replace(config, pace="auto" if PACED else "asynchronous")
+        return config
+
+    @property
+    def workload(self) -> LongTailWorkload:
+        return LongTailWorkload(
+            median=700 * self.scale,
+            cap=round(6000 * self.scale),
+            group_size=8,
+            seed=SEED,
+            vocab_size=512,
+        )
+
+    def planner(self, *, inline: bool) -> Planner:
+        return Planner(MODEL, max_running=MAX_RUNNING, inline=inline)
+
+
+def _paced() -> bool:
+    try:
+        replace(PRESETS["auto"](SchedulerConfig()), pace="auto")
+    except ValueError:
+        return False
+    return True
+
+
+PACED = _paced()
+"""Whether automatic scheduling chooses the pace too."""
+
+
+class Meter:
+    """A listener that measures whole steps: from one update's end to the next one's."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        bound = partial(MODEL.bound_seconds, max_running=MAX_RUNNING)
+        self.summary = Summary(trainer_waits=config.pace == "synchronous", bound=bound)
+        self.ends: list[float] = []
+        self.chosen: list[dict[str, Any]] = []
+        """Each choice of a schedule: the batches before it, what was chosen, and the forecast."""
+        self._began: float | None = None
+
+    def on_facts(self, new: Sequence[facts.Fact], now: float) -> None:
+        self.summary.on_facts(new, now)
+        for fact in new:
+            if self._began is None and isinstance(fact, facts.BatchRequested):
+                self._began = now
+            elif isinstance(fact, facts.UpdateFinished):
+                self.ends.append(now)
+            elif isinstance(fact, facts.ScheduleChanged):
+                cast = fact.forecast
+                forecast = {} if cast is None else {
+                    name: getattr(cast, name)
+                    for name in ("step_seconds", "efficiency", "off_policy_share", "mean_age",
+                                 "distance")
+                }  # fmt: skip
+                self.chosen.append(
+                    {"batch": len(self.ends), "schedule": fact.schedule, "forecast": forecast}
+                )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The figures of each batch whose update is over."""
+        rows = []
+        before = self._began
+        for batch, end in zip(self.summary.batches, self.ends, strict=False):
+            assert before is not None
+            found = batch.figures
+            rows.append({
+                "step_s": end - before, "bound_s": found.t_bound, "tokens": found.tokens,
+                "off_policy": found.off_policy_token_share, "age": found.staleness_mean,
+                "oldest": found.staleness_max, "distance": found.length_distance,
+            })  # fmt: skip
+            before = end
+        return rows
+
+
+def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Means over batches. Shares and ages are of all their tokens together."""
+    seconds = sum(row["step_s"] for row in rows)
+    tokens = sum(row["tokens"] for row in rows)
+    return {
+        "step_s": seconds / len(rows),
+        "tokens_s": tokens / seconds,
+        "efficiency": sum(row["bound_s"] for row in rows) / seconds,
+        "off_policy": sum(row["off_policy"] * row["tokens"] for row in rows) / tokens,
+        "age": sum(row["age"] * row["tokens"] for row in rows) / tokens,
+        "oldest": max(row["oldest"] for row in rows),
+        "mean_length": tokens / (256 * len(rows)),
+        "distance": sum(row["distance"] or 0.0 for row in rows) / len(rows),
+    }
+
+
+def simulated(cell: Cell) -> dict[str, Any]:
+    """What the simulator says of a cell, on its own prompts."""
+    meter = Meter(cell.config)
+    engine = SimConfig(
+        timing=MODEL, max_running=MAX_RUNNING, kv_tokens=KV_TOKENS, make_tokens=False,
+        stream_interval=NEVER,
+    )  # fmt: skip
+    simulation = Simulation(
+        cell.config, cell.workload, engine=engine, batches=cell.batches, streamed=cell.streamed,
+        costs=Costs(train_seconds=cell.train_seconds, refit_seconds=REFIT_SECONDS),
+        planner=cell.planner(inline=True), listeners=[meter],
+    )  # fmt: skip
+    with rare_collections():
+        simulation.run()
+    rows = meter.rows()
+    return {
+        "cell": cell.name,
+        "seconds": sum(row["step_s"] for row in rows),
+        **figures(rows[cell.burn_in :]),
+        "schedule": meter.chosen[-1]["schedule"] if meter.chosen else "",
+    }
