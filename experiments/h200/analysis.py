@@ -29,11 +29,11 @@ NAMES = {
     "waiting": "waiting", "waiting-streamed": "waiting, streamed", "april": "APRIL",
     "april-streamed": "APRIL, streamed", "areal": "AReaL", "areal-kept": "AReaL, KV kept",
     "auto": "auto, recompute", "auto-kept": "auto, KV kept",
+    "auto-fast": "auto, speed alone", "auto-kept-fast": "auto, KV kept, speed alone",
 }  # fmt: skip
 BLOCK, SAMPLES = 4, 10_000
 FEWEST = 8
 """A cell with fewer counted batches counts as missing."""
-GOALS = ("auto:0:1", "auto-kept:0:1", "auto:20:1", "areal:20:1")
 Rows = Sequence[dict[str, Any]]
 
 

@@ -8,12 +8,13 @@ time there, and the parts of a step keep their proportions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import Objective, SchedulerConfig
 from aprilsched.core.messages import facts
 from aprilsched.engines.sim import SimConfig
 from aprilsched.planning import Planner
@@ -42,6 +43,8 @@ def _preset(name: str, **more: Any) -> Change:
 # does not tell the version of each token either, which only "KV kept" would need.
 _BACK: dict[str, Any] = {"straggler": "abort"}
 _KEPT: dict[str, Any] = {"straggler": "in_place", "allow_inexact_versions": True}
+# Automatic scheduling otherwise gives speed up for fresher tokens and usual lengths.
+_SPEED: dict[str, Any] = {"objective": Objective(usefulness_age=math.inf, distance_price=0.0)}
 SCHEDULES: dict[str, tuple[Change, bool]] = {
     "waiting": (_preset("sync", **_BACK), False),
     "waiting-streamed": (_preset("sync", **_BACK), True),
@@ -51,11 +54,14 @@ SCHEDULES: dict[str, tuple[Change, bool]] = {
     "areal-kept": (_preset("areal", **_KEPT), False),
     "auto": (_preset("auto", **_BACK), False),
     "auto-kept": (_preset("auto", **_KEPT), False),
+    "auto-fast": (_preset("auto", **_BACK, **_SPEED), False),
+    "auto-kept-fast": (_preset("auto", **_KEPT, **_SPEED), False),
 }
 """Settings of each schedule, and whether its trainer takes groups from a stream."""
 TRAINER_SHARE = {1.0: 1.0, 0.25: 0.16}
 """The share of the trainer's seconds by SCALE."""
-BATCHES = {"waiting": (2, 8), "waiting-streamed": (2, 8), "auto": (10, 20), "auto-kept": (10, 20)}
+BATCHES = {name: (10, 20) for name in SCHEDULES if name.startswith("auto")}
+BATCHES |= {"waiting": (2, 8), "waiting-streamed": (2, 8)}
 """Batches that are not counted, and batches that are."""
 
 
