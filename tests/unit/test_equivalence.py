@@ -49,6 +49,7 @@ def standard_error(count: int) -> float:
     return float(np.std(means) / np.mean(means)) / sqrt(count)
 
 
+@pytest.mark.long
 def test_equal_laws_are_accepted_as_often_as_the_sample_size_says():
     """The interval is the estimate +- 1.645 standard errors: 2 * Phi(margin / se - 1.645) - 1."""
     count, runs = 60, 300
@@ -60,6 +61,7 @@ def test_equal_laws_are_accepted_as_often_as_the_sample_size_says():
     assert acceptance(1.0, runs, count, margin) == pytest.approx(expected, abs=chance + 0.05)
 
 
+@pytest.mark.long
 def test_laws_that_differ_by_the_margin_are_accepted_in_one_of_twenty():
     """The factor of the lengths before the cap is not the factor of the means, so measure that."""
     longer = np.concatenate(batches(1000, 400, 12345, longer=1.08)).mean()
