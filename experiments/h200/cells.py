@@ -40,9 +40,16 @@ GIB = 2**30
 
 
 class Server:
-    """One SGLang server with random weights, in a process group of its own."""
+    """One SGLang server with random weights, in a process group of its own, or one that an earlier
+    process has left."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        left = options.out / "server.json"
+        if left.exists():
+            known = json.loads(left.read_text())
+            self.url, self.pid, self.log = known["url"], known["pid"], options.out / "server.log"
+            return
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = 20_000 + probe.getsockname()[1] % 10_000
@@ -76,17 +83,22 @@ class Server:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 env=environment, start_new_session=True,
             )  # fmt: skip
+        self.pid = self._process.pid
+        left.write_text(json.dumps({"url": self.url, "pid": self.pid}))
 
     def wait(self, seconds: float) -> None:
         """Wait until it generates."""
         until = time.monotonic() + seconds
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
-        while time.monotonic() < until and self._process.poll() is None:
+        while time.monotonic() < until:
+            if self._process is not None and self._process.poll() is not None:
+                break
             try:
                 self.call("/generate", **body)
                 return
             except OSError:
                 time.sleep(0.5)
+        (self.log.parent / "server.json").unlink(missing_ok=True)
         raise RuntimeError(f"no server:\n{self.log.read_text(errors='replace')[-6000:]}")
 
     def call(self, path: str, **body: Any) -> None:
@@ -122,10 +134,10 @@ class Server:
     def stop(self) -> None:
         for kind in (signal.SIGTERM, signal.SIGKILL):
             try:
-                os.killpg(self._process.pid, kind)
-                self._process.wait(10)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
+                os.killpg(self.pid, kind)
+                time.sleep(5)
+            except ProcessLookupError:
+                break
 
 
 class Labels:
@@ -257,6 +269,7 @@ def main() -> None:
     parser.add_argument("--gpu", default="", help="name of the GPU, for the results")
     parser.add_argument("--after", type=Path, help="begin when this file is there")
     parser.add_argument("--nvml", action="store_true", help="sample the GPUs meanwhile")
+    parser.add_argument("--stays", action="store_true", help="leave the server for another call")
     parser.add_argument("--refit", action="store_true", help="then time refits from the other GPU")
     parser.add_argument("--cpu", action="store_true", help="a tiny server, without a GPU")
     parser.add_argument("--server-python", help="its Python")
@@ -274,7 +287,8 @@ def main() -> None:
         if options.refit:
             refit(options, server)
     finally:
-        server.stop()
+        if not options.stays:
+            server.stop()
         (options.out / "ended").touch()
 
 

@@ -1,16 +1,17 @@
-# Sourced: unpacks .gpu once to /tmp/site and the code to /tmp/code, and sets the environment.
-# The next call replaces what was carried, under the feet of what stays, so the code is copied.
+# Sourced: unpacks .gpu once to /tmp/site, copies the code, and sets the environment. The next call
+# replaces what was carried, under the feet of what stays, so each call runs a copy of its own.
 site=/tmp/site
 (
   flock 9
   if [ ! -e $site/done ]; then
     mkdir -p $site && tar -xJf .gpu/sglang.tar.xz -C $site || exit 1
     for wheel in .gpu/wheels/*.whl; do python3 -m zipfile -e "$wheel" $site || exit 1; done
-    cp -r "$code" /tmp/code
     touch $site/done
   fi
 ) 9> /tmp/unpacking || exit 1
-code=/tmp/code
+copy=$(mktemp -d /tmp/code.XXXXXX)
+cp -r "$code/aprilsched" "$code/examples" "$code/experiments" "$copy"
+code=$copy
 export PYTHONPATH=$site:$code:$code/examples/grpo PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export SGLANG_IS_FLASHINFER_AVAILABLE=false TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export NCCL_CUMEM_ENABLE=0 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1

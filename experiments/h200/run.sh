@@ -2,8 +2,10 @@
 # One call on a machine with one or two GPUs and no network; see README.md. In the repository's root:
 #     run.sh SECONDS DIRECTORY "CELLS OF GPU 0" ["CELLS OF GPU 1" [FILE THAT GPU 1 WAITS FOR]]
 # It needs .gpu/sglang.tar.xz (an SGLang 0.5.17 for this machine's Python and torch) and .gpu/wheels/.
-# What it starts goes on when a call ends: the next call with the same lists only waits and copies.
-# LAST is the Unix time by which everything is over, and CODE the commit for the results.
+# What it starts goes on when a call ends. The next call with the same list only waits and copies,
+# and one with another list begins it when the first one is done, on the same server. LAST is the
+# Unix time by which everything is over, and CODE the commit for the results. REFIT=1 times refits
+# from GPU 1 at the end.
 set -uo pipefail
 until=$(($(date +%s) + $1)) out=$2 first=$3 second=${4:-} after=${5:-}
 code=$(cd "$(dirname "$0")/../.." && pwd)
@@ -12,19 +14,22 @@ mkdir -p "$work" "$out"
 . "$code/experiments/h200/environment.sh"
 gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)
 begin() { # GPU, cores, cells, more arguments
-  [ -e "$work/$1.pid" ] && return
-  CUDA_VISIBLE_DEVICES=$1 setsid taskset -c "$2" python3 /tmp/code/experiments/h200/cells.py \
+  [ "$(cat "$work/$1.cells" 2> "$work/cat.txt")" = "$3" ] && return
+  while [ -e "$work/$1.pid" ] && kill -0 "$(cat "$work/$1.pid")" 2> "$work/kill.txt"; do
+    sleep 0.2 # The cells of the call before are not done.
+  done
+  echo "$3" > "$work/$1.cells"
+  CUDA_VISIBLE_DEVICES=$1 setsid taskset -c "$2" python3 "$code/experiments/h200/cells.py" \
     --out "$work/$1" --cells "$3" --until "${LAST:-$until}" --code "${CODE:-}" --gpu "$gpu" \
-    "${@:4}" > "$work/$1.log" 2>&1 < /dev/null &
+    --stays "${@:4}" >> "$work/$1.log" 2>&1 < /dev/null &
   echo $! > "$work/$1.pid"
 }
 last=$(($(nproc) - 1))
-refit=()
-[ -n "$second" ] && refit=(--refit)
-begin 0 "0-$((last / 3))" "$first" --nvml "${refit[@]}"
+# GPU 1 first: beginning GPU 0 may wait.
 if [ -n "$second" ]; then
   begin 1 "$((last / 3 + 1))-$((2 * last / 3))" "$second" --partial ${after:+--after "$after"}
 fi
+begin 0 "0-$((last / 3))" "$first" --nvml ${REFIT:+--refit}
 # A server that does not start ends the call at once; otherwise both are waited for.
 for each in 0 1; do
   [ -e "$work/$each.pid" ] || continue
@@ -39,5 +44,6 @@ for each in 0 1; do
   cp "$work/$each/cells.jsonl" "$out/cells-$each.jsonl"
   grep -hE "Decode batch|Prefill batch" "$work/$each/server.log" | gzip -c > "$out/steps-$each.txt.gz"
 done
-cat "$work"/0/{samples,refit}.jsonl 2> "$work/cat.txt" | gzip -c > "$out/samples.jsonl.gz"
+cp "$work/0/refit.jsonl" "$out" 2> "$work/cat.txt"
+cat "$work/0/samples.jsonl" 2> "$work/cat.txt" | gzip -c > "$out/samples.jsonl.gz"
 tail -c 3000 "$work"/*/server.log > "$out/server.txt"
