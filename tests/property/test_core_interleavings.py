@@ -455,17 +455,19 @@ class Interleavings(RuleBasedStateMachine):
         for _ in range(1_000):
             if driver.ended and not driver.state.evaluations.running:
                 break
-            if driver.state.rolling and not driver.state.fleet.control.engines:
-                # After a restart nobody can publish again, and the last engine of an older version
-                # stands by when the rollouts of its version have ended.
-                self._mend()
+            self._mend_rolling()
             self._serve_one()
-        assert driver.state.fleet.control.engines or driver.state.rolling, (
-            "no engine is in use after the mending"
-        )
+        self._mend_rolling()
+        assert driver.state.fleet.control.engines, "no engine is in use after the mending"
         assert driver.ended, "the run does not come to its end: something waits for ever"
         assert not driver.state.evaluations.running
         self._check_conservation()
+
+    def _mend_rolling(self) -> None:
+        """Bring engines back with rolling refits: after a restart nobody can publish again, and the
+        last engine of an older version stands by when the rollouts of its version have ended."""
+        if self.driver.state.rolling and not self.driver.state.fleet.control.engines:
+            self._mend()
 
     def _mend(self) -> None:
         """Bring engines back and let the trainer do what it is told, until an engine is in use."""

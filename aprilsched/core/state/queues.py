@@ -118,6 +118,8 @@ class Waiting:
 
     def of_version(self, version: int | None) -> list[RequestRecord]:
         """The requests that only engines of this version may take, in the order of their ids."""
+        if version not in self.versions():
+            return []
         found = [request for request, (_, of) in self._waiting.values() if of == version]
         return sorted(found, key=lambda request: request.request_id)
 

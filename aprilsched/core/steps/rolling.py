@@ -51,11 +51,12 @@ def roll(state: SchedulerState) -> None:
 
 def _begin_again(state: SchedulerState) -> None:
     versions, queue = state.weights.versions, state.in_flight.queue
-    if not versions.engines:
-        return
     # Engines of older versions will take the trainer's, so rollouts of that version only wait.
-    kept = {None, versions.trainer, *versions.engines.values()}
-    for version in sorted(v for v in queue.versions() if v is not None and v not in kept):
+    older = queue.versions() - {None, versions.trainer}
+    if not older or not versions.engines:
+        return
+    lost = older.difference(versions.engines.values())
+    for version in sorted(v for v in lost if v is not None):
         for request in queue.of_version(version):
             if request.request_id in queue:
                 _restart(state, request)
@@ -169,15 +170,19 @@ def _wants_newest(state: SchedulerState) -> bool:
 
 
 def _load(state: SchedulerState, control: EngineControl) -> Load:
-    requests = list(state.in_flight.open_requests(control.name))
-    expected = state.expectations
+    in_flight, expected = state.in_flight, state.expectations
+
+    def remaining() -> float:
+        requests = list(in_flight.open_requests(control.name))
+        return sum(map(expected.remaining, requests)) / len(requests)
+
     return Load(
         engine=control.name,
-        requests=len(requests),
+        requests=in_flight.open[control.name],
         room=state.fleet.health.of(control.name).max_running,
         kv_tokens=control.kv_tokens,
-        contexts=lambda: sum(len(r.rollout.prompt_ids) + len(r.rollout.log) for r in requests),
-        remaining=lambda: sum(map(expected.remaining, requests)) / len(requests),
+        contexts=lambda: in_flight.held_on[control.name],
+        remaining=remaining,
     )
 
 
