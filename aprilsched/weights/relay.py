@@ -1,9 +1,11 @@
 """Keeps each version in the trainer's host memory, for engines that take it one after the other.
 
 With rolling refits an engine takes a version when it is free, and the trainer has gone on by then.
-So the weights are copied when the version is prepared, while the engines generate. Each engine has
-a torch.distributed group with the trainer alone, which lasts from one version to the next: it takes
-a version without any other engine, and one that fails breaks no other's group.
+So the weights are copied when the version is prepared, while the engines generate. Another
+publisher sends the copy to one engine at a time: `DistributedPublisher` over a torch.distributed
+group of this engine and the trainer, which lasts from one version to the next, or `TensorPublisher`
+by handles of GPU memory, to which the copy is moved bucket by bucket. An engine takes a version
+without any other one, and one that fails harms no other.
 
 - What an engine gets is the copy of its version, whatever the trainer has done with its tensors
   since then.
@@ -16,12 +18,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aprilsched.engines.base import Engine
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.weights.distributed import DistributedPublisher, Weights
+from aprilsched.weights.tensor import TensorPublisher
 from aprilsched.weights.tensor_buckets import check_weights
 from aprilsched.weights.threads import in_thread
 
@@ -32,45 +35,40 @@ __all__ = ["RelayPublisher"]
 
 
 class RelayPublisher:
-    """Publishes a copy of the trainer's tensors, over a group for each engine.
+    """Publishes a copy of the trainer's tensors, to each engine when it is free.
 
     Args:
         weights: returns an iterator, plain or asynchronous, over (name, tensor) of all weights. It
             is called once for each version and read to its end, so it may gather shards in which
             every rank takes part.
-        backend: "nccl" between GPUs, "gloo" between CPUs; the engines use the same.
-        address: as in :class:`~aprilsched.weights.distributed.DistributedPublisher`.
-        bucket_bytes: bytes of tensors that are sent at a time; a larger tensor goes alone.
-        device: device from which buckets are sent; None takes the backend's.
-        timeout_s: seconds for each step: joining, one bucket, one call of an engine.
+        through: the publisher that sends a copy to one engine.
+        device: device from which buckets are sent; None takes the one of `through`'s backend, and
+            "cuda" for TensorPublisher.
+        settings: other settings of `through`, such as ``backend="gloo"`` or ``bucket_bytes``.
 
     Raises:
-        ConfigError: if an argument is out of its range, or `weights` is no function.
+        ConfigError: if a setting is out of its range, or `weights` is no function.
     """
 
     def __init__(
         self,
         weights: Weights,
         *,
-        backend: str = "nccl",
-        address: str | None = None,
-        bucket_bytes: int = 512 * 2**20,
+        through: type[DistributedPublisher] | type[TensorPublisher] = DistributedPublisher,
         device: str | device | None = None,
-        timeout_s: float = 120.0,
+        **settings: Any,
     ) -> None:
         check_weights(weights)
         self._weights = weights
-        self._backend = backend
-        self._address = address
-        self._bucket_bytes = bucket_bytes
+        self._through: type[Any] = through
         self._device = device
-        self._timeout_s = timeout_s
+        self._settings = settings
         self._kept: dict[int, Sequence[tuple[str, Tensor]]] = {}
         self._taking: dict[str, int] = {}
         """The version that each engine takes at the moment."""
-        self._groups: dict[str, DistributedPublisher] = {}
-        self._group_of("")  # It checks the arguments.
-        self._groups.clear()
+        self._senders: dict[str, DistributedPublisher | TensorPublisher] = {}
+        self._first = self._sender("")
+        """A sender to no engine: it checks the settings, and imports what sending needs."""
 
     def holds(self, version: int) -> bool:
         """Whether the copy of `version` is still there."""
@@ -80,8 +78,10 @@ class RelayPublisher:
         """Copy the weights into host memory, while the engines generate.
 
         Raises:
-            ConfigError: if torch is not installed, or if `weights` yields nothing.
+            ConfigError: if torch, or what `through` needs, is not installed, or if `weights`
+                yields nothing.
         """
+        await self._first.prepare(version)
         given = await in_thread(self._weights)
         named = await given if inspect.isawaitable(given) else given
         if hasattr(named, "__aiter__"):
@@ -95,7 +95,7 @@ class RelayPublisher:
     async def publish(
         self, version: int, engines: Sequence[Engine]
     ) -> Mapping[str, Exception | None]:
-        """Send `version` to the engines, each over its own group.
+        """Send `version` to the engines, to each on its own.
 
         Raises:
             ConfigError: if `version` is not kept.
@@ -112,33 +112,32 @@ class RelayPublisher:
 
     async def aclose(self) -> None:
         """Leave every group, on the engines' side too, and forget all versions."""
-        groups = list(self._groups.values())
-        self._groups.clear()
+        senders = list(self._senders.values())
+        self._senders.clear()
         self._kept.clear()
-        await asyncio.gather(*(group.aclose() for group in groups))
+        await asyncio.gather(*(s.aclose() for s in senders if isinstance(s, DistributedPublisher)))
 
     async def _send(self, version: int, engine: Engine) -> Mapping[str, Exception | None]:
+        sender = self._senders.get(engine.name)
+        if sender is None:
+            sender = self._senders[engine.name] = self._sender(engine.name)
         try:
-            return await self._group_of(engine.name).publish(version, [engine])
+            return await sender.publish(version, [engine])
         finally:
             self._taking.pop(engine.name, None)
 
-    def _group_of(self, engine: str) -> DistributedPublisher:
-        """The publisher of an engine's group, which sends what the engine takes."""
+    def _sender(self, engine: str) -> DistributedPublisher | TensorPublisher:
+        """A publisher of the copy that the engine takes."""
 
         def copies() -> Iterator[tuple[str, Tensor]]:
             return iter(self._kept[self._taking[engine]])
 
-        if engine not in self._groups:
-            self._groups[engine] = DistributedPublisher(
-                copies,
-                backend=self._backend,
-                address=self._address,
-                bucket_bytes=self._bucket_bytes,
-                device=self._device,
-                timeout_s=self._timeout_s,
-            )
-        return self._groups[engine]
+        def on_device() -> Iterator[tuple[str, Tensor]]:
+            return ((name, copy.to(self._device or "cuda")) for name, copy in copies())
+
+        if issubclass(self._through, TensorPublisher):
+            return self._through(on_device, **self._settings)
+        return self._through(copies, device=self._device, **self._settings)
 
 
 def _copy(name: str, tensor: Tensor) -> tuple[str, Tensor]:
