@@ -22,6 +22,7 @@ _ON_POLICY = {
     "waiting": "waiting",
     "waiting, streamed": "waiting, streamed",
     "rollpacker": "rollpacker",
+    "rollpacker, streamed": "rollpacker, streamed",
     "on_policy": "on_policy",
     "on_policy, streamed": "on_policy, streamed",
     "on_policy, second epoch": "on_policy, second epoch",
