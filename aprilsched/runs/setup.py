@@ -21,7 +21,7 @@ from aprilsched.runs.keys import key_from
 from aprilsched.runs.prompts_file import read_prompts
 from aprilsched.runs.settings import RunSettings
 from aprilsched.telemetry.batch_figures import Bound
-from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.timing.model_file import load_model
 from aprilsched.types import Prompt
 from aprilsched.weights.base import WeightPublisher
@@ -144,7 +144,7 @@ def _planner(settings: RunSettings) -> Planner:
     model = _model(settings)
     if settings.simulated:
         return Planner(model or H200_QWEN3_4B, max_running=settings.sim.max_running, inline=True)
-    return Planner(model or H200_QWEN3_4B_REFINED)
+    return Planner(model or H200_QWEN3_4B)
 
 
 def _bound(settings: RunSettings) -> Bound | None:

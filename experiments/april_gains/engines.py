@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B_LINEAR, StepTimeModel
 
 __all__ = ["engine_of_two_gpus"]
 
@@ -26,7 +26,7 @@ _ALL_REDUCE_SECONDS = 10e-6
 
 def engine_of_two_gpus(size: float) -> StepTimeModel:
     """`size`: parameters over those of the 4B model."""
-    one = H200_QWEN3_4B
+    one = H200_QWEN3_4B_LINEAR
     weights = _WEIGHTS / _BYTES_A_SECOND
     beside = one.t0 - weights
     return replace(

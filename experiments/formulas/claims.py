@@ -15,7 +15,7 @@ from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.planning.planner import choose, trials
 from aprilsched.planning.setting import Setting
-from aprilsched.timing.model import H200_QWEN3_4B
+from aprilsched.timing.model import H200_QWEN3_4B_LINEAR
 from aprilsched.workload import LongTailWorkload
 from experiments.formulas.row import Row
 from experiments.frontier.measured import Figures, mean, run
@@ -115,14 +115,14 @@ def _both(straggler: StragglerRule) -> tuple[Schedule, Schedule]:
     setting = Setting(
         lengths=np.array([workload.lengths(index) for index in range(48 * 32)]),
         batch_groups=32,
-        model=H200_QWEN3_4B,
+        model=H200_QWEN3_4B_LINEAR,
         prompt_tokens=8,
         kv_tokens=1_000_000,
         keeps_kv=keeps,
     )
     tried = trials(setting, may_defer=not keeps)
     fastest = max(tried, key=lambda one: one.outcome.efficiency)
-    return fastest.schedule, choose(tried).schedule
+    return fastest.schedule, choose(tried, 0.02).schedule
 
 
 def _config(schedule: Schedule, straggler: StragglerRule) -> SchedulerConfig:

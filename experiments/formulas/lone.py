@@ -9,14 +9,14 @@ from statistics import NormalDist, fmean
 
 from aprilsched.config import Pool, SchedulerConfig
 from aprilsched.core.policies.straggler import StragglerRule
-from aprilsched.timing.model import H200_QWEN3_4B
+from aprilsched.timing.model import H200_QWEN3_4B_LINEAR
 from aprilsched.workload import LongTailWorkload
 from experiments.formulas.row import Row
 from experiments.frontier.measured import MAX_RUNNING, Figures, Run, mean, run
 
 __all__ = ["best_ratio", "caches", "pools", "pools_together", "waves", "whole_groups"]
 
-MODEL = H200_QWEN3_4B
+MODEL = H200_QWEN3_4B_LINEAR
 BATCHES, BURN_IN, SEEDS = 60, 15, 2
 _NORMAL = NormalDist()
 _RATIOS = (1.0625, 1.125, 1.25, 1.375, 1.5, 1.75, 2.0)

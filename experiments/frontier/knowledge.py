@@ -25,7 +25,7 @@ from aprilsched.core.policies.wave import Wave
 from aprilsched.planning import trial
 from aprilsched.planning.setting import Setting
 from aprilsched.planning.trial import Store, TrialGroup
-from aprilsched.timing.model import H200_QWEN3_4B
+from aprilsched.timing.model import H200_QWEN3_4B_LINEAR
 from aprilsched.workload import LongTailWorkload
 from experiments.frontier.results import write_section
 
@@ -120,7 +120,7 @@ def setting(seed: int) -> tuple[Setting, dict[bytes, list[int]]]:
     made = Setting(
         lengths=np.ascontiguousarray(now),
         batch_groups=_GROUPS,
-        model=H200_QWEN3_4B,
+        model=H200_QWEN3_4B_LINEAR,
         prompt_tokens=8,
         batches=BATCHES,
     )

@@ -26,7 +26,7 @@ from aprilsched.simulation.simulation import NEVER
 from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.summary import Summary
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.types import Prompt
 
 __all__ = ["MAX_RUNNING", "Figures", "Mark", "Run", "mean", "run"]
@@ -159,7 +159,7 @@ def run(
     *,
     batches: int,
     engines: int = 1,
-    model: StepTimeModel = H200_QWEN3_4B,
+    model: StepTimeModel = H200_QWEN3_4B_LINEAR,
     kv_tokens: int = KV_TOKENS,
     listeners: Sequence[AnyListener] = (),
 ) -> Run:

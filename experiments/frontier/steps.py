@@ -28,10 +28,10 @@ from aprilsched.simulation import Costs, Simulation, rare_collections
 from aprilsched.simulation.simulation import NEVER
 from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.summary import Summary
-from aprilsched.timing.model import H200_QWEN3_4B_REFINED
+from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload
 
-MODEL = H200_QWEN3_4B_REFINED
+MODEL = H200_QWEN3_4B
 MAX_RUNNING = 512
 SIZE = 8
 FLEETS = {1: 32, 4: 64, 16: 128}

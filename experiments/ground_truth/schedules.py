@@ -13,7 +13,7 @@ import numpy as np
 
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.sim import Batcher, SimConfig
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.types import SamplingParams
 from aprilsched.workload import LongTailWorkload
 
@@ -121,7 +121,7 @@ class Rig:
         return batch
 
 
-def waves(seed: int, steps: int, timing: StepTimeModel = H200_QWEN3_4B) -> list[Row]:
+def waves(seed: int, steps: int, timing: StepTimeModel = H200_QWEN3_4B_LINEAR) -> list[Row]:
     """APRIL's own schedule: launch up to 64 groups, abort at 32, carry, prefill the carried."""
     rig, carried = Rig(seed, timing), list[Open]()
     for _ in range(steps):
@@ -140,7 +140,7 @@ def waves(seed: int, steps: int, timing: StepTimeModel = H200_QWEN3_4B) -> list[
     return rig.rows
 
 
-def cached_waves(seed: int, steps: int, timing: StepTimeModel = H200_QWEN3_4B) -> list[Row]:
+def cached_waves(seed: int, steps: int, timing: StepTimeModel = H200_QWEN3_4B_LINEAR) -> list[Row]:
     """The same with a prefix cache, which gives the carried back their context at once."""
     rig = Rig(seed, timing)
     for step in range(steps):
@@ -156,7 +156,7 @@ def cached_waves(seed: int, steps: int, timing: StepTimeModel = H200_QWEN3_4B) -
 
 
 def refilled_waves(
-    seed: int, steps: int, size: int, timing: StepTimeModel = H200_QWEN3_4B
+    seed: int, steps: int, size: int, timing: StepTimeModel = H200_QWEN3_4B_LINEAR
 ) -> list[Row]:
     """`size` requests in flight after each batch, the carried computed again; no refill between."""
     rig = Rig(seed, timing)
@@ -170,7 +170,7 @@ def refilled_waves(
     return rig.rows
 
 
-def wait_for_all(seed: int, steps: int, timing: StepTimeModel = H200_QWEN3_4B) -> list[Row]:
+def wait_for_all(seed: int, steps: int, timing: StepTimeModel = H200_QWEN3_4B_LINEAR) -> list[Row]:
     """32 groups at a time, the last response waited for."""
     rig = Rig(seed, timing)
     for _ in range(steps):
@@ -185,7 +185,7 @@ def pool(
     seed: int,
     steps: int,
     size: int,
-    timing: StepTimeModel = H200_QWEN3_4B,
+    timing: StepTimeModel = H200_QWEN3_4B_LINEAR,
     *,
     recompute: bool = False,
 ) -> list[Row]:

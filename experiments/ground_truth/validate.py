@@ -21,10 +21,10 @@ from aprilsched.timing import (
     residuals_of,
     windows_of,
 )
-from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
 
 _LOG = Path(__file__).parent / "h200_qwen3-4b_bf16_triton_sglang0517_decode.csv"
-MODELS = {"linear": H200_QWEN3_4B, "refined": H200_QWEN3_4B_REFINED}
+MODELS = {"linear": H200_QWEN3_4B_LINEAR, "refined": H200_QWEN3_4B}
 
 
 def replay(schedule: Schedule, lines: list[LogLine], seeds: int) -> dict[str, Any]:

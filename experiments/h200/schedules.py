@@ -22,10 +22,10 @@ from aprilsched.presets import PRESETS
 from aprilsched.simulation import Costs, Simulation, rare_collections
 from aprilsched.simulation.simulation import NEVER
 from aprilsched.telemetry.summary import Summary
-from aprilsched.timing.model import H200_QWEN3_4B_REFINED
+from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload
 
-MODEL = H200_QWEN3_4B_REFINED
+MODEL = H200_QWEN3_4B
 MAX_RUNNING = 512
 KV_TOKENS = 500_000
 SEED = 0

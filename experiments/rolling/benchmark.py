@@ -16,7 +16,7 @@ from aprilsched.presets import april
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.summary import Summary
-from aprilsched.timing.model import H200_QWEN3_4B_REFINED as MODEL
+from aprilsched.timing.model import H200_QWEN3_4B as MODEL
 from aprilsched.workload import LongTailWorkload
 
 ENGINES, GROUPS = 16, 512

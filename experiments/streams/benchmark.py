@@ -22,7 +22,7 @@ from aprilsched.engines.sim.config import SimConfig
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import Costs, Simulation, rare_collections
 from aprilsched.simulation.simulation import NEVER
-from aprilsched.timing.model import H200_QWEN3_4B
+from aprilsched.timing.model import H200_QWEN3_4B_LINEAR
 
 BATCHES, BURN_IN = 32, 8
 GROUPS, SIZE = 32, 8
@@ -55,7 +55,7 @@ def run(policy: str, engines: int, train_s: float, seed: int, *, streamed: bool)
         replace(PRESETS[policy](base), batch_groups=GROUPS, group_size=SIZE),
         LongTailWorkload(median=700, sigma=0.9, cap=6000, group_size=SIZE, seed=seed),
         engines=engines,
-        engine=SimConfig(timing=H200_QWEN3_4B, make_tokens=False, stream_interval=NEVER),
+        engine=SimConfig(timing=H200_QWEN3_4B_LINEAR, make_tokens=False, stream_interval=NEVER),
         costs=Costs(train_seconds=train_s),
         batches=BATCHES,
         streamed=streamed,

@@ -21,7 +21,7 @@ from aprilsched.timing import (
     windows_of,
 )
 from aprilsched.timing.least_squares import nonnegative, robust
-from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
 LOG = """\
 [2025-11-02 19:50:38] server_args=ServerArgs(model_path='m', decode_log_interval=40)
@@ -203,13 +203,11 @@ def test_a_linear_model_comes_back_within_its_errors() -> None:
 
 
 def test_the_further_terms_come_back_where_they_are() -> None:
-    found = fit(windows_of(synthetic(H200_QWEN3_4B_REFINED, 120, 0.005)), replicates=2).model
+    found = fit(windows_of(synthetic(H200_QWEN3_4B, 120, 0.005)), replicates=2).model
     assert found.fill == pytest.approx(9, abs=1)
     assert found.wide_from == 256
     assert found.t0_wide == pytest.approx(1.301e-3, rel=0.25)
-    linear = fit(
-        windows_of(synthetic(H200_QWEN3_4B_REFINED, 120, 0.005)), linear=True, replicates=2
-    )
+    linear = fit(windows_of(synthetic(H200_QWEN3_4B, 120, 0.005)), linear=True, replicates=2)
     assert linear.model.fill == 0
     assert linear.steady.median > 0.01
 
@@ -236,7 +234,7 @@ def test_predicted_seconds_are_the_model_s() -> None:
     assert predicted_seconds(TRUE, stalled) == pytest.approx(stalled.seconds, rel=1e-3)
 
 
-@pytest.mark.parametrize("model", [TRUE, H200_QWEN3_4B_REFINED, replace(TRUE, t1=1 / 3)])
+@pytest.mark.parametrize("model", [TRUE, H200_QWEN3_4B, replace(TRUE, t1=1 / 3)])
 def test_a_model_is_read_back_equal(tmp_path: Path, model: StepTimeModel) -> None:
     save_model(model, tmp_path / "model.toml", ("made by a test",))
     assert load_model(tmp_path / "model.toml") == model

@@ -9,9 +9,9 @@ import pytest
 
 from aprilsched.errors import ConfigError
 from aprilsched.timing import Observation, OnlineFit
-from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
 
-PRIOR = H200_QWEN3_4B
+PRIOR = H200_QWEN3_4B_LINEAR
 OTHER = replace(PRIOR, t0=6e-3, t1=2.2e-5, t2=3e-8, prefill_pass=30e-3, prefill_rate=35_000.0)
 PLACES = [(4, 20_000), (60, 30_000), (200, 60_000), (300, 300_000), (512, 150_000)]
 
@@ -75,7 +75,7 @@ def test_a_change_is_followed_within_a_few_memories() -> None:
     assert worst(online.model, changed) < 0.06
 
 
-@pytest.mark.parametrize("prior", [PRIOR, H200_QWEN3_4B_REFINED])
+@pytest.mark.parametrize("prior", [PRIOR, H200_QWEN3_4B])
 def test_no_coefficient_is_ever_negative(prior: StepTimeModel) -> None:
     rng, online = np.random.default_rng(2), OnlineFit(prior, memory=10, clip=10)
     none = replace(prior, t0=0.0, t0_wide=0.0, prefill_pass=0.0)

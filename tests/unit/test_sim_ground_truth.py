@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_REFINED, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
 from experiments.ground_truth.schedules import pool, waves
 
 SEEDS = range(4)
-MODELS = pytest.mark.parametrize("timing", [H200_QWEN3_4B, H200_QWEN3_4B_REFINED])
+MODELS = pytest.mark.parametrize("timing", [H200_QWEN3_4B_LINEAR, H200_QWEN3_4B])
 
 
 @MODELS

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.sim import H200_QWEN3_4B, Batcher, SimConfig
-from aprilsched.timing.model import H200_QWEN3_4B_REFINED, StepTimeModel
+from aprilsched.engines.sim import Batcher, SimConfig
+from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.types import SamplingParams
 
-T = H200_QWEN3_4B
+T = H200_QWEN3_4B_LINEAR
 
 
-R = H200_QWEN3_4B_REFINED
+R = H200_QWEN3_4B
 MODELS = pytest.mark.parametrize("model", [T, R])
 
 
@@ -125,7 +125,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(("requests", "measured_ms", "miss"), MEASURED)
 def test_separate_decode_runs(requests: int, measured_ms: float, miss: float) -> None:
-    batcher = Batcher(SimConfig(make_tokens=False))
+    batcher = Batcher(SimConfig(timing=T, make_tokens=False))
     sampling = SamplingParams(max_new_tokens=256, ignore_eos=True)
     prompt = np.zeros(8, dtype=np.int32)
     for i in range(requests):

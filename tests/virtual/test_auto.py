@@ -241,7 +241,12 @@ async def test_a_planner_that_raises_in_its_process_does_no_harm_either(
 
 # --- step times ----------------------------------------------------------------------------------
 
-SLOW = replace(H200_QWEN3_4B, t0=2 * H200_QWEN3_4B.t0, t1=1.5 * H200_QWEN3_4B.t1)
+SLOW = replace(
+    H200_QWEN3_4B,
+    t0=2 * H200_QWEN3_4B.t0,
+    t1=1.5 * H200_QWEN3_4B.t1,
+    t0_wide=2 * H200_QWEN3_4B.t0_wide,
+)
 
 
 POINTS = [(20, 40_000), (100, 80_000), (300, 200_000)]
@@ -395,4 +400,5 @@ def test_with_recomputed_kv_it_is_no_slower_than_april_and_fresher() -> None:
 def test_with_kept_kv_it_comes_near_the_bound() -> None:
     auto = steady("auto", "in_place")
     assert auto.efficiency is not None
-    assert auto.efficiency >= 0.95
+    # The bound does not count what steps of more than 256 sequences cost in addition.
+    assert auto.efficiency >= 0.94

@@ -20,7 +20,7 @@ from aprilsched.cli.main import main
 from aprilsched.core.messages.facts import AttemptSent
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.timing import save_model
-from aprilsched.timing.model import H200_QWEN3_4B_REFINED
+from aprilsched.timing.model import H200_QWEN3_4B_LINEAR
 from aprilsched.workload import LongTailWorkload
 
 GROUP_SIZE = 4
@@ -236,11 +236,11 @@ def test_no_folder_is_written_unless_asked(
 
 def test_other_engines(april: Path, tmp_path: Path, capsys: Capture):
     model = tmp_path / "model.toml"
-    save_model(H200_QWEN3_4B_REFINED, model)
+    save_model(H200_QWEN3_4B_LINEAR, model)
     usual = replay(april, capsys, "--policy", "recorded")["prediction_error"]
     arguments = ["--policy", "recorded", "--model", str(model)]
-    refined = replay(april, capsys, *arguments)["prediction_error"]
-    assert 0.001 < abs(refined["seconds_a_batch"]) < 0.2
+    linear = replay(april, capsys, *arguments)["prediction_error"]
+    assert 0.001 < abs(linear["seconds_a_batch"]) < 0.2
     narrow = replay(april, capsys, "--policy", "recorded", "--max-running", "32")
     assert narrow["prediction_error"]["seconds_a_batch"] > 0.2
     small = replay(april, capsys, "--policy", "recorded", "--kv-tokens", "40000")
