@@ -33,6 +33,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.state import SchedulerState
+from aprilsched.driver.forecasts import ForecastErrors
 from aprilsched.driver.loop import EventLoop
 from aprilsched.engines.base import Engine, Fleet
 from aprilsched.engines.refit import RefitElsewhere
@@ -67,8 +68,10 @@ class Session:
         self._fleet = fleet
         self._claim = Claim(run_id)
         self._work = work
-        if config.automatic and not planner.inline:
-            listeners = [*listeners, StepTimes(planner)]
+        if config.automatic:
+            learning = [] if planner.inline else [StepTimes(planner)]
+            errors = ForecastErrors(planner, trainer_waits=config.pace == "synchronous")
+            listeners = [*listeners, *learning, errors]
         core = Scheduler(config, caller)
         self.bias = LiveBias(core.state)
         self.durability = Durability(

@@ -24,6 +24,7 @@ from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Forecast, Schedule
 from aprilsched.core.policies.wave import Wave
+from aprilsched.planning.bias import Bias
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Trial
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
@@ -76,11 +77,13 @@ class Planner:
         self.model = model
         self.max_running = max_running
         self.inline = inline
+        self.bias = Bias()
+        """What the run says of earlier forecasts. A run tells it while it goes on."""
 
     def plan(self, command: Plan, config: SchedulerConfig) -> Schedule:
         """The schedule to follow, with its expected outcome; it may be the one in force."""
         setting = self.setting(command, config)
-        tried = trials(setting, may_defer=config.may_defer, current=command.current)
+        tried = trials(setting, may_defer=config.may_defer, current=command.current, bias=self.bias)
         best = choose(tried, config.objective.tolerance)
         now = next((t for t in tried if t.schedule.same_as(command.current)), None)
         if now is not None and _may_stay(now, best, tried, config.objective.tolerance):
@@ -103,6 +106,7 @@ class Planner:
             lengths=lengths,
             batch_groups=batch_groups,
             engines=max(1, round(command.engines / scale)),
+            share=command.engines / max(1, round(command.engines / scale)),
             model=self.model,
             max_running=self.max_running,
             kv_tokens=None if kv is None else kv // command.engines,
@@ -121,8 +125,14 @@ class Planner:
         )
 
 
-def trials(setting: Setting, *, may_defer: bool, current: Schedule | None = None) -> list[Tried]:
-    """Try candidates out, and write the expected outcome into their schedules.
+def trials(
+    setting: Setting,
+    *,
+    may_defer: bool,
+    current: Schedule | None = None,
+    bias: Bias | None = None,
+) -> list[Tried]:
+    """Try candidates out, and write the expected outcome into their schedules, corrected by `bias`.
 
     All candidates get a brief trial; those of them that are near the best, and `current`, go on to
     a longer one. If a longer trial exceeds a bound, the next best takes that candidate's place.
@@ -130,19 +140,25 @@ def trials(setting: Setting, *, may_defer: bool, current: Schedule | None = None
     several = candidates(
         batch_groups=setting.batch_groups, engines=setting.engines, may_defer=may_defer
     )
+    bias = bias or Bias()
     running = [Trial(schedule, setting) for schedule in several]
-    first = [(trial.schedule, trial.outcome(_BRIEF)) for trial in running]
+    factors = [bias.factor(schedule.refill.name) for schedule in several]
+
+    def outcome(place: int, batches: int) -> Outcome:
+        return running[place].outcome(batches).corrected(factors[place])
+
+    first = [(schedule, outcome(place, _BRIEF)) for place, schedule in enumerate(several)]
     longer: dict[int, Outcome] = {}
     while near := _near(first, longer):
-        longer.update((place, running[place].outcome(setting.batches)) for place in near)
+        longer.update((place, outcome(place, setting.batches)) for place in near)
     for place, (schedule, _) in enumerate(first):
         # The schedule in force needs an equally long trial, or it would be replaced by chance.
         now = current is not None and schedule.same_as(current)
         if longer and now and place not in longer:
-            longer[place] = running[place].outcome(setting.batches)
+            longer[place] = outcome(place, setting.batches)
     return [
-        _tried(schedule, longer.get(place, outcome))
-        for place, (schedule, outcome) in enumerate(first)
+        _tried(schedule, longer.get(place, brief), setting, factors[place])
+        for place, (schedule, brief) in enumerate(first)
         if place in longer or not longer
     ]
 
@@ -158,7 +174,8 @@ def _near(first: Sequence[tuple[Schedule, Outcome]], longer: Mapping[int, Outcom
     return [place for place, value in allowed.items() if value >= least and place not in longer]
 
 
-def _tried(schedule: Schedule, outcome: Outcome) -> Tried:
+def _tried(schedule: Schedule, outcome: Outcome, setting: Setting, correction: float) -> Tried:
+    model, engines = setting.model, setting.engines * setting.share
     why = (
         f"{named(schedule)}: {outcome.efficiency:.1%} of the bound with "
         f"{outcome.off_policy_share:.0%} of the tokens off-policy expected"
@@ -169,6 +186,9 @@ def _tried(schedule: Schedule, outcome: Outcome) -> Tried:
         off_policy_share=outcome.off_policy_share,
         mean_age=outcome.mean_age,
         distance=outcome.distance,
+        correction=correction,
+        token_seconds=(model.t1 + model.t0 / setting.max_running) / engines,
+        read_seconds=model.t2 / engines,
     )
     return Tried(schedule=replace(schedule, forecast=forecast, why=why), outcome=outcome)
 

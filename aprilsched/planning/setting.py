@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ class Setting:
         batch_groups: number of groups in a batch, as far as it is known at its start.
         stop: rule that says when a batch is full; None for `batch_groups` groups.
         engines: number of equal engines, which share the work evenly.
+        share: number of times that the whole fleet has these engines.
         model: step-time model of one engine.
         max_running: largest number of requests that one engine decodes together.
         kv_tokens: size of one engine's KV pool; None if unlimited. Requests that do not fit wait,
@@ -55,6 +56,7 @@ class Setting:
     batch_groups: int
     model: StepTimeModel
     engines: int = 1
+    share: float = 1.0
     max_running: int = 512
     kv_tokens: int | None = None
     prompt_tokens: float = 0.0
@@ -120,3 +122,15 @@ class Outcome:
     distance: float
     too_stale_share: float
     peak_kv: float
+
+    def corrected(self, factor: float) -> Outcome:
+        """The outcome where efficiency is different by this factor, and so is the time of a step
+        without the trainer's."""
+        seconds = self.step_seconds / factor
+        whole = self.step_seconds + self.trainer_seconds
+        return replace(
+            self,
+            value=self.value * whole / (seconds + self.trainer_seconds),
+            step_seconds=seconds,
+            efficiency=self.efficiency * factor,
+        )

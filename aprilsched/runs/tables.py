@@ -26,6 +26,10 @@ def signed_percent(value: float | None) -> str:
     return "-" if value is None else f"{value:+.1%}"
 
 
+def _pair(forecast: float, outcome: float | None) -> str:
+    return f"{percent(forecast)}, {percent(outcome)}"
+
+
 def run_table(summary: RunSummary) -> Table:
     """A table of the figures of one run."""
     rollouts, tokens, steady = summary.rollouts, summary.tokens, summary.steady_state
@@ -50,6 +54,14 @@ def run_table(summary: RunSummary) -> Table:
         f"tokens/s after {steady.burn_in} batches": number(steady.delivered_tokens_per_s),
         "efficiency after them": percent(steady.efficiency),
     }
+    forecast = steady.forecast
+    if forecast is not None:
+        rows["efficiency: forecast, outcome"] = _pair(
+            forecast.efficiency_forecast, forecast.efficiency
+        )
+        rows["off-policy share: forecast, outcome"] = _pair(
+            forecast.off_policy_token_share_forecast, forecast.off_policy_token_share
+        )
     if summary.rewards.mean is not None:
         rows["mean reward"] = number(summary.rewards.mean, 3)
     rows |= {f"mean of {name}": number(mean, 3) for name, mean in summary.rewards.parts.items()}

@@ -21,6 +21,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.state import SchedulerState
+from aprilsched.driver.forecasts import ForecastErrors
 from aprilsched.driver.loop import EventLoop
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.errors import AprilschedError, FleetLost, RunGivenUp
@@ -94,7 +95,6 @@ class Simulation:
             reward_scope="rollout" if self._costs.reward_seconds else "none",
             accepts=accept is not None,
         )
-        self._loop = EventLoop(Scheduler(config, caller), listeners, clock=lambda: self.agenda.now)
         model = engine or SimConfig(make_tokens=False, stream_interval=NEVER)
         races = config.policies.refill.launched(config.group_size) > config.group_size
         if config.refit == "rolling" or races:
@@ -103,6 +103,10 @@ class Simulation:
             model = replace(model, stream_interval=min(model.stream_interval, _OFTEN))
         self._config = config
         self._planner = planner or Planner(model.timing, max_running=model.max_running)
+        if config.automatic:
+            waits = config.pace == "synchronous"
+            listeners = [*listeners, ForecastErrors(self._planner, trainer_waits=waits)]
+        self._loop = EventLoop(Scheduler(config, caller), listeners, clock=lambda: self.agenda.now)
         self.engines = {
             name: ModelledEngine(
                 name, model, self.agenda, self._loop.feed, pause_seconds=self._costs.pause_seconds

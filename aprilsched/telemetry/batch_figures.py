@@ -15,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.core.messages import facts as of
+from aprilsched.core.policies.schedule import Forecast
 from aprilsched.telemetry.ages import ages_of
 from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.telemetry.figures import (
     BatchFigures,
     BiasFigures,
+    ForecastFigures,
     RewardFigures,
     StalenessFigures,
     SteadyState,
@@ -33,6 +35,7 @@ __all__ = [
     "bias",
     "delivered_tokens_per_s",
     "efficiency",
+    "forecasts",
     "measure",
     "off_policy_token_share",
     "rewards",
@@ -82,14 +85,18 @@ def measure(
     trainer_seconds: float,
     bound: Bound | None,
     parts: set[str] | None = None,
+    forecast: Forecast | None = None,
+    schedule: str = "",
 ) -> Measured:
-    """The figures of a batch that took `seconds`. `parts` has the names of the parts of rewards
-    that are counted so far, and gets the new ones of this batch, up to 100 in all."""
+    """The figures of a batch that took `seconds`, with the `forecast` for it and its `schedule` in
+    words. `parts` has the names of the parts of rewards that are counted so far, and gets the new
+    ones of this batch, up to 100 in all."""
     rollouts = batch.rollouts
     ages = [ages_of(rollout, batch.version) for rollout in rollouts]
     lengths = [rollout.tokens for rollout in rollouts]
     length = sum(lengths)
-    t_bound = None if bound is None else bound([r.prompt_tokens for r in rollouts], lengths)
+    prompts = [r.prompt_tokens for r in rollouts]
+    t_bound = None if bound is None else bound(prompts, lengths)
     tokens = sum(age.sampled for age in ages)
     off_policy = sum(age.off_policy for age in ages)
     staleness_sum = sum(age.total for age in ages)
@@ -112,6 +119,17 @@ def measure(
             rewards=_reward_figures(reward_means),
             length_distance=batch.distance,
             iid_length_distance=batch.iid_distance,
+            forecast=None
+            if forecast is None
+            else ForecastFigures(
+                seconds=seconds,
+                seconds_forecast=forecast.step_seconds,
+                efficiency=_ratio(forecast.bound_seconds(prompts, lengths), seconds),
+                efficiency_forecast=forecast.efficiency,
+                off_policy_token_share=_ratio(off_policy, tokens) or 0.0,
+                off_policy_token_share_forecast=forecast.off_policy_share,
+                schedule=schedule,
+            ),
         ),
         length=length,
         off_policy=off_policy,
@@ -185,6 +203,35 @@ def off_policy_token_share(batches: Sequence[Measured]) -> float | None:
     return _ratio(sum(b.off_policy for b in batches), sum(b.figures.tokens for b in batches))
 
 
+def forecasts(batches: Sequence[Measured]) -> ForecastFigures | None:
+    """Forecast and outcome over the batches that had a forecast: means of the seconds, and shares
+    of all their seconds and tokens."""
+    found = [batch.figures.forecast for batch in batches]
+    pairs = [(f, b) for f, b in zip(found, batches, strict=True) if f is not None]
+    tokens = sum(batch.figures.tokens for _, batch in pairs)
+    seconds, expected = (
+        sum(each.seconds for each, _ in pairs),
+        sum(each.seconds_forecast for each, _ in pairs),
+    )
+    if not (tokens and seconds and expected):
+        return None
+    bounds = [None if e.efficiency is None else e.efficiency * e.seconds for e, _ in pairs]
+    known = [bound for bound in bounds if bound is not None]
+    return ForecastFigures(
+        seconds=seconds / len(pairs),
+        seconds_forecast=expected / len(pairs),
+        efficiency=sum(known) / seconds if len(known) == len(pairs) else None,
+        efficiency_forecast=sum(e.efficiency_forecast * e.seconds_forecast for e, _ in pairs)
+        / expected,
+        off_policy_token_share=sum(batch.off_policy for _, batch in pairs) / tokens,
+        off_policy_token_share_forecast=sum(
+            e.off_policy_token_share_forecast * batch.figures.tokens for e, batch in pairs
+        )
+        / tokens,
+        batches=len(pairs),
+    )
+
+
 def staleness(batches: Sequence[Measured]) -> StalenessFigures:
     """Mean over tokens, and the largest."""
     tokens = sum(batch.figures.tokens for batch in batches)
@@ -209,6 +256,7 @@ def steady_state(batches: Sequence[Measured], burn_in: int) -> SteadyState:
         off_policy_token_share=off_policy_token_share(kept),
         length_distance=_mean_known([batch.figures.length_distance for batch in kept]),
         iid_length_distance=_mean_known([batch.figures.iid_length_distance for batch in kept]),
+        forecast=forecasts(kept),
     )
 
 
@@ -251,8 +299,8 @@ def _excess(value: float | None, reference: float | None) -> float | None:
     return None if value is None or not reference else value / reference - 1
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
+def _ratio(part: float | None, whole: float) -> float | None:
+    return part / whole if part is not None and whole else None
 
 
 class BatchMeter(DispatchingListener):
@@ -280,6 +328,10 @@ class BatchMeter(DispatchingListener):
         self._delivered_at = 0.0
         self._trainer = 0.0
         """Seconds of the trainer since the last delivery."""
+        self._schedule = of.ScheduleChanged(schedule="")
+        """The schedule in force."""
+        self._expected = self._schedule
+        """The schedule that was in force when the batch in work began."""
         self._idle_since: float | None = None
         """Since when the trainer has the last batch, and nothing else happens."""
         self._handlers = {
@@ -288,6 +340,7 @@ class BatchMeter(DispatchingListener):
             of.UpdateBegun: self._busy,
             of.UpdateFinished: self._idle,
             of.BatchDelivered: self._delivered,
+            of.ScheduleChanged: self._schedule_changed,
         }
 
     def deliver(self, batch: of.BatchDelivered, now: float) -> Measured:
@@ -299,7 +352,10 @@ class BatchMeter(DispatchingListener):
             trainer_seconds=self._trainer,
             bound=self._bound,
             parts=self._parts,
+            forecast=self._expected.forecast,
+            schedule=self._expected.schedule,
         )
+        self._expected = self._schedule
         self._trainer = 0.0
         self._delivered_at = self._idle_since = now
         return self.latest
@@ -310,7 +366,15 @@ class BatchMeter(DispatchingListener):
         else:
             self.deliver(fact, self._now)
 
+    def _schedule_changed(self, fact: of.ScheduleChanged) -> None:
+        self._schedule = fact
+        if self._now == self._delivered_at:
+            # It was chosen at the end of the batch before, in no time.
+            self._expected = fact
+
     def _opened(self, _: of.RunOpened) -> None:
+        # What a prior run expected of the batch in work took no account of its end.
+        self._expected = of.ScheduleChanged(schedule="")
         if self._began:
             self._stop_idling()
         else:

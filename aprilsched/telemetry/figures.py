@@ -135,6 +135,29 @@ class BatchFigures:
     batch is delivered, from the 4,096 responses launched last, unfinished ones included."""
     iid_length_distance: float | None = None
     """The distance that is expected of a batch of as many groups drawn at random."""
+    forecast: ForecastFigures | None = None
+    """What automatic scheduling expected of the batch when it began; None if there was nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForecastFigures:
+    """The forecast for a batch, or its mean over several, and what happened.
+
+    `seconds` are those of :class:`BatchFigures`. Efficiency is T_bound over them, with T_bound by
+    the step-time model that the forecast was made with, so it is known where no model was given,
+    and may differ from the efficiency of the batch. The forecast is made for many batches: the
+    outcome of a single one scatters by a tenth and more around a right forecast.
+    """
+
+    seconds: float
+    seconds_forecast: float
+    efficiency: float | None
+    efficiency_forecast: float
+    off_policy_token_share: float
+    off_policy_token_share_forecast: float
+    batches: int = 1
+    schedule: str = ""
+    """The schedule of a single batch, and the reason of its choice, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -323,6 +346,8 @@ class SteadyState:
     """Mean distance of a batch's lengths from the drawn law, see :class:`BatchFigures`."""
     iid_length_distance: float | None = None
     """Mean of what is expected of batches drawn at random."""
+    forecast: ForecastFigures | None = None
+    """Forecast and outcome over the batches that had a forecast; None if none had."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -101,6 +101,7 @@ class Summary(DispatchingListener):
         self._handlers = {
             facts.RunOpened: self._opened,
             facts.BatchRequested: self._measure,
+            facts.ScheduleChanged: self._measure,
             facts.UpdateBegun: self._update_begun,
             facts.UpdateFinished: self._update_finished,
             facts.GroupLaunched: self._launched,

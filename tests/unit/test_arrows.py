@@ -291,6 +291,15 @@ RULES: dict[str, Rule] = {
             "aprilsched.types",
         )
     ),
+    # Both shells tell the planner how its forecasts came true, and measure batches for that.
+    "aprilsched.driver.forecasts": Rule(
+        ours=(
+            "aprilsched.core",
+            "aprilsched.planning",
+            "aprilsched.telemetry.base",
+            "aprilsched.telemetry.batch_figures",
+        )
+    ),
     # The engine protocol, but no particular engine: that is what lets a test bring its own.
     "aprilsched.coordinator": Rule(
         ours=(

@@ -91,6 +91,8 @@ def test_every_metric_that_has_no_panel_is_a_detail_of_one_that_has():
     left_out = {name for name in METRICS if name not in text}
     assert left_out == {
         "aprilsched_batch_duration_seconds",
+        "aprilsched_batch_forecast_off_policy_tokens_ratio",
+        "aprilsched_batch_forecast_seconds",
         "aprilsched_engine_peak_requests",
         "aprilsched_engine_state",
         "aprilsched_engine_version",

@@ -12,8 +12,18 @@ from aprilsched.analysis.report.figure import Chart, Key, Spec, axis, numbers, t
 from aprilsched.analysis.report.report_data import LengthCurve, ReportData
 from aprilsched.analysis.report.time_charts import label
 from aprilsched.analysis.report.words import amount, percent, signed_percent
+from aprilsched.telemetry.figures import ForecastFigures
 
-__all__ = ["ages", "ages_by_batch", "bias", "deciles", "distances", "lengths", "versions"]
+__all__ = [
+    "ages",
+    "ages_by_batch",
+    "bias",
+    "deciles",
+    "distances",
+    "forecasts",
+    "lengths",
+    "versions",
+]
 
 _OF_RUN = (PALETTE[5], PALETTE[0])
 """The colours of the runs A and B."""
@@ -251,6 +261,65 @@ def distances(runs: Sequence[ReportData]) -> list[Chart]:
         keys=keys,
     )
     return [chart]
+
+
+def forecasts(run: ReportData, who: str, prefix: str = "") -> Chart | None:
+    """Draw the efficiency that automatic scheduling forecast for each batch beside what happened.
+    There is no chart of a run without forecasts."""
+    ledger = run.forecasts
+    if ledger is None:
+        return None
+    at = numbers([index + 1 for index in ledger.batches])
+    outcomes = [figures.efficiency for figures in ledger.by_batch]
+    known = [(n, e) for n, e in zip(ledger.batches, outcomes, strict=True) if e is not None]
+    return Chart(
+        id=f"forecasts{prefix}",
+        title=_how_right(ledger.steady, who),
+        note="The line is the forecast of the schedule in force, which changes with each choice of "
+        "a schedule. A point is a batch. A forecast is for the mean of many batches, whose single "
+        "ones scatter; where points lie below the line on average, it was too good.",
+        data=[
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "x": at,
+                "y": numbers([100 * figures.efficiency_forecast for figures in ledger.by_batch]),
+                "line": {"width": 2.2, "color": PALETTE[0], "shape": "hv"},
+                "name": "forecast",
+                "text": [text(figures.schedule) for figures in ledger.by_batch],
+                "hovertemplate": "%{y:.1f} %<br>%{text}",
+            },
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": numbers([index + 1 for index, _ in known]),
+                "y": numbers([100 * efficiency for _, efficiency in known]),
+                "marker": {"size": 6, "color": PALETTE[5]},
+                "name": "outcome",
+                "hovertemplate": "%{y:.1f} %",
+            },
+        ],
+        layout={
+            "xaxis": axis("batch", tickformat="d"),
+            "yaxis": axis("T_bound / time, %", fixedrange=True, rangemode="tozero"),
+            "hovermode": "x unified",
+        },
+        height=300,
+        keys=[
+            Key(label="forecast", colour=PALETTE[0], line=True),
+            Key(label="outcome", colour=PALETTE[5]),
+        ],
+    )
+
+
+def _how_right(steady: ForecastFigures | None, who: str) -> str:
+    if steady is None or steady.efficiency is None:
+        return "No batch after the burn-in had a forecast."
+    off = steady.efficiency / steady.efficiency_forecast - 1
+    return (
+        f"{percent(steady.efficiency_forecast)} of the bound were forecast for {who} batches after "
+        f"the burn-in, and {percent(steady.efficiency)} came: {signed_percent(off)}."
+    )
 
 
 def deciles(runs: Sequence[ReportData]) -> Chart:

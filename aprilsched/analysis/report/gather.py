@@ -16,6 +16,7 @@ from aprilsched.analysis.report.material import Material, read_material
 from aprilsched.analysis.report.report_data import (
     MARKED,
     EngineTime,
+    ForecastLedger,
     LengthCurve,
     PartTime,
     ReportData,
@@ -70,9 +71,23 @@ def report_data(folder: Path) -> ReportData:
         staleness=_staleness(run),
         bias=run.summary.bias,
         faults=material.faults,
+        forecasts=_forecasts(run),
         alignment=_alignment(run),
         gpu=lines,
         gpu_label=label,
+    )
+
+
+def _forecasts(run: Run) -> ForecastLedger | None:
+    found = [(each.index, each.forecast) for each in run.summary.per_batch if each.forecast]
+    if not found:
+        return None
+    count = min(len(found), _SHOWN_DELIVERIES)
+    shown = [found[i * len(found) // count] for i in range(count)]
+    return ForecastLedger(
+        batches=[index for index, _ in shown],
+        by_batch=[figures for _, figures in shown],
+        steady=run.summary.steady_state.forecast,
     )
 
 

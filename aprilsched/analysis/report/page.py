@@ -93,12 +93,17 @@ def _charts(runs: Sequence[ReportData]) -> dict[str, list[Chart]]:
     """The charts by their place in the page."""
     end = max(run.time.wall for run in runs)
     each = list(zip(["", "-b"], runs, strict=False))
+    forecasts = [
+        batch_charts.forecasts(run, "the" if len(runs) == 1 else f"{'AB'[x == '-b']}'s", x)
+        for x, run in each
+    ]
     return {
         "losses": [time_charts.losses(runs)],
         "over_time": [time_charts.utilization(run, end, x) for x, run in each],
         "gpu": [time_charts.gpu(run, end, x) for x, run in each if run.gpu],
         "engines": [time_charts.engine_timeline(run, x) for x, run in each],
         "responses": [time_charts.responses(run, x) for x, run in each],
+        "forecasts": [chart for chart in forecasts if chart is not None],
         "lengths": [batch_charts.lengths(runs)],
         "ages": [batch_charts.ages(runs), batch_charts.versions(runs)],
         "batches": [batch_charts.ages_by_batch(run, x) for x, run in each],

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from aprilsched.telemetry.figures import AlignmentFigures, BiasFigures
+from aprilsched.telemetry.figures import AlignmentFigures, BiasFigures, ForecastFigures
 from aprilsched.telemetry.usage.parts import Part
 
 __all__ = [
@@ -151,6 +151,17 @@ class StalenessLedger:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ForecastLedger:
+    """Forecasts of automatic scheduling and what happened, for each batch that had a forecast (of
+    very many batches for some), and over those after the burn-in."""
+
+    batches: list[int]
+    """Numbers of the batches, from 0."""
+    by_batch: list[ForecastFigures]
+    steady: ForecastFigures | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FaultEvent:
     """An event of an engine."""
 
@@ -228,6 +239,8 @@ class ReportData:
     staleness: StalenessLedger
     bias: BiasFigures
     faults: FaultLedger
+    forecasts: ForecastLedger | None = None
+    """None if no schedule was forecast."""
     alignment: AlignmentFigures | None = None
     """None unless the trainer reported its log-probabilities."""
     gpu: list[GpuLine] = field(default_factory=list[GpuLine])

@@ -247,10 +247,14 @@ class ScheduleChanged(Fact, frozen=True):
     Attributes:
         schedule: the schedule and the reason of its choice, in words.
         forecast: what is expected of its batches; None if that is not known.
+        refill: the name of its refill rule.
+        kept: whether it is the schedule that was in force, with another forecast.
     """
 
     schedule: str
     forecast: Forecast | None = None
+    refill: str = ""
+    kept: bool = False
 
 
 # --- groups and rollouts -----------------------------------------------------------------------

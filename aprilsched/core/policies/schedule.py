@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -30,6 +31,10 @@ class Forecast:
             consumes them.
         mean_age: mean number of versions by which a delivered token is older; None if unknown.
         distance: distance of a batch's lengths from the drawn law; None if unknown.
+        correction: factor by which the efficiency of the trials was multiplied, and their seconds
+            divided, because of what earlier batches did (:mod:`aprilsched.planning.bias`).
+        token_seconds: seconds of T_bound for each token, by the step-time model of the trials.
+        read_seconds: seconds of T_bound for each context token that is read, by that model.
     """
 
     step_seconds: float
@@ -37,6 +42,19 @@ class Forecast:
     off_policy_share: float
     mean_age: float | None = None
     distance: float | None = None
+    correction: float = 1.0
+    token_seconds: float | None = None
+    read_seconds: float | None = None
+
+    def bound_seconds(self, prompt_lengths: Sequence[int], lengths: Sequence[int]) -> float | None:
+        """T_bound of these responses, in seconds, as the efficiency counts it
+        (:meth:`~aprilsched.timing.model.StepTimeModel.bound_seconds`, divided by the number of
+        engines); None if it is not known."""
+        if self.token_seconds is None or self.read_seconds is None:
+            return None
+        pairs = zip(prompt_lengths, lengths, strict=True)
+        reads = sum(length * (prompt + length / 2) for prompt, length in pairs)
+        return self.token_seconds * sum(lengths) + self.read_seconds * reads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -84,8 +84,16 @@ def on_planned(state: SchedulerState, event: Planned) -> None:
         return
     if not event.schedule.refill.defers:
         release_all(state)
+    kept = event.schedule.same_as(state.plan.schedule)
     state.plan.schedule = event.schedule
-    state.tell(ScheduleChanged(schedule=event.schedule.why, forecast=event.schedule.forecast))
+    state.tell(
+        ScheduleChanged(
+            schedule=event.schedule.why,
+            forecast=event.schedule.forecast,
+            refill=event.schedule.refill.name,
+            kept=kept,
+        )
+    )
     retarget(state)
 
 

@@ -146,6 +146,10 @@ def _speed(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
         said.append(f"staleness {latest.staleness_mean:.2f}, max {latest.staleness_max}")
     if snapshot.efficiency is not None:
         said.append(f"efficiency {percent(snapshot.efficiency)}")
+    forecast = snapshot.forecast
+    if forecast is not None and forecast.efficiency is not None:
+        expected = percent(forecast.efficiency_forecast)
+        said.append(f"{expected} were forecast for {percent(forecast.efficiency)}")
     line = _label("speed")
     line.append(glyphs.dot.join(said))
     latest = snapshot.latest

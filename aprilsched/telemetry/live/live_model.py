@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.telemetry.base import TokenChunks
-from aprilsched.telemetry.batch_figures import Measured, efficiency
+from aprilsched.telemetry.batch_figures import Measured, efficiency, forecasts
 from aprilsched.telemetry.live.history import History
 from aprilsched.telemetry.live.mishaps import Mishaps
 from aprilsched.telemetry.live.view_data import (
@@ -124,6 +124,7 @@ class LiveModel:
             tokens_per_s=sum(row.tokens_per_s for row in rows),
             efficiency=efficiency(list(self._recent)) if self._recent else None,
             latest=self._latest(),
+            forecast=forecasts(list(self._recent)),
             faults=self._faults(now),
             engines=rows,
             note=self.note,

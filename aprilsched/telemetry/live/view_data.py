@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from aprilsched.telemetry.figures import ForecastFigures
 from aprilsched.telemetry.usage.parts import EngineState, Part
 
 __all__ = ["RECENT_BATCHES", "EngineRow", "Faults", "LatestBatch", "Phase", "RunFacts", "Snapshot"]
@@ -110,6 +111,7 @@ class Snapshot:
         utilization: busy share of all engines' time so far; `columns` has that of the last minutes.
         idle: shares of the other parts, the largest first.
         efficiency: T_bound over the time of the latest batches; None if no model is known.
+        forecast: forecast and outcome of those batches; None if no schedule was forecast.
         note: an additional text, for example that the run has written nothing for some time.
     """
 
@@ -129,4 +131,5 @@ class Snapshot:
     latest: LatestBatch | None
     faults: Faults
     engines: tuple[EngineRow, ...]
+    forecast: ForecastFigures | None = None
     note: str = ""

@@ -233,6 +233,18 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             ),
         ),
         Panel(
+            title="Efficiency of the last batch beside its forecast",
+            queries=(
+                Query(
+                    of="max(aprilsched_batch_efficiency_beside_forecast_ratio{$RUN})",
+                    legend="batch",
+                ),
+                Query(
+                    of="max(aprilsched_batch_forecast_efficiency_ratio{$RUN})", legend="forecast"
+                ),
+            ),
+        ),
+        Panel(
             title="Updates that failed",
             queries=(
                 Query(

@@ -130,6 +130,14 @@ class Metrics(FiguresListener):
         ):
             if value is not None:
                 yield _sample(name, value)
+        forecast = batch.figures.forecast
+        if forecast is not None:
+            yield _sample("batch_forecast_seconds", forecast.seconds_forecast)
+            yield _sample("batch_forecast_efficiency_ratio", forecast.efficiency_forecast)
+            if forecast.efficiency is not None:
+                yield _sample("batch_efficiency_beside_forecast_ratio", forecast.efficiency)
+            share = forecast.off_policy_token_share_forecast
+            yield _sample("batch_forecast_off_policy_tokens_ratio", share)
 
     def _of_updates(self) -> Iterator[Sample]:
         yield _sample("policy_version", self._figures.state.version)

@@ -72,6 +72,18 @@ METRICS: dict[str, Metric] = {
         Metric(name="aprilsched_batch_efficiency_ratio", kind="gauge", unit="ratio",
                help="T_bound of the last batch over its duration; absent without a step-time "
                     "model."),
+        Metric(name="aprilsched_batch_forecast_seconds", kind="gauge", unit="seconds",
+               help="What automatic scheduling expected of the last batch's duration; absent "
+                    "without a forecast, like the other ones."),
+        Metric(name="aprilsched_batch_forecast_efficiency_ratio", kind="gauge", unit="ratio",
+               help="What it expected of T_bound over that duration."),
+        Metric(name="aprilsched_batch_efficiency_beside_forecast_ratio", kind="gauge",
+               unit="ratio",
+               help="T_bound of the last batch over its duration, by the step times of the "
+                    "forecast."),
+        Metric(name="aprilsched_batch_forecast_off_policy_tokens_ratio", kind="gauge",
+               unit="ratio",
+               help="What it expected of the share of tokens that an older version sampled."),
         Metric(name="aprilsched_batch_off_policy_tokens_ratio", kind="gauge", unit="ratio",
                help="Share of the last batch's tokens that an older version sampled."),
         Metric(name="aprilsched_batch_length_distance_ratio", kind="gauge", unit="ratio",

@@ -44,6 +44,10 @@ def _in_flight(moment: Moment) -> float:
     return counters.launched - counters.delivered - moment.ledger.rollouts.total()
 
 
+def _forecast(moment: Moment, name: str) -> float | None:
+    return getattr(moment.batch.figures.forecast, name, None)
+
+
 # fmt: off
 _TABLE: dict[str, _Figure] = {
     "batch/seconds": _Figure(
@@ -58,6 +62,18 @@ _TABLE: dict[str, _Figure] = {
     "batch/efficiency": _Figure(
         help="T_bound over the seconds; absent without a step-time model.",
         of=lambda m: m.batch.figures.efficiency),
+    "batch/forecast_seconds": _Figure(
+        help="What automatic scheduling expected of the seconds; absent without a forecast.",
+        of=lambda m: _forecast(m, "seconds_forecast")),
+    "batch/forecast_efficiency": _Figure(
+        help="What it expected of the efficiency.",
+        of=lambda m: _forecast(m, "efficiency_forecast")),
+    "batch/efficiency_beside_forecast": _Figure(
+        help="T_bound over the seconds, by the step times of the forecast.",
+        of=lambda m: _forecast(m, "efficiency")),
+    "batch/forecast_off_policy_token_share": _Figure(
+        help="What it expected of the share of tokens that an older version sampled.",
+        of=lambda m: _forecast(m, "off_policy_token_share_forecast")),
     "batch/rollouts": _Figure(
         help="Delivered.",
         of=lambda m: m.batch.figures.rollouts),

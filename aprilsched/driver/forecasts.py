@@ -1,0 +1,122 @@
+"""Compares forecasts with what happened, and tells the planner, for both shells.
+
+The work of a batch is what the engines generated in its time, and not what was delivered, because
+that depends on what is in flight at its ends (see :mod:`aprilsched.planning.trial`, which counts in
+the same way). It is valued with the planner's step-time model of the moment. Batches in which
+another schedule begins, the one after them, and those in which engines come or go do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aprilsched.core.messages import facts as of
+from aprilsched.core.messages.facts import Fact
+from aprilsched.core.policies.schedule import Forecast
+from aprilsched.planning import Planner
+from aprilsched.telemetry.base import TokenChunks
+from aprilsched.telemetry.batch_figures import BatchMeter
+
+__all__ = ["ForecastErrors"]
+
+_SETTLING = 2
+"""Number of batches that do not count after another schedule began."""
+
+
+class ForecastErrors:
+    """A listener that tells the planner how its forecasts came true.
+
+    Args:
+        planner: its ``bias`` is told of each batch.
+        trainer_waits: as in :class:`~aprilsched.telemetry.batch_figures.BatchMeter`.
+    """
+
+    def __init__(self, planner: Planner, *, trainer_waits: bool) -> None:
+        self._planner = planner
+        self._meter = BatchMeter(trainer_waits=trainer_waits)
+        self._engines: set[str] = set()
+        self._context: dict[int, int] = {}
+        """Number of context tokens of each open attempt, by request."""
+        self._tokens = 0
+        """Number of tokens that were generated since the last batch was requested."""
+        self._reads = 0.0
+        """Number of context tokens that were read for them."""
+        self._forecast: Forecast | None = None
+        self._rule = ""
+        self._delivered: tuple[Forecast, str, float] | None = None
+        """The forecast of the batch that was delivered, its rule, and its seconds."""
+        self._left_out = 0
+        """Number of deliveries that do not count."""
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            self._meter.hear(fact, now)
+            match fact:
+                case of.AttemptSent():
+                    self._context[fact.request_id] = fact.tokens
+                case of.TokensReceived():
+                    self.on_tokens([(fact, now)], now)
+                case of.AttemptEnded():
+                    self._context.pop(fact.request_id, None)
+                case of.ScheduleChanged():
+                    self._change(fact)
+                case of.BatchDelivered(again=False):
+                    self._deliver()
+                case of.BatchRequested():
+                    self._compare()
+                case of.RunOpened():
+                    self._engines = {info.name for info in fact.engines}
+                    self._context.clear()
+                    self._leave_out(1)
+                case of.EngineAdmitted() | of.EngineLost():
+                    self._come_or_go(fact)
+                case _:
+                    pass
+
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        context = self._context
+        for fact, _ in chunks:
+            before, tokens = context.get(fact.request_id), fact.tokens
+            if before is not None:
+                context[fact.request_id] = before + tokens
+                self._tokens += tokens
+                self._reads += tokens * (before + tokens / 2)
+
+    def _come_or_go(self, fact: of.EngineAdmitted | of.EngineLost) -> None:
+        if isinstance(fact, of.EngineAdmitted):
+            self._engines.add(fact.engine)
+        else:
+            self._engines.discard(fact.engine)
+        self._leave_out(1)
+
+    def _leave_out(self, batches: int) -> None:
+        self._left_out = max(self._left_out, batches)
+
+    def _change(self, fact: of.ScheduleChanged) -> None:
+        self._forecast, self._rule = fact.forecast, fact.refill
+        if not fact.kept:
+            self._leave_out(_SETTLING)
+
+    def _deliver(self) -> None:
+        forecast, measured = self._forecast, self._meter.latest
+        self._delivered = None
+        if self._left_out:
+            self._left_out -= 1
+        elif forecast is not None and measured is not None:
+            self._delivered = forecast, self._rule, measured.figures.seconds
+
+    def _compare(self) -> None:
+        """Compare the batch before, now that the tokens that came with the pause are known."""
+        tokens, reads = self._tokens, self._reads
+        self._tokens, self._reads = 0, 0.0
+        if self._delivered is None or not self._engines:
+            return
+        forecast, rule, seconds = self._delivered
+        self._delivered = None
+        model, room = self._planner.model, self._planner.max_running
+        work = (model.t1 + model.t0 / room) * tokens + model.t2 * reads
+        self._planner.bias.observe(
+            rule,
+            work=work / len(self._engines) / (forecast.efficiency * forecast.step_seconds),
+            time=seconds / (forecast.step_seconds * forecast.correction),
+        )

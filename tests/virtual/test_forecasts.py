@@ -1,0 +1,213 @@
+"""Tests forecasts of automatic scheduling against what happens, in whole runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from aprilsched import LongTailWorkload, SchedulerConfig
+from aprilsched.config import Pool
+from aprilsched.core.messages import facts as of
+from aprilsched.core.policies.over_provision import FixedRatio
+from aprilsched.core.policies.refill import Refill
+from aprilsched.core.policies.schedule import Forecast, Schedule
+from aprilsched.core.policies.wave import Wave
+from aprilsched.engines.sim import SimConfig
+from aprilsched.planning import Planner, planner
+from aprilsched.planning.bias import Bias
+from aprilsched.simulation import Simulation
+from aprilsched.simulation.simulation import NEVER
+from aprilsched.telemetry.batch_figures import BatchMeter, Measured, forecasts
+from aprilsched.timing.model import H200_QWEN3_4B
+
+MODEL = H200_QWEN3_4B
+SLOWER = 1.08
+SLOW = replace(
+    MODEL,
+    t0=SLOWER * MODEL.t0,
+    t1=SLOWER * MODEL.t1,
+    t2=SLOWER * MODEL.t2,
+    t0_wide=SLOWER * MODEL.t0_wide,
+    prefill_pass=SLOWER * MODEL.prefill_pass,
+    prefill_rate=MODEL.prefill_rate / SLOWER,
+)
+
+
+class Recorded(Bias):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[float, float]] = []
+
+    def observe(self, rule: str, *, work: float, time: float) -> None:
+        super().observe(rule, work=work, time=time)
+        self.told.append((work, time))
+
+
+class Choices:
+    """The forecast of each choice, and how many batches were compared before it."""
+
+    def __init__(self, bias: Recorded) -> None:
+        self.made: list[tuple[int, Forecast]] = []
+        self._bias = bias
+
+    def on_facts(self, facts: Sequence[of.Fact], now: float) -> None:
+        for fact in facts:
+            if isinstance(fact, of.ScheduleChanged) and fact.forecast is not None:
+                self.made.append((len(self._bias.told), fact.forecast))
+
+
+@pytest.mark.parametrize(
+    ("refill", "straggler"),
+    [
+        (Pool(together=4), "in_place"),
+        pytest.param(Wave(), "in_place", marks=pytest.mark.long),
+        pytest.param(Pool(together=4), "retract", marks=pytest.mark.long),
+        pytest.param(Wave(), "retract", marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_forecasts_of_slower_engines_converge_to_what_happens(
+    refill: Refill, straggler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only = Schedule(over_provision=FixedRatio(ratio=1.5), refill=refill)
+
+    def candidates(**_: object) -> list[Schedule]:
+        return [only]
+
+    monkeypatch.setattr(planner, "candidates", candidates)
+    own, bias = Planner(MODEL, inline=True), Recorded()
+    own.bias, choices = bias, Choices(bias)
+    Simulation(
+        SchedulerConfig(over_provision="auto", straggler=straggler),  # type: ignore[arg-type]
+        LongTailWorkload(sigma=0.5, cap=2500, seed=4),
+        engine=SimConfig(timing=SLOW, make_tokens=False, stream_interval=NEVER),
+        planner=own,
+        batches=42,
+        listeners=[choices],
+    ).run()
+    (_, first), *_, (compared, last) = choices.made
+    work, time = (sum(column) for column in zip(*bias.told[compared:], strict=True))
+    assert first.correction == 1
+    assert work / time < 0.97, "without a correction forecasts are too good"
+    assert work / time == pytest.approx(last.correction, rel=0.02)
+
+
+# --- the figures of batches ----------------------------------------------------------------------
+
+
+FORECAST = Forecast(
+    step_seconds=5.0,
+    efficiency=0.8,
+    off_policy_share=0.25,
+    token_seconds=0.01,
+    read_seconds=1e-5,
+)
+
+
+def delivered(batch: int, tokens: int = 200) -> of.BatchDelivered:
+    """One rollout of which half of the tokens are one version old."""
+    half = tokens // 2
+    rollout = of.DeliveredRollout(
+        rollout_id=batch,
+        group_id=batch,
+        prompt_tokens=100,
+        tokens=tokens,
+        segments=((0, half, batch - 1, "sim"), (half, tokens, batch, "sim")),
+    )
+    return of.BatchDelivered(batch=batch, version=batch, rollouts=(rollout,))
+
+
+def measured(meter: BatchMeter, at: float, fact: of.Fact) -> Measured | None:
+    meter.on_facts([fact], at)
+    return meter.latest
+
+
+def test_a_batch_has_the_forecast_that_was_in_force_when_it_began() -> None:
+    meter = BatchMeter(trainer_waits=True)
+    meter.on_facts([of.RunOpened(engines=(), version=0), of.BatchRequested()], 0.0)
+    changed = of.ScheduleChanged(schedule="a wave: good", forecast=FORECAST, refill="wave")
+    meter.on_facts([of.BatchRequested()], 1.0)
+    meter.on_facts([changed], 2.0)
+    first = measured(meter, 4.0, delivered(1))
+    assert first is not None
+    assert first.figures.forecast is None, "the forecast came too late"
+    better = replace(FORECAST, efficiency=0.9)
+    meter.on_facts([of.BatchRequested()], 4.0)
+    meter.on_facts([of.ScheduleChanged(schedule="a pool", forecast=better)], 7.0)
+    second = measured(meter, 10.0, delivered(2))
+    assert second is not None
+    found = second.figures.forecast
+    assert found is not None
+    assert (found.schedule, found.efficiency_forecast) == ("a wave: good", 0.8)
+    assert (found.seconds, found.seconds_forecast) == (6.0, 5.0)
+    assert found.efficiency == pytest.approx((0.01 * 200 + 1e-5 * 200 * (100 + 100)) / 6)
+    assert (found.off_policy_token_share, found.off_policy_token_share_forecast) == (0.5, 0.25)
+    assert second.figures.efficiency is None, "no model was given"
+    meter.on_facts([of.BatchRequested()], 10.0)
+    third = measured(meter, 12.0, delivered(3))
+    assert third is not None
+    assert third.figures.forecast is not None
+    assert third.figures.forecast.efficiency_forecast == 0.9
+    together = forecasts([first, second, third])
+    assert together is not None
+    assert together.batches == 2
+    assert together.seconds == 4.0
+    assert together.efficiency == pytest.approx(2 * (2 + 0.4) / 8)
+    assert together.efficiency_forecast == pytest.approx(0.85)
+    assert forecasts([first]) is None
+
+
+def test_a_forecast_of_a_process_that_has_ended_is_not_held_against_its_batch() -> None:
+    meter = BatchMeter(trainer_waits=True)
+    meter.on_facts([of.RunOpened(engines=(), version=0)], 0.0)
+    meter.on_facts([of.ScheduleChanged(schedule="a wave", forecast=FORECAST)], 0.0)
+    meter.on_facts([of.RunOpened(engines=(), version=0, resumed=True)], 100.0)
+    batch = measured(meter, 104.0, delivered(1))
+    assert batch is not None
+    assert batch.figures.forecast is None
+
+
+# --- what is learned -----------------------------------------------------------------------------
+
+
+def test_nothing_is_corrected_before_anything_is_known() -> None:
+    assert Bias().factor("wave") == 1
+
+
+def test_a_factor_comes_near_to_what_lasts() -> None:
+    bias = Bias()
+    for _ in range(10):
+        bias.observe("wave", work=0.9, time=1.0)
+    assert 0.9 < bias.factor("wave") < 0.915
+    assert 0.9 < bias.factor("pool") < 0.915, "another rule begins there"
+
+
+def test_one_rule_needs_much_evidence_to_differ_from_others() -> None:
+    bias = Bias()
+    for _ in range(20):
+        bias.observe("wave", work=1.0, time=1.0)
+    bias.observe("pool", work=0.8, time=1.0)
+    assert bias.factor("pool") > 0.95
+    for _ in range(20):
+        bias.observe("pool", work=0.8, time=1.0)
+    assert bias.factor("pool") < 0.88
+    assert bias.factor("wave") > 0.93
+
+
+def test_a_batch_that_hung_hardly_counts() -> None:
+    bias = Bias()
+    for _ in range(10):
+        bias.observe("wave", work=1.0, time=1.0)
+    bias.observe("wave", work=1.0, time=1000.0)
+    assert bias.factor("wave") > 0.95
+
+
+@pytest.mark.parametrize(("work", "time"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (1.0, -1.0)])
+def test_a_batch_without_work_or_time_does_not_count(work: float, time: float) -> None:
+    bias = Bias()
+    bias.observe("wave", work=work, time=time)
+    assert bias.factor("wave") == 1
