@@ -26,7 +26,7 @@ from aprilsched.coordinator.sharing import Claim, say_who_is_there
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.waits import Waits
 from aprilsched.coordinator.watchdog import Heartbeat
-from aprilsched.coordinator.watching import VersionWatch
+from aprilsched.coordinator.watching import LoadWatch, VersionWatch
 from aprilsched.coordinator.work import Work
 from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do
@@ -122,6 +122,7 @@ class Session:
         self._version_watch = VersionWatch(
             engines=self.engines, silent=self._is_silent, feed=self.feed
         )
+        self._load_watch = LoadWatch(engines=self.engines, feed=self.feed)
         self._planning = Planning(planner=planner, config=config, feed=self.feed)
         self.weights_unknown = False
         """Whether an update was under way when the process before this one died, so that engines
@@ -251,7 +252,11 @@ class Session:
     async def _run(self, opened: ev.Opened, ready: asyncio.Future[None]) -> None:
         """Own every task of the scheduler from open to close."""
         released = False
-        watches = (self._version_watch,) if self.config.follow_weights else ()
+        config = self.config
+        watches = [
+            *([self._version_watch] if config.follow_weights else []),
+            *([self._load_watch] if config.dispatch.migrate else []),
+        ]
         parts = (
             self.attempts,
             self._controls,
@@ -279,7 +284,7 @@ class Session:
                 self._controls.stop()
                 self._hand_back.stop()
                 tasks.cancel_kind(("readmission",))
-                tasks.cancel(["membership", "heartbeat", "version watch"])
+                tasks.cancel(["membership", "heartbeat", "version watch", "load watch"])
                 await asyncio.sleep(0)
                 await self._release()
                 released = True

@@ -88,6 +88,7 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.Flushed: engines.on_flushed,
     events.Refitted: refit.on_refitted,
     events.Verified: verify.on_verified,
+    events.LoadSeen: migration.on_load_seen,
     events.VersionSeen: follow.on_version_seen,
     events.Released: sleep.on_released,
     events.Woken: sleep.on_woken,
@@ -212,5 +213,7 @@ def _decides(state: SchedulerState, event: events.Event) -> bool:
         return bool(state.stragglers.run_on or state.commands or state.fleet.crowded) or asks
     if kind is events.VersionSeen:
         return bool(state.facts)
+    if kind is events.LoadSeen:
+        return bool(state.fleet.crowded)
     # A tick matters where it has shown an engine to be lost, and during an outage.
     return kind is not events.Tick or bool(state.commands) or state.fleet.outage is not None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event, Tick, VersionSeen
+from aprilsched.core.messages.events import Event, LoadSeen, Tick, VersionSeen
 from aprilsched.core.messages.facts import by_delivery
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.driver.listeners import Listeners
@@ -21,6 +21,10 @@ __all__ = ["EventLoop", "Perform"]
 
 Perform = Callable[[Any], None]
 """Function that starts what a command asks for, and returns at once."""
+
+
+_UNHEARD = (LoadSeen, VersionSeen)
+"""Events of every second that no listener sees."""
 
 
 class EventLoop:
@@ -84,7 +88,7 @@ class EventLoop:
         listeners, kind = self._listeners, event.__class__
         if kind is Tick:
             listeners.release()
-        elif listeners.watch_protocol and kind is not VersionSeen:
+        elif listeners.watch_protocol and kind not in _UNHEARD:
             listeners.event(event, now)
         facts = self.core.state.facts
         if len(facts) == 1:

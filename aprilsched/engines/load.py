@@ -1,4 +1,5 @@
-"""What an engine reports about its own load, for displays and logs; no decision depends on it.
+"""What an engine reports about its own load, for displays and logs. Of all decisions only that of
+moving requests from a full KV pool (``dispatch.migrate``) depends on it.
 
 A figure that an engine does not report is None; no figure is estimated.
 """

@@ -407,6 +407,12 @@ class Interleavings(RuleBasedStateMachine):
                     self.driver.progress(key, 1)
             self.driver.feed(ev.Tick())
 
+    @rule(engine=st.sampled_from("abc"), used=st.integers(0, 60), queued=st.integers(0, 2))
+    def load_seen(self, engine: str, used: int, queued: int) -> None:
+        """Also of an engine that is not in use, and of one that never said how large its pool
+        is."""
+        self.driver.feed(ev.LoadSeen(engine=engine, used=used, queued=queued))
+
     @precondition(lambda self: self.driver.gone)
     @rule(behind=st.sampled_from([0, 1, None]))
     def come_back(self, behind: int | None) -> None:

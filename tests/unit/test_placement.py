@@ -87,8 +87,9 @@ def test_an_engine_without_room_in_its_pool_is_passed_over() -> None:
 # --- full pools ----------------------------------------------------------------------------------
 
 
-def crowded(**dispatch: Any) -> Driver:
-    """Two engines with room for 100 tokens. One has 85 and a request that has not begun."""
+def crowded(*, told: int | None = None, **dispatch: Any) -> Driver:
+    """Two engines with room for 100 tokens. One has 85 and a request that has not begun. It has
+    `told` that it has so many requests that wait."""
     driver = Driver(
         configured(placement="spread", **dispatch),
         engines=("a", "b"),
@@ -97,6 +98,8 @@ def crowded(**dispatch: Any) -> Driver:
     )
     epoch(driver)
     on_a = [key for key in driver.attempts() if driver.sends[key].engine == "a"]
+    if told is not None:
+        driver.feed(ev.LoadSeen(engine="a", used=0, queued=told))
     for key in on_a[:-1]:
         driver.progress(key, 26)
     return driver
@@ -177,6 +180,36 @@ def test_engines_that_do_not_report_their_pool_keep_their_requests() -> None:
     for key in driver.attempts():
         driver.progress(key, 10_000)
     assert not driver.aborts
+
+
+def test_what_an_engine_reports_of_its_pool_counts_and_not_what_was_sent_to_it() -> None:
+    """Siblings share their prompt's keys, so the contexts together may be more than a pool."""
+    driver = crowded(migrate=True, told=0)
+    assert not driver.aborts
+    driver.now += 2
+    driver.feed(ev.LoadSeen(engine="a", used=95, queued=1))
+    assert len(driver.aborts) == 1
+
+
+def test_a_pool_that_others_fill_takes_no_request() -> None:
+    driver = crowded(migrate=True, told=0)
+    driver.now += 2
+    driver.feed(ev.LoadSeen(engine="b", used=95, queued=0))
+    driver.feed(ev.LoadSeen(engine="a", used=95, queued=1))
+    assert not driver.aborts
+    driver.now += 2
+    driver.feed(ev.LoadSeen(engine="b", used=0, queued=0))
+    driver.feed(ev.LoadSeen(engine="a", used=95, queued=1))
+    assert len(driver.aborts) == 1
+
+
+def test_a_report_counts_for_some_seconds_only() -> None:
+    driver = crowded(migrate=True, told=0)
+    assert not driver.aborts
+    driver.now += 10
+    for key in driver.attempts()[:1]:
+        driver.progress(key, 1)
+    assert len(driver.aborts) == 1
 
 
 @pytest.mark.long

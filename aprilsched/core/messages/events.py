@@ -47,6 +47,7 @@ __all__ = [
     "HoldEnded",
     "HoldRequested",
     "Interrupted",
+    "LoadSeen",
     "LogprobComparison",
     "LogprobDifferences",
     "LogprobsReported",
@@ -469,6 +470,21 @@ class Verified:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoadSeen:
+    """What an engine reports of its KV pool once a second, where requests move from full pools. No
+    listener sees this event.
+
+    Attributes:
+        used: number of tokens in the pool, those of other clients included.
+        queued: number of requests that wait for room.
+    """
+
+    engine: str
+    used: int
+    queued: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VersionSeen:
     """What a watched engine reports once a second, where somebody else moves the weights. No
     listener sees this event.
@@ -572,6 +588,7 @@ Event: TypeAlias = (
     | Flushed
     | Refitted
     | Verified
+    | LoadSeen
     | VersionSeen
     | Released
     | Woken

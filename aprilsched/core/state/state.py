@@ -38,6 +38,7 @@ __all__ = [
     "Fleet",
     "Outage",
     "Plan",
+    "PoolReport",
     "PromptSupply",
     "SchedulerState",
     "Sleep",
@@ -199,6 +200,19 @@ class Outage:
     """The caller was told that the fleet is lost."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolReport:
+    """What an engine has reported of its KV pool."""
+
+    used: int
+    """Number of tokens in the pool."""
+    queued: int
+    """Number of requests that wait for room."""
+    held: int
+    """Tokens of all open attempts on the engine at that time, as they are counted here."""
+    at: float
+
+
 @dataclass(slots=True)
 class Fleet:
     """The engines. Steps: ``dispatch``, ``engines``, ``health``, ``outage``, ``verify``."""
@@ -223,6 +237,8 @@ class Fleet:
     """Engines whose KV pool is nearly full, and that are to be looked at. Steps: ``migration``."""
     looked_at: dict[str, float] = field(default_factory=dict[str, float])
     """When each of them was last looked at."""
+    pools: dict[str, PoolReport] = field(default_factory=dict[str, PoolReport])
+    """What each engine last reported of its KV pool."""
     lost: dict[str, str] = field(default_factory=dict[str, str])
     """Causes by engine, for engines that were lost and have not come back."""
     rejoin_expected_until: float = 0.0

@@ -9,16 +9,22 @@ have room too, because a pool that would be full a moment later is no better.
 
 It is not worth it where prefilling the context takes longer than decoding what is expected to
 come, and where every pool is full: then nothing moves. Rolling refits move requests on their own.
+
+How full a pool is, its engine says (:class:`~aprilsched.core.messages.events.LoadSeen`), as far as
+it reports its load: what siblings share is in the pool once, and other clients may use it too. What
+has come and gone since is counted by the contexts of open requests, and so is everything on engines
+that do not report it. Where requests wait, as many move as wait there, and none comes.
 """
 
 from __future__ import annotations
 
+from aprilsched.core.messages.events import LoadSeen
 from aprilsched.core.state.records import RequestRecord
-from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.state.state import PoolReport, SchedulerState
 from aprilsched.core.steps.batch import training_runs
 from aprilsched.core.steps.drop import abort
 
-__all__ = ["migrate", "note_crowding"]
+__all__ = ["migrate", "note_crowding", "on_load_seen"]
 
 _CROWDED = 0.8
 """Share of a pool from which an engine may let requests wait. SGLang leaves room for what the
@@ -29,6 +35,20 @@ of a full engine would take more time than all else."""
 _FULL = 0.95
 """Share of a pool from which it is filled no further from outside. What its own requests generate
 next needs the rest."""
+_FRESH_S = 3.0
+"""Seconds for which a report counts. An engine that is paused reports nothing."""
+
+
+def on_load_seen(state: SchedulerState, event: LoadSeen) -> None:
+    if event.engine in state.fleet.control.engines:
+        state.fleet.pools[event.engine] = PoolReport(
+            used=event.used,
+            queued=event.queued,
+            held=state.in_flight.held_on[event.engine],
+            at=state.now,
+        )
+        if event.queued:
+            note_crowding(state, event.engine)
 
 
 def note_crowding(state: SchedulerState, engine: str) -> None:
@@ -37,7 +57,9 @@ def note_crowding(state: SchedulerState, engine: str) -> None:
     if control is None or control.kv_tokens is None:
         return
     looked = state.fleet.looked_at.get(engine, -_LOOK_S)
-    full = state.in_flight.held_on[engine] > _CROWDED * control.kv_tokens
+    report = _report(state, engine)
+    waits = report is not None and report.queued > 0
+    full = waits or _filled(state, engine) > _CROWDED * control.kv_tokens
     if full and state.now - looked >= _LOOK_S:
         state.fleet.looked_at[engine] = state.now
         state.fleet.crowded.add(engine)
@@ -53,14 +75,18 @@ def migrate(state: SchedulerState) -> None:
         control = state.fleet.control.engines.get(engine)
         if control is None or control.kv_tokens is None:
             continue
-        surplus = state.in_flight.held_on[engine] - control.kv_tokens
+        surplus = _filled(state, engine) - control.kv_tokens
         requests = [r for r in state.in_flight.open_requests(engine) if not r.aborting]
         # What was called back already gives its room soon.
         surplus -= sum(_context(r) for r in state.in_flight.open_requests(engine) if r.aborting)
         requests.sort(key=lambda r: (r.gained, _context(r), -r.request_id))
+        report = _report(state, engine)
+        waiting = report.queued if report is not None and report.queued else len(requests)
         for request in requests:
             if request.gained and surplus <= 0:
                 break
+            if not request.gained and waiting <= 0:
+                continue
             if not _may_move(request):
                 continue
             rest = float(state.expectations.work([request])[0])
@@ -72,8 +98,22 @@ def migrate(state: SchedulerState) -> None:
                 break
             rooms[roomiest] -= needed
             surplus -= _context(request)
+            waiting -= not request.gained
             request.destination, request.moved = roomiest, True
             abort(state, request)
+
+
+def _report(state: SchedulerState, engine: str) -> PoolReport | None:
+    """What the engine has reported just now of its pool."""
+    report = state.fleet.pools.get(engine)
+    return None if report is None or state.now - report.at > _FRESH_S else report
+
+
+def _filled(state: SchedulerState, engine: str) -> int:
+    """Number of tokens in the engine's pool: those that it has reported, and what has come and gone
+    since."""
+    held, report = state.in_flight.held_on[engine], _report(state, engine)
+    return held if report is None else report.used + held - report.held
 
 
 def _rooms(state: SchedulerState) -> dict[str, float]:
@@ -81,8 +121,11 @@ def _rooms(state: SchedulerState) -> dict[str, float]:
     rooms: dict[str, float] = {}
     in_flight = state.in_flight
     for name, control in state.fleet.control.engines.items():
-        if control.kv_tokens is not None:
-            rooms[name] = _FULL * control.kv_tokens - in_flight.held_on[name]
+        if control.kv_tokens is None:
+            continue
+        report = _report(state, name)
+        if report is None or not report.queued:
+            rooms[name] = _FULL * control.kv_tokens - _filled(state, name)
     for request in in_flight.requests.values():
         if request.destination in rooms:
             rooms[request.destination] -= _context(request)
