@@ -48,7 +48,7 @@ def basis_of(config: dict[str, Any]) -> Basis:
     try:
         return Basis(
             clock="virtual" if config["engine"] == _SIMULATED else "wall",
-            trainer_waits=config["scheduler"]["pace"] == "synchronous",
+            trainer_waits=config["scheduler"]["pace"] != "asynchronous",
             bound=_bound(config),
             workload_mean=_workload_mean(config),
             burn_in=config.get("burn_in"),

@@ -45,6 +45,7 @@ __all__ = [
     "Health",
     "KVAfterRefit",
     "Pace",
+    "PaceRule",
     "Policies",
     "RefitRule",
     "Retries",
@@ -58,6 +59,7 @@ KVAfterRefit: TypeAlias = Literal["auto", "recompute", "keep", "apart"]
 LONG_WAIT = 8
 """Number of versions for which a deferred group may wait."""
 
+PaceRule: TypeAlias = Pace | Literal["auto"]
 RefitRule: TypeAlias = Literal["together", "rolling"]
 RewardScope: TypeAlias = Literal["none", "rollout", "group"]
 
@@ -199,9 +201,11 @@ class SchedulerConfig:
     so that later tokens attend to stale keys, "abort" calls them back and sends them again, "run"
     lets them run to their end, so that no rollout has two versions, and "choose" takes for each
     what costs least by `prices`."""
-    pace: Pace = "synchronous"
+    pace: PaceRule = "synchronous"
     """"synchronous" pauses the engines from a full batch until the next one is requested;
-    "asynchronous" keeps generating while the trainer trains, and pauses only for a refit."""
+    "asynchronous" keeps generating while the trainer trains, and pauses only for a refit; "auto"
+    begins synchronously and chooses the pace during the run, with over_provision="auto". It stays
+    synchronous once the engines have lent their memory to the trainer."""
     max_staleness: Annotated[int, AT_LEAST_0] | Staleness | None = None
     """Bound on the staleness of a delivered token that counts: the consuming version minus the
     sampling version. Tokens beyond it get loss mask 0; Staleness(2, rule="evict"), "finish" or
@@ -277,6 +281,11 @@ class SchedulerConfig:
         return self.over_provision == "auto"
 
     @property
+    def first_pace(self) -> Pace:
+        """The pace with which the run begins."""
+        return "synchronous" if self.pace == "auto" else self.pace
+
+    @property
     def behaviour(self) -> Behaviour:
         """How stragglers are treated."""
         return BEHAVIOURS[self.straggler]
@@ -302,7 +311,7 @@ class SchedulerConfig:
 
     @property
     def _defers(self) -> bool:
-        return self.pace == "synchronous" and self.behaviour.deferrable
+        return self.pace != "asynchronous" and self.behaviour.deferrable
 
     @property
     def _settles(self) -> bool:
@@ -342,10 +351,16 @@ class SchedulerConfig:
                 f"stop.amount is {policies.stop.amount} groups, and batch_groups is "
                 f"{self.batch_groups}; set batch_groups alone, or another unit than groups as stop."
             )
-        if self.follow_weights and self.pace == "synchronous" and behaviour.waits_inside:
+        if self.pace == "auto" and not self.automatic:
+            raise ConfigError(
+                'pace="auto" is chosen together with the ratio and the refill rule, so it is '
+                f"refused with over_provision={self.over_provision!r}; set "
+                'over_provision="auto", or pace="synchronous" or "asynchronous".'
+            )
+        if self.follow_weights and self.pace != "asynchronous" and behaviour.waits_inside:
             able = " or ".join(f'"{name}"' for name in rules_that(lambda b: not b.waits_inside))
             raise ConfigError(
-                f'straggler="{self.straggler}" with pace="synchronous" continues engines at each '
+                f'straggler="{self.straggler}" with pace="{self.pace}" continues engines at each '
                 "batch, also those that somebody else has paused, so follow_weights=True is "
                 f'refused; set pace="asynchronous", or straggler={able}.'
             )

@@ -121,6 +121,9 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # Before `launch.launch`, because an offer ends the batch in work: how many groups are launched
     # depends on the next batch from then on.
     batch.offer,
+    # After the update has taken its step and an offer was made, because the trainer does not train
+    # while it waits for them. Before `replan.plan`, which gives the times away.
+    replan.measure,
     # Anywhere: it only asks the shell for a schedule, and the answer is an event.
     replan.plan,
     # Before `buckets.choose_groups`, which chooses among the open groups, new ones included.

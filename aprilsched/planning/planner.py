@@ -113,7 +113,7 @@ class Planner:
             prompt_tokens=command.prompt_tokens,
             keeps_kv=config.cached_kv == "keep",
             max_staleness=config.policies.staleness.bound,
-            pace=config.pace,
+            pace=config.first_pace,
             ready_batches=config.ready_batches,
             train_seconds=command.train_seconds or 0.0,
             train_spread=command.train_spread,

@@ -17,7 +17,7 @@ from aprilsched.core.lengths.memory import Remembered
 from aprilsched.core.policies.kinds import OVER_PROVISIONS, REFILLS
 from aprilsched.core.policies.over_provision import OverProvision
 from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Forecast, Schedule
+from aprilsched.core.policies.schedule import Forecast, Pace, Schedule
 from aprilsched.core.state.saved import SavedGroup, SavedMember
 from aprilsched.errors import ConfigError
 from aprilsched.store.values import packed, unpacked
@@ -79,6 +79,7 @@ class _Schedule(msgspec.Struct, array_like=True):
     off_policy_share: float | None
     why: str
     forecast: Forecast | None = None
+    pace: Pace | None = None
 
 
 _NAMES_OF_0_1 = {
@@ -258,6 +259,7 @@ def schedule_record(schedule: Schedule) -> bytes:
             off_policy_share=None,
             why=schedule.why,
             forecast=schedule.forecast,
+            pace=schedule.pace,
         )
     )
 
@@ -275,6 +277,7 @@ def schedule_from(body: bytes) -> Schedule | None:
         refill=msgspec.convert(refill_settings, type=refills),
         forecast=record.forecast,
         why=record.why,
+        pace=record.pace,
     )
 
 

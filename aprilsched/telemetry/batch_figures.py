@@ -307,8 +307,9 @@ class BatchMeter(DispatchingListener):
     """Listens to a run and measures each batch, without the trainer's own time.
 
     Args:
-        trainer_waits: whether the engines are paused while the trainer trains (synchronous pace);
-            then the trainer's time does not count as the schedule's.
+        trainer_waits: whether the engines are paused while the trainer trains (synchronous pace),
+            at first; a schedule of the other pace changes it. Then the trainer's time does not
+            count as the schedule's.
         bound: gives T_bound of a batch in seconds; None if no step-time model is known.
 
     Attributes:
@@ -368,9 +369,14 @@ class BatchMeter(DispatchingListener):
 
     def _schedule_changed(self, fact: of.ScheduleChanged) -> None:
         self._schedule = fact
-        if self._now == self._delivered_at:
+        if self.latest is not None and self._now == self._delivered_at:
             # It was chosen at the end of the batch before, in no time.
             self._expected = fact
+        if fact.pace is not None:
+            idle = self._idle_since is not None
+            self._stop_idling()
+            self._trainer_waits = fact.pace == "synchronous"
+            self._idle_since = self._now if idle else None
 
     def _opened(self, _: of.RunOpened) -> None:
         # What a prior run expected of the batch in work took no account of its end.

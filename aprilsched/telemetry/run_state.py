@@ -133,9 +133,10 @@ class RunState:
         self._batch_groups = batch_groups
         self._prompts_ended = False
         self._launches_unasked = False
-        """Whether groups were launched while the trainer did not wait for a batch. This happens
-        only on the asynchronous pace, so it tells the pace. On the synchronous pace an idle engine
-        is not even paused while the trainer trains, so its mode does not tell why it is idle."""
+        """Whether groups were launched while the trainer did not wait for a batch, since the pace
+        last changed. This happens only on the asynchronous pace, so it tells the pace. On the
+        synchronous pace an idle engine is not even paused while the trainer trains, so its mode
+        does not tell why it is idle."""
         self._began = False
         self._cause_may_differ = True
         """Whether a fact may have changed the reason for free slots. The reason is computed only
@@ -152,6 +153,7 @@ class RunState:
             of.EvaluationWithdrawn: self._evaluation_over,
             of.EvaluationDelivered: self._evaluation_delivered,
             of.UpdateWanted: self._update_wanted,
+            of.ScheduleChanged: self._schedule_changed,
             of.PromptsRequested: self._prompts_requested,
             of.PromptsReceived: self._prompts_received,
             of.PromptRefused: self._prompt_refused,
@@ -375,6 +377,11 @@ class RunState:
         if fact.batch:
             self._trainer.waits = False
         self._cause_may_differ = True
+
+    def _schedule_changed(self, fact: of.ScheduleChanged) -> None:
+        if fact.pace is not None:
+            self._launches_unasked = fact.pace == "asynchronous"
+            self._cause_may_differ = True
 
     def _prompts_requested(self, _: of.PromptsRequested) -> None:
         self._launches_unasked |= not self._wanted

@@ -54,7 +54,7 @@ class Summary(DispatchingListener):
 
     Args:
         trainer_waits: whether the engines are paused while the trainer trains (synchronous pace),
-            so that this time is not part of the schedule's time.
+            at first, so that this time is not part of the schedule's time.
         bound: T_bound of a batch; None if no step-time model is known.
         workload_mean: mean response length, if it is known beforehand.
         burn_in: number of batches that are left out of the steady state; by default

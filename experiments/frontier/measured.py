@@ -170,7 +170,7 @@ def run(
     def bound(prompt_lengths: Sequence[int], lengths: Sequence[int]) -> float:
         return one(prompt_lengths, lengths) / engines
 
-    summary = Summary(trainer_waits=config.pace == "synchronous", bound=bound)
+    summary = Summary(trainer_waits=config.first_pace == "synchronous", bound=bound)
     simulation = Simulation(
         config,
         prompts,

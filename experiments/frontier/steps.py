@@ -124,7 +124,7 @@ def run(schedule: Schedule, engines: int, train_s: float, seed: int) -> dict[str
     config = replace(schedule.config, batch_groups=groups, group_size=SIZE)
     one = partial(MODEL.bound_seconds, max_running=MAX_RUNNING)
     summary = Summary(
-        trainer_waits=config.pace == "synchronous", bound=lambda p, n: one(p, n) / engines
+        trainer_waits=config.first_pace == "synchronous", bound=lambda p, n: one(p, n) / engines
     )
     simulation = Simulation(
         config,

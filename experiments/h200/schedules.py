@@ -135,7 +135,7 @@ class Meter:
 
     def __init__(self, config: SchedulerConfig) -> None:
         bound = partial(MODEL.bound_seconds, max_running=MAX_RUNNING)
-        self.summary = Summary(trainer_waits=config.pace == "synchronous", bound=bound)
+        self.summary = Summary(trainer_waits=config.first_pace == "synchronous", bound=bound)
         self.ends: list[float] = []
         self.chosen: list[dict[str, Any]] = []
         """Each choice of a schedule: the batches before it, what was chosen, and the forecast."""

@@ -337,7 +337,7 @@ def run(
         train.train(taken, trainer, publisher, log)
     events.close()
     state, noted = RunState(), Schedules()
-    summary = Summary(trainer_waits=config.pace == "synchronous")
+    summary = Summary(trainer_waits=config.first_pace == "synchronous")
     summary.ledger, summary.warns = state.ledger, False
     replay(folder / "events.jsonl", [state, summary, noted])
     figures = msgspec.to_builtins(summary.result(remainder_of(state), clock="wall"))

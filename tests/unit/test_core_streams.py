@@ -127,6 +127,16 @@ def test_a_group_that_the_trainer_has_cannot_be_withdrawn():
     assert driver.state.in_flight.ledger.rollouts[Reason.WITHDRAWN] == 2
 
 
+def test_a_group_that_is_offered_to_the_trainer_cannot_be_withdrawn():
+    driver = Driver(config(), takes=False)
+    ids = begin(driver)
+    driver.finish_group(ids[0])
+    driver.feed(ev.GroupWithdrawn(group_id=ids[0], cause="too late"))
+    driver.take()
+    assert list(driver.state.delivery.streamed) == [ids[0]]
+    assert not driver.state.in_flight.ledger.rollouts[Reason.WITHDRAWN]
+
+
 def test_room_is_left_for_groups_that_the_batch_must_contain():
     driver = Driver(config(max_staleness=Staleness(1, rule="finish"), over_provision=2.0))
     first = begin(driver)

@@ -145,6 +145,8 @@ def _pace(config: Mapping[str, Any], scheduler: Mapping[str, Any]) -> str:
             return f"Pace: synchronous; engines wait while the trainer trains.{trainer}"
         case "asynchronous":
             return f"Pace: asynchronous; engines generate while the trainer trains.{trainer}"
+        case "auto":
+            return f"Pace: synchronous at first, and chosen again during the run.{trainer}"
         case _:
             return trainer.strip()
 

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from aprilsched.core.lengths.groups import GroupLengths
-from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.types import Batch, Float32Array, Group, Int32Array, Prompt, Rollout, SamplingParams
 
 __all__ = [
@@ -387,11 +387,15 @@ class Plan:
         engines: the number of engines in use.
         kv_tokens: the tokens that all their KV pools hold; None if an engine does not report it.
         current: the schedule in force.
+        paces: the paces that a schedule may have, where the pace is chosen too; empty where it is
+            the configured one.
         train_seconds: the mean time for which the trainer trains on a batch, over the last ones,
-            without its waits for batches and updates; None while it is unknown.
+            without its waits for batches, updates and evaluations, and after the last group of a
+            batch that it takes group by group; None while it is unknown.
         train_spread: the standard deviation of these times, in seconds.
         refit_seconds: the mean time from the moment in which the engines are ready for new weights
-            until all have them, over the last updates; None while it is unknown.
+            until all have them, over the last updates, and until one has them with rolling refits;
+            None while it is unknown.
         remembered: the share of the variance common to a prompt's log lengths that earlier epochs
             are expected to explain, as a mean over the groups in flight; 0 where they say nothing.
     """
@@ -404,6 +408,7 @@ class Plan:
     engines: int
     kv_tokens: int | None
     current: Schedule
+    paces: tuple[Pace, ...] = ()
     train_seconds: float | None = None
     train_spread: float = 0.0
     refit_seconds: float | None = None

@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Struct
 
 from aprilsched.core.messages.events import ControlCall, EngineInfo, LogprobComparison
-from aprilsched.core.policies.schedule import Forecast
+from aprilsched.core.policies.schedule import Forecast, Pace
 from aprilsched.types import NO_VERSION, Batch, FinishReason, Rollout
 
 __all__ = [
@@ -69,6 +69,7 @@ __all__ = [
     "RolloutScored",
     "RunOpened",
     "ScheduleChanged",
+    "ScheduleRefused",
     "ShardLost",
     "ShardOpened",
     "SleepBegun",
@@ -242,19 +243,34 @@ class EvaluationDelivered(Fact, frozen=True):
 
 
 class ScheduleChanged(Fact, frozen=True):
-    """Automatic over-provisioning has chosen a schedule, which may be the one in force.
+    """A schedule is in force: automatic scheduling has chosen it, and it may be the one that was in
+    force, or a resumed run goes on with the one that it had.
 
     Attributes:
         schedule: the schedule and the reason of its choice, in words.
         forecast: what is expected of its batches; None if that is not known.
         refill: the name of its refill rule.
         kept: whether it is the schedule that was in force, with another forecast.
+        pace: its pace, where that is chosen during the run.
     """
 
     schedule: str
     forecast: Forecast | None = None
     refill: str = ""
     kept: bool = False
+    pace: Pace | None = None
+
+
+class ScheduleRefused(Fact, frozen=True):
+    """A schedule that was chosen cannot be put into force, so the present one stays.
+
+    Attributes:
+        schedule: the schedule and the reason of its choice, in words.
+        cause: what is wrong with it.
+    """
+
+    schedule: str
+    cause: str
 
 
 # --- groups and rollouts -----------------------------------------------------------------------

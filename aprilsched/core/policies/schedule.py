@@ -1,4 +1,4 @@
-"""What automatic over-provisioning chooses: the policies that may change during a run."""
+"""What automatic scheduling chooses: the policies that may change during a run."""
 
 from __future__ import annotations
 
@@ -84,15 +84,17 @@ class Schedule:
         )
 
 
-def first_schedule(*, may_defer: bool) -> Schedule:
+def first_schedule(*, may_defer: bool, pace: Pace | None = None) -> Schedule:
     """The schedule that is used until some lengths are known.
 
     Args:
         may_defer: length buckets are possible. Their many open groups take several batches to
             open, so this begins at once.
+        pace: the pace with which it begins; None for the configured one.
     """
     return Schedule(
         over_provision=FixedRatio(ratio=FIRST_RATIO),
         refill=LengthBuckets() if may_defer else Wave(),
+        pace=pace,
         why="nothing is known of the lengths yet: half a batch more than needed",
     )

@@ -137,6 +137,8 @@ class EngineControl:
     older version and gets no more requests (rolling refits)."""
     loading: int = -1
     """The version that it was last told to load alone."""
+    loading_since: float = 0.0
+    """When it was told."""
     failed_version: int = -1
     """The version that it failed to catch up with; -1 if it did not fail."""
     not_followed: int = -1

@@ -109,6 +109,19 @@ class Expectations:
         keys = [group.prompt.key for group in groups]
         return self.memory.levels(keys, self.log_law(), self._version())
 
+    def explained(self, groups: Sequence[GroupRecord]) -> float:
+        """The share of the variance common to a prompt's log lengths that earlier epochs are
+        expected to explain, as a mean over the groups; 0 where they say nothing."""
+        # The law is not estimated for this: the decisions of the next batch are made with the law
+        # that is estimated when the first of them is made.
+        law = self._log_law()
+        common = law.shared * law.deviation**2
+        if not groups or common <= 0:
+            return 0.0
+        keys = [group.prompt.key for group in groups]
+        levels = self.memory.levels(keys, law, self._version())
+        return 1 - float(levels.variance.mean()) / common
+
     def rest(self, groups: Sequence[GroupRecord]) -> NDArray[np.float64]:
         """Expected number of steps to the end of the longest member of each group, float64 [G]; 0
         for a complete group.

@@ -17,6 +17,7 @@ from aprilsched.core.messages.facts import Fact
 from aprilsched.core.policies.resume_order import Place, place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
 from aprilsched.core.policies.straggler import CachedKV
+from aprilsched.core.state.durations import TrainerTimes
 from aprilsched.core.state.engine_control import CUDA_GRAPH, WEIGHTS, FleetControl, Mode
 from aprilsched.core.state.engine_health import FleetHealth
 from aprilsched.core.state.expectation import Expectations
@@ -132,6 +133,9 @@ class Plan:
     """Batches that had been delivered when a schedule was last asked for."""
     planned_for: float | None = None
     """The median response length, in tokens, that it was asked for."""
+    planned_training: float | None = None
+    """The trainer's mean time for a batch, in seconds, that it was asked for; None if that was not
+    known. A resumed run does not know it any more."""
     checked_at: int = 0
     """Batches that had been delivered when it was last checked whether to ask for a schedule."""
 
@@ -228,6 +232,9 @@ class Fleet:
     None where they were not."""
     sleep: Sleep | None = None
     """The sleep that is under way: the trainer has the engines' memory."""
+    lent: bool = False
+    """The trainer has asked for the engines' memory in this run, so nothing may be generated while
+    it trains."""
     held: bool = False
     """The trainer wants the engines to be paused, with the requests inside them. Steps: ``hold``.
     A resumed run does not know it any more."""
@@ -253,7 +260,6 @@ class SchedulerState:
         caller: what is known of the caller's functions.
         behaviour: how stragglers are treated.
         cached_kv: what becomes of cached KV at a refit.
-        asynchronous: whether generation goes on while the trainer trains.
         rolling: whether each engine takes a new version alone, so that engines in use may have
             different versions, and a rollout has one.
         now: the time of the event that is being handled, in seconds.
@@ -272,7 +278,6 @@ class SchedulerState:
         self.start_up = policies.start_up
         self.behaviour = config.behaviour
         self.cached_kv: CachedKV = config.cached_kv
-        self.asynchronous = config.pace == "asynchronous"
         self.rolling = config.refit == "rolling"
         self.now = 0.0
         self.commands: list[Command] = []
@@ -288,13 +293,17 @@ class SchedulerState:
         self.prompts = PromptSupply(usual_size=float(config.group_size))
         self.plan = Plan(
             schedule=(
-                first_schedule(may_defer=config.may_defer)
+                first_schedule(
+                    may_defer=config.may_defer,
+                    pace=config.first_pace if config.pace == "auto" else None,
+                )
                 if policies.over_provision is None
                 else Schedule(over_provision=policies.over_provision, refill=policies.refill)
             ),
             usual_group=self.stop.amount / config.batch_groups,
-            wave_pending=config.pace == "asynchronous",
+            wave_pending=config.first_pace == "asynchronous",
         )
+        self.times = TrainerTimes()
         self.stragglers = Stragglers()
         self.evaluations = Evaluations()
         self.fleet = Fleet(
@@ -348,6 +357,11 @@ class SchedulerState:
             self.fleet.health.of(engine).advance(
                 self.now, self.in_flight.open[engine] if works else 0
             )
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether generation goes on while the trainer trains, by the schedule in force."""
+        return (self.plan.schedule.pace or self.config.pace) == "asynchronous"
 
     @property
     def collecting(self) -> bool:

@@ -100,6 +100,8 @@ class Update:
     """Everything that had to end before the update has ended, so the engines may be paused."""
     refitting: frozenset[str] = frozenset()
     """The engines that were told to load the version; empty until they are told."""
+    loading_since: float = 0.0
+    """When they were told."""
     met: set[int] = field(default_factory=set[int])
     """Ids of the requests in flight at its begin whose versions are uncertain only because of it,
     until their engine has said which version it has. For `external` weights."""

@@ -398,6 +398,7 @@ def on_batch_taken(state: SchedulerState, event: BatchTaken) -> None:
         _note_part(state, offered.batch)
         return
     state.delivery.batch_requested = False
+    state.times.take()
     if offered.record is None:
         state.delivery.redelivery.popleft()
         state.delivery.streamed_again = set()

@@ -100,7 +100,9 @@ def on_group_withdrawn(state: SchedulerState, event: GroupWithdrawn) -> None:
     group = state.in_flight.groups.get(event.group_id)
     if group is None or group.evaluation_id is not None or group.offered:
         return
-    if group.group_id not in state.delivery.streamed:
+    offer = state.delivery.offer
+    part = () if offer is None else (each.group_id for each in offer.batch.groups)
+    if group.group_id not in state.delivery.streamed and group.group_id not in part:
         drop(state, group, Reason.WITHDRAWN, event.cause)
 
 

@@ -36,6 +36,7 @@ from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import count_interruption, drop
 from aprilsched.core.steps.outage import note_join, note_loss
+from aprilsched.core.steps.replan import tell_schedule
 from aprilsched.core.steps.resume import call_again
 from aprilsched.core.steps.turns import take_back
 
@@ -65,6 +66,9 @@ def on_opened(state: SchedulerState, event: Opened) -> None:
             engines=event.engines, version=state.weights.versions.trainer, resumed=state.resumed
         )
     )
+    if state.resumed and state.config.pace == "auto":
+        # The log of the prior run may end before the fact that names the pace.
+        tell_schedule(state, kept=True)
     for engine in event.engines:
         current = engine.version == state.weights.versions.trainer and state.weights.adapter is None
         finishes = not current and _finishes_rollouts(state, engine.version)

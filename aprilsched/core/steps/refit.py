@@ -227,6 +227,7 @@ def refit(state: SchedulerState) -> None:
         # An answer from before, noted when the engine went on standby, does not count.
         update.answers.pop(control.name, None)
     update.refitting = frozenset(control.name for control in targets)
+    update.loading_since = state.now
     names = tuple(control.name for control in targets)
     state.tell(
         RefitBegun(
@@ -297,7 +298,7 @@ def _has_base(state: SchedulerState, control: EngineControl) -> bool:
 
 
 def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
-    control.loading = state.weights.versions.trainer
+    control.loading, control.loading_since = state.weights.versions.trainer, state.now
     state.tell(
         RefitBegun(
             version=state.weights.versions.trainer,
@@ -329,6 +330,7 @@ def _caught_up(state: SchedulerState, event: Refitted) -> None:
             why = event.cause or f"it says that it has version {event.version}"
             demote(state, control.name, f"refit to version {control.loading} failed: {why}")
     elif control.name in state.fleet.control.engines:
+        state.times.refits.add(state.now - control.loading_since)
         state.weights.versions.refitted(control.name, control.loading)
         control.base = control.loading
         control.version_seen_at, control.doubt = state.now, ""
@@ -358,6 +360,8 @@ def _conclude(state: SchedulerState, update: Update) -> None:
     if not took:
         _finish(state, update, cause="; ".join(f"{engine}: {why}" for engine, why in failed))
         return
+    if update.pauses:
+        state.times.refits.add(state.now - update.loading_since)
     _publish(state, update, took)
     acknowledge(state, update.acknowledges)
     _finish(state, update, failed=failed)

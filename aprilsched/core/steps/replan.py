@@ -1,13 +1,21 @@
-"""Decides when a new schedule is chosen (automatic over-provisioning), and puts it into force.
+"""Decides when a new schedule is chosen (automatic scheduling), and puts it into force.
 
 The choice takes a simulation, so the shell makes it (:mod:`aprilsched.planning`). The core says
 when, and on what evidence. A schedule is asked for after the first batch, and each further time
 after three times as many batches, because an estimate improves only with the square root of the
 evidence. It is also asked for as soon as lengths have drifted from those that were planned for, and
 then on recent evidence only.
+
+A schedule may name another pace (``pace="auto"``). It is put into force in the event that brings
+it, whatever the engines do: the goal of the engines, the launching of groups and the stop of a
+batch are decided from the state in each event, and every decision of one pace leaves a state from
+which the other pace goes on. Only the begin of a wave is an event of its own: on the asynchronous
+pace a batch begins when the one before it is offered, on the synchronous pace when it is requested.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,13 +23,14 @@ from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.lengths.kaplan_meier import kaplan_meier
 from aprilsched.core.messages.commands import Plan
 from aprilsched.core.messages.events import Planned
-from aprilsched.core.messages.facts import ScheduleChanged
+from aprilsched.core.messages.facts import ScheduleChanged, ScheduleRefused
+from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.state.records import group_lengths
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.buckets import release_all
 from aprilsched.core.steps.target import retarget
 
-__all__ = ["on_planned", "plan"]
+__all__ = ["fitting", "measure", "on_planned", "plan", "stay_synchronous", "tell_schedule"]
 
 _LATER = 3
 """The next schedule is asked for after this many times as many batches as the last one."""
@@ -33,6 +42,30 @@ _DRIFT = 0.3
 With a coefficient of variation of 1, the first responses of eight batches of 32 groups give the
 median to 7 %. It is the median because the delivered mean depends on the schedule, and the mean of
 the law depends on responses that have not ended."""
+
+_DRIFT_TRAINING = 1 / 3
+"""Relative change of the trainer's time that makes a schedule out of date."""
+_LEAST_OF_STEP = 0.05
+"""A change of the trainer's time by less than this share of a whole step changes no schedule."""
+
+
+def measure(state: SchedulerState) -> None:
+    """Note whether the trainer trains, for its times."""
+    times, delivery = state.times, state.delivery
+    if times.trained is None:
+        return
+    update, sleep = state.weights.update, state.fleet.sleep
+    trains = not (
+        delivery.batch_requested
+        or (update is not None and not update.followed)
+        or state.evaluations.running
+        or state.evaluations.waiting
+        or state.fleet.held
+        or (sleep is not None and (sleep.waking or not sleep.asleep))
+    )
+    times.follow(trains=trains, now=state.now)
+    if delivery.batch_requested:
+        times.end(state.now)
 
 
 def plan(state: SchedulerState) -> None:
@@ -48,7 +81,12 @@ def plan(state: SchedulerState) -> None:
     groups = _begun(state)
     recent = groups[-_RECENT_BATCHES * state.batch_groups :]
     drifted = batches >= state.plan.planned_at + _RECENT_BATCHES and _drifted(state, recent)
-    if batches < _LATER * state.plan.planned_at and not drifted:
+    training = state.times.training.mean
+    if (
+        batches < _LATER * state.plan.planned_at
+        and not drifted
+        and not _trains_otherwise(state, training)
+    ):
         return
     if drifted:
         groups = recent
@@ -63,6 +101,7 @@ def plan(state: SchedulerState) -> None:
         return
     state.plan.requested = True
     state.plan.planned_at, state.plan.planned_for = batches, _median(groups)
+    state.plan.planned_training = training
     state.commands.append(
         Plan(
             batch_groups=state.batch_groups,
@@ -73,6 +112,11 @@ def plan(state: SchedulerState) -> None:
             engines=len(state.fleet.control.engines),
             kv_tokens=state.fleet.control.kv_tokens,
             current=state.plan.schedule,
+            paces=_paces(state),
+            train_seconds=training,
+            train_spread=state.times.training.spread,
+            refit_seconds=state.times.refits.mean,
+            remembered=state.expectations.explained(list(state.in_flight.training_groups())),
         )
     )
 
@@ -82,19 +126,74 @@ def on_planned(state: SchedulerState, event: Planned) -> None:
     state.plan.requested = False
     if event.schedule is None:
         return
-    if not event.schedule.refill.defers:
+    schedule = fitting(state, event.schedule)
+    if isinstance(schedule, str):
+        state.tell(ScheduleRefused(schedule=event.schedule.why, cause=schedule))
+        return
+    _put_into_force(state, schedule)
+
+
+def fitting(state: SchedulerState, schedule: Schedule) -> Schedule | str:
+    """The schedule with the pace that it has in this run, or why it cannot be in force."""
+    config, refill = state.config, schedule.refill
+    if config.pace == "auto":
+        # A planner that knows nothing of paces leaves the present one as it is.
+        schedule = replace(schedule, pace=schedule.pace or state.plan.schedule.pace)
+    elif schedule.pace not in (None, config.pace):
+        return f"its pace is {schedule.pace}, and the configured one is {config.pace}"
+    asynchronous = (schedule.pace or config.pace) == "asynchronous"
+    if asynchronous and state.fleet.lent:
+        return "its pace is asynchronous, and the engines lend their memory to the trainer"
+    if refill.defers and (asynchronous or not config.may_defer):
+        pace = "asynchronous" if asynchronous else "synchronous"
+        return (
+            f'refill="{refill.name}" defers groups, which pace="{pace}" with '
+            f'straggler="{config.straggler}" and these settings cannot'
+        )
+    return schedule
+
+
+def stay_synchronous(state: SchedulerState) -> None:
+    """Keep the pace synchronous from now on, where it is chosen during the run: what the trainer
+    has borrowed the engines' memory for would wait for engines that generate."""
+    state.fleet.lent = True
+    if state.config.pace == "auto" and state.asynchronous:
+        why = "synchronous from now on: the engines lend their memory to the trainer"
+        _put_into_force(state, replace(state.plan.schedule, pace="synchronous", why=why))
+
+
+def _put_into_force(state: SchedulerState, schedule: Schedule) -> None:
+    if not schedule.refill.defers:
         release_all(state)
-    kept = event.schedule.same_as(state.plan.schedule)
-    state.plan.schedule = event.schedule
+    kept = schedule.same_as(state.plan.schedule)
+    waited = not state.asynchronous
+    state.plan.schedule = schedule
+    if waited and state.asynchronous and not state.collecting:
+        # The batch in work has begun with the offer of the one before it. On the synchronous pace
+        # it would have begun with the trainer's request.
+        state.plan.wave_pending = True
+    tell_schedule(state, kept=kept)
+    retarget(state)
+
+
+def tell_schedule(state: SchedulerState, *, kept: bool) -> None:
+    """Tell listeners which schedule is in force, and whether it is the one that was in force."""
+    schedule = state.plan.schedule
     state.tell(
         ScheduleChanged(
-            schedule=event.schedule.why,
-            forecast=event.schedule.forecast,
-            refill=event.schedule.refill.name,
+            schedule=schedule.why,
+            forecast=schedule.forecast,
+            refill=schedule.refill.name,
             kept=kept,
+            pace=schedule.pace,
         )
     )
-    retarget(state)
+
+
+def _paces(state: SchedulerState) -> tuple[Pace, ...]:
+    if state.config.pace != "auto":
+        return ()
+    return ("synchronous",) if state.fleet.lent else ("synchronous", "asynchronous")
 
 
 def _begun(state: SchedulerState) -> list[GroupLengths]:
@@ -120,6 +219,21 @@ def _drifted(state: SchedulerState, recent: list[GroupLengths]) -> bool:
         return False
     ratio = typical / state.plan.planned_for
     return max(ratio, 1 / ratio) > 1 + _DRIFT
+
+
+def _trains_otherwise(state: SchedulerState, training: float | None) -> bool:
+    """Whether the trainer's time is another one than was planned for, so that another pace may be
+    the best."""
+    if len(_paces(state)) < 2 or training is None:
+        return False
+    planned_for = state.plan.planned_training
+    if planned_for is None:
+        return True
+    if state.in_flight.counters.batches < state.plan.planned_at + _RECENT_BATCHES:
+        return False
+    difference = abs(training - planned_for)
+    step = state.times.steps.mean or 0.0
+    return difference > _DRIFT_TRAINING * planned_for and difference > _LEAST_OF_STEP * step
 
 
 def _prompt_tokens(state: SchedulerState) -> float:

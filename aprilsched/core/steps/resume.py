@@ -48,6 +48,7 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.state.token_log import TokenLog
 from aprilsched.core.steps.buckets import release_all
 from aprilsched.core.steps.episode_replay import leave_one
+from aprilsched.core.steps.replan import fitting
 from aprilsched.core.steps.scoring import filter_or_accept
 from aprilsched.core.steps.target import resize
 from aprilsched.errors import ConfigError
@@ -177,8 +178,7 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     state.delivery.batches_since_update = since
     state.plan.wave_pending = run.wave_pending
     state.plan.target_groups = run.target_groups
-    if saved.schedule is not None and _possible(state, saved.schedule):
-        state.plan.schedule = saved.schedule
+    _restore_schedule(state, saved.schedule)
     # The schedule was the best under the settings and engines of the prior run, so it is checked at
     # once.
     state.plan.checked_at = -1
@@ -188,10 +188,15 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     state.expectations.memory.restore(saved.remembered, *run.remembered_well)
 
 
-def _possible(state: SchedulerState, schedule: Schedule) -> bool:
-    """Whether the schedule of the prior run may be in force in this process."""
-    config = state.config
-    return config.automatic and (config.may_defer or not schedule.refill.defers)
+def _restore_schedule(state: SchedulerState, schedule: Schedule | None) -> None:
+    """Put the schedule of the prior run into force, if it may be in force in this process."""
+    if schedule is None or not state.config.automatic:
+        return
+    if state.config.pace != "auto":
+        schedule = replace(schedule, pace=None)
+    fits = fitting(state, schedule)
+    if not isinstance(fits, str):
+        state.plan.schedule = fits
 
 
 def _members(saved: Saved, group: SavedGroup) -> list[SavedMember]:

@@ -17,6 +17,7 @@ from aprilsched.core.state.engine_control import WEIGHTS, Mode
 from aprilsched.core.state.state import SchedulerState, Sleep
 from aprilsched.core.steps.engines import demote
 from aprilsched.core.steps.refit import end_following
+from aprilsched.core.steps.replan import stay_synchronous
 from aprilsched.errors import InvariantViolation
 
 __all__ = [
@@ -35,6 +36,7 @@ def on_sleep_requested(state: SchedulerState, event: SleepRequested) -> None:
     state.tell(SleepFact(tags=event.tags))
     holds = all(control.holds_stragglers for control in state.fleet.control.engines.values())
     inside = state.behaviour.waits_asleep and holds
+    stay_synchronous(state)
     state.fleet.sleep = Sleep(tags=frozenset(event.tags), inside=inside)
 
 

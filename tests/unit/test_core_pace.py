@@ -1,0 +1,356 @@
+"""Tests the pace that is chosen during the run, and how long the trainer and its weights take."""
+
+from __future__ import annotations
+
+import pytest
+
+from aprilsched.config import LengthBuckets, Pool, SchedulerConfig
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.facts import Fact, RunOpened, ScheduleChanged, ScheduleRefused
+from aprilsched.core.policies.over_provision import FixedRatio
+from aprilsched.core.policies.refill import Refill
+from aprilsched.core.policies.schedule import Pace, Schedule
+from aprilsched.core.policies.wave import Wave
+from aprilsched.core.state.durations import Durations
+from aprilsched.errors import ConfigError
+from aprilsched.shards.settings import check_shardable
+from aprilsched.store import MemoryStore
+from aprilsched.store.codec import schedule_from, schedule_record
+from tests.support.driver import Driver, prompts
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {
+        "batch_groups": 2,
+        "group_size": 2,
+        "over_provision": "auto",
+        "pace": "auto",
+        "straggler": "in_place",
+    }
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def schedule(
+    pace: Pace | None, *, ratio: float = 2.0, refill: Refill | None = None, why: str = "told"
+) -> Schedule:
+    return Schedule(
+        over_provision=FixedRatio(ratio=ratio), refill=refill or Wave(), pace=pace, why=why
+    )
+
+
+class Told:
+    """A driver with the facts that it was told."""
+
+    def __init__(self, **changes: object) -> None:
+        self.facts: list[Fact] = []
+        store = changes.pop("store", None)
+        self.driver = Driver(
+            config(**changes),
+            store=store,  # pyright: ignore[reportArgumentType]
+            hears=self.facts.extend,
+        )
+
+    def plan(self, planned: Schedule) -> None:
+        self.facts.clear()
+        self.driver.feed(ev.Planned(schedule=planned))
+
+    def step(self, *, training: float = 0.0, refit: float = 0.0, tokens: int = 10) -> None:
+        """One batch that takes no time but for the training, and an update."""
+        driver = self.driver
+        before = len(driver.batches)
+        driver.request_batch()
+        while len(driver.batches) == before:
+            driver.finish(driver.attempts()[0], tokens)
+        driver.settle()
+        driver.now += training
+        driver.feed(ev.UpdateRequested(version=driver.state.weights.versions.trainer + 1))
+        while not driver.refits:
+            driver.answer_control()
+        driver.now += refit
+        driver.settle()
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"over_provision": 1.5}, 'refused with over_provision=1.5; set over_provision="auto"'),
+        ({"over_provision": "kv"}, 'set over_provision="auto", or pace="synchronous"'),
+        ({"follow_weights": True}, 'pace="auto" continues engines at each batch'),
+        ({"refit": "rolling", "straggler": "run"}, 'which pace="auto" with straggler="run" does n'),
+    ],
+    ids=str,
+)
+def test_settings_with_which_no_pace_can_be_chosen_are_refused(
+    changes: dict[str, object], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        config(**changes)
+
+
+def test_shards_refuse_it_with_the_schedule_that_it_belongs_to() -> None:
+    with pytest.raises(ConfigError, match='over_provision="auto" learns from every open response'):
+        check_shardable(config())
+
+
+@pytest.mark.parametrize(
+    ("settings", "planned", "why"),
+    [
+        ({"pace": "synchronous"}, schedule("asynchronous"), "the configured one is synchronous"),
+        ({"pace": "asynchronous"}, schedule("synchronous"), "the configured one is asynchronous"),
+        (
+            {"straggler": "retract"},
+            schedule("asynchronous", refill=LengthBuckets()),
+            'pace="asynchronous" with straggler="retract"',
+        ),
+        (
+            {"straggler": "in_place"},
+            schedule("synchronous", refill=LengthBuckets()),
+            'pace="synchronous" with straggler="in_place"',
+        ),
+    ],
+    ids=str,
+)
+def test_a_schedule_that_is_not_possible_changes_nothing_and_is_told(
+    settings: dict[str, object], planned: Schedule, why: str
+) -> None:
+    told = Told(**settings)
+    told.driver.request_batch()
+    before = told.driver.state.plan.schedule, told.driver.state.plan.target_groups
+    told.plan(planned)
+    assert (told.driver.state.plan.schedule, told.driver.state.plan.target_groups) == before
+    (refused,) = [fact for fact in told.facts if isinstance(fact, ScheduleRefused)]
+    assert refused.schedule == "told"
+    assert why in refused.cause
+    assert not any(isinstance(fact, ScheduleChanged) for fact in told.facts)
+
+
+# --- a change of the pace ------------------------------------------------------------------------
+
+
+def test_it_begins_synchronous_and_the_schedule_says_so() -> None:
+    state = Told().driver.state
+    assert state.plan.schedule.pace == "synchronous"
+    assert not state.asynchronous
+
+
+def test_engines_that_wait_for_the_trainer_go_on_as_soon_as_the_pace_is_asynchronous() -> None:
+    told = Told()
+    driver = told.driver
+    driver.request_batch()
+    while not driver.batches:
+        driver.finish(driver.attempts()[0], 10)
+    driver.settle()
+    held = {send.engine for send in driver.sends.values()}
+    assert held
+    assert not any(driver.state.fleet.control.runs(name) for name in held)
+    told.plan(schedule("asynchronous"))
+    assert ScheduleChanged(schedule="told", refill="wave", pace="asynchronous") in told.facts
+    assert driver.state.asynchronous
+    assert [(type(c).__name__, c.engine) for c in driver.controls] == [
+        ("Continue", engine) for engine in held
+    ]
+    driver.settle()
+    assert len(driver.state.in_flight.groups) == 4, "a wave is begun without a request"
+    assert all(driver.state.fleet.control.runs(name) for name in driver.engines)
+
+
+def test_engines_that_generate_ahead_are_paused_as_soon_as_the_pace_is_synchronous() -> None:
+    told = Told()
+    driver = told.driver
+    told.plan(schedule("asynchronous"))
+    assert driver.attempts(), "nobody has asked for a batch"
+    told.plan(schedule("synchronous"))
+    assert [type(control).__name__ for control in driver.controls] == ["Pause"] * 2
+    driver.settle()
+    driver.request_batch()
+    driver.settle()
+    while not driver.batches:
+        driver.finish(driver.attempts()[0], 10)
+    assert len(driver.batches[0].groups) == 2
+
+
+def test_in_the_middle_of_a_batch_no_second_wave_is_begun() -> None:
+    told = Told()
+    driver = told.driver
+    told.plan(schedule("synchronous", ratio=1.0))
+    driver.request_batch()
+    assert driver.state.in_flight.training == 2
+    driver.finish(driver.attempts()[0], 10)
+    told.plan(schedule("asynchronous", ratio=2.0))
+    assert driver.state.in_flight.training == 2
+    while not driver.batches:
+        driver.finish(driver.attempts()[0], 10)
+    assert driver.state.in_flight.training == 4, "the next batch has begun"
+
+
+def test_a_planner_that_knows_no_paces_leaves_the_pace_as_it_is() -> None:
+    told = Told()
+    told.plan(schedule("asynchronous"))
+    told.plan(schedule(None, ratio=1.0))
+    assert told.driver.state.plan.schedule == schedule("asynchronous", ratio=1.0)
+
+
+def test_a_trainer_that_borrows_the_engines_memory_keeps_the_pace_synchronous() -> None:
+    told = Told()
+    driver = told.driver
+    told.plan(schedule("asynchronous", refill=Pool()))
+    driver.feed(ev.SleepRequested(tags=("kv_cache",)))
+    assert not driver.state.asynchronous
+    assert driver.state.plan.schedule.refill == Pool()
+    driver.settle()
+    driver.feed(ev.WakeRequested())
+    driver.settle()
+    told.plan(schedule("asynchronous"))
+    assert [type(fact) for fact in told.facts] == [ScheduleRefused]
+    assert not driver.state.asynchronous
+    told.step()
+    assert driver.plans[-1].paces == ("synchronous",)
+
+
+def test_the_paces_are_said_to_the_planner_only_where_they_may_be_chosen() -> None:
+    told, fixed = Told(), Told(pace="asynchronous")
+    told.step()
+    assert told.driver.plans[0].paces == ("synchronous", "asynchronous")
+    fixed.step()
+    assert fixed.driver.plans[0].paces == ()
+
+
+# --- after a restart -----------------------------------------------------------------------------
+
+
+def test_the_pace_is_saved_with_the_schedule() -> None:
+    for pace in (None, "synchronous", "asynchronous"):
+        assert schedule_from(schedule_record(schedule(pace))) == schedule(pace)
+
+
+def test_a_resumed_run_goes_on_with_the_pace_that_it_had() -> None:
+    told = Told(store=MemoryStore())
+    told.step()
+    told.plan(schedule("asynchronous"))
+    told.driver.save()
+    told.facts.clear()
+    told.driver.restart()
+    assert told.driver.state.asynchronous
+    assert [type(fact) for fact in told.facts][:2] == [RunOpened, ScheduleChanged]
+    assert told.facts[1] == ScheduleChanged(
+        schedule="told", refill="wave", kept=True, pace="asynchronous"
+    )
+    told.driver.request_batch()
+    assert len(told.driver.redelivered) == 1
+    told.step()
+    assert len(told.driver.batches) == 2
+
+
+def test_a_resumed_run_with_another_configured_pace_keeps_only_the_ratio() -> None:
+    told = Told(store=MemoryStore())
+    told.step()
+    told.plan(schedule("asynchronous", ratio=3.0))
+    told.driver.save()
+    told.driver.config = config(pace="synchronous")
+    told.driver.restart()
+    assert not told.driver.state.asynchronous
+    assert told.driver.state.plan.schedule == schedule(None, ratio=3.0)
+    told.driver.request_batch()
+    told.step()
+
+
+# --- the times -----------------------------------------------------------------------------------
+
+
+def test_the_first_duration_and_those_far_above_the_others_are_left_out() -> None:
+    durations = Durations()
+    assert durations.mean is None
+    assert durations.spread == 0.0
+    durations.add(100.0)
+    assert durations.mean is None
+    for seconds in (4.0, 6.0, 50.0):
+        durations.add(seconds)
+    assert durations.mean == 5.0
+    assert durations.spread == 1.0
+    for _ in range(8):
+        durations.add(7.0)
+    assert durations.mean == 7.0
+    assert durations.spread == 0.0
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous", "auto"])
+def test_the_planner_is_told_how_long_the_trainer_and_the_weights_take(pace: str) -> None:
+    told = Told(pace=pace)
+    told.step(training=300.0, refit=70.0)
+    (first,) = told.driver.plans
+    assert (first.train_seconds, first.refit_seconds) == (None, None)
+    told.driver.feed(ev.Planned(schedule=None))
+    told.step(training=20.0, refit=2.0)
+    told.step(training=20.0, refit=2.0)
+    plan = told.driver.plans[-1]
+    assert plan.train_seconds == pytest.approx(20.0, abs=0.1)
+    assert plan.train_spread == pytest.approx(0.0, abs=0.1)
+    assert plan.refit_seconds == pytest.approx(2.0, abs=0.1)
+
+
+def test_waits_for_a_batch_and_for_an_evaluation_are_no_training() -> None:
+    told = Told()
+    driver, times = told.driver, told.driver.state.times
+    told.step(training=5.0)
+    driver.request_batch()
+    driver.now += 1_000.0
+    while len(driver.batches) < 2:
+        driver.finish(driver.attempts()[0], 10)
+    driver.now += 5.0
+    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.now += 500.0
+    driver.settle()
+    while driver.state.evaluations.running:
+        driver.finish(driver.attempts()[-1], 10)
+    driver.now += 5.0
+    driver.request_batch()
+    assert times.training.mean == pytest.approx(10.0, abs=0.1)
+
+
+def test_a_trainer_that_has_become_slower_is_planned_for_again() -> None:
+    told = Told()
+    driver = told.driver
+    asked: list[int] = []
+
+    def step(training: float) -> None:
+        told.step(training=training)
+        asked.extend(len(driver.batches) for _ in driver.plans)
+        for _ in driver.plans:
+            driver.feed(ev.Planned(schedule=None))
+        driver.plans.clear()
+
+    for _ in range(9):
+        step(10.0)
+    assert asked == [1, 3, 9]
+    for _ in range(12):
+        step(30.0)
+    assert asked == [1, 3, 9, 17]
+    assert driver.state.plan.planned_training == pytest.approx(30.0, rel=0.2)
+
+
+def test_a_small_part_of_a_step_is_no_reason_to_plan_again() -> None:
+    told = Told()
+    driver = told.driver
+    asked: list[int] = []
+    for step in range(20):
+        driver.now += 100.0
+        told.step(training=0.1 if step < 9 else 0.3)
+        asked.extend(len(driver.batches) for _ in driver.plans)
+        for _ in driver.plans:
+            driver.feed(ev.Planned(schedule=None))
+        driver.plans.clear()
+    assert asked == [1, 3, 9]
+
+
+def test_what_earlier_epochs_explain_is_said_as_a_share() -> None:
+    driver = Driver(config(), keys=tuple(f"prompt {i}" for i in range(8)))
+    told = Told()
+    told.driver = driver
+    for _ in range(9):
+        told.step()
+    shares = [plan.remembered for plan in driver.plans]
+    assert shares[0] == 0.0, "nothing is remembered in the first epoch"
+    assert all(0.0 <= share < 1.0 for share in shares)
