@@ -14,9 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.groups import pooled
+from aprilsched.core.lengths.groups import NEVER, GroupLengths, entry_after, pooled
 from aprilsched.core.lengths.identity import bias_without, expected_lengths
-from aprilsched.core.messages.facts import BatchDelivered, Fact, GroupDropped, PromptRefused
+from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
+from aprilsched.core.messages.facts import (
+    BatchDelivered,
+    Fact,
+    GroupDropped,
+    GroupLaunched,
+    PromptRefused,
+)
 from aprilsched.core.state.records import group_lengths
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.telemetry.base import TokenChunks
@@ -65,6 +72,8 @@ class LiveBias:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._recent: deque[NDArray[np.int64]] = deque(maxlen=_RECENT_BATCHES)
+        self._again: dict[int, int] = {}
+        """For each group that came in another one's place, that other one."""
         self._delivered = 0
         self._tokens = 0
         self._warned = False
@@ -76,6 +85,9 @@ class LiveBias:
                 self._recent.append(lengths)
                 self._delivered += lengths.size
                 self._tokens += int(lengths.sum())
+            elif isinstance(fact, GroupLaunched):
+                if fact.again is not None:
+                    self._again[fact.group_id] = fact.again
             elif isinstance(fact, GroupDropped | PromptRefused) and not self._warned:
                 warning = self._warning()
                 if warning is not None:
@@ -87,10 +99,10 @@ class LiveBias:
 
     def now(self) -> BiasNow:
         """The figures at this time."""
-        in_flight, observed = self._state.in_flight, self._state.expectations.observed
+        in_flight = self._state.in_flight
         open_groups = [group_lengths(group) for group in in_flight.training_groups()]
         incomplete = [group for group in open_groups if not group.complete]
-        law = observed.law(incomplete)
+        law = self._law(incomplete)
         tokens, finished = pooled(open_groups)
         mean = None if law is None else law.mean()
         bias = transient = None
@@ -111,6 +123,35 @@ class LiveBias:
             },
             warning=self._warning(),
         )
+
+    def _law(self, incomplete: list[GroupLengths]) -> KaplanMeier | None:
+        """The law that lengths are drawn from. The responses of a prompt that was generated again
+        count from where its former ones were stopped (delayed entry): they are there because those
+        were long, and what the former ones had shown counts already."""
+        cohort = self._state.expectations.observed.cohort(incomplete)
+        tokens, finished = pooled(cohort)
+        if not finished.any():
+            return None
+        known = {group.launched: group for group in cohort}
+        self._again = {g: former for g, former in self._again.items() if g in known}
+        entered: dict[int, NDArray[np.int64]] = {}
+        for group, former in sorted(self._again.items()):
+            size, before = len(known[group].tokens), known.get(former)
+            # The former one is not among the groups that count, so this prompt does not either.
+            since = np.full(size, NEVER)
+            if before is not None:
+                since = entry_after(before.tokens, before.finished)[:size]
+            if former in entered:
+                since = np.maximum(since, entered[former][:size])
+            entered[group] = since
+        since = [
+            entered.get(group.launched, np.zeros(len(group.tokens), dtype=np.int64))
+            for group in cohort
+        ]
+        entry = np.concatenate(since)
+        if not (finished & (tokens > entry)).any():
+            return self._state.expectations.observed.law(incomplete)
+        return kaplan_meier(tokens, ~finished, entry)
 
     def _warning(self) -> str | None:
         return warning_now(self._state.in_flight.ledger, self._delivered, self._tokens)

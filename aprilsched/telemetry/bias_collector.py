@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.groups import GroupLengths, pooled
+from aprilsched.core.lengths.groups import GroupLengths, entry_after, pooled
 from aprilsched.core.lengths.identity import batches_until, bias_without, expected_lengths
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
 from aprilsched.core.messages.facts import DeliveredRollout
@@ -32,8 +32,6 @@ from aprilsched.telemetry.laws import deciles, in_flight_figures, law_figures, s
 __all__ = ["BiasCollector", "running_bias", "transient_by_batch"]
 
 _GOAL = 0.01
-_NEVER = 2**62
-"""A number of tokens that no response has."""
 
 
 class BiasCollector:
@@ -129,12 +127,7 @@ class BiasCollector:
 
     def _entered(self) -> dict[int, NDArray[np.int64]]:
         """For each group that came in another one's place the number of tokens from which on each
-        of its members counts for the drawn law, int64 [g].
-
-        That is where the former group was stopped. A member that had no token then was not sampled
-        before, so it counts from its beginning; if nothing that had begun was stopped, everything
-        that can be known of the others is known already.
-        """
+        of its members counts for the drawn law, int64 [g]."""
         if not self.again:
             return {}
         members: dict[int, list[Drop]] = {}
@@ -146,9 +139,7 @@ class BiasCollector:
                 continue
             tokens = np.array([drop.entry.tokens for drop in members[former]], dtype=np.int64)
             ended = np.array([drop.finished for drop in members[former]], dtype=np.bool_)
-            begun = ended | (tokens > 0)
-            stopped = int(tokens[begun & ~ended].max(initial=-1))
-            since = np.where(begun, _NEVER if stopped < 0 else stopped, 0)
+            since = entry_after(tokens, ended)
             entered[group] = np.maximum(since, entered.get(former, 0))
         return entered
 

@@ -36,6 +36,7 @@ from aprilsched.analysis.run import read_run
 from aprilsched.analysis.transients import Transient, live_transient, realised_transient
 from aprilsched.cli.main import main
 from aprilsched.config import Dispatch, LengthBuckets, Staleness, TailBatching
+from aprilsched.coordinator.live_bias import LiveBias
 from aprilsched.core.lengths.groups import GroupLengths, pooled
 from aprilsched.core.messages.commands import Send
 from aprilsched.core.messages.events import Event
@@ -435,11 +436,15 @@ class Again:
         """Tokens by batch."""
         self.first: list[int] = []
         """Tokens by batch, if every prompt had been sampled once."""
+        self.live: LiveBias | None = None
+        """The bias that the run reports."""
         self._prompts = prompts
         self._index: dict[int, int] = {}
         self._launched = 0
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        if self.live is not None:
+            self.live.on_facts(facts, now)
         for fact in facts:
             if isinstance(fact, GroupLaunched) and fact.again is not None:
                 self._index[fact.group_id] = self._index[fact.again]
@@ -478,6 +483,7 @@ def drawn_again(preset: str, responses: float = 1.0) -> tuple[Again, RunSummary]
         config, prompts, engine=engine, batches=100, listeners=[listener, summary]
     )
     summary.ledger = simulation.state.in_flight.ledger
+    listener.live = LiveBias(simulation.state)
     simulation.run()
     return listener, summary.result(remainder(simulation.state), clock="virtual")
 
@@ -503,6 +509,25 @@ def test_generating_the_losers_of_a_race_again_fails():
     assert told.policies == ["begun_again"]
     assert told.effect is not None
     assert told.effect == pytest.approx(estimate, abs=0.015)
+
+
+def test_the_live_bias_counts_what_was_generated_again_from_where_it_was_stopped():
+    """The control counts every response that was generated for a prompt, so prompts of long
+    responses count twice, and the drawn law is too long."""
+    run, _ = drawn_again("rollpacker")
+    estimate, _ = run.bias()
+    assert run.live is not None
+    now = run.live.now()
+    assert now.length_bias is not None
+    assert now.drawn is not None
+    assert now.length_bias == pytest.approx(estimate, abs=0.03)
+    state = run.live._state
+    everything = state.expectations.observed.law(
+        [g for g in map(group_lengths, state.in_flight.training_groups()) if not g.complete]
+    )
+    assert everything is not None
+    delivered = (1 + now.length_bias) * now.drawn.mean
+    assert delivered / everything.mean() - 1 < estimate - 0.06
 
 
 def test_racing_responses_censor_and_the_ledger_says_by_how_much():

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GroupLengths", "pooled"]
+__all__ = ["NEVER", "GroupLengths", "entry_after", "pooled"]
+
+NEVER = 2**62
+"""A number of tokens that no response has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,3 +54,17 @@ def pooled(groups: Sequence[GroupLengths]) -> tuple[NDArray[np.int64], NDArray[n
         np.concatenate([group.tokens for group in groups]),
         np.concatenate([group.finished for group in groups]),
     )
+
+
+def entry_after(tokens: NDArray[np.int64], finished: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """From which number of tokens on the members of a group count for the drawn law, int64 [g], if
+    the group comes in the place of another one of its prompt with these `tokens`, int64 [g], whose
+    members had `finished`, bool [g].
+
+    That is where the former group was stopped. A member that had no token then was not sampled
+    before, so it counts from its beginning; if nothing that had begun was stopped, everything that
+    can be known of the others is known already.
+    """
+    begun = finished | (tokens > 0)
+    stopped = int(tokens[begun & ~finished].max(initial=-1))
+    return np.where(begun, NEVER if stopped < 0 else stopped, 0)
