@@ -23,7 +23,7 @@ from aprilsched.core.policies.over_provision import RATIO, FixedRatio, KvTarget,
 from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.resume_order import ResumeOrder
-from aprilsched.core.policies.schedule import Pace
+from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.policies.start_up import StartUp, StartUpRule
 from aprilsched.core.policies.stop import Groups, Samples, Stop
@@ -209,7 +209,8 @@ class SchedulerConfig:
     max_staleness: Annotated[int, AT_LEAST_0] | Staleness | None = None
     """Bound on the staleness of a delivered token that counts: the consuming version minus the
     sampling version. Tokens beyond it get loss mask 0; Staleness(2, rule="evict"), "finish" or
-    "restart" treats them otherwise."""
+    "restart" treats them otherwise. With over_provision="auto" 0 means Staleness(0,
+    rule="restart"), where the straggler rule and the pace allow it."""
     ready_batches: Annotated[int, AT_LEAST_1] = 2
     """Number of complete batches that are kept for a slow trainer before no new groups are
     started, on the asynchronous pace."""
@@ -259,7 +260,8 @@ class SchedulerConfig:
     @property
     def policies(self) -> Policies:
         """The policies that the settings name."""
-        ratio, bound, start_up = self.over_provision, self.max_staleness, self.start_up
+        ratio, start_up = self.over_provision, self.start_up
+        start = start_up if isinstance(start_up, StartUp) else StartUp(start_up)
         over_provision = None
         if isinstance(ratio, OverProvision):
             over_provision = ratio
@@ -271,8 +273,8 @@ class SchedulerConfig:
             stop=self._stop(),
             over_provision=over_provision,
             refill=self.refill if isinstance(self.refill, Refill) else REFILLS[self.refill](),
-            staleness=bound if isinstance(bound, Staleness) else Staleness(bound),
-            start_up=start_up if isinstance(start_up, StartUp) else StartUp(start_up),
+            staleness=self._staleness(start),
+            start_up=start,
         )
 
     @property
@@ -295,12 +297,14 @@ class SchedulerConfig:
         """Whether a refill rule that defers groups may be chosen during the run.
 
         Such a rule calls back what it does not run, so nothing may be meant to stay in the engines.
-        It also lets groups wait, so the bound on staleness must be wide.
+        It also lets groups wait, so the bound on staleness must be wide, or groups that have waited
+        too long must begin again.
         """
         policies = self.policies
         bound = policies.staleness.bound
         able = self._defers and policies.start_up.at_once
-        return able and (bound is None or bound >= LONG_WAIT)
+        again = policies.staleness.rule == "restart"
+        return able and (bound is None or bound >= LONG_WAIT or again)
 
     @property
     def cached_kv(self) -> CachedKV:
@@ -313,17 +317,37 @@ class SchedulerConfig:
     def _defers(self) -> bool:
         return self.pace != "asynchronous" and self.behaviour.deferrable
 
-    @property
-    def _settles(self) -> bool:
-        """Whether every group comes to its end although its tokens are thrown away at updates."""
-        policies = self.policies
-        if policies.refill.settles:
+    @staticmethod
+    def settles(schedule: Schedule) -> bool:
+        """Whether every group comes to its end under this schedule, on the synchronous pace,
+        although its tokens are thrown away at updates (``Staleness(0, rule="restart")``)."""
+        refill = schedule.refill
+        if refill.settles:
             return True
         # What is held back when it is complete would be thrown away at the next update.
-        keeps = policies.refill.defers and not policies.refill.held_batches
-        waits = keeps or isinstance(policies.refill, Wave)
-        ratio = policies.over_provision
-        return self.pace == "synchronous" and waits and ratio == FixedRatio(1.0)
+        keeps = refill.defers and not refill.held_batches
+        waits = keeps or isinstance(refill, Wave)
+        return waits and schedule.over_provision == FixedRatio(1.0)
+
+    @property
+    def _settles(self) -> bool:
+        """Whether every group comes to its end although its tokens are thrown away at updates. An
+        automatic schedule is checked when it is chosen."""
+        policies = self.policies
+        if policies.over_provision is None:
+            return self.pace != "asynchronous"
+        chosen = Schedule(over_provision=policies.over_provision, refill=policies.refill)
+        return self.settles(chosen) and (policies.refill.settles or self.pace == "synchronous")
+
+    def _staleness(self, start_up: StartUp) -> Staleness:
+        bound = self.max_staleness
+        if isinstance(bound, Staleness):
+            return bound
+        if bound == 0 and self.automatic and self._defers and start_up.at_once:
+            # Without stale tokens every schedule waits for all that it runs. Then length buckets
+            # are possible, whose probes are thrown away, and nothing would be masked anyway.
+            return Staleness(0, rule="restart")
+        return Staleness(bound)
 
     def _stop(self) -> Stop:
         if isinstance(self.stop, Stop):

@@ -22,14 +22,15 @@ from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Forecast, Schedule
+from aprilsched.core.policies.schedule import Forecast, Pace, Schedule
+from aprilsched.core.policies.tail_batching import TailBatching
 from aprilsched.core.policies.wave import Wave
 from aprilsched.planning.bias import Bias
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Trial
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
-__all__ = ["RATIOS", "Planner", "Tried", "candidates", "choose", "named"]
+__all__ = ["RATIOS", "Planner", "Space", "Tried", "candidates", "choose", "named"]
 
 _STAYS = 0.01
 """Additional share of the objective that the schedule in force may give up and stay."""
@@ -83,7 +84,12 @@ class Planner:
     def plan(self, command: Plan, config: SchedulerConfig) -> Schedule:
         """The schedule to follow, with its expected outcome; it may be the one in force."""
         setting = self.setting(command, config)
-        tried = trials(setting, may_defer=config.may_defer, current=command.current, bias=self.bias)
+        space = Space(
+            may_defer=config.may_defer,
+            tail=isinstance(config.policies.refill, TailBatching) and config.may_defer,
+            paces=command.paces,
+        )
+        tried = trials(setting, space, current=command.current, bias=self.bias)
         best = choose(tried, config.objective.tolerance)
         now = next((t for t in tried if t.schedule.same_as(command.current)), None)
         if now is not None and _may_stay(now, best, tried, config.objective.tolerance):
@@ -113,6 +119,7 @@ class Planner:
             prompt_tokens=command.prompt_tokens,
             keeps_kv=config.cached_kv == "keep",
             max_staleness=config.policies.staleness.bound,
+            restarts=config.policies.staleness.rule == "restart",
             pace=config.first_pace,
             ready_batches=config.ready_batches,
             train_seconds=command.train_seconds or 0.0,
@@ -120,15 +127,18 @@ class Planner:
             refit_seconds=command.refit_seconds or 0.0,
             objective=config.objective,
             iid_distance=observed.iid_distance(batch_groups) or 0.0,
-            shared=observed.shared_log_variance() or 0.5,
+            remembered=min(max(command.remembered, 0.0), 0.99),
+            # There are few candidates without stale tokens, and they differ by a few percent.
+            batches=48 if config.policies.staleness.rule == "restart" else 24,
+            shared=_shared(observed),
             stop=replace(stop, amount=-(-stop.amount // scale)),
         )
 
 
 def trials(
     setting: Setting,
+    space: Space,
     *,
-    may_defer: bool,
     current: Schedule | None = None,
     bias: Bias | None = None,
 ) -> list[Tried]:
@@ -137,9 +147,7 @@ def trials(
     All candidates get a brief trial; those of them that are near the best, and `current`, go on to
     a longer one. If a longer trial exceeds a bound, the next best takes that candidate's place.
     """
-    several = candidates(
-        batch_groups=setting.batch_groups, engines=setting.engines, may_defer=may_defer
-    )
+    several = candidates(setting, space)
     bias = bias or Bias()
     running = [Trial(schedule, setting) for schedule in several]
     factors = [bias.factor(schedule.refill.name) for schedule in several]
@@ -156,8 +164,12 @@ def trials(
         now = current is not None and schedule.same_as(current)
         if longer and now and place not in longer:
             longer[place] = outcome(place, setting.batches)
+    waiting = next((place for place, (s, _) in enumerate(first) if _waits(s)), None)
+    if setting.restarts and waiting is not None and waiting not in longer:
+        longer[waiting] = outcome(waiting, setting.batches)
+    plain = longer.get(waiting) if setting.restarts and waiting is not None else None
     return [
-        _tried(schedule, longer.get(place, brief), setting, factors[place])
+        _tried(schedule, longer.get(place, brief), setting, factors[place], plain)
         for place, (schedule, brief) in enumerate(first)
         if place in longer or not longer
     ]
@@ -174,12 +186,28 @@ def _near(first: Sequence[tuple[Schedule, Outcome]], longer: Mapping[int, Outcom
     return [place for place, value in allowed.items() if value >= least and place not in longer]
 
 
-def _tried(schedule: Schedule, outcome: Outcome, setting: Setting, correction: float) -> Tried:
+def _waits(schedule: Schedule) -> bool:
+    """Whether each batch waits for every response to any prompts."""
+    return schedule.refill == Wave() and schedule.over_provision == FixedRatio(ratio=1.0)
+
+
+def _tried(
+    schedule: Schedule,
+    outcome: Outcome,
+    setting: Setting,
+    correction: float,
+    waiting: Outcome | None = None,
+) -> Tried:
+    """A schedule with what is expected of it; `waiting` is the outcome of waiting for any prompts,
+    with which it is compared."""
     model, engines = setting.model, setting.engines * setting.share
     why = (
         f"{named(schedule)}: {outcome.efficiency:.1%} of the bound with "
         f"{outcome.off_policy_share:.0%} of the tokens off-policy expected"
     )
+    if waiting is not None and not _waits(schedule):
+        gain = outcome.value / waiting.value - 1
+        why += f", {gain:+.1%} useful work against waiting for any prompts"
     forecast = Forecast(
         step_seconds=outcome.step_seconds,
         efficiency=outcome.efficiency,
@@ -217,6 +245,11 @@ def _may_stay(now: Tried, best: Tried, tried: Sequence[Tried], tolerance: float)
     )
 
 
+def _shared(observed: ObservedLengths) -> float:
+    shared = observed.shared_log_variance()
+    return 0.5 if shared is None else shared
+
+
 def _groups_needed(batch_groups: int) -> int:
     """Number of groups with which a trial's counted batches use no group twice."""
     return 48 * batch_groups
@@ -227,29 +260,85 @@ _POOL_RATIOS = (0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
 _POOL_UNTIL = (0.25, 1.0)
 _BUCKET_RATIOS = (1.125, 1.25, 1.375, 1.5, 1.5625, 1.625, 1.6875, 1.75, 2.0, 2.25, 2.5, 3.0)
 _STORES = (LengthBuckets(store=5.0, oldest=16), LengthBuckets(store=3.5, oldest=6))
+_WAITED = (
+    LengthBuckets(store=2.0, probe_after=0.97),
+    LengthBuckets(store=4.0, probe_after=0.97),
+    LengthBuckets(store=6.0, probe_after=0.97),
+)
+"""Length buckets that are waited for; the middle one is that of the preset `on_policy`."""
+_RACES = (1.125, 1.25, 1.375, 1.5)
+_AHEAD_WAVES = (1.0, 1.125, 1.25, 1.5, 1.75, 2.0, 2.5)
+_AHEAD_POOLS = (0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+"""Ratios on the asynchronous pace, on which at least a batch is generated ahead anyway."""
 _TOGETHER = 4
 """Groups of 8 rollouts: one pass for 32 rollouts costs a tenth of one pass for each rollout."""
 
 
-def candidates(*, batch_groups: int, engines: int, may_defer: bool) -> list[Schedule]:
-    """All candidates; pools refill every engine with a few groups at a time.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """Which kinds of schedules are possible.
 
-    With `may_defer` they include length buckets, which take back rollouts that they do not choose.
+    Attributes:
+        may_defer: length buckets, which take back rollouts that they do not choose.
+        tail: tail batching.
+        paces: the paces that a schedule may name; with none it has the configured one.
     """
-    together = min(_TOGETHER * engines, batch_groups)
+
+    may_defer: bool
+    tail: bool = False
+    paces: tuple[Pace, ...] = ()
+
+
+def candidates(setting: Setting, space: Space) -> list[Schedule]:
+    """All candidates. Pools refill every engine with a few groups at a time.
+
+    Where the tokens of groups that would be too stale are thrown away, every candidate waits for
+    all groups that it runs, or runs each of them to its end some time. On the asynchronous pace
+    nothing can be deferred.
+    """
+    found: list[Schedule] = []
+    for pace in space.paces or (None,):
+        if (pace or setting.pace) == "asynchronous":
+            refills = [] if setting.restarts else _ahead(setting)
+        else:
+            refills = _in_turn(setting, space)
+        found += [
+            Schedule(over_provision=FixedRatio(ratio=ratio), refill=refill, pace=pace)
+            for ratio, refill in refills
+        ]
+    return found
+
+
+def _in_turn(setting: Setting, space: Space) -> list[tuple[float, Refill]]:
+    """Ratios and refill rules for the synchronous pace."""
+    races: list[tuple[float, Refill]] = [(r, TailBatching()) for r in _RACES if space.tail]
+    if setting.restarts:
+        waited = _WAITED if space.may_defer else ()
+        return [(1.0, Wave()), *((1.0, store) for store in waited), *races]
+    together = _together(setting)
     refills: list[tuple[float, Refill]] = [(ratio, Wave()) for ratio in RATIOS]
     refills += [
         (ratio, Pool(together=together, until=until))
         for ratio in _POOL_RATIOS
         for until in _POOL_UNTIL
     ]
-    if may_defer:
+    if space.may_defer:
         refills += [(ratio, store) for ratio in _BUCKET_RATIOS for store in _STORES]
-    return [
-        Schedule(over_provision=FixedRatio(ratio=ratio), refill=refill) for ratio, refill in refills
-    ]
+    return refills + races
+
+
+def _ahead(setting: Setting) -> list[tuple[float, Refill]]:
+    """Ratios and refill rules for the asynchronous pace."""
+    pool = Pool(together=_together(setting))
+    refills: list[tuple[float, Refill]] = [(ratio, Wave()) for ratio in _AHEAD_WAVES]
+    return refills + [(ratio, pool) for ratio in _AHEAD_POOLS]
+
+
+def _together(setting: Setting) -> int:
+    return min(_TOGETHER * setting.engines, setting.batch_groups)
 
 
 def named(schedule: Schedule) -> str:
     """The schedule in words."""
-    return schedule.refill.told(schedule.over_provision.told)
+    pace = f", {schedule.pace} pace" if schedule.pace is not None else ""
+    return schedule.refill.told(schedule.over_provision.told) + pace

@@ -34,6 +34,8 @@ class Setting:
         keeps_kv: whether a refit keeps the KV; otherwise every request in flight is recomputed.
         max_staleness: the user's bound; None without one. It also limits how many groups are
             outstanding (:meth:`~aprilsched.core.policies.staleness.Staleness.admissible`).
+        restarts: whether the tokens of groups that would pass the bound are thrown away at an
+            update, and their prompts generated again.
         pace: whether generation goes on while the trainer trains, for a schedule that names no
             pace.
         ready_batches: number of complete batches that are kept for a slow trainer before no new
@@ -46,6 +48,7 @@ class Setting:
             equal share of `train_seconds` as soon as it has the group.
         objective: what is wanted of a schedule.
         iid_distance: distance from the law of a batch drawn at random, from 0 to 1.
+        remembered: the share of what the levels of prompts vary by that earlier epochs explain.
         shared: the share of the log lengths' variance that lies between groups.
         batches: number of batches that are counted.
         burn_in: number of batches before those that are not counted (three times as many for a
@@ -62,6 +65,7 @@ class Setting:
     prompt_tokens: float = 0.0
     keeps_kv: bool = False
     max_staleness: int | None = None
+    restarts: bool = False
     pace: Pace = "synchronous"
     ready_batches: int = 2
     train_seconds: float = 0.0
@@ -70,6 +74,7 @@ class Setting:
     streamed: bool = False
     objective: Objective = field(default_factory=Objective)
     iid_distance: float = 0.0
+    remembered: float = 0.0
     shared: float = 0.5
     batches: int = 24
     burn_in: int = 5

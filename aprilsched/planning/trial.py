@@ -17,6 +17,11 @@ Invariants:
 
 Efficiency counts generated tokens and not delivered ones: in the long run both are the same, and
 over a few batches the delivered ones vary four times as much, with what is in flight.
+
+Where the trainer is the slower one, a step takes as long whatever its responses are, so chance in
+their lengths is chance in the work of a step. All candidates do the same work in the long run, so
+the objective counts the mean work of as many groups, and the seconds that this would have taken:
+those that depend on the engines in proportion, and the others as they are.
 """
 
 from __future__ import annotations
@@ -24,22 +29,24 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.log_law import LogLaw
+from aprilsched.core.lengths.log_law import Levels, LogLaw, observed_logs
+from aprilsched.core.lengths.observed import resampled
 from aprilsched.core.policies.over_provision import PoolLoad
 from aprilsched.core.policies.refill import OpenGroups, PoolView, Refill
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.policies.staleness import Staleness
+from aprilsched.core.policies.staleness import Staleness, StalenessRule
 from aprilsched.planning.setting import Outcome, Setting
 
 __all__ = ["CompleteGroups", "Store", "Trial", "TrialGroup", "try_out"]
 
 T = TypeVar("T", bound=np.generic)
+Amount = TypeVar("Amount", float, NDArray[np.float64])
 
 _RESERVE_SHARE = 0.098
 """Share of the tokens still to come for which admission leaves room: the lower bound of SGLang's
@@ -61,16 +68,18 @@ class Trial:
         self._setting = setting
         self._refill = schedule.refill
         self._asynchronous = (schedule.pace or setting.pace) == "asynchronous"
-        self._gate = Staleness(setting.max_staleness)
+        rule: StalenessRule = "restart" if setting.restarts else "mask"
+        self._gate = Staleness(setting.max_staleness, rule=rule)
         self._group_size = setting.group_size
         self._stop_at, self._usual = setting.full_at, setting.usual_group
         self._batch_groups = self._stop_at.batch_groups(self._usual)
         load = PoolLoad(batch_groups=self._batch_groups, current=0)
         self._target = schedule.over_provision.target_groups(load)
         self._store = Store(schedule.refill, setting) if schedule.refill.defers else None
-        self._rows: list[list[int]] = [
-            [length for length in row if length] for row in setting.lengths.tolist()
-        ]
+        self._rows = _rows(setting.lengths)
+        # What is thrown away is drawn again, so it has other lengths.
+        self._again = _rows(drawn_again(setting)) if setting.restarts else self._rows
+        self._remembered = _remembered(setting) if setting.remembered and self._store else []
         self._next = 0
         self._limit = setting.max_running * setting.engines
         pool = setting.kv_tokens
@@ -93,11 +102,15 @@ class Trial:
         """Number of batches and of versions so far: each batch is followed by an update."""
         self._taken = 0
         """Number of batches since the last update, 0 or 1."""
+        self._tail_at = -1
+        """Number of running responses at which the tail of a batch begins; -1 for none."""
         self._wave_pending = True
         """Whether a batch begins, or has begun with fewer groups than the rule asks for."""
         self._tickets = 0
         self._seen = _Seen()
         self._law = np.sort(setting.lengths[setting.lengths > 0])
+        lengths = setting.lengths.astype(np.float64)
+        self._group_work = float(self._work(lengths).sum()) / len(lengths) / setting.engines
         # Times of the trainer with their mean and deviation, in a fixed order without a trend.
         spread = min(setting.train_spread, setting.train_seconds)
         self._training = [setting.train_seconds + spread * z for z in _QUANTILES]
@@ -111,13 +124,21 @@ class Trial:
         while self._batches < burn_in + batches:
             began, before, version = self.now, self._bound, self._batches
             delivered = self._batch()
+            generated = self.now - began
             waited = self._train(delivered, asked=began)
             self._refit()
             if version >= burn_in:
-                seen.add(delivered, version, seconds=self.now - began, waited=waited)
+                seconds = self.now - began
+                seen.add(delivered, version, seconds=seconds, waited=waited)
+                if self._asynchronous:
+                    # A step is as long as generation takes, if the trainer has waited for that.
+                    seen.driven += seconds if generated > 0 else 0.0
+                else:
+                    seen.driven += generated
                 seen.bound += self._bound - before
                 seen.distance += self._distance(delivered)
-        return seen.outcome(setting, batches, self._peak / setting.engines)
+        mean_work = self._group_work * seen.groups if self._stop_at.fixed_groups else seen.bound
+        return seen.outcome(setting, batches, self._peak / setting.engines, mean_work)
 
     def _distance(self, groups: Sequence[TrialGroup]) -> float:
         """Kolmogorov's distance of the lengths of a batch from the law, 0 to 1."""
@@ -145,6 +166,8 @@ class Trial:
         """Start what the refill rule asks for after some responses have ended."""
         if self._store is None:
             self._launch()
+        elif 0 < len(self._running) + len(self._queue) <= self._tail_at:
+            self._choose(tail=True)
         elif not self._running and not self._stop_at.enough(self._ready):
             # Everything that was chosen has ended, and the batch is not full.
             self._launch()
@@ -191,6 +214,8 @@ class Trial:
             self._note(running)
         if self._store is not None:
             self._queue.clear()
+            if self._setting.restarts:
+                self._throw_away(self._store)
         elif self._setting.keeps_kv:
             return
         else:
@@ -199,6 +224,21 @@ class Trial:
         self._ends.clear()
         self._kv = 0.0
         self._sum_of_ends = 0
+
+    def _throw_away(self, store: Store) -> None:
+        """Let the groups begin again that would be too stale for the next batch."""
+        oldest = self._batches + 1 - (self._setting.max_staleness or 0)
+        for group in store.groups:
+            if group.sampled and min(group.sampled) < oldest:
+                for tokens in group.have:
+                    self._bound -= self._work(tokens) / self._setting.engines
+                store.begin_again(group)
+
+    def _work(self, tokens: Amount) -> Amount:
+        """T_bound of a response on one engine, in seconds; of each, if these are several."""
+        setting, model = self._setting, self._setting.model
+        each = model.t1 + model.t0 / setting.max_running
+        return tokens * (each + model.t2 * (setting.prompt_tokens + tokens / 2))
 
     def _note(self, running: _Running) -> None:
         group, member = running.group, running.member
@@ -232,7 +272,9 @@ class Trial:
         )
         self._wave_pending = admissible is not None and count > admissible
         for _ in range(count if admissible is None else min(count, admissible)):
-            group = TrialGroup(self._rows[self._next % len(self._rows)], self._batches)
+            row = self._next % len(self._rows)
+            group = TrialGroup(self._again[row], self._batches, then=self._rows[row])
+            group.level = self._remembered[row] if self._remembered else None
             self._next += 1
             self._open += 1
             if self._store is None:
@@ -240,12 +282,19 @@ class Trial:
             else:
                 self._store.groups.append(group)
 
-    def _choose(self) -> None:
-        """Choose the members that run next, where groups are deferred."""
+    def _choose(self, *, tail: bool = False) -> None:
+        """Choose the members that run next, where groups are deferred; in the `tail` of a batch
+        those that run besides the others."""
         if self._store is not None:
             ready = self._stop_at.as_groups(self._ready, self._usual)
             wanted, lacking = self._target - ready, self._batch_groups - ready
-            self._queue.extend(self._store.choose(wanted, lacking, self._batches))
+            busy = {id(running.group) for running in self._running.values()} if tail else set[int]()
+            chosen = self._store.choose(wanted, lacking, self._batches, busy=busy, tail=tail)
+            self._queue.extend(chosen)
+            begins = None if tail else self._refill.tail_begins
+            self._tail_at = -1 if begins is None else int((1 - begins) * len(chosen))
+            if tail:
+                self._admit()
 
     def _admit(self) -> None:
         """Start waiting members, first come, first served, as far as there is room."""
@@ -344,6 +393,10 @@ class _Seen:
     def __init__(self) -> None:
         self.bound = 0.0
         self.distance = 0.0
+        self.groups = 0
+        """Number of delivered groups."""
+        self.driven = 0.0
+        """Seconds that are as long as the engines make them."""
         self._seconds = 0.0
         self._waited = 0.0
         self._by_age: dict[int, float] = {}
@@ -356,20 +409,23 @@ class _Seen:
         engines `waited` for the trainer."""
         self._seconds += seconds
         self._waited += waited
+        self.groups += len(groups)
         for group in groups:
             for sampled, tokens in group.sampled.items():
                 age = version - sampled
                 self._by_age[age] = self._by_age.get(age, 0.0) + tokens
 
-    def outcome(self, setting: Setting, batches: int, peak_kv: float) -> Outcome:
+    def outcome(self, setting: Setting, batches: int, peak_kv: float, mean_work: float) -> Outcome:
+        """The means over `batches`; `mean_work` is what as many groups are expected to be worth."""
         by_age, oldest = self._by_age, setting.max_staleness
         tokens, distance = sum(by_age.values()), self.distance / batches
         worth = setting.objective.usefulness(by_age, bound=oldest)
         worth *= setting.objective.share_left(distance, setting.iid_distance)
+        longer = self.driven * (mean_work / self.bound - 1)
         busy = self._seconds - self._waited
         late = 0.0 if oldest is None else sum(n for age, n in by_age.items() if age > oldest)
         return Outcome(
-            value=self.bound / self._seconds * worth,
+            value=mean_work / (self._seconds + longer) * worth,
             step_seconds=busy / batches,
             trainer_seconds=self._waited / batches,
             efficiency=self.bound / busy,
@@ -401,13 +457,19 @@ class TrialGroup:
         "first_run",
         "have",
         "lengths",
+        "level",
         "opened",
         "sampled",
+        "then",
         "unfinished",
     )
 
-    def __init__(self, lengths: list[int], opened: int) -> None:
+    def __init__(self, lengths: list[int], opened: int, *, then: list[int]) -> None:
         self.lengths = lengths
+        self.then = then
+        """The lengths if the group begins again."""
+        self.level: tuple[float, float] | None = None
+        """Mean and variance of its log level, by what is remembered of it; None for nothing."""
         self.have = [0] * len(lengths)
         self.finished = [False] * len(lengths)
         self.unfinished = len(lengths)
@@ -472,6 +534,7 @@ class Store:
     def __init__(self, refill: Refill, setting: Setting) -> None:
         self.groups: list[TrialGroup] = []
         self._refill = refill
+        self._remembers = setting.restarts or setting.remembered > 0
         logs = np.log(setting.lengths[setting.lengths > 0])
         self._law = LogLaw.estimated(
             mean=float(logs.mean()),
@@ -480,13 +543,38 @@ class Store:
             cap=float(setting.lengths.max()),
         )
 
+    def begin_again(self, group: TrialGroup) -> None:
+        """Throw a group's tokens away, and remember what they say of its lengths."""
+        law = self._law
+        tokens = np.array(group.have, dtype=np.int64)
+        known = tokens > 0
+        count = int(known.sum())
+        seen = observed_logs(tokens[known], np.array(group.finished)[known], law).mean()
+        weight = law.shared * count / (law.shared * count + 1 - law.shared)
+        variance = law.shared * law.deviation**2 * (1 - weight)
+        group.level = (law.mean + weight * (float(seen) - law.mean), variance)
+        group.lengths = group.then
+        group.have = [0] * len(group.lengths)
+        group.finished = [False] * len(group.lengths)
+        group.unfinished = len(group.lengths)
+        group.sampled = {}
+
     def put_aside(self, batch: int) -> int:
         """Number of open groups that ran in a batch before this one."""
         return sum(g.first_run is not None and g.first_run < batch for g in self.groups)
 
-    def choose(self, count: int, lacking: int, batch: int) -> list[tuple[TrialGroup, int]]:
+    def choose(
+        self,
+        count: int,
+        lacking: int,
+        batch: int,
+        *,
+        busy: Collection[int] = (),
+        tail: bool = False,
+    ) -> list[tuple[TrialGroup, int]]:
         """Choose the members that run in this batch, of `count` groups by the over-provision ratio.
-        The batch still takes `lacking` groups."""
+        The batch still takes `lacking` groups. In the `tail` the groups run on that are `busy`, by
+        their identity."""
         groups = self.groups
         since = [-1 if g.first_run is None else batch - g.first_run for g in groups]
         view = OpenGroups(
@@ -495,17 +583,76 @@ class Store:
             sizes=np.array([len(group.lengths) for group in groups], dtype=np.int64),
             ages=np.array([batch - group.opened for group in groups], dtype=np.int64),
             since_first_run=np.array(since, dtype=np.int64),
-            running=np.zeros(len(groups), dtype=np.bool_),
+            running=np.array([id(group) in busy for group in groups], dtype=np.bool_),
             wanted=count,
             lacking=lacking,
+            tail=tail,
             law=self._law,
+            levels=self._levels(),
         )
         runs: list[tuple[TrialGroup, int]] = []
         for group, started in zip(groups, self._refill.members(view).tolist(), strict=True):
+            if id(group) in busy:
+                continue
             if started and group.first_run is None:
                 group.first_run = batch
             runs += [(group, m) for m in range(started) if not group.finished[m]]
         return runs
+
+    def _levels(self) -> Levels | None:
+        """What is remembered of the groups' levels; None where nothing ever is."""
+        if not self._remembers:
+            return None
+        unknown = (self._law.mean, self._law.shared * self._law.deviation**2)
+        known = np.array([group.level or unknown for group in self.groups]).reshape(-1, 2)
+        return Levels(mean=known[:, :1], variance=known[:, 1:])
+
+
+def drawn_again(setting: Setting) -> NDArray[np.int64]:
+    """Other lengths of the same groups, as if their prompts were generated again.
+
+    A group keeps its level, as far as its members tell it, and gets the deviations of another
+    group's members from their mean, scaled to the variance within groups.
+    """
+    lengths = setting.lengths
+    there = lengths > 0
+    levels, means = _levels_of(setting)
+    sizes = there.sum(axis=1, keepdims=True)
+    scale = np.sqrt(sizes / np.maximum(sizes - 1, 1))
+    own = np.where(there, np.log(np.maximum(lengths, 1)) - means, 0.0) * scale
+    others = resampled(len(lengths), len(lengths), seed=2)
+    drawn = np.exp(levels + own[others])
+    return np.where(there, np.clip(np.rint(drawn), 1, lengths.max()), 0).astype(np.int64)
+
+
+def _levels_of(setting: Setting) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The level of each group, as far as its members tell it, and the mean of their log lengths,
+    both float64 [G, 1]."""
+    lengths, shared = setting.lengths, setting.shared
+    there = lengths > 0
+    logs = np.log(np.maximum(lengths, 1))
+    sizes = there.sum(axis=1, keepdims=True)
+    means = np.where(there, logs, 0.0).sum(axis=1, keepdims=True) / sizes
+    grand = float(logs[there].mean())
+    # The mean of g members varies by the share w of the level and (1 - w) / g of their own.
+    known = np.sqrt(shared / (shared + (1 - shared) / sizes))
+    return grand + known * (means - grand), means
+
+
+def _remembered(setting: Setting) -> list[tuple[float, float]]:
+    """What earlier epochs say of the groups' levels, as means and variances: they explain the share
+    `remembered` of what the levels vary by."""
+    levels, _ = _levels_of(setting)
+    explained, grand = setting.remembered, float(levels.mean())
+    common = max(float(levels.var()), 1e-6)
+    noise = levels[resampled(len(levels), len(levels), seed=3)] - grand
+    means = grand + explained * (levels - grand)
+    means += math.sqrt(explained * (1 - explained)) * noise
+    return [(mean, common * (1 - explained)) for mean in means[:, 0].tolist()]
+
+
+def _rows(lengths: NDArray[np.int64]) -> list[list[int]]:
+    return [[length for length in row if length] for row in lengths.tolist()]
 
 
 def _table(rows: Sequence[Sequence[int]], fill: int, kind: type[T]) -> NDArray[T]:

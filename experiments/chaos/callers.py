@@ -16,7 +16,7 @@ from aprilsched.engines.base import Engine
 from aprilsched.engines.sim.publisher import SimAdapterPublisher
 from aprilsched.errors import AprilschedError
 from aprilsched.planning import Planner
-from aprilsched.planning.planner import candidates
+from aprilsched.planning.planner import Space, candidates
 from experiments.chaos.mix import Mix
 
 __all__ = [
@@ -326,10 +326,8 @@ class ChaosPlanner(Planner):
             return super().plan(command, config)
         if self._draw.random() < 0.05:
             raise ValueError("of the campaign")
-        several = candidates(
-            batch_groups=config.batch_groups, engines=command.engines, may_defer=config.may_defer
-        )
-        return self._draw.choice(several)
+        space = Space(may_defer=config.may_defer, paces=command.paces)
+        return self._draw.choice(candidates(self.setting(command, config), space))
 
 
 # --- prompts -------------------------------------------------------------------------------------

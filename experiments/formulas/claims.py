@@ -13,7 +13,7 @@ from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.straggler import StragglerRule
-from aprilsched.planning.planner import choose, trials
+from aprilsched.planning.planner import Space, choose, trials
 from aprilsched.planning.setting import Setting
 from aprilsched.timing.model import H200_QWEN3_4B_LINEAR
 from aprilsched.workload import LongTailWorkload
@@ -120,7 +120,7 @@ def _both(straggler: StragglerRule) -> tuple[Schedule, Schedule]:
         kv_tokens=1_000_000,
         keeps_kv=keeps,
     )
-    tried = trials(setting, may_defer=not keeps)
+    tried = trials(setting, Space(may_defer=not keeps))
     fastest = max(tried, key=lambda one: one.outcome.efficiency)
     return fastest.schedule, choose(tried, 0.02).schedule
 

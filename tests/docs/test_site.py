@@ -202,6 +202,7 @@ def test_every_setting_is_there_with_its_default_and_what_it_does():
     assert rows(setting_policies()) == {
         *("amount", "ratio", "target", "step", "back_off", "together", "until"),
         *("store", "probes", "probe_after", "oldest", "mixed", "bound", "rule", "batches"),
+        "responses",
     }
 
 

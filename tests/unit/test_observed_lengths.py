@@ -247,3 +247,23 @@ def test_without_a_complete_group_no_distance_is_expected() -> None:
     assert iid_distance([open_], 3) is None
     assert iid_distance([GroupLengths.whole(0, [5])], 0) is None
     assert iid_distance([GroupLengths.whole(0, [5])], 2) == 0
+
+
+def test_groups_that_ran_whole_because_they_are_short_do_not_hide_the_others() -> None:
+    """Of 60 groups those of short responses have run whole, and of the others one response has."""
+    observed = ObservedLengths(window=10**9)
+    deferred: list[GroupLengths] = []
+    for index in range(60):
+        if index % 3:
+            observed.add_group(GroupLengths.whole(index, [100 + index, 90, 110, 105]))
+        elif index % 6:
+            observed.add_group(GroupLengths.whole(index, [4000, 4100, 3900, 4050]))
+        else:
+            tokens = np.array([3950, 0, 0, 0], dtype=np.int64)
+            finished = np.array([True, False, False, False])
+            deferred.append(GroupLengths(launched=index, tokens=tokens, finished=finished))
+    drawn = observed.draw_groups(600, group_size=4, open_groups=deferred)
+    assert (drawn[:, 0] > 1000).mean() == pytest.approx(1 / 3, abs=0.01)
+    assert (drawn > 1000).mean() == pytest.approx(1 / 3, abs=0.02)
+    alike = (drawn > 1000).all(axis=1) | (drawn < 1000).all(axis=1)
+    assert alike.mean() > 0.9, "what siblings share stays"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aprilsched.config import Samples, SchedulerConfig, StartUp, Tokens
+from aprilsched.config import Samples, SchedulerConfig, Staleness, StartUp, Tokens
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
@@ -22,17 +22,21 @@ from aprilsched.core.policies.objective import Objective
 from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Forecast, Schedule
+from aprilsched.core.policies.schedule import Forecast, Pace, Schedule
 from aprilsched.core.policies.start_up import StartUpRule
+from aprilsched.core.policies.tail_batching import TailBatching
 from aprilsched.core.policies.wave import Wave
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.planning import Planner
-from aprilsched.planning.planner import Tried, candidates, choose, named, trials
+from aprilsched.planning.planner import Space, Tried, candidates, choose, named, trials
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Trial, try_out
+from aprilsched.presets import PRESETS
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.simulation.modelled_engine import ModelledEngine
 from aprilsched.simulation.simulation import NEVER
+from aprilsched.telemetry.batch_figures import steady_state
+from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B_LINEAR
 from aprilsched.workload import LongTailWorkload
 from tests.support.driver import Driver
@@ -125,7 +129,8 @@ def test_a_plan_has_all_that_is_known() -> None:
     assert plan.current == driver.state.plan.schedule
 
 
-def test_a_deferred_group_is_no_evidence_of_what_siblings_share() -> None:
+def test_a_deferred_group_is_evidence_by_its_probe() -> None:
+    """Otherwise the groups that run whole are all that is known, and these are the short ones."""
     driver = Driver(config(straggler="retract"))
     driver.request_batch()
     for key in driver.attempts():
@@ -134,7 +139,9 @@ def test_a_deferred_group_is_no_evidence_of_what_siblings_share() -> None:
     for group_id in running[:2]:
         driver.finish_group(group_id)
     (plan,) = driver.plans
-    assert [group.tokens.tolist() for group in plan.open] == [[5, 5]]
+    known = [group.tokens.tolist() for group in plan.open]
+    assert known.count([5, 5]) == 1
+    assert known.count([5, 0]) == len(known) - 1 > 0
 
 
 def test_nothing_is_asked_for_while_a_plan_is_made() -> None:
@@ -512,7 +519,7 @@ def test_the_value_of_a_trial_is_useful_work_for_the_time_of_whole_steps() -> No
     plain = try_out(schedule(2.0), setting(objective=free))
     assert plain.value == pytest.approx(plain.efficiency)
     waits = try_out(schedule(2.0), setting(objective=free, train_seconds=plain.step_seconds))
-    assert waits.value == pytest.approx(plain.value / 2)
+    assert waits.value == pytest.approx(plain.value / 2, rel=0.06)
     assert waits.efficiency == pytest.approx(plain.efficiency)
     aged = try_out(schedule(2.0), setting(objective=Objective(distance_price=0.0)))
     assert aged.value == pytest.approx(plain.value * np.exp(-plain.mean_age / 17), rel=0.01)
@@ -525,7 +532,7 @@ def test_the_value_of_a_trial_is_useful_work_for_the_time_of_whole_steps() -> No
 @pytest.mark.parametrize(("usefulness_age", "fresh"), [(2.0, True), (math.inf, False)])
 def test_who_pays_for_age_gets_younger_tokens(usefulness_age: float, fresh: bool) -> None:
     tried_on = setting(objective=Objective(usefulness_age=usefulness_age), batches=8)
-    best = choose(trials(tried_on, may_defer=False), TOLERANCE)
+    best = choose(trials(tried_on, Space(may_defer=False)), TOLERANCE)
     assert (best.outcome.mean_age < 0.7) is fresh
 
 
@@ -650,7 +657,7 @@ def test_no_candidate_is_better_by_more_than_the_tolerance_nor_much_fresher_and_
     tried_on = Planner().setting(plan(POOR), settings)
     outcomes = [
         try_out(candidate, tried_on)
-        for candidate in candidates(batch_groups=16, engines=1, may_defer=settings.may_defer)
+        for candidate in candidates(tried_on, Space(may_defer=settings.may_defer))
     ]
     own = try_out(best, tried_on)
     most = max(o.value for o in outcomes)
@@ -701,7 +708,7 @@ def test_a_full_kv_pool_is_a_cost_and_no_limit(straggler: str) -> None:
     assert own.peak_kv <= 0.9 * needs, "a pool holds no more"
     outcomes = [
         try_out(candidate, tried_on)
-        for candidate in candidates(batch_groups=16, engines=1, may_defer=settings.may_defer)
+        for candidate in candidates(tried_on, Space(may_defer=settings.may_defer))
     ]
     assert own.value >= (1 - TOLERANCE) * max(o.value for o in outcomes)
     assert own.efficiency > 1.1 * try_out(POOR, tried_on).efficiency, "and not that of waiting"
@@ -770,9 +777,9 @@ def test_length_buckets_are_the_first_schedule_only_where_rollouts_may_be_deferr
 
 @pytest.mark.parametrize("may_defer", [True, False])
 def test_length_buckets_are_candidates_only_where_rollouts_may_be_deferred(may_defer: bool) -> None:
-    several = candidates(batch_groups=32, engines=1, may_defer=may_defer)
+    several = candidates(setting(), Space(may_defer=may_defer))
     assert any(isinstance(c.refill, LengthBuckets) for c in several) is may_defer
-    tried = trials(setting(batches=4, burn_in=1), may_defer=may_defer)
+    tried = trials(setting(batches=4, burn_in=1), Space(may_defer=may_defer))
     assert may_defer or not any(isinstance(t.schedule.refill, LengthBuckets) for t in tried)
 
 
@@ -832,3 +839,121 @@ def test_a_run_with_one_response_for_each_prompt_is_planned_too() -> None:
     assert best.forecast is not None
     waiting = try_out(POOR, setting(lengths=drawn(64)[:, :1]))
     assert best.forecast.efficiency > waiting.efficiency
+
+
+# --- no stale token ------------------------------------------------------------------------------
+
+
+def test_without_stale_tokens_every_candidate_waits_or_settles() -> None:
+    settings = rules(max_staleness=0)
+    assert settings.policies.staleness == Staleness(0, rule="restart")
+    space = Space(may_defer=settings.may_defer, tail=True, paces=("synchronous", "asynchronous"))
+    several = candidates(setting(max_staleness=0, restarts=True), space)
+    assert all(settings.settles(candidate) for candidate in several)
+    assert {candidate.pace for candidate in several} == {"synchronous"}
+    kinds = {type(candidate.refill) for candidate in several}
+    assert kinds == {Wave, LengthBuckets, TailBatching}
+
+
+def test_what_the_user_says_of_a_bound_is_kept() -> None:
+    assert rules(max_staleness=Staleness(0)).policies.staleness == Staleness(0)
+    assert rules(max_staleness=1).policies.staleness == Staleness(1)
+    assert rules(max_staleness=0, over_provision=1.0).policies.staleness == Staleness(0)
+    assert rules(max_staleness=0, straggler="in_place").policies.staleness == Staleness(0)
+    assert rules(max_staleness=0, start_up="wait").policies.staleness == Staleness(0)
+
+
+def test_the_core_refuses_a_schedule_under_which_prompts_would_begin_again_for_ever() -> None:
+    driver = Driver(config(straggler="retract", max_staleness=0))
+    first = driver.state.plan.schedule
+    assert driver.config.settles(first)
+    driver.request_batch()
+    for refused in (schedule(1.5), schedule(1.0, Pool(together=1)), schedule(1.5, LengthBuckets())):
+        driver.feed(ev.Planned(schedule=refused))
+        assert driver.state.plan.schedule == first
+    driver.feed(ev.Planned(schedule=schedule(1.0)))
+    assert driver.state.plan.schedule.refill == Wave()
+
+
+def test_without_stale_tokens_auto_beats_waiting_and_says_by_how_much() -> None:
+    settings = rules(max_staleness=0, group_size=8)
+    lengths = drawn(400)
+    ended = tuple(GroupLengths.whole(i, row.tolist()) for i, row in enumerate(lengths))
+    command = replace(plan(POOR), ended=ended, group_size=8)
+    best = Planner().plan(command, settings)
+    assert isinstance(best.refill, LengthBuckets)
+    assert best.over_provision == FixedRatio(1.0)
+    assert best.forecast is not None
+    assert best.forecast.off_policy_share == 0
+    assert "useful work against waiting for any prompts" in best.why
+    assert best.forecast.efficiency > 1.03 * _outcome(Planner(), command, settings).efficiency
+
+
+def _outcome(planner: Planner, command: do.Plan, settings: SchedulerConfig) -> Outcome:
+    return try_out(POOR, planner.setting(command, settings))
+
+
+@pytest.mark.parametrize("preset", ["sync", "on_policy", "rollpacker"])
+def test_a_trial_throws_away_what_the_simulation_throws_away(preset: str) -> None:
+    """In both, a prompt that begins again has other lengths, which only agree in their law."""
+    settings = PRESETS[preset](SchedulerConfig(batch_groups=16))
+    summary = Summary(
+        trainer_waits=True,
+        bound=partial(H200_QWEN3_4B_LINEAR.bound_seconds, max_running=512),
+        burn_in=10,
+    )
+    engine = SimConfig(
+        timing=H200_QWEN3_4B_LINEAR, make_tokens=False, stream_interval=NEVER, kv_tokens=1_000_000
+    )
+    simulation = Simulation(settings, WORKLOAD, batches=60, engine=engine, listeners=[summary])
+    simulation.run()
+    policies, steady = settings.policies, steady_state(summary.batches, 10)
+    assert policies.over_provision is not None
+    outcome = try_out(
+        Schedule(over_provision=policies.over_provision, refill=policies.refill),
+        setting(
+            lengths=drawn(16 * 64),
+            max_staleness=policies.staleness.bound,
+            restarts=policies.staleness.rule == "restart",
+            batches=50,
+        ),
+    )
+    assert outcome.efficiency == pytest.approx(steady.efficiency, rel=0.04)
+    assert outcome.off_policy_share == 0
+    assert outcome.distance == pytest.approx(steady.length_distance, abs=0.04)
+
+
+def test_what_earlier_epochs_say_makes_length_buckets_better() -> None:
+    waited = schedule(1.0, LengthBuckets(store=4.0, probe_after=0.97))
+    zero = setting(max_staleness=0, restarts=True)
+    first, second = (try_out(waited, replace(zero, remembered=r)) for r in (0.0, 0.9))
+    assert second.efficiency > 1.03 * first.efficiency
+
+
+# --- the pace ------------------------------------------------------------------------------------
+
+BOTH: tuple[Pace, ...] = ("synchronous", "asynchronous")
+
+
+def test_a_schedule_names_a_pace_only_where_it_is_chosen() -> None:
+    space = Space(may_defer=True)
+    assert {c.pace for c in candidates(setting(), space)} == {None}
+    chosen_too = candidates(setting(), replace(space, paces=BOTH))
+    assert {c.pace for c in chosen_too} == set(BOTH)
+    assert not any(c.refill.defers for c in chosen_too if c.pace == "asynchronous")
+    configured = candidates(setting(pace="asynchronous"), Space(may_defer=False))
+    assert {c.pace for c in configured} == {None}
+
+
+@pytest.mark.parametrize(("train_seconds", "pace"), [(0.0, "synchronous"), (60.0, "asynchronous")])
+def test_the_trainers_time_decides_the_pace(train_seconds: float, pace: Pace) -> None:
+    settings = rules(pace="auto")
+    command = replace(plan(POOR), paces=BOTH, train_seconds=train_seconds, refit_seconds=0.1)
+    best = Planner().plan(command, settings)
+    assert best.pace == pace
+    assert best.forecast is not None
+    if train_seconds:
+        # The trainer is never idle, and no token is older than it must be for that.
+        assert best.forecast.step_seconds == pytest.approx(60.1, abs=0.2)
+        assert best.forecast.mean_age == pytest.approx(1.0, abs=0.1)
+        assert f"{pace} pace" in best.why

@@ -106,14 +106,16 @@ class ObservedLengths:
         Whole groups are resampled, so that the members keep what they have in common. The length of
         an unfinished member is drawn from the law given its tokens so far; otherwise the resampled
         groups would be too short. (It is drawn without regard to its siblings, which weakens what
-        they have in common.) Of a group with more members the first ones are taken; smaller groups
+        they have in common.) A member that has not run gets the length of a sibling that has, with
+        the probability that is the siblings' share of the log variance, and else one from the law.
+        Of a group with more members the first ones are taken; smaller groups
         are skipped. The draws are a function of the arguments.
 
         Raises:
             ValueError: if nothing has finished, or if no group has `group_size` members.
         """
         cohort = self.cohort(open_groups)
-        law = self.law(open_groups)
+        law = self._law_of_prompts(cohort)
         if group_size is not None:
             cohort = [group for group in cohort if len(group.tokens) >= group_size]
         if law is None or not cohort:
@@ -125,7 +127,34 @@ class ObservedLengths:
         tokens = np.stack([_row(group.tokens, size, 0) for group in cohort])[places]
         finished = np.stack([_row(group.finished, size, True) for group in cohort])[places]
         drawn = law.residual_quantile(hashed_uniforms(tokens.shape, seed=seed + 1), tokens)
-        return np.where(finished, tokens, drawn)
+        lengths: NDArray[np.int64] = np.where(finished, tokens, drawn)
+        unknown = (tokens == 0) & ~finished
+        if unknown.any():
+            shared = self.shared_log_variance()
+            share = 0.5 if shared is None else shared
+            copies = unknown & (hashed_uniforms(tokens.shape, seed=seed + 2) < share)
+            # Members run in their order, so those that have run come first.
+            ran = np.maximum((tokens > 0).sum(axis=1, keepdims=True), 1)
+            siblings = np.floor(hashed_uniforms(tokens.shape, seed=seed + 3) * ran).astype(np.int64)
+            lengths = np.where(copies, np.take_along_axis(lengths, siblings, axis=1), lengths)
+        return lengths
+
+    @staticmethod
+    def _law_of_prompts(cohort: Sequence[GroupLengths]) -> KaplanMeier | None:
+        """The law of lengths, from one response of each prompt where not all of them have run.
+
+        A rule that defers groups runs all members of the groups that it expects to be short, and a
+        single one of the others. All responses together would then be too short.
+        """
+        tokens, finished = pooled(cohort)
+        if not finished.any():
+            return None
+        if ((tokens == 0) & ~finished).any():
+            first = np.array([group.tokens[0] for group in cohort], dtype=np.int64)
+            ended = np.array([group.finished[0] for group in cohort], dtype=np.bool_)
+            if ended.any():
+                return kaplan_meier(first, ~ended)
+        return kaplan_meier(tokens, ~finished)
 
 
 def _row(values: NDArray[T], size: int, fill: int) -> NDArray[T]:

@@ -84,14 +84,23 @@ class Schedule:
         )
 
 
-def first_schedule(*, may_defer: bool, pace: Pace | None = None) -> Schedule:
+def first_schedule(*, may_defer: bool, pace: Pace | None = None, waits: bool = False) -> Schedule:
     """The schedule that is used until some lengths are known.
 
     Args:
         may_defer: length buckets are possible. Their many open groups take several batches to
             open, so this begins at once.
         pace: the pace with which it begins; None for the configured one.
+        waits: every batch must wait for all groups that it runs, because what they have at an
+            update is thrown away.
     """
+    if waits:
+        return Schedule(
+            over_provision=FixedRatio(ratio=1.0),
+            refill=LengthBuckets(store=4.0, probe_after=0.97) if may_defer else Wave(),
+            pace=pace,
+            why="nothing is known of the lengths yet, and no token may be stale: wait for all",
+        )
     return Schedule(
         over_provision=FixedRatio(ratio=FIRST_RATIO),
         refill=LengthBuckets() if may_defer else Wave(),

@@ -296,6 +296,7 @@ class SchedulerState:
                 first_schedule(
                     may_defer=config.may_defer,
                     pace=config.first_pace if config.pace == "auto" else None,
+                    waits=policies.staleness.rule == "restart",
                 )
                 if policies.over_provision is None
                 else Schedule(over_provision=policies.over_provision, refill=policies.refill)

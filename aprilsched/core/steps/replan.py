@@ -95,8 +95,9 @@ def plan(state: SchedulerState) -> None:
         # After a resume with larger groups, groups of the earlier size say too little.
         groups = [group for group in groups if len(group.tokens) >= size]
     ended = [group for group in groups if group.complete]
-    # A group of which some members have not run does not show what siblings have in common.
-    open_groups = [group for group in groups if not group.complete and group.tokens.all()]
+    # Without the groups that were deferred after their probe, those that a rule runs first would
+    # be all that is known, and these are the short ones.
+    open_groups = [group for group in groups if not group.complete]
     if not ended:
         return
     state.plan.requested = True
@@ -144,6 +145,11 @@ def fitting(state: SchedulerState, schedule: Schedule) -> Schedule | str:
     asynchronous = (schedule.pace or config.pace) == "asynchronous"
     if asynchronous and state.fleet.lent:
         return "its pace is asynchronous, and the engines lend their memory to the trainer"
+    if state.staleness.rule == "restart" and (asynchronous or not config.settles(schedule)):
+        return (
+            'max_staleness.rule is "restart", and under this schedule a prompt of long responses '
+            "may begin again for ever"
+        )
     if refill.defers and (asynchronous or not config.may_defer):
         pace = "asynchronous" if asynchronous else "synchronous"
         return (
