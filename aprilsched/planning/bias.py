@@ -18,8 +18,9 @@ __all__ = ["Bias"]
 
 _PRIOR = 1.0
 """Number of batches, that went as they were forecast, with which the factor for all begins."""
-_PRIOR_OF_A_RULE = 8.0
-"""Number of batches, that went as the factor for all says, with which a rule's factor begins."""
+_PRIOR_OF_A_RULE = 16.0
+"""Number of batches, that went as the factor for all says, with which a rule's factor begins. With
+8 or 32, forecasts in experiments/forecasts are no better."""
 _MEMORY = 32.0
 """Number of batches after which a batch counts for 1/e."""
 _CLIP = 1.5

@@ -75,7 +75,7 @@ def test_forecasts_of_slower_engines_converge_to_what_happens(
 ) -> None:
     only = Schedule(over_provision=FixedRatio(ratio=1.5), refill=refill)
 
-    def candidates(**_: object) -> list[Schedule]:
+    def candidates(*_: object) -> list[Schedule]:
         return [only]
 
     monkeypatch.setattr(planner, "candidates", candidates)
