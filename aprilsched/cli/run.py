@@ -54,8 +54,7 @@ EVERYDAY = {
         "refill": f"{', '.join(REFILLS)}: when new groups start",
         "straggler": f"{', '.join(BEHAVIOURS)}: what happens to stragglers",
         "stop": f"{', '.join(STOPS)}: the unit that fills a batch",
-        "pace": "synchronous, or asynchronous: generate while the trainer trains; auto: choose "
-        "during the run, with --over-provision auto",
+        "pace": "synchronous, asynchronous (never wait for training), or auto",
         "max-staleness": "bound on the staleness of a token, in versions",
         "sampling.max-new-tokens": "tokens of the longest response",
         "sampling.temperature": "temperature of prompts that have none of their own",
