@@ -150,12 +150,19 @@ class ForecastFigures:
     """
 
     seconds: float
+    """From the delivery before to this one, without the trainer's own."""
     seconds_forecast: float
+    """The seconds that were forecast."""
     efficiency: float | None
+    """T_bound over the seconds, by the step times of the forecast."""
     efficiency_forecast: float
+    """The efficiency that was forecast."""
     off_policy_token_share: float
+    """Share of the tokens that an older version sampled."""
     off_policy_token_share_forecast: float
+    """The share that was forecast."""
     batches: int = 1
+    """Number of batches behind these means."""
     schedule: str = ""
     """The schedule of a single batch, and the reason of its choice, in words."""
 

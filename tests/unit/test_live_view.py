@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from aprilsched.telemetry.figures import ForecastFigures
 from aprilsched.telemetry.live.bars import ASCII
 from aprilsched.telemetry.live.engine_rows import chosen
 from aprilsched.telemetry.live.view import frame, one_line
@@ -241,3 +242,17 @@ def test_the_distance_of_the_latest_batch_from_the_law_is_shown_with_what_is_usu
     assert "lengths 0.19 off the law (at random 0.08)" in "\n".join(shown(snapshot, 140))
     # It must not push the efficiency off a narrow terminal.
     assert shown(snapshot, 80) == shown(SNAPSHOT, 80)
+
+
+def test_the_forecast_of_the_latest_batches_is_shown_with_what_came_of_it() -> None:
+    forecast = ForecastFigures(
+        seconds=10.0,
+        seconds_forecast=9.0,
+        efficiency=0.68,
+        efficiency_forecast=0.71,
+        off_policy_token_share=0.5,
+        off_policy_token_share_forecast=0.5,
+    )
+    snapshot = replace(SNAPSHOT, forecast=forecast)
+    assert "forecast 71%, outcome 68%" in "\n".join(shown(snapshot, 140))
+    assert shown(snapshot, 80) == shown(SNAPSHOT, 80), "it pushes nothing off"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from aprilsched.analysis.report import page as page_module
+from aprilsched.analysis.report.batch_charts import forecasts
 from aprilsched.analysis.report.compare import differences, verdict
 from aprilsched.analysis.report.faults import Faults
 from aprilsched.analysis.report.figure import numbers, text
@@ -371,3 +372,21 @@ def test_one_run_or_two(
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["report", str(tmp_path)]) == 2
     assert "is no whole run folder" in capsys.readouterr().err
+
+
+def test_forecasts_are_drawn_beside_what_came_of_them(tmp_path: Path):
+    out = ["--policy", "sync,auto", "--out", str(tmp_path / "runs"), "--json"]
+    assert main(["simulate", *SMALL, *STEP, *out]) == 0
+    waiting, auto = (report_data(tmp_path / "runs" / name) for name in ("sync", "auto"))
+    assert forecasts(waiting, "the") is None
+    ledger = auto.forecasts
+    assert ledger is not None
+    assert ledger.batches == [1, 2, 3, 4, 5], "the first choice follows the first batch"
+    assert ledger.steady is not None
+    assert ledger.steady.batches == 5
+    chart = forecasts(auto, "the")
+    assert chart is not None
+    assert "of the bound were forecast for the batches after the burn-in" in chart.title
+    html = page([auto], library="")
+    assert "What was forecast, and what came" in html
+    assert "What was forecast, and what came" not in page([waiting], library="")

@@ -146,12 +146,14 @@ def _speed(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
         said.append(f"staleness {latest.staleness_mean:.2f}, max {latest.staleness_max}")
     if snapshot.efficiency is not None:
         said.append(f"efficiency {percent(snapshot.efficiency)}")
+    line = _label("speed")
+    line.append(glyphs.dot.join(said))
     forecast = snapshot.forecast
     if forecast is not None and forecast.efficiency is not None:
         expected = percent(forecast.efficiency_forecast)
-        said.append(f"{expected} were forecast for {percent(forecast.efficiency)}")
-    line = _label("speed")
-    line.append(glyphs.dot.join(said))
+        compared = f"{glyphs.dot}forecast {expected}, outcome {percent(forecast.efficiency)}"
+        if len(line) + len(compared) <= room + _LABEL:
+            line.append(compared)
     latest = snapshot.latest
     if latest and latest.length_distance is not None and latest.iid_length_distance is not None:
         off, usual = latest.length_distance, latest.iid_length_distance
