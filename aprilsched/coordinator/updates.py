@@ -150,6 +150,8 @@ class Updates:
             _PUBLISHER, publisher.holds, new
         )
         if not holds and not adapter:
+            # A publisher that keeps versions can say only now, after prepare(), whether it keeps
+            # this one; others are refused before they prepare anything.
             self._check_together(publisher)
         external = isinstance(publisher, ExternalWeights)
         labelled = not (isinstance(publisher, ExternalWeights) and publisher.label)
