@@ -129,7 +129,7 @@ class Planner:
             iid_distance=observed.iid_distance(batch_groups) or 0.0,
             remembered=min(max(command.remembered, 0.0), 0.99),
             # There are few candidates without stale tokens, and they differ by a few percent.
-            batches=48 if config.policies.staleness.rule == "restart" else 24,
+            batches=80 if config.policies.staleness.rule == "restart" else 24,
             shared=_shared(observed),
             stop=replace(stop, amount=-(-stop.amount // scale)),
         )
@@ -222,14 +222,15 @@ def _tried(
 
 
 def choose(tried: Sequence[Tried], tolerance: float) -> Tried:
-    """The least stale candidate within `tolerance` of the best that is within the bound."""
+    """The least stale candidate within `tolerance` of the best that is within the bound; of those
+    that are equally stale, as where nothing may be stale, the best."""
     allowed = [t for t in tried if _allowed(t.outcome)]
     if not allowed:
         # No candidate is within the bound, so the freshest is the best.
         return min(tried, key=lambda t: (t.outcome.too_stale_share, -t.outcome.value))
     best = max(t.outcome.value for t in allowed)
     near = [t for t in allowed if t.outcome.value >= (1 - tolerance) * best]
-    return min(near, key=lambda t: t.outcome.off_policy_share)
+    return min(near, key=lambda t: (t.outcome.off_policy_share, -t.outcome.value))
 
 
 def _allowed(outcome: Outcome) -> bool:

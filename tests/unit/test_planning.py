@@ -593,10 +593,11 @@ def outcome(efficiency: float, stale: float, *, late: float = 0.0) -> Outcome:
         ([outcome(0.80, 0.7), outcome(0.79, 0.5), outcome(0.78, 0.1)], 1),
         ([outcome(0.80, 0.7), outcome(0.7839, 0.5)], 0),
         ([outcome(0.80, 0.7), outcome(0.7841, 0.5)], 1),
+        ([outcome(0.79, 0.0), outcome(0.80, 0.0), outcome(0.795, 0.0)], 1),
         ([outcome(0.90, 0.1, late=0.006), outcome(0.5, 0.6, late=0.004)], 1),
         ([outcome(0.90, 0.1, late=0.2), outcome(0.5, 0.6, late=0.1)], 1),
     ],
-    ids=["within", "below", "just above", "too stale", "nothing fresh"],
+    ids=["within", "below", "just above", "equally stale", "too stale", "nothing fresh"],
 )
 def test_the_least_stale_within_the_tolerance_of_the_fastest_allowed(
     outcomes: list[Outcome], place: int

@@ -26,7 +26,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Levels", "LogLaw", "observed_logs", "rest_of_groups"]
+__all__ = [
+    "Levels",
+    "LogLaw",
+    "normal_cdf",
+    "normal_quantile",
+    "observed_logs",
+    "rest_of_groups",
+]
 
 _MILLS_MOST = 1.5
 _LEAST_DEVIATION = 0.05
@@ -98,9 +105,9 @@ def rest_of_groups(
     level, spread = _levels(tokens, finished, law, levels)
     open_members = np.maximum((~finished).sum(axis=1, keepdims=True), 1)
     at_median = 0.5 ** (1 / open_members)
-    passed = np.where(tokens > 0, _cdf((have - level) / spread), 0.0)
+    passed = np.where(tokens > 0, normal_cdf((have - level) / spread), 0.0)
     quantile = 1 - (1 - passed) * (1 - at_median)
-    ends = np.exp(np.minimum(level + spread * _inverse(quantile), math.log(law.cap)))
+    ends = np.exp(np.minimum(level + spread * normal_quantile(quantile), math.log(law.cap)))
     rest = np.where(finished, 0.0, np.maximum(ends - tokens, 1.0))
     return rest.max(axis=1)
 
@@ -113,7 +120,7 @@ def observed_logs(
     response that ended at the cap would have gone on, so it counts as unfinished."""
     have = np.log(np.maximum(tokens, 1))
     z = (have - law.mean) / law.deviation
-    mills = np.exp(-z * z / 2) / math.sqrt(2 * math.pi) / np.maximum(_cdf(-z), 1e-12)
+    mills = np.exp(-z * z / 2) / math.sqrt(2 * math.pi) / np.maximum(normal_cdf(-z), 1e-12)
     unfinished = law.mean + law.deviation * np.minimum(mills, z + _MILLS_MOST)
     return np.where(finished & (tokens < law.cap), have, unfinished)
 
@@ -135,9 +142,11 @@ def _levels(
     return expected + above / own / precision, np.sqrt(own + 1 / precision)
 
 
-def _cdf(z: NDArray[np.float64]) -> NDArray[np.float64]:
+def normal_cdf(z: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The normal distribution function, from a table."""
     return np.interp(z, _GRID, _NORMAL)
 
 
-def _inverse(p: NDArray[np.float64]) -> NDArray[np.float64]:
+def normal_quantile(p: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Quantiles of the normal law, from -8 to 8, from a table."""
     return np.interp(p, _NORMAL, _GRID)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from aprilsched.core.lengths.groups import GroupLengths, pooled
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
+from aprilsched.core.lengths.log_law import normal_cdf, normal_quantile
 
 __all__ = [
     "DEFAULT_WINDOW",
@@ -106,10 +107,9 @@ class ObservedLengths:
         Whole groups are resampled, so that the members keep what they have in common. The length of
         an unfinished member is drawn from the law given its tokens so far; otherwise the resampled
         groups would be too short. (It is drawn without regard to its siblings, which weakens what
-        they have in common.) A member that has not run gets the length of a sibling that has, with
-        the probability that is the siblings' share of the log variance, and else one from the law.
-        Of a group with more members the first ones are taken; smaller groups
-        are skipped. The draws are a function of the arguments.
+        they have in common.) A member that has not run is drawn given its siblings. Of a group with
+        more members the first ones are taken; smaller groups are skipped. The draws are a function
+        of the arguments.
 
         Raises:
             ValueError: if nothing has finished, or if no group has `group_size` members.
@@ -130,14 +130,32 @@ class ObservedLengths:
         lengths: NDArray[np.int64] = np.where(finished, tokens, drawn)
         unknown = (tokens == 0) & ~finished
         if unknown.any():
-            shared = self.shared_log_variance()
-            share = 0.5 if shared is None else shared
-            copies = unknown & (hashed_uniforms(tokens.shape, seed=seed + 2) < share)
-            # Members run in their order, so those that have run come first.
-            ran = np.maximum((tokens > 0).sum(axis=1, keepdims=True), 1)
-            siblings = np.floor(hashed_uniforms(tokens.shape, seed=seed + 3) * ran).astype(np.int64)
-            lengths = np.where(copies, np.take_along_axis(lengths, siblings, axis=1), lengths)
+            lengths = np.where(unknown, self._siblings(law, lengths, tokens > 0, seed), lengths)
         return lengths
+
+    def _siblings(
+        self, law: KaplanMeier, lengths: NDArray[np.int64], known: NDArray[np.bool_], seed: int
+    ) -> NDArray[np.int64]:
+        """Lengths of members that have not run, int64 [groups, members], given those of the
+        siblings that are `known`.
+
+        It is a Gaussian copula with the law as every member's, in which the members of a group have
+        the siblings' share w of the log variance as their correlation: given k siblings whose
+        normal scores have the mean m, the group's level is normal with the mean
+        k w m / (1 + (k - 1) w) and the variance w (1 - w) / (1 + (k - 1) w), and a member is normal
+        around that with the variance 1 - w.
+        """
+        shared = self.shared_log_variance()
+        w = min(max(0.5 if shared is None else shared, 0.0), 1.0)
+        below = 1 - (law.survival_at(lengths - 1) + law.survival_at(lengths)) / 2
+        scores = np.where(known, normal_quantile(below), 0.0)
+        ran = known.sum(axis=1, keepdims=True)
+        spread = 1 + (ran - 1) * w
+        level = w * scores.sum(axis=1, keepdims=True) / spread
+        groups = normal_quantile(hashed_uniforms((len(lengths), 1), seed=seed + 2))
+        level = level + np.sqrt(w * (1 - w) / spread) * groups
+        own = normal_quantile(hashed_uniforms(lengths.shape, seed=seed + 3))
+        return law.quantile(normal_cdf(level + math.sqrt(1 - w) * own))
 
     @staticmethod
     def _law_of_prompts(cohort: Sequence[GroupLengths]) -> KaplanMeier | None:

@@ -96,8 +96,14 @@ def plan(state: SchedulerState) -> None:
         groups = [group for group in groups if len(group.tokens) >= size]
     ended = [group for group in groups if group.complete]
     # Without the groups that were deferred after their probe, those that a rule runs first would
-    # be all that is known, and these are the short ones.
-    open_groups = [group for group in groups if not group.complete]
+    # be all that is known, and these are the short ones. A probe that was thrown away says
+    # nothing that the group in its place does not say.
+    running = {group_lengths(group).launched for group in state.in_flight.training_groups()}
+    open_groups = [
+        group
+        for group in groups
+        if not group.complete and (group.tokens.all() or group.launched in running)
+    ]
     if not ended:
         return
     state.plan.requested = True
