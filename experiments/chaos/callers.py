@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -327,7 +328,10 @@ class ChaosPlanner(Planner):
         if self._draw.random() < 0.05:
             raise ValueError("of the campaign")
         space = Space(may_defer=config.may_defer, paces=command.paces)
-        return self._draw.choice(candidates(self.setting(command, config), space))
+        schedule = self._draw.choice(candidates(self.setting(command, config), space))
+        # Also a pace that is not possible with the rule, or not any more: the core refuses it.
+        pace = self._draw.choice(["synchronous", "asynchronous"]) if command.paces else None
+        return replace(schedule, pace=pace)
 
 
 # --- prompts -------------------------------------------------------------------------------------

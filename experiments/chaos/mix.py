@@ -230,7 +230,7 @@ def _settings(draw: random.Random, *, stops: bool) -> dict[str, Any]:
         "batch_tokens": draw.choice([1, 60, 200, 600]),
         "straggler": draw.choice(["retract", "in_place", "abort", "run", "choose"]),
         "kv_after_refit": draw.choice(["auto", "auto", "recompute", "keep", "apart"]),
-        "pace": draw.choice(["synchronous", "asynchronous"]),
+        "pace": draw.choice(["synchronous", "asynchronous", "synchronous", "asynchronous", "auto"]),
         "max_staleness": bound,
         "staleness_rule": draw.choice(["mask", "evict", "finish"]),
         "max_attempts": draw.choice([1, 3]),
@@ -305,6 +305,8 @@ _KV = {
 def _allowed(settings: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     """The nearest settings that a scheduler takes."""
     found = dict(settings)
+    if found["pace"] == "auto":
+        found["over_provision"] = "auto"
     if found["refit"] == "rolling":
         found["pace"], found["straggler"] = "asynchronous", "run"
         found["refill"] = "pool" if found["refill"] == "rounds" else found["refill"]
@@ -312,7 +314,7 @@ def _allowed(settings: dict[str, Any], draw: random.Random) -> dict[str, Any]:
             1.5 if found["over_provision"] == "auto" else found["over_provision"]
         )
     if found["refill"] == "rounds":
-        found["pace"] = "synchronous"
+        found["pace"] = "auto" if found["pace"] == "auto" else "synchronous"
         if found["straggler"] not in ("retract", "abort"):
             found["straggler"] = draw.choice(["retract", "abort"])
         found["start_up"] = "at_once"
