@@ -135,14 +135,16 @@ def on_policy(config: SchedulerConfig) -> SchedulerConfig:
 
 
 def auto(config: SchedulerConfig) -> SchedulerConfig:
-    """Choose the ratio and the refill rule during the run.
+    """Choose the ratio, the refill rule and the pace during the run.
 
     Source: this project. It takes the least stale schedule within 2 % of the best by `objective`,
     by trials on lengths like those seen, and chooses again when lengths drift
     (:mod:`aprilsched.planning`).
     Known cost: a second of one core for each choice. It needs a step-time model of the engines.
     """
-    return replace(config, over_provision="auto")
+    # Weights that somebody else loads are followed on a pace that never continues their engines.
+    pace = config.pace if config.follow_weights else "auto"
+    return replace(config, over_provision="auto", pace=pace)
 
 
 PRESETS: dict[str, Preset] = {

@@ -13,6 +13,7 @@ from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.policies.wave import Wave
 from aprilsched.core.state.durations import Durations
 from aprilsched.errors import ConfigError
+from aprilsched.presets import PRESETS
 from aprilsched.shards.settings import check_shardable
 from aprilsched.store import MemoryStore
 from aprilsched.store.codec import schedule_from, schedule_record
@@ -125,6 +126,12 @@ def test_a_schedule_that_is_not_possible_changes_nothing_and_is_told(
     assert refused.schedule == "told"
     assert why in refused.cause
     assert not any(isinstance(fact, ScheduleChanged) for fact in told.facts)
+
+
+def test_the_preset_leaves_a_pace_that_follows_weights_of_somebody_else_as_it_is() -> None:
+    assert PRESETS["auto"](SchedulerConfig(pace="asynchronous")).pace == "auto"
+    follows = SchedulerConfig(pace="asynchronous", follow_weights=True)
+    assert PRESETS["auto"](follows).pace == "asynchronous"
 
 
 # --- a change of the pace ------------------------------------------------------------------------
@@ -343,14 +350,3 @@ def test_a_small_part_of_a_step_is_no_reason_to_plan_again() -> None:
             driver.feed(ev.Planned(schedule=None))
         driver.plans.clear()
     assert asked == [1, 3, 9]
-
-
-def test_what_earlier_epochs_explain_is_said_as_a_share() -> None:
-    driver = Driver(config(), keys=tuple(f"prompt {i}" for i in range(8)))
-    told = Told()
-    told.driver = driver
-    for _ in range(9):
-        told.step()
-    shares = [plan.remembered for plan in driver.plans]
-    assert shares[0] == 0.0, "nothing is remembered in the first epoch"
-    assert all(0.0 <= share < 1.0 for share in shares)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from aprilsched import (
     Batch,
     LongTailWorkload,
+    Prompt,
     RolloutScheduler,
     SchedulerConfig,
     SimFleet,
@@ -132,6 +134,23 @@ def test_the_pace_changes_amid_a_run_and_everything_is_delivered_once(
             assert rollout.versions.max() <= batch.version
             assert (rollout.versions[1:] >= rollout.versions[:-1]).all()
             assert len({segment.version for segment in rollout.segments}) == len(rollout.segments)
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_the_planner_is_told_how_much_earlier_epochs_explain(lies: bool) -> None:
+    """Keys that name another prompt in each epoch explain little once that was seen."""
+
+    def keyed() -> Iterator[Prompt]:
+        prompts = LongTailWorkload(group_size=4, epoch_prompts=64, seed=1, median=400, cap=4000)
+        for index, prompt in enumerate(prompts):
+            epoch = index // 64
+            yield replace(prompt, key=(index * 37 + epoch * 13) % 64) if lies else prompt
+
+    planner = Switching(["synchronous"])
+    Simulation(config(batch_groups=8), keyed(), batches=30, planner=planner).run()
+    said = [plan.remembered for plan in planner.asked]
+    assert said[0] == 0.0, "nothing is remembered in the first epoch"
+    assert said[-1] < 0.4 if lies else said[-1] > 0.7
 
 
 class Facts:
