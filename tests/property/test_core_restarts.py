@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -137,8 +138,10 @@ class Restarts(Interleavings):
         delivery = self.driver.state.delivery
         had = {batch.index: batch for batch in self.driver.batches}
         had |= {batch.index: batch for batch in delivery.redelivery}
-        kept = list(delivery.unacknowledged)[:has]
-        missing = list(delivery.unacknowledged)[has:]
+        # What was only offered before a restart, no trainer has.
+        given = {batch.index for batch in (*self.driver.batches, *self.driver.redelivered)}
+        kept = list(takewhile(given.__contains__, delivery.unacknowledged))[:has]
+        missing = list(delivery.unacknowledged)[len(kept) :]
         self.driver.feed(ev.TrainerReturned(batches=tuple(kept)))
         assert [batch.index for batch in delivery.redelivery] == missing
         for again in delivery.redelivery:
