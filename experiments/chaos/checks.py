@@ -198,8 +198,8 @@ class Checks:
     def _content(self, rollout: Rollout, key: Any) -> None:
         """Is each token what the model samples after those before it?"""
         mix = self.mix
-        # Under weights that somebody else brought in, keys of older ones are met. In an earlier life
-        # keys may have been kept too.
+        # Under weights that somebody else brought in, keys of older ones are met. In an earlier
+        # life keys may have been kept too.
         mixed = mix.settings["straggler"] in ("in_place", "choose") or mix.has("foreign")
         if mix.has("adapters") or mixed or rollout.stale_keys:
             return
