@@ -246,6 +246,7 @@ def test_the_largest_loss_is_said(reports: Mapping[str, ReportData]):
         ({"over_provision": "kv", "refill": "wave"}, "as many prompts as the KV pool holds"),
         ({"max_staleness": {"bound": 3, "rule": "evict"}}, "at most 3 versions (rule: evict)"),
         ({"pace": "asynchronous"}, "engines generate while the trainer trains"),
+        ({"pace": "auto", "over_provision": "auto"}, "synchronous at first, and chosen again"),
     ],
 )
 def test_settings_are_put_into_words(
