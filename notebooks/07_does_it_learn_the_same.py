@@ -46,7 +46,7 @@ analysis.picture(axes)
 # %%
 for arm, row in arms.items():
     print(
-        f"{analysis.NAMES[arm]:18} stale {row['off_policy']['mean']:.2f}   "
+        f"{analysis.NAMES[arm]:29} stale {row['off_policy']['mean']:.2f}   "
         f"after {analysis.UPDATES} updates {row['held_out_at_updates']['mean']:.3f}   "
         f"after {analysis.TOKENS:,} tokens {row['held_out_at_tokens']['mean']:.3f}   "
         f"after {analysis.SECONDS:.0f} s {row['held_out_at_end']['mean']:.3f}"
@@ -71,24 +71,27 @@ print("wrong:", found["wrong"] or "nothing")
 print("killed and resumed:", found["resumed"])
 
 # %%
-april, kept, auto = (arms[arm] for arm in ("april", "auto-kept", "auto"))
+kept, auto = (arms[arm] for arm in ("auto-kept", "auto"))
 share = {name: row["seconds_to_0.7_of_waiting"]["mean"] for name, row in arms.items()}
 after = [row["held_out_at_updates"]["mean"] for row in arms.values()]
 small, large = (found["law"][rate] for rate in ("3e-4", "1e-3"))
 clip = [row["usefulness"]["mean"] for row in small["uncorrected"]["rows"]]
 print(
-    f"To a held-out reward of 0.70 APRIL takes {share['april']:.2f} of waiting's time, auto with KV kept "
-    f"{share['auto-kept']:.2f}, auto {share['auto']:.2f}, AReaL's recipe {share['areal']:.2f} and streams "
-    f"{share['streamed']:.2f}. After {analysis.UPDATES} updates all have {min(after):.2f} to {max(after):.2f}. "
-    f"A token that is four updates old has a usefulness of {clip[3]:.2f} with PPO's clip alone."
+    f"To a held-out reward of 0.70 auto with KV kept takes {share['auto-kept']:.2f} of waiting's time, APRIL "
+    f"{share['april']:.2f}, auto {share['auto']:.2f}, AReaL's recipe {share['areal']:.2f}, tail batching "
+    f"{share['rollpacker']:.2f} and streams {share['streamed']:.2f}. After {analysis.UPDATES} updates all have "
+    f"{min(after):.2f} to {max(after):.2f}. A token that is four updates old has a usefulness of {clip[3]:.2f} "
+    "with PPO's clip alone."
 )
 # What the answer below says:
 assert not found["wrong"]
 assert found["resumed"] == ["april 4"]
-assert 0.5 < share["april"] < share["auto-kept"] < 0.7 < share["auto"] < 0.8
+assert share["auto-kept"] < 0.5 < share["april"] < share["auto"] < 0.65
+assert kept["seconds_to_0.7_of_april"]["high"] < 1 < auto["seconds_to_0.7_of_april"]["high"]
 assert kept["seconds_to_0.7_of_april"]["mean"] > 0.85
-assert abs(share["streamed"] - 1) < 0.1
-assert max(after) - min(after) < 0.03
+assert share["auto"] < share["auto-first"]
+assert share["rollpacker"] < 0.8 < share["on-policy"] < share["streamed-ready"] < share["streamed"]
+assert max(after) - min(after) < 0.05
 assert small["corrected"]["slope"]["low"] < 0 < small["corrected"]["slope"]["high"]
 assert min(clip[:3]) > 0.9 > 0.7 > max(clip[3:])
 fell = [row["fell"] for row in large["corrected"]["rows"]]
@@ -96,4 +99,4 @@ assert sum(row["fell"] for row in large["uncorrected"]["rows"]) == 0
 assert fell[1:] == sorted(fell[1:]) == [1, 3, 4, 4, 4]
 
 # %% [markdown]
-# **Answer.** It learns the same from the same number of updates, and the run that carries is there sooner: APRIL in somewhat more than half of waiting's time, auto with KV kept in less than two thirds, auto with recompute in three quarters. The aim of half of waiting's time was missed, auto was slower than APRIL, and streams gained nothing with this trainer. Tokens that are one or two updates old are as good as fresh ones, with corrections and without. Older ones need decoupled PPO, with which no cost can be seen up to an age of 16 at this learning rate; PPO's clip alone loses a third at an age of 4 and half beyond. With three times the learning rate it is the other way round: decoupled PPO with an interpolated proximal policy learns and then falls apart on old tokens, and the clip holds. This is one small policy on one task, with two or three seeds for each arm.
+# **Answer.** It learns the same from the same number of updates, and the run that carries is there sooner: auto with KV kept in half of waiting's time and sooner than APRIL, auto with recompute in three fifths, as APRIL. The first planner, whose trials ran in the trainer's process, was slower in both. Without a stale token tail batching saves a fifth of the time. Tokens that are one or two updates old are as good as fresh ones, with corrections and without. Older ones need decoupled PPO, with which no cost can be seen up to an age of 16 at this learning rate; PPO's clip alone loses a third at an age of 4 and half beyond. With three times the learning rate it is the other way round: decoupled PPO with an interpolated proximal policy learns and then falls apart on old tokens, and the clip holds. This is one small policy on one task, with one to three seeds for each arm, on two machines of one kind.

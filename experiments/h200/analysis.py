@@ -180,7 +180,7 @@ def picture(everything: dict[str, Any], path: Path) -> None:
 
     rows = {row["cell"]: row for row in everything["cells"]}
     parts = [(scale, trainer) for scale in ("0.25", "1") for trainer in ("0", "5", "20")
-             if sum(f"{name}:{trainer}:{scale}" in rows for name in NAMES) > 0]  # fmt: skip
+             if sum(f"{name}:{trainer}:{scale}" in rows for name in NAMES) > 1]  # fmt: skip
     figure, axes = plt.subplots(1, len(parts), figsize=(4 * len(parts), 3.8), squeeze=False,
                                 layout="constrained")  # fmt: skip
     for axis, (scale, trainer) in zip(axes[0], parts, strict=True):

@@ -35,6 +35,13 @@ def test_a_cell_is_simulated_with_its_own_batches_and_trainer(schedules: Any) ->
     assert carried["off_policy"] > 0.5
 
 
+def test_the_committed_table_follows_from_the_raw_data(schedules: Any) -> None:
+    analysis = importlib.import_module("analysis")
+    found = analysis.result()
+    assert found == json.loads((FOLDER / "result.json").read_text())
+    assert analysis.markdown(found) in (FOLDER / "README.md").read_text()
+
+
 def test_analysis_takes_the_longest_run_of_a_cell_and_says_which_are_missing(
     schedules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
