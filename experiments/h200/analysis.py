@@ -194,8 +194,10 @@ def picture(everything: dict[str, Any], path: Path) -> None:
             axis.plot(row.get("predicted_step_s"), place, "D", color="#d1495b", markersize=5,
                       label="expected" if place == 0 else None)  # fmt: skip
         axis.set_yticks(range(len(own)), [title for title, _ in reversed(own)])
-        size = "full size" if scale == "1" else "lengths and trainer in a quarter"
-        axis.set(xlabel="seconds of a step", title=f"trainer {trainer} s, {size}", xlim=(0, None))
+        size = "full size" if scale == "1" else "a quarter"
+        axis.set(
+            xlabel="seconds of a step", title=f"trainer of {trainer} s, {size}", xlim=(0, None)
+        )
         axis.title.set_fontsize(10)
         axis.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
