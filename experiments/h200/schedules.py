@@ -43,7 +43,8 @@ def _preset(name: str, **more: Any) -> Change:
 # does not tell the version of each token either, which only "KV kept" would need.
 _BACK: dict[str, Any] = {"straggler": "abort"}
 _KEPT: dict[str, Any] = {"straggler": "in_place", "allow_inexact_versions": True}
-# Automatic scheduling otherwise gives speed up for fresher tokens and usual lengths.
+# The price of age with which the first cells were measured, so that later ones are like them.
+_PRICED: dict[str, Any] = {"objective": Objective(usefulness_age=17.0)}
 _SPEED: dict[str, Any] = {"objective": Objective(usefulness_age=math.inf, distance_price=0.0)}
 SCHEDULES: dict[str, tuple[Change, bool]] = {
     "waiting": (_preset("sync", **_BACK), False),
@@ -52,8 +53,8 @@ SCHEDULES: dict[str, tuple[Change, bool]] = {
     "april-streamed": (_preset("april", **_BACK), True),
     "areal": (_preset("areal", **_BACK), False),
     "areal-kept": (_preset("areal", **_KEPT), False),
-    "auto": (_preset("auto", **_BACK), False),
-    "auto-kept": (_preset("auto", **_KEPT), False),
+    "auto": (_preset("auto", **_BACK, **_PRICED), False),
+    "auto-kept": (_preset("auto", **_KEPT, **_PRICED), False),
     "auto-fast": (_preset("auto", **_BACK, **_SPEED), False),
     "auto-kept-fast": (_preset("auto", **_KEPT, **_SPEED), False),
 }

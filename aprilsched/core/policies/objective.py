@@ -27,10 +27,11 @@ __all__ = ["Objective"]
 class Objective:
     """What a stale token and a batch of unusual lengths cost a training run."""
 
-    usefulness_age: Annotated[float, ABOVE_0] = 17.0
+    usefulness_age: Annotated[float, ABOVE_0] = 100.0
     """Age in versions at which a token is worth 1/e of a fresh one; ``math.inf`` if age costs
-    nothing. The default is what experiments/learning measured with PPO's clip around the sampling
-    policy (15 to 19). It measured no cost in speed with decoupled PPO."""
+    nothing. The default is the dearest price within the interval that experiments/learning measured
+    with decoupled PPO (1 % for each version), whose estimate is no cost at all. With PPO's clip
+    around the sampling policy it measured 17 (15 to 19), so give that for such a loss."""
     distance_price: Annotated[float, SHARE_OR_0] = 0.1
     """Share of a batch's worth that is lost where its lengths are as far from the drawn law as
     possible (a distance of 1, beyond that of a batch drawn at random); 0 if that costs nothing.
