@@ -23,7 +23,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -97,6 +97,8 @@ class RolloutScheduler:
         """Call `rollouts`, on the loop of a thread that begins with the ``with`` block."""
         self._rollouts = rollouts
         self._thread: LoopThread | None = None
+        self._calls: set[_Call[Any]] = set()
+        """The calls that some thread waits for."""
         self._pid = 0
         """Id of the process that has the thread."""
         self._handing: _Handing | None = None
@@ -315,6 +317,7 @@ class RolloutScheduler:
             # The thread is not in this process, so nothing would answer.
             raise forked()
         call = _Call(work, self._thread.loop, self._hand_over_resolved)
+        self._calls.add(call)
         try:
             call.begin()
             call.wait()
@@ -326,6 +329,8 @@ class RolloutScheduler:
                 call.withdraw()
                 call.wait()
             raise
+        finally:
+            self._calls.discard(call)
 
     async def _offered(self, within: float | None, *, streamed: bool) -> Batch:
         return await offered(self._rollouts, within, streamed=streamed)
@@ -379,6 +384,10 @@ class RolloutScheduler:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.stop()
+            # A call that another thread began while the loop stopped never runs. That thread had
+            # waited for it for ever.
+            for call in tuple(self._calls):
+                call.close()
 
 
 class ShardedScheduler(RolloutScheduler):
@@ -456,6 +465,7 @@ class _Call(Generic[T]):
         self._loop = loop
         self._ready = ready
         self._task: asyncio.Task[T] | None = None
+        self._withdrawn = False
         self.ended = False
         """Whether `outcome` is done."""
         # Ctrl-C inside of the future's own wait had become "cannot release un-acquired lock", or
@@ -474,10 +484,23 @@ class _Call(Generic[T]):
         self._running.release()
 
     def begin(self) -> None:
-        self._loop.call_soon_threadsafe(self._begin)
+        self._on_loop(self._begin)
 
     def withdraw(self) -> None:
-        self._loop.call_soon_threadsafe(self._cancel)
+        self._withdrawn = True
+        self._on_loop(self._cancel)
+
+    def close(self) -> None:
+        """End the call because its loop has ended."""
+        with suppress(concurrent.futures.InvalidStateError):
+            self.outcome.set_exception(_closed())
+
+    def _on_loop(self, step: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(step)
+        except RuntimeError:
+            # Another thread has closed the scheduler, and the loop with it.
+            self.close()
 
     def _begin(self) -> None:
         if self.outcome.done():
@@ -497,11 +520,19 @@ class _Call(Generic[T]):
 
     def _end(self, task: asyncio.Task[T]) -> None:
         if task.cancelled():
-            self.outcome.set_exception(concurrent.futures.CancelledError())
+            # The end of the loop cancels what still runs on it. A trainer that had been told
+            # CancelledError could not know that the scheduler was closed.
+            closed = task.cancelling() > 0 and not self._withdrawn
+            error = _closed() if closed else concurrent.futures.CancelledError()
+            self.outcome.set_exception(error)
         elif (error := task.exception()) is not None:
             self.outcome.set_exception(error)
         else:
             self.outcome.set_result(task.result())
+
+
+def _closed() -> SchedulerClosed:
+    return SchedulerClosed("the scheduler was closed while it was waited for.")
 
 
 async def offered(

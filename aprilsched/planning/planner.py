@@ -132,6 +132,7 @@ class Planner:
             batches=80 if config.policies.staleness.rule == "restart" else 24,
             shared=_shared(observed),
             stop=replace(stop, amount=-(-stop.amount // scale)),
+            takes_over=True,
         )
 
 

@@ -53,6 +53,8 @@ class Setting:
         batches: number of batches that are counted.
         burn_in: number of batches before those that are not counted (three times as many for a
             schedule that defers groups).
+        takes_over: whether pools begin with responses at different places, as one does that takes
+            over those of another schedule; otherwise every engine begins empty.
     """
 
     lengths: NDArray[np.int64]
@@ -79,6 +81,7 @@ class Setting:
     batches: int = 24
     burn_in: int = 5
     stop: Stop | None = None
+    takes_over: bool = False
 
     @property
     def full_at(self) -> Stop:

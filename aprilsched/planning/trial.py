@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from aprilsched.core.lengths.log_law import Levels, LogLaw, observed_logs
 from aprilsched.core.lengths.observed import resampled
 from aprilsched.core.policies.over_provision import PoolLoad
+from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import OpenGroups, PoolView, Refill
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.staleness import Staleness, StalenessRule
@@ -271,10 +272,18 @@ class Trial:
             wanted=not self._taken,
         )
         self._wave_pending = admissible is not None and count > admissible
-        for _ in range(count if admissible is None else min(count, admissible)):
+        count = count if admissible is None else min(count, admissible)
+        takes_over = self._setting.takes_over and isinstance(self._refill, Pool) and not self._next
+        for place in range(count):
             row = self._next % len(self._rows)
             group = TrialGroup(self._again[row], self._batches, then=self._rows[row])
             group.level = self._remembered[row] if self._remembered else None
+            if takes_over:
+                # A pool takes over the responses of the schedule before it, at whatever places they
+                # are. Equal responses that began together would end together for ever, and refits
+                # would interrupt nothing: that was expected to be a fifth faster than it is.
+                for member, length in enumerate(group.lengths):
+                    group.note(member, length * place // count, self._batches)
             self._next += 1
             self._open += 1
             if self._store is None:

@@ -68,6 +68,54 @@ def test_asynchronous_functions_can_be_called_on_the_schedulers_loop():
         rollouts.on_loop(seen)
 
 
+def test_a_call_that_waits_when_another_thread_closes_is_told_so():
+    began = threading.Event()
+
+    async def endless() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    with make() as rollouts, ThreadPoolExecutor() as threads:
+        call = threads.submit(rollouts.on_loop, endless)
+        began.wait()
+        rollouts.close()
+        with pytest.raises(SchedulerClosed):
+            call.result()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["the loop stops", "the loop is closed"])
+def test_a_call_that_begins_while_another_thread_closes_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, late: bool
+):
+    """Both see an open scheduler, and the other thread is faster."""
+    original = blocking.LoopThread.stop
+    rollouts = make()
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    with rollouts, ThreadPoolExecutor() as threads:
+        thread = rollouts._thread
+        assert thread is not None
+
+        def stop(self: blocking.LoopThread) -> None:
+            if late:
+                original(self)
+            rollouts._thread = thread
+            calls.append(threads.submit(rollouts.on_loop, never))
+            while not rollouts._calls and not calls[0].done():
+                pass
+            rollouts._thread = None
+            if not late:
+                original(self)
+
+        calls: list[Any] = []
+        monkeypatch.setattr(blocking.LoopThread, "stop", stop)
+        rollouts.close()
+        with pytest.raises(SchedulerClosed):
+            calls[0].result()
+
+
 def test_errors_arrive_in_the_calling_thread():
     with make() as rollouts, pytest.raises(ConfigError, match="at least one"):
         rollouts.evaluate([])

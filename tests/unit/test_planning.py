@@ -488,6 +488,17 @@ def test_the_trainers_times_scatter_around_their_mean_in_a_trial() -> None:
     assert alone[1].trainer_seconds == pytest.approx(alone[0].trainer_seconds, rel=0.01)
 
 
+def test_a_pool_of_equal_responses_that_takes_over_is_interrupted_at_refits() -> None:
+    """Equal responses that began together end together, and then nothing is left to recompute."""
+    equal = setting(lengths=np.full((400, 8), 1000), pace="asynchronous")
+    pool = schedule(4.0, Pool(together=4))
+    together, scattered = (
+        try_out(pool, replace(equal, takes_over=takes_over)) for takes_over in (False, True)
+    )
+    assert scattered.efficiency < 0.9 * together.efficiency
+    assert scattered.off_policy_share > together.off_policy_share
+
+
 def test_a_trial_that_goes_on_is_a_longer_one() -> None:
     trial = Trial(schedule(1.5), setting())
     assert trial.outcome(6) == try_out(schedule(1.5), setting(batches=6))

@@ -264,7 +264,7 @@ def test_requests_that_move_from_full_pools_end_as_they_would_have(migrate: bool
     )
 
     async def main() -> tuple[list[list[int]], int, list[int]]:
-        fleet = SimFleet(4, stream_interval=8, kv_tokens=1200)
+        fleet = SimFleet(4, stream_interval=8, kv_tokens=1000)
         async with RolloutScheduler(fleet, law, config=config) as rollouts:
             groups: list[Group] = []
             moved: list[int] = []
