@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from tests.sglang.helpers import settled
 from tests.sglang.server import CpuServer
 
@@ -32,6 +34,7 @@ def campaign() -> ModuleType:
     return module
 
 
+@pytest.mark.long
 async def test_a_run_that_is_killed_again_and_again_delivers_what_one_that_is_not_does(
     clean_server: CpuServer, tmp_path: Path
 ):
