@@ -36,7 +36,7 @@ from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.coordinator.session import forked
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.base import Fleet
-from aprilsched.errors import ConfigError, PromptsExhausted, SchedulerClosed
+from aprilsched.errors import ConfigError, PromptsExhausted, SchedulerClosed, closed_meanwhile
 from aprilsched.loop_thread import LoopThread
 from aprilsched.planning import Planner
 from aprilsched.shards.base import Shard
@@ -493,7 +493,7 @@ class _Call(Generic[T]):
     def close(self) -> None:
         """End the call because its loop has ended."""
         with suppress(concurrent.futures.InvalidStateError):
-            self.outcome.set_exception(_closed())
+            self.outcome.set_exception(closed_meanwhile())
 
     def _on_loop(self, step: Callable[[], None]) -> None:
         try:
@@ -523,16 +523,12 @@ class _Call(Generic[T]):
             # The end of the loop cancels what still runs on it. A trainer that had been told
             # CancelledError could not know that the scheduler was closed.
             closed = task.cancelling() > 0 and not self._withdrawn
-            error = _closed() if closed else concurrent.futures.CancelledError()
+            error = closed_meanwhile() if closed else concurrent.futures.CancelledError()
             self.outcome.set_exception(error)
         elif (error := task.exception()) is not None:
             self.outcome.set_exception(error)
         else:
             self.outcome.set_result(task.result())
-
-
-def _closed() -> SchedulerClosed:
-    return SchedulerClosed("the scheduler was closed while it was waited for.")
 
 
 async def offered(

@@ -145,5 +145,10 @@ class SchedulerClosed(AprilschedError, RuntimeError):
     """The scheduler is not open; use it inside ``async with RolloutScheduler(...)``."""
 
 
+def closed_meanwhile() -> SchedulerClosed:
+    """The error for a call that was waiting when the scheduler was closed."""
+    return SchedulerClosed("the scheduler was closed while it was waited for.")
+
+
 class InvariantViolation(AprilschedError, AssertionError):
     """An internal invariant does not hold; this is a bug in aprilsched."""

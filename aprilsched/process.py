@@ -50,7 +50,7 @@ from typing import Any
 
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.coordinator.prompt_queue import PromptQueue
-from aprilsched.errors import ConfigError, SchedulerClosed
+from aprilsched.errors import ConfigError, SchedulerClosed, closed_meanwhile
 from aprilsched.remote import (
     BlockingScheduler,
     FromTrainer,
@@ -188,7 +188,7 @@ class _Remote(RemoteScheduler):
         if not process.link.connection.closed:
             asyncio.get_running_loop().remove_reader(process.link.connection.fileno())
             process.link.connection.close()
-            self._fail(SchedulerClosed("the scheduler was closed while it was waited for."))
+            self._fail(closed_meanwhile())
         await asyncio.shield(process.ended)
 
     def end(self) -> None:

@@ -37,7 +37,7 @@ from aprilsched.driver.forecasts import ForecastErrors
 from aprilsched.driver.loop import EventLoop
 from aprilsched.engines.base import Engine, Fleet
 from aprilsched.engines.refit import RefitElsewhere
-from aprilsched.errors import RunGivenUp, SchedulerClosed
+from aprilsched.errors import RunGivenUp, SchedulerClosed, closed_meanwhile
 from aprilsched.planning import Planner
 from aprilsched.store.base import Store
 from aprilsched.telemetry.base import AnyListener
@@ -306,7 +306,7 @@ class Session:
             self._loop.stop()
             if not released:
                 await self._release()
-            closed = SchedulerClosed("the scheduler was closed while it was waited for.")
+            closed = closed_meanwhile()
             self.waits.fail(closed)
             if not ready.done():
                 ready.set_exception(closed)

@@ -113,8 +113,8 @@ class ForecastErrors:
             return
         forecast, rule, seconds = self._delivered
         self._delivered = None
-        model, room = self._planner.model, self._planner.max_running
-        work = (model.t1 + model.t0 / room) * tokens + model.t2 * reads
+        model = self._planner.model
+        work = model.token_seconds(self._planner.max_running) * tokens + model.t2 * reads
         self._planner.bias.observe(
             rule,
             work=work / len(self._engines) / (forecast.efficiency * forecast.step_seconds),

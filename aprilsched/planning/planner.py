@@ -104,6 +104,9 @@ class Planner:
         for group in command.ended:
             observed.add_group(group)
         batch_groups = -(-command.batch_groups // scale)
+        engines = max(1, round(command.engines / scale))
+        staleness = config.policies.staleness
+        restarts = staleness.rule == "restart"
         lengths = observed.draw_groups(
             _groups_needed(batch_groups), group_size=command.group_size, open_groups=command.open
         )
@@ -111,15 +114,15 @@ class Planner:
         return Setting(
             lengths=lengths,
             batch_groups=batch_groups,
-            engines=max(1, round(command.engines / scale)),
-            share=command.engines / max(1, round(command.engines / scale)),
+            engines=engines,
+            share=command.engines / engines,
             model=self.model,
             max_running=self.max_running,
             kv_tokens=None if kv is None else kv // command.engines,
             prompt_tokens=command.prompt_tokens,
             keeps_kv=config.cached_kv == "keep",
-            max_staleness=config.policies.staleness.bound,
-            restarts=config.policies.staleness.rule == "restart",
+            max_staleness=staleness.bound,
+            restarts=restarts,
             pace=config.first_pace,
             ready_batches=config.ready_batches,
             train_seconds=command.train_seconds or 0.0,
@@ -129,7 +132,7 @@ class Planner:
             iid_distance=observed.iid_distance(batch_groups) or 0.0,
             remembered=min(max(command.remembered, 0.0), 0.99),
             # There are few candidates without stale tokens, and they differ by a few percent.
-            batches=80 if config.policies.staleness.rule == "restart" else 24,
+            batches=80 if restarts else 24,
             shared=_shared(observed),
             stop=replace(stop, amount=-(-stop.amount // scale)),
             takes_over=True,
@@ -216,7 +219,7 @@ def _tried(
         mean_age=outcome.mean_age,
         distance=outcome.distance,
         correction=correction,
-        token_seconds=(model.t1 + model.t0 / setting.max_running) / engines,
+        token_seconds=model.token_seconds(setting.max_running) / engines,
         read_seconds=model.t2 / engines,
     )
     return Tried(schedule=replace(schedule, forecast=forecast, why=why), outcome=outcome)

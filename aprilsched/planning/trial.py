@@ -238,7 +238,7 @@ class Trial:
     def _work(self, tokens: Amount) -> Amount:
         """T_bound of a response on one engine, in seconds; of each, if these are several."""
         setting, model = self._setting, self._setting.model
-        each = model.t1 + model.t0 / setting.max_running
+        each = model.token_seconds(setting.max_running)
         return tokens * (each + model.t2 * (setting.prompt_tokens + tokens / 2))
 
     def _note(self, running: _Running) -> None:
@@ -347,7 +347,7 @@ class Trial:
             steps = min(steps, model.steps_within(batch, kv, until - self.now) + 1)
         self.now += model.decode_seconds(batch, kv, steps)
         tokens, growth = steps * running, running * steps * (steps - 1) / 2
-        work = (model.t1 + model.t0 / self._setting.max_running) * tokens
+        work = model.token_seconds(self._setting.max_running) * tokens
         self._bound += (work + model.t2 * (steps * self._kv + growth)) / engines
         self._step += steps
         self._kv += tokens

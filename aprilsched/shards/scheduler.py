@@ -40,6 +40,7 @@ from aprilsched.errors import (
     RunGivenUp,
     SchedulerClosed,
     StoreError,
+    closed_meanwhile,
 )
 from aprilsched.shards.base import (
     Opened,
@@ -215,7 +216,7 @@ class ShardedScheduler(TakesBatches):
         if self._pid != os.getpid() or not self._is_open:
             return
         self._is_open = False
-        self._waits.fail(SchedulerClosed("the scheduler was closed while it was waited for."))
+        self._waits.fail(closed_meanwhile())
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -346,7 +347,7 @@ class ShardedScheduler(TakesBatches):
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if not self._is_open and task.cancelled():
-                raise SchedulerClosed("the scheduler was closed while it was waited for.") from None
+                raise closed_meanwhile() from None
             task.cancel()
             raise
 
@@ -453,7 +454,7 @@ class ShardedScheduler(TakesBatches):
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if not self._is_open and task.cancelled():
-                raise SchedulerClosed("the scheduler was closed while it was waited for.") from None
+                raise closed_meanwhile() from None
             task.add_done_callback(_note_end)
             raise
 

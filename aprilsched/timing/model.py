@@ -83,6 +83,11 @@ class StepTimeModel:
         passes = max(1, -(-tokens // self.prefill_chunk))
         return passes * self.prefill_pass + tokens / self.prefill_rate
 
+    def token_seconds(self, max_running: int) -> float:
+        """Seconds of T_bound for each token, without the context that it reads: its own work, and
+        its part of a read of the weights that serves `max_running` tokens."""
+        return self.t1 + self.t0 / max_running
+
     def bound_seconds(
         self,
         prompt_lengths: Sequence[int] | NDArray[np.integer],
