@@ -4,6 +4,7 @@ The work of a batch is what the engines generated in its time, and not what was 
 that depends on what is in flight at its ends (see :mod:`aprilsched.planning.trial`, which counts in
 the same way). It is valued with the planner's step-time model of the moment. Batches in which
 another schedule begins, the one after them, and those in which engines come or go do not count.
+Nor do those whose time the trainer decides: they say nothing of the engines.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ __all__ = ["ForecastErrors"]
 
 _SETTLING = 2
 """Number of batches that do not count after another schedule began."""
+_DRIVEN = 0.9
+"""Share of a step that must be as long as the engines make it. With a trainer of 20 s, batches that
+took the trainer's time while engines filled up with work made forecasts of 17 s for such steps."""
 
 
 class ForecastErrors:
@@ -102,7 +106,7 @@ class ForecastErrors:
         self._delivered = None
         if self._left_out:
             self._left_out -= 1
-        elif forecast is not None and measured is not None:
+        elif forecast is not None and forecast.driven >= _DRIVEN and measured is not None:
             self._delivered = forecast, self._rule, measured.figures.seconds
 
     def _compare(self) -> None:
@@ -118,5 +122,11 @@ class ForecastErrors:
         self._planner.bias.observe(
             rule,
             work=work / len(self._engines) / (forecast.efficiency * forecast.step_seconds),
-            time=seconds / (forecast.step_seconds * forecast.correction),
+            time=seconds / _uncorrected(forecast),
         )
+
+
+def _uncorrected(forecast: Forecast) -> float:
+    """The seconds of a step in the trials."""
+    driven = forecast.step_seconds * forecast.driven
+    return forecast.step_seconds - driven + driven * forecast.correction

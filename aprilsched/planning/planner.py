@@ -218,6 +218,7 @@ def _tried(
         off_policy_share=outcome.off_policy_share,
         mean_age=outcome.mean_age,
         distance=outcome.distance,
+        driven=outcome.driven_seconds / outcome.step_seconds,
         correction=correction,
         token_seconds=model.token_seconds(setting.max_running) / engines,
         read_seconds=model.t2 / engines,

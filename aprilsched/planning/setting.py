@@ -112,6 +112,8 @@ class Outcome:
         step_seconds: mean seconds of a step, without `trainer_seconds`.
         trainer_seconds: mean seconds of a step in which the engines wait for the trainer by
             design, which is all of its time on the synchronous pace.
+        driven_seconds: mean seconds of `step_seconds` that are as long as the engines make them;
+            where the trainer is the slower one, a step takes its time and not theirs.
         efficiency: T_bound / T, without that time, as in summary.json.
         off_policy_share: delivered tokens of an older version / delivered tokens.
         mean_age: mean number of versions by which a delivered token is older than the version that
@@ -124,6 +126,7 @@ class Outcome:
     value: float
     step_seconds: float
     trainer_seconds: float
+    driven_seconds: float
     efficiency: float
     off_policy_share: float
     mean_age: float
@@ -132,13 +135,14 @@ class Outcome:
     peak_kv: float
 
     def corrected(self, factor: float) -> Outcome:
-        """The outcome where efficiency is different by this factor, and so is the time of a step
-        without the trainer's."""
-        seconds = self.step_seconds / factor
+        """The outcome where the engines do this many times the work in the same time."""
+        driven = self.driven_seconds / factor
+        seconds = self.step_seconds - self.driven_seconds + driven
         whole = self.step_seconds + self.trainer_seconds
         return replace(
             self,
             value=self.value * whole / (seconds + self.trainer_seconds),
             step_seconds=seconds,
-            efficiency=self.efficiency * factor,
+            driven_seconds=driven,
+            efficiency=self.efficiency * (self.step_seconds / seconds),
         )

@@ -131,11 +131,13 @@ class Trial:
             if version >= burn_in:
                 seconds = self.now - began
                 seen.add(delivered, version, seconds=seconds, waited=waited)
-                if self._asynchronous:
-                    # A step is as long as generation takes, if the trainer has waited for that.
-                    seen.driven += seconds if generated > 0 else 0.0
-                else:
+                if not self._asynchronous:
                     seen.driven += generated
+                elif generated > 0:
+                    # A step is as long as generation takes, if the trainer has waited for that.
+                    seen.driven += seconds
+                else:
+                    seen.not_driven += seconds
                 seen.bound += self._bound - before
                 seen.distance += self._distance(delivered)
         mean_work = self._group_work * seen.groups if self._stop_at.fixed_groups else seen.bound
@@ -406,6 +408,8 @@ class _Seen:
         """Number of delivered groups."""
         self.driven = 0.0
         """Seconds that are as long as the engines make them."""
+        self.not_driven = 0.0
+        """Seconds of steps that took as long as the trainer did."""
         self._seconds = 0.0
         self._waited = 0.0
         self._by_age: dict[int, float] = {}
@@ -437,6 +441,7 @@ class _Seen:
             value=mean_work / (self._seconds + longer) * worth,
             step_seconds=busy / batches,
             trainer_seconds=self._waited / batches,
+            driven_seconds=(busy - self.not_driven) / batches,
             efficiency=self.bound / busy,
             off_policy_share=1 - by_age.get(0, 0.0) / tokens,
             mean_age=sum(age * n for age, n in by_age.items()) / tokens,

@@ -23,13 +23,14 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from predict import cells as all_cells  # noqa: E402
-from schedules import MODEL, Cell, figures  # noqa: E402
+from schedules import MODEL, VARIANTS, Cell, figures  # noqa: E402
 
 NAMES = {
     "waiting": "waiting", "waiting-streamed": "waiting, streamed", "april": "APRIL",
     "april-streamed": "APRIL, streamed", "areal": "AReaL", "areal-kept": "AReaL, KV kept",
     "auto": "auto, recompute", "auto-kept": "auto, KV kept",
     "auto-fast": "auto, speed alone", "auto-kept-fast": "auto, KV kept, speed alone",
+    "auto-default": "auto, recompute, default", "auto-kept-default": "auto, KV kept, default",
 }  # fmt: skip
 BLOCK, SAMPLES = 4, 10_000
 FEWEST = 8
@@ -162,7 +163,7 @@ def markdown(everything: dict[str, Any]) -> str:
         said = f"{told['step_seconds']:.2f} s, {told['efficiency']:.2f}" if told else ""
         title = f"{NAMES[cell.schedule]}, trainer {cell.train_seconds:g} s"
         title += ", full size" if cell.scale == 1 else ""
-        title += ", weights moved" if cell.moved else ""
+        title += f", {VARIANTS[cell.variant]}" if cell.variant else ""
         text.append(
             f"| {title} | {row['counted']} | {row['step_s']:.2f} ({low:.2f} to {high:.2f}) "
             f"| {row.get('predicted_step_s', float('nan')):.2f} "

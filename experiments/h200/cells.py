@@ -30,33 +30,35 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path += [str(HERE), str(ROOT / "experiments" / "refit" / "gpu")]
 
-from model import QWEN3_4B, TINY, RandomWeights, write_config  # noqa: E402
+from model import QWEN3_4B, QWEN3_8B, TINY, RandomWeights, write_config  # noqa: E402
 from schedules import KV_TOKENS, MAX_RUNNING, PACED, Cell, Meter  # noqa: E402
 
 from aprilsched import RolloutScheduler, SGLangFleet  # noqa: E402
 from aprilsched.telemetry.sampling import Sampler  # noqa: E402
 
 GIB = 2**30
+SHAPES = {"4b": QWEN3_4B, "8b": QWEN3_8B}
 
 
 class Server:
     """One SGLang server with random weights, in a process group of its own, or one that an earlier
-    process has left."""
+    process has left in this folder."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        left = options.out / "server.json"
+        self.folder, self.log = folder, folder / "server.log"
+        left = folder / "server.json"
         if left.exists():
             known = json.loads(left.read_text())
-            self.url, self.pid, self.log = known["url"], known["pid"], options.out / "server.log"
+            self.url, self.pid = known["url"], known["pid"]
             return
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = 20_000 + probe.getsockname()[1] % 10_000
         self.url = f"http://127.0.0.1:{port}"
-        self.log = options.out / "server.log"
         cpu = options.cpu
-        model = write_config(TINY if cpu else QWEN3_4B, options.out / "model")
+        shape = TINY if cpu else SHAPES[options.shape]
+        model = write_config(shape, folder / "model")
         settings = {
             "--model-path": model, "--load-format": "dummy", "--host": "127.0.0.1", "--port": port,
             "--dtype": "float32" if cpu else "bfloat16", "--weight-version": "0",
@@ -64,6 +66,7 @@ class Server:
             "--max-running-requests": MAX_RUNNING, "--stream-interval": 64,
             "--max-total-tokens": 131_072 if cpu else KV_TOKENS,
             "--mem-fraction-static": 0.3 if cpu else 0.75, "--random-seed": 1,
+            "--tensor-parallel-size": options.tensor_parallel,
         }  # fmt: skip
         flags = ["--skip-tokenizer-init", "--incremental-streaming-output"]
         flags += ["--skip-server-warmup"]
@@ -77,6 +80,8 @@ class Server:
             flags += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
             flags += ["--cuda-graph-max-bs-decode", "512"]
             flags += ["--cuda-graph-backend-prefill", "disabled"]
+            if options.tensor_parallel > 1:
+                flags += ["--disable-custom-all-reduce"]
         command += [str(part) for pair in settings.items() for part in pair] + flags
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -98,7 +103,7 @@ class Server:
                 return
             except OSError:
                 time.sleep(0.5)
-        (self.log.parent / "server.json").unlink(missing_ok=True)
+        (self.folder / "server.json").unlink(missing_ok=True)
         raise RuntimeError(f"no server:\n{self.log.read_text(errors='replace')[-6000:]}")
 
     def call(self, path: str, **body: Any) -> None:
@@ -138,6 +143,18 @@ class Server:
                 time.sleep(5)
             except ProcessLookupError:
                 break
+        (self.folder / "server.json").unlink(missing_ok=True)
+
+
+def other(folder: Path, options: argparse.Namespace) -> Server:
+    """The server of another process, when that process has measured all its cells."""
+    while not (folder / "ended").exists():
+        if time.time() > options.until:
+            raise RuntimeError(f"the cells in {folder} have not ended")
+        time.sleep(0.2)
+    if not (folder / "server.json").exists():
+        raise RuntimeError(f"the server of {folder} is gone")
+    return Server(folder, options)
 
 
 class Labels:
@@ -162,11 +179,11 @@ def moved_weights() -> Any:
     return TensorPublisher(weights.named, bucket_bytes=2 * GIB)
 
 
-async def drive(cell: Cell, url: str, meter: Meter, until: float) -> None:
+async def drive(cell: Cell, urls: list[str], meter: Meter, until: float) -> None:
     """Take the cell's batches, train on each for its time, and update."""
-    publisher = moved_weights() if cell.moved else Labels()
+    publisher = moved_weights() if cell.variant == "moved" else Labels()
     async with RolloutScheduler(
-        SGLangFleet([url], stream_interval=64), cell.workload, config=cell.config,
+        SGLangFleet(urls, stream_interval=64), cell.workload, config=cell.config,
         planner=cell.planner(inline=False), listeners=[meter],
     ) as rollouts:  # fmt: skip
         async with asyncio.timeout(until - time.time()):
@@ -182,12 +199,12 @@ async def drive(cell: Cell, url: str, meter: Meter, until: float) -> None:
                 await rollouts.update_weights(publisher)
 
 
-async def measured(cell: Cell, url: str, until: float) -> dict[str, Any]:
+async def measured(cell: Cell, urls: list[str], until: float) -> dict[str, Any]:
     """One cell; what there is of it if the time ends first."""
-    meter, error = Meter(cell.config), ""
+    meter, error = Meter(cell), ""
     began = time.time()
     try:
-        await drive(cell, url, meter, until)
+        await drive(cell, urls, meter, until)
     except TimeoutError:
         error = "the time ended"
     except Exception as found:
@@ -223,8 +240,12 @@ async def run(options: argparse.Namespace, server: Server) -> None:
                 continue
             if left < 20:
                 break
-            await asyncio.to_thread(server.reset)
-            line = await measured(Cell.of(name), server.url, options.until)
+            cell, servers = Cell.of(name), [server]
+            if cell.engines == 2:
+                servers.append(await asyncio.to_thread(other, options.also, options))
+            for each in servers:
+                await asyncio.to_thread(each.reset)
+            line = await measured(cell, [each.url for each in servers], options.until)
             note(results, **line, code=options.code, gpu=options.gpu)
             kept = line["batches"]
             mean = sum(row["step_s"] for row in kept) / max(1, len(kept))
@@ -268,6 +289,13 @@ def main() -> None:
     parser.add_argument("--code", default="", help="commit of the code, for the results")
     parser.add_argument("--gpu", default="", help="name of the GPU, for the results")
     parser.add_argument("--after", type=Path, help="begin when this file is there")
+    parser.add_argument("--shape", choices=list(SHAPES), default="4b", help="the server's model")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the server")
+    parser.add_argument("--also", type=Path, help="folder of the other server of two engines")
+    parser.add_argument(
+        "--replaces", type=Path, nargs="+", default=(),
+        help="folders of servers that are stopped first, when their cells are measured",
+    )  # fmt: skip
     parser.add_argument("--nvml", action="store_true", help="sample the GPUs meanwhile")
     parser.add_argument("--stays", action="store_true", help="leave the server for another call")
     parser.add_argument("--refit", action="store_true", help="then time refits from the other GPU")
@@ -275,8 +303,11 @@ def main() -> None:
     parser.add_argument("--server-python", help="its Python")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "ended").unlink(missing_ok=True)
+    for folder in options.replaces:
+        other(folder, options).stop()
     began = time.time()
-    server = Server(options)
+    server = Server(options.out, options)
     try:
         server.wait(400)
         note(options.out / "cells.jsonl", kind="boot", seconds=time.time() - began)

@@ -22,7 +22,9 @@ def cells() -> list[str]:
     """Every cell of the experiment."""
     names = [f"{schedule}:{trainer}:{scale}" for scale in ("0.25", "1") for trainer in (0, 5, 20)
              for schedule in SCHEDULES if trainer or not schedule.endswith("streamed")]  # fmt: skip
-    return [*names, "april:0:0.25:moved"]
+    several = ("waiting", "april", "auto-default", "auto-kept-default")
+    others = [f"{name}:0:0.25:{variant}" for variant in ("tail", "two") for name in several]
+    return [*names, "april:0:0.25:moved", *others]
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
 """The schedules, the workload and the measurement of experiments/h200, real and simulated alike.
 
-A cell is ``SCHEDULE:TRAINER:SCALE``, for example ``auto:20:0.25``. TRAINER is the trainer's seconds
-for a batch of the workload in full size. SCALE multiplies all lengths. A quarter of the lengths is
-generated in about 0.16 of the time, because a step reads less KV, so the trainer takes 0.16 of its
-time there, and the parts of a step keep their proportions.
+A cell is ``SCHEDULE:TRAINER:SCALE`` or ``SCHEDULE:TRAINER:SCALE:VARIANT``, for example
+``auto:20:0.25``. TRAINER is the trainer's seconds for a batch of the workload in full size. SCALE
+multiplies all lengths. A quarter of the lengths is generated in about 0.16 of the time, because a
+step reads less KV, so the trainer takes 0.16 of its time there, and the parts of a step keep their
+proportions. VARIANT is one of :data:`VARIANTS`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from aprilsched.config import Objective, SchedulerConfig
@@ -57,8 +57,19 @@ SCHEDULES: dict[str, tuple[Change, bool]] = {
     "auto-kept": (_preset("auto", **_KEPT, **_PRICED), False),
     "auto-fast": (_preset("auto", **_BACK, **_SPEED), False),
     "auto-kept-fast": (_preset("auto", **_KEPT, **_SPEED), False),
+    "auto-default": (_preset("auto", **_BACK), False),
+    "auto-kept-default": (_preset("auto", **_KEPT), False),
 }
 """Settings of each schedule, and whether its trainer takes groups from a stream."""
+VARIANTS = {
+    "": "one server of the 4B shape",
+    "moved": "weights moved",
+    "tail": "longer tail",
+    "two": "two engines",
+    "tp2-8b": "8B shape, tensor parallelism 2",
+}
+"""What differs in a cell from the others, in words. "tail" has lengths of sigma 1.1 and a cap of
+16,000, and "two" has batches of 64 groups for two servers."""
 TRAINER_SHARE = {1.0: 1.0, 0.25: 0.16}
 """The share of the trainer's seconds by SCALE."""
 BATCHES = {name: (10, 20) for name in SCHEDULES if name.startswith("auto")}
@@ -74,13 +85,24 @@ class Cell:
     schedule: str
     trainer: float
     scale: float
-    moved: bool
+    variant: str
 
     @classmethod
     def of(cls, name: str) -> Cell:
-        schedule, trainer, scale, *moved = name.split(":")
+        schedule, trainer, scale, *rest = name.split(":")
+        variant = rest[0] if rest else ""
+        if schedule not in SCHEDULES or variant not in VARIANTS:
+            raise ValueError(f"there is no cell {name}; see SCHEDULES and VARIANTS")
         return cls(name=name, schedule=schedule, trainer=float(trainer), scale=float(scale),
-                   moved=moved == ["moved"])  # fmt: skip
+                   variant=variant)  # fmt: skip
+
+    @property
+    def engines(self) -> int:
+        return 2 if self.variant == "two" else 1
+
+    def bound(self, prompts: Sequence[int], lengths: Sequence[int]) -> float:
+        """T_bound on the cell's engines."""
+        return MODEL.bound_seconds(prompts, lengths, MAX_RUNNING) / self.engines
 
     @property
     def train_seconds(self) -> float:
@@ -100,16 +122,19 @@ class Cell:
 
     @property
     def config(self) -> SchedulerConfig:
-        config = SCHEDULES[self.schedule][0](SchedulerConfig(batch_groups=32, group_size=8))
+        base = SchedulerConfig(batch_groups=32 * self.engines, group_size=8)
+        config = SCHEDULES[self.schedule][0](base)
         if config.automatic and self.train_seconds:
             config = replace(config, pace="auto" if PACED else "asynchronous")
         return config
 
     @property
     def workload(self) -> LongTailWorkload:
+        sigma, cap = (1.1, 16_000) if self.variant == "tail" else (0.9, 6000)
         return LongTailWorkload(
             median=700 * self.scale,
-            cap=round(6000 * self.scale),
+            sigma=sigma,
+            cap=round(cap * self.scale),
             group_size=8,
             seed=SEED,
             vocab_size=512,
@@ -134,9 +159,9 @@ PACED = _paced()
 class Meter:
     """A listener that measures whole steps: from one update's end to the next one's."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        bound = partial(MODEL.bound_seconds, max_running=MAX_RUNNING)
-        self.summary = Summary(trainer_waits=config.first_pace == "synchronous", bound=bound)
+    def __init__(self, cell: Cell) -> None:
+        waits = cell.config.first_pace == "synchronous"
+        self.summary = Summary(trainer_waits=waits, bound=cell.bound)
         self.ends: list[float] = []
         self.chosen: list[dict[str, Any]] = []
         """Each choice of a schedule: the batches before it, what was chosen, and the forecast."""
@@ -169,6 +194,7 @@ class Meter:
             found = batch.figures
             rows.append({
                 "step_s": end - before, "bound_s": found.t_bound, "tokens": found.tokens,
+                "responses": len(batch.lengths),
                 "off_policy": found.off_policy_token_share, "age": found.staleness_mean,
                 "oldest": found.staleness_max, "distance": found.length_distance,
             })  # fmt: skip
@@ -187,20 +213,21 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         "off_policy": sum(row["off_policy"] * row["tokens"] for row in rows) / tokens,
         "age": sum(row["age"] * row["tokens"] for row in rows) / tokens,
         "oldest": max(row["oldest"] for row in rows),
-        "mean_length": tokens / (256 * len(rows)),
+        "mean_length": tokens / sum(row.get("responses", 256) for row in rows),
         "distance": sum(row["distance"] or 0.0 for row in rows) / len(rows),
     }
 
 
 def simulated(cell: Cell) -> dict[str, Any]:
     """What the simulator says of a cell, on its own prompts."""
-    meter = Meter(cell.config)
+    meter = Meter(cell)
     engine = SimConfig(
         timing=MODEL, max_running=MAX_RUNNING, kv_tokens=KV_TOKENS, make_tokens=False,
         stream_interval=NEVER,
     )  # fmt: skip
     simulation = Simulation(
-        cell.config, cell.workload, engine=engine, batches=cell.batches, streamed=cell.streamed,
+        cell.config, cell.workload, engine=engine, engines=cell.engines, batches=cell.batches,
+        streamed=cell.streamed,
         costs=Costs(train_seconds=cell.train_seconds, refit_seconds=REFIT_SECONDS),
         planner=cell.planner(inline=True), listeners=[meter],
     )  # fmt: skip

@@ -590,6 +590,7 @@ def outcome(efficiency: float, stale: float, *, late: float = 0.0) -> Outcome:
         value=efficiency,
         step_seconds=1.0,
         trainer_seconds=0.0,
+        driven_seconds=1.0,
         efficiency=efficiency,
         off_policy_share=stale,
         mean_age=stale,
@@ -970,3 +971,22 @@ def test_the_trainers_time_decides_the_pace(train_seconds: float, pace: Pace) ->
         assert best.forecast.step_seconds == pytest.approx(60.1, abs=0.2)
         assert best.forecast.mean_age == pytest.approx(1.0, abs=0.1)
         assert f"{pace} pace" in best.why
+
+
+def test_a_correction_leaves_the_trainers_time_as_it_is() -> None:
+    driven = replace(outcome(0.5, 0.2), step_seconds=10.0, driven_seconds=4.0)
+    slower = driven.corrected(0.8)
+    assert slower.step_seconds == pytest.approx(6 + 4 / 0.8)
+    assert slower.efficiency == pytest.approx(0.5 * 10 / 11)
+    assert slower.value == pytest.approx(0.5 * 10 / 11)
+    assert slower.driven_seconds == pytest.approx(5)
+    assert replace(driven, driven_seconds=0.0).corrected(0.8).step_seconds == 10
+
+
+@pytest.mark.parametrize(("train_seconds", "driven"), [(0.0, 1.0), (60.0, 0.0)])
+def test_a_trial_says_whether_the_engines_decide_how_long_a_step_is(
+    train_seconds: float, driven: float
+) -> None:
+    schedule = Schedule(over_provision=FixedRatio(ratio=1.5), refill=Wave())
+    found = try_out(schedule, setting(pace="asynchronous", train_seconds=train_seconds))
+    assert found.driven_seconds == pytest.approx(driven * found.step_seconds, abs=1e-9)

@@ -17,7 +17,7 @@ from aprilsched.core.policies.wave import Wave
 from aprilsched.engines.sim import SimConfig
 from aprilsched.planning import Planner, planner
 from aprilsched.planning.bias import Bias
-from aprilsched.simulation import Simulation
+from aprilsched.simulation import Costs, Simulation
 from aprilsched.simulation.simulation import NEVER
 from aprilsched.telemetry.batch_figures import BatchMeter, Measured, forecasts
 from aprilsched.timing.model import H200_QWEN3_4B
@@ -94,6 +94,24 @@ def test_forecasts_of_slower_engines_converge_to_what_happens(
     assert first.correction == 1
     assert work / time < 0.97, "without a correction forecasts are too good"
     assert work / time == pytest.approx(last.correction, rel=0.02)
+
+
+def test_batches_that_take_the_trainers_time_say_nothing_of_the_engines() -> None:
+    own, bias = Planner(MODEL, inline=True), Recorded()
+    own.bias, choices = bias, Choices(bias)
+    Simulation(
+        SchedulerConfig(over_provision="auto", pace="asynchronous"),
+        LongTailWorkload(median=100, cap=800, seed=4),
+        engine=SimConfig(timing=MODEL, make_tokens=False, stream_interval=NEVER),
+        planner=own,
+        costs=Costs(train_seconds=20.0),
+        batches=20,
+        listeners=[choices],
+    ).run()
+    forecast = choices.made[-1][1]
+    assert forecast.driven < 0.5
+    assert forecast.step_seconds == pytest.approx(20, rel=0.02)
+    assert not bias.told
 
 
 # --- the figures of batches ----------------------------------------------------------------------

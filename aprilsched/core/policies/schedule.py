@@ -31,8 +31,10 @@ class Forecast:
             consumes them.
         mean_age: mean number of versions by which a delivered token is older; None if unknown.
         distance: distance of a batch's lengths from the drawn law; None if unknown.
-        correction: factor by which the efficiency of the trials was multiplied, and their seconds
-            divided, because of what earlier batches did (:mod:`aprilsched.planning.bias`).
+        driven: share of `step_seconds` that is as long as the engines make it; 0 where the trainer
+            alone decides how long a step takes.
+        correction: factor by which the engines were taken to do more work than in the trials,
+            because of what earlier batches did (:mod:`aprilsched.planning.bias`).
         token_seconds: seconds of T_bound for each token, by the step-time model of the trials.
         read_seconds: seconds of T_bound for each context token that is read, by that model.
     """
@@ -42,6 +44,7 @@ class Forecast:
     off_policy_share: float
     mean_age: float | None = None
     distance: float | None = None
+    driven: float = 1.0
     correction: float = 1.0
     token_seconds: float | None = None
     read_seconds: float | None = None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["QWEN3_4B", "TINY", "RandomWeights", "shapes", "write_config"]
+__all__ = ["QWEN3_4B", "QWEN3_8B", "TINY", "RandomWeights", "shapes", "write_config"]
 
 QWEN3_4B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -39,6 +39,12 @@ QWEN3_4B: dict[str, Any] = {
     "use_cache": True,
     "use_sliding_window": False,
     "vocab_size": 151936,
+}
+QWEN3_8B: dict[str, Any] = {
+    **QWEN3_4B,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
 }
 TINY: dict[str, Any] = {
     **QWEN3_4B,
