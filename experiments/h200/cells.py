@@ -58,7 +58,8 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         cpu = options.cpu
         shape = TINY if cpu else SHAPES[options.shape]
-        model = write_config(shape, folder / "model")
+        # Servers that one scheduler uses must serve the same path.
+        model = write_config(shape, folder.parent / f"model-{options.shape}")
         settings = {
             "--model-path": model, "--load-format": "dummy", "--host": "127.0.0.1", "--port": port,
             "--dtype": "float32" if cpu else "bfloat16", "--weight-version": "0",
