@@ -60,8 +60,8 @@ PYTHON_311 = $(shell for python in $(PYTHON) python3.11; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; \
 	then echo $$python; break; fi; done)
 
-.PHONY: help venv demo example test test-fast test-long test-areal test-trainers test-verl docs notebooks lint format \
-	clean shared-sglang .browser .venv .venv-areal .venv-sglang .venv-verl
+.PHONY: help venv demo example test test-fast test-long test-areal test-trainers test-verl docs notebooks lint style \
+	format clean shared-sglang .browser .venv .venv-areal .venv-sglang .venv-verl
 
 help: ## Show this list.
 	@grep -hE '^[.a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([.a-z-]+):.*## /\1\t/' | expand -t 16
@@ -81,8 +81,11 @@ venv: $(TEST_STAMP) ## Make .venv with all that tests and checks need, torch inc
 demo: $(DEMO_STAMP) ## Compare scheduling policies in virtual time.
 	$(BIN)/$(DEMO)
 
-test: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) lint ## Lint, and all tests, those on a real server included.
-	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+# pyright has one thread, so the tests begin beside it. What it says is shown last.
+test: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) style ## Lint, and all tests, those on a real server included.
+	@types=$$(mktemp); trap 'rm -f $$types' EXIT; $(BIN)/pyright > $$types & checking=$$!; failed=0; \
+	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python -m pytest -n $(WORKERS) $(ARGS) \
+	|| failed=$$?; wait $$checking || failed=$$?; cat $$types; exit $$failed
 
 test-fast: $(TEST_STAMP) $(BROWSER_READY) ## All tests that need no server.
 	$(BIN)/python -m pytest -n $(WORKERS) --ignore=tests/sglang $(ARGS)
@@ -116,9 +119,11 @@ docs: $(TEST_STAMP) ## Build the documentation site, docs/_build/html/index.html
 notebooks: $(TEST_STAMP) ## Execute the notebooks again from their scripts.
 	$(BIN)/python notebooks/execute.py
 
-lint: $(TEST_STAMP) ## Check style, format and types.
+style: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style ## Check style, format and types.
 	$(BIN)/pyright
 
 format: $(TEST_STAMP) ## Fix what ruff can fix.

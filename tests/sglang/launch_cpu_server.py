@@ -11,6 +11,7 @@ import stand_ins
 if __name__ == "__main__":
     stand_ins.install()
     stand_ins.fork()
+    stand_ins.doze()
     if "--enable-lora" in sys.argv:
         stand_ins.unpin()
 

@@ -1,7 +1,7 @@
 """Replaces what SGLang needs of a GPU on a machine without one: two modules, and pinned memory.
 
-Call :func:`install` before sglang or transformers' models are imported, :func:`fork` before a
-server boots, and :func:`unpin` before one with LoRA does.
+Call :func:`install` before sglang or transformers' models are imported, :func:`fork` and
+:func:`doze` before a server boots, and :func:`unpin` before one with LoRA does.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["fork", "install", "unpin"]
+__all__ = ["doze", "fork", "install", "unpin"]
 
+_PAUSED_MILLISECONDS = 20
 _VLLM_OPERATORS = ("rms_norm", "fused_add_rms_norm", "rotary_embedding", "awq_dequantize")
 
 
@@ -67,3 +68,21 @@ def fork() -> None:
 
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = keep
+
+
+def doze() -> None:
+    """Let a paused server wait for its next message, as an idle one does with ``--sleep-on-idle``.
+
+    SGLang's loop asks for messages without a rest while it is paused, with a whole core that the
+    other servers and the tests need. The wait is short, because the loop also ends requests whose
+    time is over.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+
+    record = Scheduler._record_scheduler_state_for_paused_engine
+
+    def record_and_wait(self: Any) -> None:
+        record(self)
+        self.idle_sleeper.poller.poll(_PAUSED_MILLISECONDS)
+
+    Scheduler._record_scheduler_state_for_paused_engine = record_and_wait
