@@ -4,6 +4,8 @@ Call :func:`install` before sglang or transformers' models are imported, :func:`
 :func:`doze` before a server boots, and :func:`unpin` before one with LoRA does.
 """
 
+# pyright: basic, reportMissingImports=false
+# Runs under another Python, with packages that the development environment does not have.
 from __future__ import annotations
 
 import functools
