@@ -142,8 +142,9 @@ def auto(config: SchedulerConfig) -> SchedulerConfig:
     (:mod:`aprilsched.planning`).
     Known cost: a second of one core for each choice. It needs a step-time model of the engines.
     """
-    # Weights that somebody else loads are followed on a pace that never continues their engines.
-    pace = config.pace if config.follow_weights else "auto"
+    # Weights that somebody else loads are followed on a pace that never continues their engines,
+    # and rolling refits have one pace only.
+    pace = config.pace if config.follow_weights or config.refit == "rolling" else "auto"
     return replace(config, over_provision="auto", pace=pace)
 
 

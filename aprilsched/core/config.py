@@ -423,11 +423,6 @@ class SchedulerConfig:
                 f'pace="{self.pace}" with straggler="{self.straggler}" does not; set '
                 'pace="asynchronous" and straggler="run".'
             )
-        if self.automatic:
-            raise ConfigError(
-                'over_provision="auto" tries schedules in which all engines have one version, so '
-                'it is refused with refit="rolling"; give over_provision a number.'
-            )
         if self.follow_weights:
             raise ConfigError(
                 'refit="rolling" brings every version to the engines itself, so '

@@ -12,6 +12,7 @@ cost, which the trials include.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,7 @@ from aprilsched.core.policies.schedule import Forecast, Pace, Schedule
 from aprilsched.core.policies.tail_batching import TailBatching
 from aprilsched.core.policies.wave import Wave
 from aprilsched.planning.bias import Bias
+from aprilsched.planning.rolling import RollingTrial
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Trial
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
@@ -128,6 +130,8 @@ class Planner:
             train_seconds=command.train_seconds or 0.0,
             train_spread=command.train_spread,
             refit_seconds=command.refit_seconds or 0.0,
+            rolling=config.refit == "rolling",
+            prices=config.prices,
             objective=config.objective,
             iid_distance=observed.iid_distance(batch_groups) or 0.0,
             remembered=min(max(command.remembered, 0.0), 0.99),
@@ -153,7 +157,8 @@ def trials(
     """
     several = candidates(setting, space)
     bias = bias or Bias()
-    running = [Trial(schedule, setting) for schedule in several]
+    kind = RollingTrial if setting.rolling else Trial
+    running = [kind(schedule, setting) for schedule in several]
     factors = [bias.factor(schedule.refill.name) for schedule in several]
 
     def outcome(place: int, batches: int) -> Outcome:
@@ -341,7 +346,9 @@ def _ahead(setting: Setting) -> list[tuple[float, Refill]]:
 
 
 def _together(setting: Setting) -> int:
-    return min(_TOGETHER * setting.engines, setting.batch_groups)
+    # With rolling refits new groups go to the engines of the newest version, which are some of all.
+    engines = math.ceil(setting.engines / 4) if setting.rolling else setting.engines
+    return min(_TOGETHER * engines, setting.batch_groups)
 
 
 def named(schedule: Schedule) -> str:

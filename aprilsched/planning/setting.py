@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from aprilsched.core.policies.objective import Objective
 from aprilsched.core.policies.schedule import Pace
 from aprilsched.core.policies.stop import Groups, Stop
+from aprilsched.core.policies.straggler import Prices
 from aprilsched.timing.model import StepTimeModel
 
 __all__ = ["Outcome", "Setting"]
@@ -44,6 +45,9 @@ class Setting:
         train_spread: standard deviation of these times, in seconds.
         refit_seconds: mean time from the trainer's request for an update until all engines have it,
             with the pause.
+        rolling: whether each engine takes new weights alone (``refit="rolling"``). Then
+            `refit_seconds` is the time of one engine.
+        prices: what it costs to move responses between engines, with rolling refits.
         streamed: whether the trainer takes each batch group by group, and trains on each for an
             equal share of `train_seconds` as soon as it has the group.
         objective: what is wanted of a schedule.
@@ -73,6 +77,8 @@ class Setting:
     train_seconds: float = 0.0
     train_spread: float = 0.0
     refit_seconds: float = 0.0
+    rolling: bool = False
+    prices: Prices = field(default_factory=Prices)
     streamed: bool = False
     objective: Objective = field(default_factory=Objective)
     iid_distance: float = 0.0

@@ -44,12 +44,20 @@ from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.staleness import Staleness, StalenessRule
 from aprilsched.planning.setting import Outcome, Setting
 
-__all__ = ["CompleteGroups", "Store", "Trial", "TrialGroup", "try_out"]
+__all__ = [
+    "RESERVE_SHARE",
+    "CompleteGroups",
+    "Running",
+    "Store",
+    "Trial",
+    "TrialGroup",
+    "try_out",
+]
 
 T = TypeVar("T", bound=np.generic)
 Amount = TypeVar("Amount", float, NDArray[np.float64])
 
-_RESERVE_SHARE = 0.098
+RESERVE_SHARE = 0.098
 """Share of the tokens still to come for which admission leaves room: the lower bound of SGLang's
 new_token_ratio (0.7 * 0.14)."""
 _QUANTILES = (0.16, -1.53, 0.89, -0.49, 1.53, -0.16, 0.49, -0.89)
@@ -91,7 +99,7 @@ class Trial:
         self._peak = 0.0
         self._bound = 0.0
         """T_bound of the generated tokens; see StepTimeModel.bound_seconds."""
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, Running] = {}
         """The running responses by ticket, in the order of admission."""
         self._ends: list[tuple[int, int]] = []
         """Heap of (last step, ticket); entries of preempted responses are ignored."""
@@ -99,7 +107,7 @@ class Trial:
         self._queue: deque[tuple[TrialGroup, int]] = deque()
         self._ready = CompleteGroups()
         self._open = 0
-        self._batches = 0
+        self._batches: int = 0
         """Number of batches and of versions so far: each batch is followed by an update."""
         self._taken = 0
         """Number of batches since the last update, 0 or 1."""
@@ -197,7 +205,7 @@ class Trial:
         self._launch()
         self._admit()
         while self.now < done:
-            if self._running:
+            if self._running or self._queue:
                 self._advance(until=done)
                 self._supply()
             else:
@@ -243,7 +251,7 @@ class Trial:
         each = model.token_seconds(setting.max_running)
         return tokens * (each + model.t2 * (setting.prompt_tokens + tokens / 2))
 
-    def _note(self, running: _Running) -> None:
+    def _note(self, running: Running) -> None:
         group, member = running.group, running.member
         group.note(member, group.lengths[member] - (running.end - self._step), self._batches)
 
@@ -319,7 +327,7 @@ class Trial:
             self._queue.popleft()
             self._tickets += 1
             end = self._step + left
-            self._running[self._tickets] = _Running(end, member, group)
+            self._running[self._tickets] = Running(end, member, group)
             heapq.heappush(self._ends, (end, self._tickets))
             self._sum_of_ends += end
             self._kv += context
@@ -336,7 +344,7 @@ class Trial:
         if self._pool == math.inf or not self._running:
             return True
         to_come = self._sum_of_ends - len(self._running) * self._step + left
-        return self._kv + context + 1 + _RESERVE_SHARE * to_come <= self._pool
+        return self._kv + context + 1 + RESERVE_SHARE * to_come <= self._pool
 
     def _advance(self, until: float = math.inf) -> None:
         """Decode to the next end of a response, and end the responses that end there. It ends
@@ -382,10 +390,12 @@ class Trial:
             return steps
         return min(steps, max(1, int(self._pool - self._kv) // len(self._running)))
 
-    def _finish(self, running: _Running) -> None:
-        group = running.group
-        group.finish(running.member, self._batches)
+    def _finish(self, running: Running) -> None:
+        running.group.finish(running.member, self._batches)
         self._leave(running)
+        self._complete(running.group)
+
+    def _complete(self, group: TrialGroup) -> None:
         if not group.unfinished:
             self._open -= 1
             group.complete_at = self.now
@@ -393,7 +403,7 @@ class Trial:
             if self._store is not None:
                 self._store.groups.remove(group)
 
-    def _leave(self, running: _Running) -> None:
+    def _leave(self, running: Running) -> None:
         self._kv -= self._setting.prompt_tokens + running.group.have[running.member]
         self._sum_of_ends -= running.end
 
@@ -451,15 +461,20 @@ class _Seen:
         )
 
 
-class _Running:
+class Running:
     """A response that decodes, and the step at which it ends."""
 
-    __slots__ = ("end", "group", "member")
+    __slots__ = ("end", "group", "member", "ticket")
 
-    def __init__(self, end: int, member: int, group: TrialGroup) -> None:
+    def __init__(self, end: int, member: int, group: TrialGroup, ticket: int = 0) -> None:
         self.end = end
         self.member = member
         self.group = group
+        self.ticket = ticket
+
+    @property
+    def length(self) -> int:
+        return self.group.lengths[self.member]
 
 
 class TrialGroup:

@@ -310,9 +310,6 @@ def _allowed(settings: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     if found["refit"] == "rolling":
         found["pace"], found["straggler"] = "asynchronous", "run"
         found["refill"] = "pool" if found["refill"] == "rounds" else found["refill"]
-        found["over_provision"] = (
-            1.5 if found["over_provision"] == "auto" else found["over_provision"]
-        )
     if found["refill"] == "rounds":
         found["pace"] = "auto" if found["pace"] == "auto" else "synchronous"
         if found["straggler"] not in ("retract", "abort"):

@@ -93,6 +93,7 @@ def schedules() -> Iterator[Schedule]:
         yield Schedule(
             name=f"rolling {ratio:g}", config=replace(rolling, over_provision=ratio), engines=2
         )
+    yield Schedule(name="auto, rolling", config=PRESETS["auto"](rolling), engines=2)
     yield Schedule(name="auto", config=PRESETS["auto"](base))
     kept = SchedulerConfig(straggler="in_place")
     for name in ("april", "areal", "auto"):

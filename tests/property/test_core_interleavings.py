@@ -131,7 +131,7 @@ class Interleavings(RuleBasedStateMachine):
         rolling: bool,
     ) -> None:
         if rolling:
-            pace, straggler, automatic, adapters = "asynchronous", "run", False, False
+            pace, straggler, adapters = "asynchronous", "run", False
         if pace == "asynchronous" or straggler not in ("retract", "abort"):
             refill = refill if refill in ("wave", Pool(together=2)) else Pool(together=2)
         tail = refill == "tail" or isinstance(refill, TailBatching)

@@ -346,7 +346,6 @@ def test_an_episode_keeps_an_engine_of_its_version_between_two_turns():
     [
         ({"pace": "synchronous"}, 'set pace="asynchronous" and straggler="run"'),
         ({"straggler": "retract"}, 'set pace="asynchronous" and straggler="run"'),
-        ({"over_provision": "auto"}, "give over_provision a number"),
         ({"follow_weights": True}, "leave it False"),
     ],
 )

@@ -29,6 +29,7 @@ from aprilsched.core.policies.wave import Wave
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.planning.planner import Space, Tried, candidates, choose, named, trials
+from aprilsched.planning.rolling import RollingTrial
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Trial, try_out
 from aprilsched.presets import PRESETS
@@ -476,6 +477,68 @@ def test_a_trial_takes_the_time_of_whole_steps(
     assert outcome.efficiency * outcome.step_seconds / step_seconds == pytest.approx(work, rel=0.01)
     assert outcome.off_policy_share == pytest.approx((ages > 0).mean(), abs=0.01)
     assert outcome.mean_age == pytest.approx(ages.mean(), abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("engines", "train_seconds", "changes", "near"),
+    [
+        (1, 0.0, {"over_provision": 1.5, "refill": "pool", "kv": 100_000}, 0.02),
+        (4, 0.0, {"over_provision": 1.5, "refill": "pool"}, 0.04),
+        (4, 20.0, {"over_provision": 1.0}, 0.005),
+        (16, 5.0, {"over_provision": 1.25, "refill": "pool", "max_staleness": 4}, 0.04),
+    ],
+    ids=str,
+)
+def test_a_trial_of_rolling_refits_does_what_the_simulation_does(
+    engines: int, train_seconds: float, changes: dict[str, Any], near: float
+) -> None:
+    """On several engines one response more or less decides which engine is freed when, so both are
+    different runs with the same means."""
+    kv = changes.get("kv", 1_000_000)
+    changes = {name: value for name, value in changes.items() if name != "kv"}
+    settings = SchedulerConfig(
+        batch_groups=32, refit="rolling", pace="asynchronous", straggler="run", **changes
+    )
+    steps, counted, burn_in = Steps(), 22, 8
+    simulation = Simulation(
+        settings,
+        WORKLOAD,
+        engines=engines,
+        batches=counted + 1,
+        engine=SimConfig(
+            timing=H200_QWEN3_4B_LINEAR,
+            make_tokens=False,
+            stream_interval=NEVER,
+            kv_tokens=kv,
+        ),
+        costs=Costs(train_seconds=train_seconds, refit_seconds=1.0),
+        listeners=[steps],
+    )
+    simulation.run()
+    policies = settings.policies
+    assert policies.over_provision is not None
+    trial = RollingTrial(
+        Schedule(over_provision=policies.over_provision, refill=policies.refill),
+        setting(
+            lengths=drawn(32 * (counted + 12)),
+            batch_groups=32,
+            engines=engines,
+            kv_tokens=kv,
+            pace="asynchronous",
+            max_staleness=policies.staleness.bound,
+            train_seconds=train_seconds,
+            refit_seconds=1.0,
+            rolling=True,
+            batches=counted - burn_in,
+            burn_in=burn_in,
+        ),
+    )
+    outcome = trial.outcome(counted - burn_in)
+    seconds = (steps.now[counted] - steps.now[burn_in]) / (counted - burn_in)
+    ages = np.concatenate(steps.ages[burn_in:counted])
+    assert outcome.step_seconds == pytest.approx(seconds, rel=near)
+    assert outcome.mean_age == pytest.approx(ages.mean(), abs=5 * near)
+    assert outcome.off_policy_share == pytest.approx((ages > 0).mean(), abs=0.02)
 
 
 def test_the_trainers_times_scatter_around_their_mean_in_a_trial() -> None:
