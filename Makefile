@@ -18,8 +18,9 @@ PYTHON ?= python3
 TORCH_PIP_ARGS ?=
 # Arguments for pytest: `make test-fast ARGS='-k sampling -x'`.
 ARGS ?=
-# Processes that tests run in: two that have servers, which mostly wait, and one for the others.
-WORKERS ?= 3
+# Processes that tests run in: two that have servers, which mostly wait, and two for the others,
+# some of which wait too.
+WORKERS ?= 4
 # What `make demo` runs, from the environment's bin folder.
 DEMO = aprilsched simulate --policy sync,april,pool,auto
 

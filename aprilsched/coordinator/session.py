@@ -70,7 +70,7 @@ class Session:
         self._work = work
         if config.automatic:
             learning = [] if planner.inline else [StepTimes(planner)]
-            errors = ForecastErrors(planner, trainer_waits=config.first_pace == "synchronous")
+            errors = ForecastErrors(planner, trainer_waits=config.trainer_waits)
             listeners = [*listeners, *learning, errors]
         core = Scheduler(config, caller)
         self.bias = LiveBias(core.state)

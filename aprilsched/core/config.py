@@ -288,6 +288,11 @@ class SchedulerConfig:
         return "synchronous" if self.pace == "auto" else self.pace
 
     @property
+    def trainer_waits(self) -> bool:
+        """Whether the engines are paused while the trainer trains, when the run begins."""
+        return self.first_pace == "synchronous"
+
+    @property
     def behaviour(self) -> Behaviour:
         """How stragglers are treated."""
         return BEHAVIOURS[self.straggler]

@@ -13,7 +13,7 @@ __all__ = ["remainder", "summary_of"]
 def summary_of(setup: Setup) -> Summary:
     """The listener that sums up the run which `setup` describes."""
     return Summary(
-        trainer_waits=setup.config.first_pace == "synchronous",
+        trainer_waits=setup.config.trainer_waits,
         bound=setup.bound,
         workload_mean=setup.workload_mean,
         burn_in=setup.settings.burn_in,

@@ -104,8 +104,8 @@ class Simulation:
         self._config = config
         self._planner = planner or Planner(model.timing, max_running=model.max_running)
         if config.automatic:
-            waits = config.first_pace == "synchronous"
-            listeners = [*listeners, ForecastErrors(self._planner, trainer_waits=waits)]
+            errors = ForecastErrors(self._planner, trainer_waits=config.trainer_waits)
+            listeners = [*listeners, errors]
         self._loop = EventLoop(Scheduler(config, caller), listeners, clock=lambda: self.agenda.now)
         self.engines = {
             name: ModelledEngine(

@@ -29,6 +29,16 @@ from aprilsched.simulation.simulation import NEVER
 from aprilsched.timing.model import H200_QWEN3_4B as MODEL
 
 SLOWER = 1.08
+SLOW = replace(
+    MODEL,
+    t0=SLOWER * MODEL.t0,
+    t1=SLOWER * MODEL.t1,
+    t2=SLOWER * MODEL.t2,
+    t0_wide=SLOWER * MODEL.t0_wide,
+    prefill_pass=SLOWER * MODEL.prefill_pass,
+    prefill_rate=MODEL.prefill_rate / SLOWER,
+)
+"""The engines: all that they do takes longer than the planner's model says."""
 PAUSE_S = 0.3
 RULES: dict[str, tuple[Refill, float]] = {
     "wave": (Wave(), 1.5),
@@ -58,22 +68,13 @@ def recorded(rule: str, seed: int, batches: int) -> Batches:
     """The batches of a run under one schedule on engines that are slower than forecast."""
     refill, ratio = RULES[rule]
     only = Schedule(over_provision=FixedRatio(ratio=ratio), refill=refill)
-    timing = replace(
-        MODEL,
-        t0=SLOWER * MODEL.t0,
-        t1=SLOWER * MODEL.t1,
-        t2=SLOWER * MODEL.t2,
-        t0_wide=SLOWER * MODEL.t0_wide,
-        prefill_pass=SLOWER * MODEL.prefill_pass,
-        prefill_rate=MODEL.prefill_rate / SLOWER,
-    )
     own = Planner(MODEL, inline=True)
     own.bias = bias = Recorded()
     with patch.object(planner, "candidates", return_value=[only]):
         Simulation(
             SchedulerConfig(over_provision="auto"),
             LongTailWorkload(seed=seed),
-            engine=SimConfig(timing=timing, make_tokens=False, stream_interval=NEVER),
+            engine=SimConfig(timing=SLOW, make_tokens=False, stream_interval=NEVER),
             costs=Costs(pause_seconds=PAUSE_S),
             planner=own,
             batches=batches,

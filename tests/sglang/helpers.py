@@ -8,11 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.testing.contract import ALL_CHECKS, MEMORY_CHECKS
 from aprilsched.testing.streams import until
 
-__all__ = ["SOON", "opened", "reset", "running", "settled"]
+__all__ = ["SHORT_AND_LONG_CHECKS", "SOON", "opened", "reset", "running", "settled"]
+
+_LONG = {
+    "abort_returns_the_partial",
+    "in_place_keeps_streams_open",
+    "retract_and_flush_keep_greedy_tokens",
+    *(check.__name__ for check in MEMORY_CHECKS),
+}
+SHORT_AND_LONG_CHECKS = [
+    pytest.param(
+        check, id=check.__name__, marks=[pytest.mark.long] if check.__name__ in _LONG else []
+    )
+    for check in ALL_CHECKS
+]
+"""The contract for a server that is reached in another way than in test_contract.py, which makes
+every check in short. Long are those that take seconds, and of whose calls others take some."""
 
 SOON = 15.0
 """Seconds within which an aborted request ends. A request that continues to its thousands of tokens

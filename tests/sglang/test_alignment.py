@@ -144,6 +144,7 @@ async def test_the_same_weights_agree_and_other_weights_do_not(
         assert "engine and trainer differ by" in page([report], library="")
 
 
+@pytest.mark.long
 async def test_a_server_of_another_precision_stands_out(
     clean_server: CpuServer,
     rounding_server: CpuServer,

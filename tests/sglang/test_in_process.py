@@ -8,7 +8,8 @@ import pytest
 
 from aprilsched import SGLangInProcessFleet
 from aprilsched.errors import ConfigError, MissingExtra
-from aprilsched.testing.contract import ALL_CHECKS, MEMORY_CHECKS
+from aprilsched.testing.contract import Check
+from tests.sglang.helpers import SHORT_AND_LONG_CHECKS
 from tests.sglang.server import run_with_server_packages
 
 
@@ -16,24 +17,9 @@ def run(what: str, *parameters: object) -> None:
     run_with_server_packages("in_process", what, *parameters, purpose="in_process")
 
 
-LONG = {
-    "abort_returns_the_partial",
-    "in_place_keeps_streams_open",
-    "retract_and_flush_keep_greedy_tokens",
-    *(check.__name__ for check in MEMORY_CHECKS),
-}
-"""Checks that take seconds, and of whose calls others here take some."""
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(check.__name__, marks=[pytest.mark.long] if check.__name__ in LONG else [])
-        for check in ALL_CHECKS
-    ],
-)
-def test_it_keeps_the_contract_of_an_engine(models: tuple[Path, Path], check: str) -> None:
-    run("contract", check, *models)
+@pytest.mark.parametrize("check", SHORT_AND_LONG_CHECKS)
+def test_it_keeps_the_contract_of_an_engine(models: tuple[Path, Path], check: Check) -> None:
+    run("contract", check.__name__, *models)
 
 
 def test_it_takes_weights_from_the_memory_of_this_process(models: tuple[Path, Path]) -> None:

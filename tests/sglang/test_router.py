@@ -20,11 +20,11 @@ from aprilsched.errors import (
     EngineRejected,
     EngineUnreachable,
 )
-from aprilsched.testing.contract import ALL_CHECKS, Check, Subject
+from aprilsched.testing.contract import Check, Subject
 from aprilsched.testing.streams import ENDLESS, WAIT_SECONDS, Stream, greedy, until, whole
 from aprilsched.types import VersionSpan
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.helpers import running, settled
+from tests.sglang.helpers import SHORT_AND_LONG_CHECKS, running, settled
 from tests.sglang.recorded import Recorder, long_tail
 from tests.sglang.router import SGLangRouter
 from tests.sglang.server import CpuServer
@@ -61,7 +61,7 @@ async def fleet(router: SGLangRouter) -> AsyncIterator[SGLangRouterFleet]:
     await opened.close()
 
 
-@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", SHORT_AND_LONG_CHECKS)
 async def test_a_routed_engine_keeps_the_contract(
     fleet: SGLangRouterFleet, clean_pair: Pair, models: tuple[Path, Path], check: Check
 ) -> None:

@@ -23,7 +23,6 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.coordinator.replanning import StepTimes
-from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.objective import Objective
@@ -40,6 +39,7 @@ from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry.figures import RunSummary, SteadyState
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from tests.support.checking import Checking
 from tests.support.planners import Broken, Hanging, Telling
 
 
@@ -52,18 +52,17 @@ def config(**changes: object) -> SchedulerConfig:
     return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
-class Watching:
-    """Checks the invariants after every event, and counts plans."""
+class Watching(Checking):
+    """Checks the invariants, and counts plans."""
 
     def __init__(self) -> None:
-        self.scheduler: RolloutScheduler | None = None
+        super().__init__()
         self.asked = 0
         self.planned = asyncio.Event()
         self.causes: list[str] = []
 
     def on_event(self, event: ev.Event, now: float) -> None:
-        if self.scheduler is not None:
-            check_invariants(self.scheduler.state)
+        super().on_event(event, now)
         if isinstance(event, ev.Planned):
             self.causes.append(event.cause)
             self.planned.set()

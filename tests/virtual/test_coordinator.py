@@ -22,8 +22,6 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.config import Dispatch, Health, Retries, Timeouts
-from aprilsched.core.invariants import check as check_invariants
-from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import EngineLost, Event, Finished
 from aprilsched.core.state.ledger import Reason
 from aprilsched.engines.base import Engine
@@ -35,6 +33,7 @@ from aprilsched.errors import (
     RunGivenUp,
     SchedulerClosed,
 )
+from tests.support.checking import Checking
 
 ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
 STRAGGLERS = ["retract", "in_place", "abort", "run"]
@@ -49,21 +48,6 @@ def workload(count: int | None = None, group_size: int = 4) -> LongTailWorkload:
 def config(**changes: object) -> SchedulerConfig:
     values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
     return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
-
-
-class Checking:
-    """A listener that checks the invariants after every event."""
-
-    def __init__(self) -> None:
-        self.scheduler: RolloutScheduler | None = None
-        self.commands: list[str] = []
-
-    def on_event(self, event: Event, now: float) -> None:
-        if self.scheduler is not None:
-            check_invariants(self.scheduler.state)
-
-    def on_command(self, command: Command, now: float) -> None:
-        self.commands.append(type(command).__name__)
 
 
 def check(batches: Sequence[Batch], scheduler: RolloutScheduler) -> None:

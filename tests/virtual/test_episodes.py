@@ -21,13 +21,11 @@ from aprilsched import (
     TurnOutput,
 )
 from aprilsched.coordinator.episodes import Episode
-from aprilsched.core.invariants import check as check_invariants
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
 from aprilsched.core.state.ledger import Reason
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EpisodeError
 from aprilsched.types import NO_VERSION
+from tests.support.checking import Checking
 
 TOOL = np.array([7, 7, 7], dtype=np.int32)
 
@@ -44,17 +42,6 @@ def config(straggler: str) -> SchedulerConfig:
         straggler=straggler,  # type: ignore[arg-type]
         pace="asynchronous",
     )
-
-
-class Checking:
-    """A listener that checks the invariants after every event."""
-
-    scheduler: RolloutScheduler
-
-    def on_event(self, event: Event, now: float) -> None:
-        check_invariants(self.scheduler.state)
-
-    def on_command(self, command: Command, now: float) -> None: ...
 
 
 def checked(

@@ -20,19 +20,7 @@ from aprilsched.planning.bias import Bias
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.simulation.simulation import NEVER
 from aprilsched.telemetry.batch_figures import BatchMeter, Measured, forecasts
-from aprilsched.timing.model import H200_QWEN3_4B
-
-MODEL = H200_QWEN3_4B
-SLOWER = 1.08
-SLOW = replace(
-    MODEL,
-    t0=SLOWER * MODEL.t0,
-    t1=SLOWER * MODEL.t1,
-    t2=SLOWER * MODEL.t2,
-    t0_wide=SLOWER * MODEL.t0_wide,
-    prefill_pass=SLOWER * MODEL.prefill_pass,
-    prefill_rate=MODEL.prefill_rate / SLOWER,
-)
+from experiments.forecasts.benchmark import MODEL, SLOW
 
 
 class Recorded(Bias):

@@ -32,6 +32,7 @@ from aprilsched.runs.summary import remainder
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Summary
+from tests.support.checking import Checking
 
 
 def workload(count: int | None = None) -> LongTailWorkload:
@@ -68,11 +69,11 @@ class Switching(Planner):
         )
 
 
-class Watching:
+class Watching(Checking):
     """Checks the invariants after every event, and changes the pace after every so many."""
 
     def __init__(self, planner: Switching, every: int) -> None:
-        self.scheduler: RolloutScheduler | None = None
+        super().__init__()
         self.paces: set[bool] = set()
         self._planner = planner
         self._left = self._every = every
@@ -80,7 +81,7 @@ class Watching:
     def on_event(self, event: ev.Event, now: float) -> None:
         if self.scheduler is None:
             return
-        check_invariants(self.scheduler.state)
+        super().on_event(event, now)
         self.paces.add(self.scheduler.state.asynchronous)
         # Not the answers to pauses either, or the pace would change for ever at one moment.
         self._left -= isinstance(event, ev.Progress | ev.Finished)
@@ -89,9 +90,6 @@ class Watching:
             self.scheduler._feed(  # pyright: ignore[reportPrivateUsage]
                 ev.Planned(schedule=self._planner.next())
             )
-
-    def on_command(self, command: do.Command, now: float) -> None:
-        pass
 
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])

@@ -19,13 +19,11 @@ from aprilsched import (
     blocking,
     process,
 )
-from aprilsched.core.invariants import check as check_invariants
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.store import SqliteStore
+from tests.support.checking import Checking
 
 
 def workload(count: int | None = None) -> LongTailWorkload:
@@ -35,20 +33,6 @@ def workload(count: int | None = None) -> LongTailWorkload:
 def config(**changes: object) -> SchedulerConfig:
     values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
     return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
-
-
-class Checking:
-    """A listener that checks the invariants after every event."""
-
-    def __init__(self) -> None:
-        self.scheduler: RolloutScheduler | None = None
-
-    def on_event(self, event: Event, now: float) -> None:
-        if self.scheduler is not None:
-            check_invariants(self.scheduler.state)
-
-    def on_command(self, command: Command, now: float) -> None:
-        pass
 
 
 async def streamed(rollouts: RolloutScheduler) -> list[Batch]:

@@ -82,8 +82,7 @@ def _forecasts(run: Run) -> ForecastLedger | None:
     found = [(each.index, each.forecast) for each in run.summary.per_batch if each.forecast]
     if not found:
         return None
-    count = min(len(found), _SHOWN_DELIVERIES)
-    shown = [found[i * len(found) // count] for i in range(count)]
+    shown = found[_thinning(len(found), _SHOWN_DELIVERIES)]
     return ForecastLedger(
         batches=[index for index, _ in shown],
         by_batch=[figures for _, figures in shown],
@@ -290,15 +289,20 @@ def _alignment(run: Run) -> AlignmentFigures | None:
     found = run.summary.alignment
     if found is None:
         return None
-    step = -(-len(found.by_batch) // _CURVE_POINTS)
-    return replace(found, by_batch=found.by_batch[::step])
+    shown = found.by_batch[_thinning(len(found.by_batch), _CURVE_POINTS)]
+    return replace(found, by_batch=shown)
 
 
 # --- numbers -------------------------------------------------------------------------------------
 
 
 def _thinned(values: NDArray[np.float64], at_most: int) -> NDArray[np.float64]:
-    return values[:: max(1, -(-values.size // at_most))]
+    return values[_thinning(values.size, at_most)]
+
+
+def _thinning(count: int, at_most: int) -> slice:
+    """Which of `count` values are shown: at most so many, at equal distances."""
+    return slice(None, None, max(1, -(-count // at_most)))
 
 
 def _rounded(values: Sequence[float] | NDArray[np.float64]) -> list[float]:

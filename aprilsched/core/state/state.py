@@ -302,7 +302,7 @@ class SchedulerState:
                 else Schedule(over_provision=policies.over_provision, refill=policies.refill)
             ),
             usual_group=self.stop.amount / config.batch_groups,
-            wave_pending=config.first_pace == "asynchronous",
+            wave_pending=not config.trainer_waits,
         )
         self.times = TrainerTimes()
         self.stragglers = Stragglers()

@@ -1,0 +1,24 @@
+"""A listener that checks the invariants of a scheduler while it runs."""
+
+from __future__ import annotations
+
+from aprilsched import RolloutScheduler
+from aprilsched.core.invariants import check
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
+
+__all__ = ["Checking"]
+
+
+class Checking:
+    """Checks the invariants after every event, as soon as it has its `scheduler`."""
+
+    def __init__(self) -> None:
+        self.scheduler: RolloutScheduler | None = None
+
+    def on_event(self, event: Event, now: float) -> None:
+        if self.scheduler is not None:
+            check(self.scheduler.state)
+
+    def on_command(self, command: Command, now: float) -> None:
+        """Nothing: the state after the command is that after its event."""
