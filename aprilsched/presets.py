@@ -137,7 +137,7 @@ def on_policy(config: SchedulerConfig) -> SchedulerConfig:
 def auto(config: SchedulerConfig) -> SchedulerConfig:
     """Choose the ratio, the refill rule and the pace during the run.
 
-    Source: this project. It takes the least stale schedule within 2 % of the best by `objective`,
+    Source: this project. It takes the least stale schedule within 1 % of the best by `objective`,
     by trials on lengths like those seen, and chooses again when lengths drift
     (:mod:`aprilsched.planning`).
     Known cost: a second of one core for each choice. It needs a step-time model of the engines.

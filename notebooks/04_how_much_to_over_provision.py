@@ -50,7 +50,7 @@ plots.frontier(
 #
 # ## Choosing ρ during the run
 #
-# `over_provision="auto"` tries schedules on lengths like those seen so far, and takes the least stale one within 2 % of the fastest. It also tries *length buckets*: prompts whose responses have similar lengths run together, so that no batch waits for a long one.
+# `over_provision="auto"` tries schedules on lengths like those seen so far, and takes the least stale one within 1 % of the fastest. It also tries *length buckets*: prompts whose responses have similar lengths run together, so that no batch waits for a long one.
 
 # %%
 print(rows["auto"].schedule)

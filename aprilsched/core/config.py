@@ -183,7 +183,7 @@ class SchedulerConfig:
     is as many rollouts as `batch_groups` groups have."""
     over_provision: Annotated[float, RATIO] | Literal["auto", "kv"] | OverProvision = 1.5
     """Ratio of groups kept open to groups in a batch; 1 waits for every last response. "auto"
-    chooses the ratio and the refill rule during the run: the least stale schedule within 2 % of
+    chooses the ratio and the refill rule during the run: the least stale schedule within 1 % of
     the best by `objective`, for the lengths seen so far and the time model of the engines. "kv" or
     KvTarget(0.8) fills the KV pool up to a share, step by step."""
     refill: RefillRule | Refill = "wave"

@@ -1,4 +1,4 @@
-"""Chooses the least stale schedule within 2 % of the best by the objective.
+"""Chooses the least stale schedule within 1 % of the best by the objective.
 
 The objective is useful work for the time of whole steps
 (:class:`~aprilsched.core.policies.objective.Objective`). Optima are flat: many schedules are as
@@ -34,7 +34,7 @@ from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
 __all__ = ["RATIOS", "Planner", "Space", "Tried", "candidates", "choose", "named"]
 
-_STAYS = 0.01
+_STAYS = 0.005
 """Additional share of the objective that the schedule in force may give up and stay."""
 _STALER = 0.03
 """Additional share of off-policy tokens with which the schedule in force is not yet replaced."""
@@ -233,14 +233,18 @@ def _tried(
 
 def choose(tried: Sequence[Tried], tolerance: float) -> Tried:
     """The least stale candidate within `tolerance` of the best that is within the bound; of those
-    that are equally stale, as where nothing may be stale, the best."""
+    that are equally stale, as where nothing may be stale, waiting for any prompts, and otherwise
+    the best. Waiting throws nothing away, and its batches are like the law."""
     allowed = [t for t in tried if _allowed(t.outcome)]
     if not allowed:
         # No candidate is within the bound, so the freshest is the best.
         return min(tried, key=lambda t: (t.outcome.too_stale_share, -t.outcome.value))
     best = max(t.outcome.value for t in allowed)
     near = [t for t in allowed if t.outcome.value >= (1 - tolerance) * best]
-    return min(near, key=lambda t: (t.outcome.off_policy_share, -t.outcome.value))
+    return min(
+        near,
+        key=lambda t: (t.outcome.off_policy_share, not _waits(t.schedule), -t.outcome.value),
+    )
 
 
 def _allowed(outcome: Outcome) -> bool:

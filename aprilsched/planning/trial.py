@@ -239,6 +239,14 @@ class Trial:
     def _throw_away(self, store: Store) -> None:
         """Let the groups begin again that would be too stale for the next batch."""
         oldest = self._batches + 1 - (self._setting.max_staleness or 0)
+        for group in self._ready.take(len(self._ready)):
+            # It was complete together with the last group of the batch.
+            if min(group.sampled) >= oldest:
+                self._ready.add(group)
+            else:
+                store.groups.append(group)
+                self._open += 1
+        store.groups.sort(key=lambda group: group.opened)
         for group in store.groups:
             if group.sampled and min(group.sampled) < oldest:
                 for tokens in group.have:
@@ -351,7 +359,11 @@ class Trial:
         earlier with the step that is in progress at the time `until`."""
         steps = self._room_for(self._next_end() - self._step)
         running, engines = len(self._running), self._setting.engines
-        batch, kv = max(1, round(running / engines)), round(self._kv / engines)
+        # Fewer responses than engines, as in the tail of a batch, run on as many engines. Spread
+        # over all of them, their contexts would be read in no time: waiting on 32 engines was
+        # expected to be a third faster than it is.
+        busy = min(running, engines)
+        batch, kv = max(1, round(running / busy)), round(self._kv / busy)
         model = self._setting.model
         if until < math.inf:
             steps = min(steps, model.steps_within(batch, kv, until - self.now) + 1)
@@ -522,7 +534,9 @@ class TrialGroup:
     def note(self, member: int, tokens: int, batch: int) -> None:
         """Record that the member has `tokens` tokens at the stop of `batch`."""
         new = tokens - self.have[member]
-        self.sampled[batch] = self.sampled.get(batch, 0) + new
+        if new:
+            # A response that was preempted before its first token is of no version.
+            self.sampled[batch] = self.sampled.get(batch, 0) + new
         self.have[member] = tokens
 
     def finish(self, member: int, batch: int) -> None:
@@ -641,7 +655,9 @@ def drawn_again(setting: Setting) -> NDArray[np.int64]:
     """Other lengths of the same groups, as if their prompts were generated again.
 
     A group keeps its level, as far as its members tell it, and gets the deviations of another
-    group's members from their mean, scaled to the variance within groups.
+    group's members from their mean, scaled to the variance within groups. The lengths that this
+    gives are replaced by those of the setting with the same ranks, so that both have the same law:
+    with a longer tail than the law's own, waiting was expected to take half as long again.
     """
     lengths = setting.lengths
     there = lengths > 0
@@ -650,8 +666,11 @@ def drawn_again(setting: Setting) -> NDArray[np.int64]:
     scale = np.sqrt(sizes / np.maximum(sizes - 1, 1))
     own = np.where(there, np.log(np.maximum(lengths, 1)) - means, 0.0) * scale
     others = resampled(len(lengths), len(lengths), seed=2)
-    drawn = np.exp(levels + own[others])
-    return np.where(there, np.clip(np.rint(drawn), 1, lengths.max()), 0).astype(np.int64)
+    drawn = (levels + own[others])[there]
+    again = np.zeros_like(lengths)
+    ranks = np.argsort(np.argsort(drawn, kind="stable"), kind="stable")
+    again[there] = np.sort(lengths[there])[ranks]
+    return again
 
 
 def _levels_of(setting: Setting) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

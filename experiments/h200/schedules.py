@@ -43,9 +43,12 @@ def _preset(name: str, **more: Any) -> Change:
 # does not tell the version of each token either, which only "KV kept" would need.
 _BACK: dict[str, Any] = {"straggler": "abort"}
 _KEPT: dict[str, Any] = {"straggler": "in_place", "allow_inexact_versions": True}
-# The price of age with which the first cells were measured, so that later ones are like them.
-_PRICED: dict[str, Any] = {"objective": Objective(usefulness_age=17.0)}
-_SPEED: dict[str, Any] = {"objective": Objective(usefulness_age=math.inf, distance_price=0.0)}
+# The price of age and the tolerance with which the first cells were measured, so that later ones
+# are like them.
+_PRICED: dict[str, Any] = {"objective": Objective(usefulness_age=17.0, tolerance=0.02)}
+_SPEED: dict[str, Any] = {
+    "objective": Objective(usefulness_age=math.inf, distance_price=0.0, tolerance=0.02)
+}
 SCHEDULES: dict[str, tuple[Change, bool]] = {
     "waiting": (_preset("sync", **_BACK), False),
     "waiting-streamed": (_preset("sync", **_BACK), True),

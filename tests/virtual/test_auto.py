@@ -406,10 +406,10 @@ def test_with_recomputed_kv_it_is_as_fast_as_april_and_fresher() -> None:
     auto, april = steady("auto", "retract", 60), steady("april", "retract", 60)
     assert auto.efficiency is not None
     assert april.efficiency is not None
-    # It gives up to 2 % for fewer stale tokens.
-    assert auto.efficiency >= 0.98 * april.efficiency
+    # It gives up to 1 % for fewer stale tokens.
+    assert auto.efficiency >= 0.99 * april.efficiency
     assert auto.off_policy_token_share is not None
-    assert auto.off_policy_token_share <= 0.65
+    assert auto.off_policy_token_share <= 0.72
 
 
 def test_with_kept_kv_it_comes_near_the_bound() -> None:

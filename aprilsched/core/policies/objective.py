@@ -37,7 +37,7 @@ class Objective:
     possible (a distance of 1, beyond that of a batch drawn at random); 0 if that costs nothing.
     experiments/learning could not tell a cost, so the default only decides between schedules that
     are otherwise nearly as good."""
-    tolerance: Annotated[float, SHARE_OR_0] = 0.02
+    tolerance: Annotated[float, SHARE_OR_0] = 0.01
     """Share of the useful work for each second that may be given up for fewer stale tokens. Optima
     are flat: many schedules are as good as the best one within noise, with very different
     staleness."""
