@@ -129,6 +129,7 @@ class Planner:
             ready_batches=config.ready_batches,
             train_seconds=command.train_seconds or 0.0,
             train_spread=command.train_spread,
+            train_early=min(max(command.train_early, 0.0), 1.0),
             refit_seconds=command.refit_seconds or 0.0,
             rolling=config.refit == "rolling",
             prices=config.prices,

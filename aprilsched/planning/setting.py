@@ -48,8 +48,9 @@ class Setting:
         rolling: whether each engine takes new weights alone (``refit="rolling"``). Then
             `refit_seconds` is the time of one engine.
         prices: what it costs to move responses between engines, with rolling refits.
-        streamed: whether the trainer takes each batch group by group, and trains on each for an
-            equal share of `train_seconds` as soon as it has the group.
+        train_early: share of `train_seconds` for which the trainer trains before it has the last
+            group of a batch that it takes group by group, for an equal time on each of the others
+            as soon as it has the group; 0 where it takes whole batches.
         objective: what is wanted of a schedule.
         iid_distance: distance from the law of a batch drawn at random, from 0 to 1.
         remembered: the share of what the levels of prompts vary by that earlier epochs explain.
@@ -79,7 +80,7 @@ class Setting:
     refit_seconds: float = 0.0
     rolling: bool = False
     prices: Prices = field(default_factory=Prices)
-    streamed: bool = False
+    train_early: float = 0.0
     objective: Objective = field(default_factory=Objective)
     iid_distance: float = 0.0
     remembered: float = 0.0
@@ -116,8 +117,9 @@ class Outcome:
         value: the objective: useful work in seconds of T_bound, for each second of whole steps
             (:class:`~aprilsched.core.policies.objective.Objective`).
         step_seconds: mean seconds of a step, without `trainer_seconds`.
-        trainer_seconds: mean seconds of a step in which the engines wait for the trainer by
-            design, which is all of its time on the synchronous pace.
+        trainer_seconds: mean seconds of a step in which the engines wait by design for the
+            trainer, which has the whole batch: all of its time for a whole batch on the synchronous
+            pace.
         driven_seconds: mean seconds of `step_seconds` that are as long as the engines make them;
             where the trainer is the slower one, a step takes its time and not theirs.
         efficiency: T_bound / T, without that time, as in summary.json.

@@ -30,6 +30,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -122,7 +123,7 @@ class Trial:
         self._group_work = float(self._work(lengths).sum()) / len(lengths) / setting.engines
         # Times of the trainer with their mean and deviation, in a fixed order without a trend.
         spread = min(setting.train_spread, setting.train_seconds)
-        self._training = [setting.train_seconds + spread * z for z in _QUANTILES]
+        self._train_seconds = [setting.train_seconds + spread * z for z in _QUANTILES]
 
     def outcome(self, batches: int) -> Outcome:
         """What the schedule does in the first `batches` batches after the burn-in; this runs those
@@ -132,20 +133,23 @@ class Trial:
         burn_in = setting.burn_in * (3 if self._store else 1)
         while self._batches < burn_in + batches:
             began, before, version = self.now, self._bound, self._batches
-            delivered = self._batch()
-            generated = self.now - began
-            waited = self._train(delivered, asked=began)
+            delivered, training = self._batch()
+            waited = self._train(training)
             self._refit()
             if version >= burn_in:
                 seconds = self.now - began
                 seen.add(delivered, version, seconds=seconds, waited=waited)
+                # A step is as long as generation takes up to the last group that the trainer has
+                # waited for. On the asynchronous pace, if that is the last group of the batch,
+                # what is generated behind it makes the next step shorter.
+                driven = training.awaited - began
                 if not self._asynchronous:
-                    seen.driven += generated
-                elif generated > 0:
-                    # A step is as long as generation takes, if the trainer has waited for that.
-                    seen.driven += seconds
+                    seen.not_driven += training.taken - training.awaited
+                elif driven > 0 and training.awaited == training.taken:
+                    driven = seconds
                 else:
-                    seen.not_driven += seconds
+                    seen.not_driven += seconds - driven
+                seen.driven += driven
                 seen.bound += self._bound - before
                 seen.distance += self._distance(delivered)
         mean_work = self._group_work * seen.groups if self._stop_at.fixed_groups else seen.bound
@@ -160,8 +164,9 @@ class Trial:
 
     # --- one batch -----------------------------------------------------------------------------
 
-    def _batch(self) -> list[TrialGroup]:
-        """Run until a batch is full; return its groups."""
+    def _batch(self) -> tuple[list[TrialGroup], _Training]:
+        """Run until a batch is full; return its groups, and when the trainer trains on them."""
+        asked = self.now
         self._wave_pending = self._wave_pending or not self._asynchronous
         if not (self._asynchronous and self._stop_at.enough(self._ready)):
             # A batch that is complete already does not wait for what the refit has interrupted.
@@ -171,7 +176,44 @@ class Trial:
         while not self._stop_at.enough(self._ready):
             self._advance()
             self._supply()
-        return self._ready.take(self._stop_at.take(self._ready.groups) or 0)
+        count = self._stop_at.take(self._ready.groups) or 0
+        training = self._training_on(self._ready.groups[:count], asked)
+        if self._asynchronous and training.composed > self.now:
+            self._generate(until=training.composed)
+        return self._ready.take(count), training
+
+    def _training_on(self, groups: Sequence[TrialGroup], asked: float) -> _Training:
+        """When the trainer trains on a complete batch, which it asked for at the time `asked`."""
+        seconds = self._train_seconds[self._batches % len(self._train_seconds)]
+        early, begins = seconds * self._setting.train_early, self.now
+        if not early or len(groups) == 1:
+            return _Training(awaited=begins, composed=begins, taken=begins, done=begins + seconds)
+        done = composed = awaited = asked
+        for group in groups[:-1]:
+            if group.complete_at > done:
+                done = awaited = group.complete_at
+            composed = done
+            done += early / (len(groups) - 1)
+        if begins > done:
+            done = awaited = begins
+        return _Training(
+            awaited=awaited,
+            composed=max(composed, begins),
+            taken=done,
+            done=done + seconds - early,
+        )
+
+    def _generate(self, until: float) -> None:
+        """Generate ahead, on the asynchronous pace, to the end of the step in progress then."""
+        self._launch()
+        self._admit()
+        while self.now < until:
+            if self._running or self._queue:
+                self._advance(until=until)
+                self._supply()
+            else:
+                # Enough is complete for a slow trainer, so nothing generates.
+                self.now = until
 
     def _supply(self) -> None:
         """Start what the refill rule asks for after some responses have ended."""
@@ -187,30 +229,15 @@ class Trial:
             return
         self._admit()
 
-    def _train(self, delivered: Sequence[TrialGroup], *, asked: float) -> float:
-        """Let the trainer train on a batch, which it asked for at the time `asked`. Returns the
-        seconds for which the engines wait for it by design."""
-        training, begins = self._training[self._batches % len(self._training)], self.now
-        done = begins + training
-        if self._setting.streamed:
-            done = asked
-            for group in delivered:
-                done = max(done, group.complete_at) + training / len(delivered)
-            done = max(done, begins)
+    def _train(self, training: _Training) -> float:
+        """Let the trainer train on a batch that it has to its end. Returns the seconds for which
+        the engines wait for it by design."""
         if not self._asynchronous:
             self._stop()
-            self.now = done
-            return done - begins
+            self.now = training.done
+            return training.done - training.taken
         self._taken, self._wave_pending = 1, True
-        self._launch()
-        self._admit()
-        while self.now < done:
-            if self._running or self._queue:
-                self._advance(until=done)
-                self._supply()
-            else:
-                # Enough is complete for a slow trainer, so nothing generates.
-                self.now = done
+        self._generate(until=training.done)
         self._stop()
         return 0.0
 
@@ -420,6 +447,20 @@ class Trial:
         self._sum_of_ends -= running.end
 
 
+@dataclass(slots=True)
+class _Training:
+    """When the trainer trains on a batch; all in seconds."""
+
+    awaited: float
+    """Time at which the last group was complete that the trainer has waited for."""
+    composed: float
+    """Time at which its last group is offered, and the next batch begins."""
+    taken: float
+    """Time at which the trainer takes the last group."""
+    done: float
+    """Time at which the trainer is done with the batch."""
+
+
 class _Seen:
     """Sums over the batches that count."""
 
@@ -431,7 +472,7 @@ class _Seen:
         self.driven = 0.0
         """Seconds that are as long as the engines make them."""
         self.not_driven = 0.0
-        """Seconds of steps that took as long as the trainer did."""
+        """Seconds that are as long as the trainer makes them, while engines may wait for it."""
         self._seconds = 0.0
         self._waited = 0.0
         self._by_age: dict[int, float] = {}

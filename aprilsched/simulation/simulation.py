@@ -179,7 +179,7 @@ class Simulation:
                 do.GiveUp: self._give_up,
                 do.FinishUpdate: trainer.finish_update,
                 do.Offer: trainer.take,
-                do.WithdrawOffer: lambda _: None,
+                do.WithdrawOffer: trainer.withdraw,
                 do.Deliver: trainer.deliver,
                 do.EndOfPrompts: trainer.end,
             }

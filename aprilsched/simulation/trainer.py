@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aprilsched.core.messages.commands import Deliver, EndOfPrompts, FinishUpdate, Offer
+from aprilsched.core.messages.commands import (
+    Deliver,
+    EndOfPrompts,
+    FinishUpdate,
+    Offer,
+    WithdrawOffer,
+)
 from aprilsched.core.messages.events import BatchRequested, BatchTaken, Event, UpdateRequested
 from aprilsched.errors import ConfigError
 from aprilsched.simulation.agenda import Agenda
+from aprilsched.types import Batch
 
 __all__ = ["Costs", "ModelledTrainer"]
 
@@ -17,8 +24,8 @@ class ModelledTrainer:
     """Takes `batches` batches, with a new version after every `update_every` (0: no versions).
 
     With `streamed` it takes each batch group by group, and trains on each group for an equal part
-    of `train_seconds` as soon as it has the group and is done with those before. Otherwise it
-    begins when it has the whole batch.
+    of `train_seconds` before it asks for the next one. Otherwise it begins when it has the whole
+    batch.
     """
 
     def __init__(
@@ -38,27 +45,43 @@ class ModelledTrainer:
         self._feed = feed
         self._wanted = batches
         self._update_every = update_every
-        self._train_seconds = train_seconds
         self._group_seconds = train_seconds / batch_groups
         self._streamed = streamed
-        self._busy_until = 0.0
-        """When it is done with the groups that it has of a streamed batch."""
+        self._asks = False
+        self._offered: Batch | None = None
+        """What it may take, and has not taken yet because it trains on a group."""
+        self._seconds = train_seconds
+        """For how long it trains on what it has taken last."""
         self._version = 0
 
     def begin(self) -> None:
+        """Ask for a batch, or for the next group of one."""
+        self._asks = True
         self._feed(BatchRequested(streamed=self._streamed))
+        self._take()
 
     def take(self, command: Offer) -> None:
-        """Take a batch, or the next part of a streamed one."""
+        """Take a batch, or the next part of a streamed one, as soon as it asks for it."""
+        self._offered = command.offered
+        self._take()
+
+    def withdraw(self, _: WithdrawOffer) -> None:
+        self._offered = None
+
+    def _take(self) -> None:
+        offered = self._offered
+        if offered is None or not self._asks:
+            return
+        self._asks, self._offered = False, None
         if self._streamed:
-            seconds = self._group_seconds * len(command.offered.groups)
-            self._busy_until = max(self._busy_until, self._agenda.now) + seconds
-        self._feed(BatchTaken(index=command.offered.index))
+            self._seconds = self._group_seconds * len(offered.groups)
+        if not offered.complete:
+            self._agenda.after(self._seconds, self.begin)
+        self._feed(BatchTaken(index=offered.index))
 
     def deliver(self, _: Deliver) -> None:
         self.batches += 1
-        left = self._busy_until - self._agenda.now if self._streamed else self._train_seconds
-        self._agenda.after(left, self._trained)
+        self._agenda.after(self._seconds, self._trained)
 
     def end(self, _: EndOfPrompts) -> None:
         self.done = True

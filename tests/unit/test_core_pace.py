@@ -350,3 +350,83 @@ def test_a_small_part_of_a_step_is_no_reason_to_plan_again() -> None:
             driver.feed(ev.Planned(schedule=None))
         driver.plans.clear()
     assert asked == [1, 3, 9]
+
+
+# --- groups of a batch one by one ----------------------------------------------------------------
+
+
+def stream(told: Told, *, each: float, after: float = 0.0, waits: float = 0.0) -> None:
+    """One batch that the trainer takes group by group: `waits` seconds for every group, `each` on
+    every group but the last, and `after` on the last one and on what follows it."""
+    driver = told.driver
+    before = len(driver.batches)
+    while len(driver.batches) == before:
+        take_group(driver, waits=waits)
+        driver.now += each if len(driver.batches) == before else after
+    driver.update()
+
+
+def take_group(driver: Driver, *, waits: float = 0.0) -> None:
+    driver.takes = False
+    driver.feed(ev.BatchRequested(streamed=True))
+    driver.settle()
+    driver.now += waits
+    while driver.state.delivery.offer is None:
+        driver.finish(driver.attempts()[0], 10)
+        driver.settle()
+    driver.take()
+    driver.takes = True
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous", "auto"])
+def test_the_planner_is_told_how_much_of_its_time_the_trainer_trains_on_early_groups(
+    pace: str,
+) -> None:
+    told = Told(pace=pace, batch_groups=3)
+    driver = told.driver
+    stream(told, each=300.0)
+    (first,) = driver.plans
+    assert (first.train_seconds, first.train_early) == (None, 0.0)
+    driver.feed(ev.Planned(schedule=None))
+    for _ in range(3):
+        stream(told, each=4.0, after=12.0, waits=50.0)
+    plan = driver.plans[-1]
+    assert plan.train_seconds == pytest.approx(20.0, abs=0.3)
+    assert plan.train_early == pytest.approx(0.4, abs=0.02)
+
+
+def test_a_batch_that_an_update_ends_has_the_time_before_its_last_group_as_early_time() -> None:
+    told = Told(batch_groups=3)
+    driver, times = told.driver, told.driver.state.times
+    for early in (90.0, 6.0):
+        for seconds in (early, 14.0):
+            take_group(driver)
+            driver.now += seconds
+        driver.update()
+        assert driver.batches[-1].groups
+    assert times.training.mean == pytest.approx(20.0, abs=0.3)
+    assert times.early_share == pytest.approx(0.3, abs=0.02)
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "auto"])
+def test_a_trainer_that_begins_to_take_groups_one_by_one_is_planned_for_again(pace: str) -> None:
+    told = Told(pace=pace, batch_groups=3)
+    driver = told.driver
+    asked: list[tuple[int, float]] = []
+
+    def note() -> None:
+        asked.extend((len(driver.batches), round(plan.train_early, 1)) for plan in driver.plans)
+        for _ in driver.plans:
+            driver.feed(ev.Planned(schedule=None))
+        driver.plans.clear()
+
+    for _ in range(10):
+        told.step(training=20.0)
+        note()
+    assert [batch for batch, _ in asked] == [1, 3, 9]
+    for _ in range(12):
+        stream(told, each=6.0, after=8.0)
+        note()
+    assert asked[3][0] == 17
+    assert asked[3][1] > 0.3
+    assert [batch for batch, _ in asked[3:]] == [17], asked

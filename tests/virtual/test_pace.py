@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
@@ -160,7 +161,12 @@ class Facts:
 
 
 def simulated(
-    planner: Planner, *, train_seconds: float = 20.0, batches: int = 20, **changes: object
+    planner: Planner,
+    *,
+    train_seconds: float = 20.0,
+    batches: int = 20,
+    streamed: bool = False,
+    **changes: object,
 ) -> tuple[RunSummary, Facts, float]:
     summary, facts = Summary(trainer_waits=True, burn_in=4), Facts()
     costs = Costs(train_seconds=train_seconds, refit_seconds=1.5)
@@ -171,6 +177,7 @@ def simulated(
         engines=1,
         costs=costs,
         batches=batches,
+        streamed=streamed,
         planner=planner,
         listeners=[summary, facts],
     )
@@ -203,6 +210,40 @@ def test_a_simulated_trainer_is_measured_on_both_paces_and_hidden_by_one() -> No
         trained = figures.seconds.trainer
         assert trained == pytest.approx(20 * 20.0 if pace == "synchronous" else 0.0, abs=1e-3)
     assert walls["asynchronous"] < 0.9 * walls["synchronous"]
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+def test_a_simulated_trainer_that_takes_groups_one_by_one_is_measured_as_such(pace: Pace) -> None:
+    planner = Switching([pace])
+    simulated(planner, streamed=True)
+    first, *later = planner.asked
+    assert first.train_early == 0.0
+    for plan in later:
+        assert plan.train_seconds == pytest.approx(20.0)
+        assert plan.train_early == pytest.approx(7 / 8)
+
+
+@pytest.mark.parametrize(("hoards", "early"), [(False, 0.75), (True, 0.0)])
+def test_a_trainer_that_gathers_the_groups_before_it_trains_takes_none_early(
+    hoards: bool, early: float
+) -> None:
+    """It trains for 2 s on each of 4 groups, either when it has it or when it has all of them."""
+    planner = Switching(["synchronous"])
+
+    async def main() -> None:
+        rollouts = RolloutScheduler(SimFleet(1), workload(), config=config(), planner=planner)
+        async with rollouts:
+            for _ in range(5):
+                async for _ in rollouts.stream():
+                    await asyncio.sleep(0.0 if hoards else 2.0)
+                if hoards:
+                    await asyncio.sleep(8.0)
+                await rollouts.update_weights(SimPublisher())
+
+    run_virtual(main())
+    last = planner.asked[-1]
+    assert last.train_seconds == pytest.approx(8.0)
+    assert last.train_early == pytest.approx(early)
 
 
 def test_the_figures_follow_a_pace_that_changes_twice() -> None:

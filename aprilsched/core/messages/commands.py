@@ -390,9 +390,11 @@ class Plan:
         paces: the paces that a schedule may have, where the pace is chosen too; empty where it is
             the configured one.
         train_seconds: the mean time for which the trainer trains on a batch, over the last ones,
-            without its waits for batches, updates and evaluations, and after the last group of a
-            batch that it takes group by group; None while it is unknown.
+            without its waits for batches, groups, updates and evaluations; None while it is
+            unknown.
         train_spread: the standard deviation of these times, in seconds.
+        train_early: the share of that time for which the trainer trains before it has the last
+            group of the batch, 0 to 1; 0 where it takes whole batches.
         refit_seconds: the mean time from the moment in which the engines are ready for new weights
             until all have them, over the last updates, and until one has them with rolling refits;
             None while it is unknown.
@@ -411,6 +413,7 @@ class Plan:
     paces: tuple[Pace, ...] = ()
     train_seconds: float | None = None
     train_spread: float = 0.0
+    train_early: float = 0.0
     refit_seconds: float | None = None
     remembered: float = 0.0
 

@@ -52,27 +52,39 @@ class Durations:
 
 @dataclass(slots=True)
 class TrainerTimes:
-    """The trainer's times. It trains while it has a batch and none of its calls is open: it waits
-    for no batch, no update and no evaluation. Steps: ``replan``, ``refit``, ``batch``."""
+    """The trainer's times. It trains while it has a batch, or groups of one, and none of its calls
+    is open: it waits for no batch, no group, no update and no evaluation. Steps: ``replan``,
+    ``refit``, ``batch``."""
 
     training: Durations = field(default_factory=Durations)
     """For each batch, the time for which the trainer trained on it."""
+    early: Durations = field(default_factory=Durations)
+    """For each batch, how much of that time was before the trainer had its last group."""
     steps: Durations = field(default_factory=Durations)
     """The times from the end of one training to the end of the next."""
     refits: Durations = field(default_factory=Durations)
     """For each update, the time for which weights were loaded; with rolling refits, for each engine
     that took one."""
     trained: float | None = None
-    """For how long the trainer has trained on the batch that it took last, up to `since`; None if
-    it has asked for another batch since then."""
+    """For how long the trainer has trained on the batch that it took last, or takes group by group,
+    up to `since`; None if it has asked for another batch since then."""
+    trained_early: float = 0.0
+    """How much of that time was before it had the last of the groups that it has."""
     since: float | None = None
     """Since when it trains without a pause; None while it does not."""
     ended: float | None = None
     """When it last ended its training on a batch."""
 
+    @property
+    def early_share(self) -> float:
+        """The share of the trainer's time for a batch that is before it has the batch's last group;
+        0 while none is known."""
+        training, early = self.training.mean, self.early.mean
+        return min(1.0, early / training) if training and early else 0.0
+
     def take(self) -> None:
-        """Note that the trainer has taken a batch."""
-        self.trained = self.trained or 0.0
+        """Note that the trainer, which has waited for it, has taken a batch or a group of one."""
+        self.trained = self.trained_early = self.trained or 0.0
 
     def follow(self, *, trains: bool, now: float) -> None:
         """Note whether the trainer trains from `now` on."""
@@ -85,6 +97,7 @@ class TrainerTimes:
         if self.trained is None:
             return
         self.training.add(self.trained)
+        self.early.add(self.trained_early)
         if self.ended is not None:
             self.steps.add(now - self.ended)
-        self.trained, self.ended = None, now
+        self.trained, self.trained_early, self.ended = None, 0.0, now

@@ -57,6 +57,8 @@ class Delivery:
     """The trainer waits for a batch."""
     by_group: bool = False
     """The trainer takes the batch group by group."""
+    has_part: bool = False
+    """The trainer has taken a group of a batch, and has not asked for the next one since."""
     streamed: dict[int, Group] = field(default_factory=dict[int, Group])
     """Groups of the batch in work, by id, that the trainer has already. They stay in flight, as
     ready groups, until their batch is delivered, so a resumed run gives them again."""
@@ -136,6 +138,8 @@ class Plan:
     planned_training: float | None = None
     """The trainer's mean time for a batch, in seconds, that it was asked for; None if that was not
     known. A resumed run does not know it any more."""
+    planned_early: float = 0.0
+    """How much of that time was before the trainer had the last group of the batch."""
     checked_at: int = 0
     """Batches that had been delivered when it was last checked whether to ask for a schedule."""
 

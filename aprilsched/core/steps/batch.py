@@ -70,6 +70,7 @@ def on_batch_requested(state: SchedulerState, event: BatchRequested) -> None:
     if not event.streamed:
         end_stream(state)
     state.delivery.by_group = event.streamed
+    state.delivery.has_part = False
     if state.delivery.batch_requested:
         return
     state.tell(facts.BatchRequested())
@@ -326,7 +327,7 @@ def end_stream(state: SchedulerState) -> None:
     withdraw_offer(state)
     groups = [group for group in state.in_flight.ready if group.group_id in streamed]
     offered = _composed(state, groups)
-    state.delivery.offer = None
+    state.delivery.offer, state.delivery.has_part = None, False
     _deliver(state, offered)
     if state.delivery.batch_requested:
         _begin_wave(state)
@@ -394,11 +395,11 @@ def on_batch_taken(state: SchedulerState, event: BatchTaken) -> None:
     if offered is None or offered.batch.index != event.index:
         raise InvariantViolation(f"batch {event.index} was taken and not offered")
     state.delivery.offer = None
+    state.times.take()
     if not offered.given.complete:
         _note_part(state, offered.batch)
         return
     state.delivery.batch_requested = False
-    state.times.take()
     if offered.record is None:
         state.delivery.redelivery.popleft()
         state.delivery.streamed_again = set()
@@ -410,6 +411,7 @@ def on_batch_taken(state: SchedulerState, event: BatchTaken) -> None:
 
 def _note_part(state: SchedulerState, part: Batch) -> None:
     """Note that the trainer has taken a part of a batch."""
+    state.delivery.has_part = True
     if part.redelivered:
         state.delivery.streamed_again |= {group.group_id for group in part.groups}
         return

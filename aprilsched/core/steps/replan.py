@@ -56,7 +56,7 @@ def measure(state: SchedulerState) -> None:
         return
     update, sleep = state.weights.update, state.fleet.sleep
     trains = not (
-        delivery.batch_requested
+        (delivery.batch_requested and not delivery.has_part)
         or (update is not None and not update.followed)
         or state.evaluations.running
         or state.evaluations.waiting
@@ -64,7 +64,7 @@ def measure(state: SchedulerState) -> None:
         or (sleep is not None and (sleep.waking or not sleep.asleep))
     )
     times.follow(trains=trains, now=state.now)
-    if delivery.batch_requested:
+    if delivery.batch_requested and not (delivery.streamed or delivery.streamed_again):
         times.end(state.now)
 
 
@@ -109,6 +109,7 @@ def plan(state: SchedulerState) -> None:
     state.plan.requested = True
     state.plan.planned_at, state.plan.planned_for = batches, _median(groups)
     state.plan.planned_training = training
+    state.plan.planned_early = (training or 0.0) * state.times.early_share
     state.commands.append(
         Plan(
             batch_groups=state.batch_groups,
@@ -122,6 +123,7 @@ def plan(state: SchedulerState) -> None:
             paces=_paces(state),
             train_seconds=training,
             train_spread=state.times.training.spread,
+            train_early=state.times.early_share,
             refit_seconds=state.times.refits.mean,
             remembered=state.expectations.explained(list(state.in_flight.training_groups())),
         )
@@ -234,18 +236,25 @@ def _drifted(state: SchedulerState, recent: list[GroupLengths]) -> bool:
 
 
 def _trains_otherwise(state: SchedulerState, training: float | None) -> bool:
-    """Whether the trainer's time is another one than was planned for, so that another pace may be
-    the best."""
-    if len(_paces(state)) < 2 or training is None:
+    """Whether the trainer's time, or its time before it has the last group of a batch, is another
+    one than was planned for. Then another pace may be the best, and how many groups share the time
+    in which the trainer trains on some of them already."""
+    if training is None:
         return False
-    planned_for = state.plan.planned_training
-    if planned_for is None:
-        return True
+    now = [training * state.times.early_share]
+    planned_for = [state.plan.planned_early]
+    if len(_paces(state)) > 1:
+        if state.plan.planned_training is None:
+            return True
+        now.append(training)
+        planned_for.append(state.plan.planned_training)
     if state.in_flight.counters.batches < state.plan.planned_at + _RECENT_BATCHES:
         return False
-    difference = abs(training - planned_for)
-    step = state.times.steps.mean or 0.0
-    return difference > _DRIFT_TRAINING * planned_for and difference > _LEAST_OF_STEP * step
+    least = _LEAST_OF_STEP * (state.times.steps.mean or 0.0)
+    return any(
+        abs(seconds - before) > max(_DRIFT_TRAINING * before, least)
+        for seconds, before in zip(now, planned_for, strict=True)
+    )
 
 
 def _prompt_tokens(state: SchedulerState) -> float:
