@@ -11,6 +11,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
+# Images of Python set it. Each of the tests' many processes would compile the library again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The interpreter of .venv. `make test-fast PYTHON=python3.13 VENV=.venv-3.13` takes another one,
 # in an environment of its own.
 PYTHON ?= python3
