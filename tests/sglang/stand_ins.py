@@ -77,7 +77,7 @@ def doze() -> None:
 
     SGLang's loop asks for messages without a rest while it is paused, with a whole core that the
     other servers and the tests need. The wait is short, because the loop also ends requests whose
-    time is over.
+    time is over. A server without that flag goes on as it did.
     """
     from sglang.srt.managers.scheduler import Scheduler
 
@@ -85,6 +85,7 @@ def doze() -> None:
 
     def record_and_wait(self: Any) -> None:
         record(self)
-        self.idle_sleeper.poller.poll(_PAUSED_MILLISECONDS)
+        if self.idle_sleeper is not None:
+            self.idle_sleeper.poller.poll(_PAUSED_MILLISECONDS)
 
     Scheduler._record_scheduler_state_for_paused_engine = record_and_wait
