@@ -23,7 +23,7 @@ from aprilsched.core.policies.schedule import Schedule
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.planning import Planner, planner
 from aprilsched.planning.setting import Outcome, Setting
-from aprilsched.planning.trial import try_out
+from aprilsched.planning.trial import Trial
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import Simulation, rare_collections
 from aprilsched.simulation.simulation import NEVER
@@ -51,14 +51,15 @@ class LimitedPlanner(Planner):
         """The schedule to follow."""
         pool = (command.kv_tokens or 0) / command.engines
 
-        def limited(schedule: Schedule, setting: Setting) -> Outcome:
-            # The runs here have no bound on staleness, whose place the excess takes: what passes
-            # it is not allowed, and if nothing is, the least excess is chosen.
-            outcome = try_out(schedule, setting)
-            over = outcome.peak_kv / pool
-            return replace(outcome, too_stale_share=over if over > 1 else 0.0)
+        class LimitedTrial(Trial):
+            def outcome(self, batches: int) -> Outcome:
+                # The runs here have no bound on staleness, whose place the excess takes: what
+                # passes it is not allowed, and if nothing is, the least excess is chosen.
+                outcome = super().outcome(batches)
+                over = outcome.peak_kv / pool
+                return replace(outcome, too_stale_share=over if over > 1 else 0.0)
 
-        with patch.object(planner, "try_out", limited):
+        with patch.object(planner, "Trial", LimitedTrial):
             return super().plan(command, config)
 
 
