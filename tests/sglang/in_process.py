@@ -235,5 +235,6 @@ def main(what: str, *parameters: str) -> None:
     """Run what is asked for."""
     if multiprocessing.get_start_method(allow_none=True) is None:
         stand_ins.fork()
+        stand_ins.doze()
     tests = (contract, tensors, versions, loss, failed_start)
     {test.__name__: test for test in tests}[what](*parameters)
