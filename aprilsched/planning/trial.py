@@ -36,8 +36,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.log_law import Levels, LogLaw, observed_logs
-from aprilsched.core.lengths.observed import resampled
+from aprilsched.core.lengths.log_law import Levels, LogLaw, normal_quantile, observed_logs
+from aprilsched.core.lengths.observed import hashed_uniforms, resampled
 from aprilsched.core.policies.over_provision import PoolLoad
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import OpenGroups, PoolView, Refill
@@ -696,18 +696,21 @@ def drawn_again(setting: Setting) -> NDArray[np.int64]:
     """Other lengths of the same groups, as if their prompts were generated again.
 
     A group keeps its level, as far as its members tell it, and gets the deviations of another
-    group's members from their mean, scaled to the variance within groups. The lengths that this
-    gives are replaced by those of the setting with the same ranks, so that both have the same law:
-    with a longer tail than the law's own, waiting was expected to take half as long again.
+    group's members from their mean, with the luck of a mean. The lengths that this gives are
+    replaced by those of the setting with the same ranks, so that both have the same law: with a
+    longer tail than the law's own, waiting was expected to take half as long again.
     """
     lengths = setting.lengths
     there = lengths > 0
     levels, means = _levels_of(setting)
     sizes = there.sum(axis=1, keepdims=True)
-    scale = np.sqrt(sizes / np.maximum(sizes - 1, 1))
-    own = np.where(there, np.log(np.maximum(lengths, 1)) - means, 0.0) * scale
+    logs = np.log(np.maximum(lengths, 1))
+    own = np.where(there, logs - means, 0.0)
+    # Deviations from a group's own mean have a sum of 0, so the luck of the mean is missing.
+    luck = normal_quantile(hashed_uniforms(means.shape, seed=5))
+    luck *= np.sqrt((1 - setting.shared) / sizes) * float(logs[there].std())
     others = resampled(len(lengths), len(lengths), seed=2)
-    drawn = (levels + own[others])[there]
+    drawn = (levels + luck + own[others])[there]
     again = np.zeros_like(lengths)
     ranks = np.argsort(np.argsort(drawn, kind="stable"), kind="stable")
     again[there] = np.sort(lengths[there])[ranks]
@@ -715,8 +718,12 @@ def drawn_again(setting: Setting) -> NDArray[np.int64]:
 
 
 def _levels_of(setting: Setting) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The level of each group, as far as its members tell it, and the mean of their log lengths,
-    both float64 [G, 1]."""
+    """A level of each group, drawn from what its members tell of it, and the mean of their log
+    lengths, both float64 [G, 1].
+
+    A group's own level is not its mean, which its members' luck is part of. With that, a response
+    that is drawn again would tell of its siblings what no response tells.
+    """
     lengths, shared = setting.lengths, setting.shared
     there = lengths > 0
     logs = np.log(np.maximum(lengths, 1))
@@ -724,8 +731,10 @@ def _levels_of(setting: Setting) -> tuple[NDArray[np.float64], NDArray[np.float6
     means = np.where(there, logs, 0.0).sum(axis=1, keepdims=True) / sizes
     grand = float(logs[there].mean())
     # The mean of g members varies by the share w of the level and (1 - w) / g of their own.
-    known = np.sqrt(shared / (shared + (1 - shared) / sizes))
-    return grand + known * (means - grand), means
+    known = shared / (shared + (1 - shared) / sizes)
+    unknown = np.sqrt(shared * (1 - known)) * float(logs[there].std())
+    luck = normal_quantile(hashed_uniforms(means.shape, seed=4))
+    return grand + known * (means - grand) + unknown * luck, means
 
 
 def _remembered(setting: Setting) -> list[tuple[float, float]]:

@@ -40,8 +40,6 @@ from aprilsched.types import Prompt, SamplingParams
 BATCHES, BURN_IN = 40, 14
 ROLLOUTS = 128
 """Of a batch in most workloads. With fewer there are more batches, because chance is larger."""
-FREE = Objective(usefulness_age=math.inf, distance_price=0.0)
-"""Wants speed alone."""
 
 Law = Callable[[Generator, Generator, int, float], NDArray[np.float64]]
 """Draws the lengths of a group of a size from what is the prompt's and what is the responses' own;
@@ -415,6 +413,7 @@ def run(workload: Workload, config: SchedulerConfig) -> dict[str, Any]:
         "off_policy": of.off_policy_token_share(kept) or 0.0,
         "age_mean": stale.mean,
         "age_max": stale.max,
+        "bound": workload.max_staleness,
         "masked": sum(b.masked for b in kept) / sum(b.figures.tokens for b in kept),
         "distance_beyond_iid": distance,
         "decoding": sum(c.decode_seconds for c in counters) / whole,
@@ -431,9 +430,7 @@ def policies(workload: Workload) -> Iterator[tuple[str, SchedulerConfig]]:
         max_staleness=workload.max_staleness,
     )
     yield "auto", replace(base, over_provision="auto", pace="auto")
-    if workload.max_staleness != 0:
-        yield "auto, speed alone", replace(base, over_provision="auto", pace="auto", objective=FREE)
-    elif not workload.keeps_kv:
+    if workload.max_staleness == 0 and not workload.keeps_kv:
         yield "auto, tail", replace(base, over_provision="auto", refill="tail")
     for name, preset in PRESETS.items():
         if name == "auto":

@@ -642,6 +642,14 @@ def test_lengths_that_are_drawn_again_have_the_same_law() -> None:
     assert not np.array_equal(again, lengths)
 
 
+def test_what_is_drawn_again_tells_of_a_group_what_any_response_does() -> None:
+    logs = np.log(drawn(2000)[:, :2])
+    again = np.log(drawn_again(setting(lengths=drawn(2000)[:, :2])))
+    between = np.corrcoef(logs[:, 0], logs[:, 1])[0, 1]
+    assert np.corrcoef(again[:, 0], logs[:, 1])[0, 1] == pytest.approx(between, abs=0.05)
+    assert np.corrcoef(again[:, 0], again[:, 1])[0, 1] == pytest.approx(between, abs=0.05)
+
+
 def test_an_engine_that_is_full_lets_the_rest_wait() -> None:
     free, narrow = try_out(schedule(2.0), setting()), try_out(schedule(2.0), setting(max_running=8))
     assert narrow.peak_kv < free.peak_kv / 3
