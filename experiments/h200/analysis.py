@@ -2,18 +2,26 @@
 
     python experiments/h200/analysis.py
 
-Intervals are from the 5th to the 95th percentile of 10,000 bootstrap samples of the counted
-batches, drawn in blocks of four that follow each other, because a batch depends on the last one.
+`raw/models.json` has the step times of each machine, which `analysis.py --fit` fits to the logs of
+its servers. Intervals are from the 5th to the 95th percentile of 10,000 bootstrap samples of the
+counted batches, drawn in blocks of four that follow each other, because a batch depends on the last
+one.
 """
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -23,15 +31,31 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from predict import cells as all_cells  # noqa: E402
-from schedules import MODEL, VARIANTS, Cell, figures  # noqa: E402
+from schedules import MAX_RUNNING, MODEL, VARIANTS, Cell, figures  # noqa: E402
+
+from aprilsched.timing import StepTimeModel  # noqa: E402
+from aprilsched.timing.calibration import fit  # noqa: E402
+from aprilsched.timing.server_log import read_log, windows_of  # noqa: E402
 
 NAMES = {
     "waiting": "waiting", "waiting-streamed": "waiting, streamed", "april": "APRIL",
     "april-streamed": "APRIL, streamed", "areal": "AReaL", "areal-kept": "AReaL, KV kept",
-    "auto": "auto, recompute", "auto-kept": "auto, KV kept",
-    "auto-fast": "auto, speed alone", "auto-kept-fast": "auto, KV kept, speed alone",
-    "auto-default": "auto, recompute, default", "auto-kept-default": "auto, KV kept, default",
+    "auto": "auto (17), recompute", "auto-kept": "auto (17), KV kept",
+    "auto-fast": "auto (speed), recompute", "auto-kept-fast": "auto (speed), KV kept",
+    "auto-default": "auto, recompute", "auto-kept-default": "auto, KV kept",
+    "auto-default-streamed": "auto, recompute, streamed",
+    "auto-kept-default-streamed": "auto, KV kept, streamed",
 }  # fmt: skip
+EARLIER = ("auto", "auto-kept", "auto-fast", "auto-kept-fast")
+"""Automatic scheduling with other objectives than today's default, which takes its cells over."""
+MACHINES = {
+    "first machine, 4B": ("steps-1", "steps-2", "steps-3"),
+    "second machine, 4B": ("steps-4", "steps-5"),
+    "second machine, 8B": ("steps-6",),
+}
+"""Logs of servers, in raw/, that have the same step times."""
+STEPS = 40
+"""Number of decode steps between two lines about decoding."""
 BLOCK, SAMPLES = 4, 10_000
 FEWEST = 8
 """A cell with fewer counted batches counts as missing."""
@@ -94,6 +118,83 @@ def forecast(line: dict[str, Any], burn_in: int) -> dict[str, float] | None:
     }
 
 
+def fitted() -> dict[str, dict[str, Any]]:
+    """The step-time model of each machine, with the median error on its own windows."""
+    models: dict[str, dict[str, Any]] = {}
+    for name, logs in MACHINES.items():
+        lines = []
+        for log in logs:
+            with TemporaryDirectory() as folder:
+                path = Path(folder) / log
+                path.write_bytes(gzip.decompress((HERE / "raw" / f"{log}.txt.gz").read_bytes()))
+                lines += [replace(line, engine=log) for line in read_log(path)]
+        found = fit(windows_of(lines, steps=STEPS), assumed=MODEL, replicates=2)
+        stalled = found.stalled
+        models[name] = {
+            "model": asdict(found.model), "assumed": found.assumed,
+            "steady": [found.steady.windows, found.steady.median],
+            "stalled": None if stalled is None else [stalled.windows, stalled.median],
+        }  # fmt: skip
+    return models
+
+
+@cache
+def own_models() -> dict[str, StepTimeModel]:
+    """The model of each log's machine."""
+    path = HERE / "raw" / "models.json"
+    models = json.loads(path.read_text()) if path.exists() else {}
+    own = {name: StepTimeModel(**models[name]["model"]) for name in models}
+    return {log: model for name, model in own.items() for log in MACHINES[name]}
+
+
+@cache
+def decoded(log: str) -> list[tuple[int, int, int, float]]:
+    """The lines about decoding in a server's log: seconds since midnight, requests, context tokens,
+    and tokens per second since the line before."""
+    pattern = re.compile(r"(\d+):(\d+):(\d+).*#running-req: (\d+).*#(?:full )?token: (\d+)"
+                         r".*throughput \(token/s\): ([\d.]+)")  # fmt: skip
+    rows = []
+    with gzip.open(HERE / "raw" / f"{log}.txt.gz", "rt") as file:
+        for line in file:
+            if "Decode batch" in line and (match := pattern.search(line)):
+                hours, minutes, seconds, running, tokens = map(int, match.groups()[:5])
+                at = 3600 * hours + 60 * minutes + seconds
+                rows.append((at, running, tokens, float(match[6])))
+    return rows
+
+
+def generated(line: dict[str, Any], burn_in: int, own: bool) -> float | None:
+    """T_bound of what the cell's engines generated in its counted batches, by the servers' logs,
+    over the time; by the machine's own step times, or by those of the experiment."""
+    if "log" not in line:
+        return None
+    steps = [row["step_s"] for row in line["batches"]]
+    midnight = datetime.fromtimestamp(line["began"], UTC).replace(hour=0, minute=0, second=0)
+    began = line["began"] - midnight.replace(microsecond=0).timestamp()
+    first, last = began + sum(steps[:burn_in]), began + sum(steps)
+    work = 0.0
+    for log in line["log"]:
+        model = own_models().get(log, MODEL) if own else MODEL
+        for (_, running, tokens, _), (at, then, more, _) in pairwise(decoded(log)):
+            if first <= at <= last:
+                mean = model.token_seconds(MAX_RUNNING) * (running + then)
+                work += STEPS * (mean + model.t2 * (tokens + more)) / 2
+    return work / (last - first) / len(line["log"]) if work else None
+
+
+def own_efficiency(line: dict[str, Any], cell: Cell) -> float | None:
+    """T_bound / T of the delivered batches by the machine's own step times."""
+    if not line.get("log") or line["log"][0] not in own_models():
+        return None
+    model = own_models()[line["log"][0]]
+    work = 0.0
+    rows = line["batches"][cell.burn_in :]
+    for row in rows:
+        reads = row["bound_s"] * cell.engines - MODEL.token_seconds(MAX_RUNNING) * row["tokens"]
+        work += model.token_seconds(MAX_RUNNING) * row["tokens"] + model.t2 * reads / MODEL.t2
+    return work / cell.engines / sum(row["step_s"] for row in rows)
+
+
 def table(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """The figures of each measured cell, beside what was expected of it."""
     expected = {row["cell"]: row for row in json.loads((HERE / "predictions.json").read_text())}
@@ -105,6 +206,9 @@ def table(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         row["step_interval"] = interval(rows, seconds(rows))
         row["efficiency_interval"] = interval(rows, efficiency(rows))
         row["schedule"] = line["chosen"][-1]["schedule"] if line["chosen"] else ""
+        row["generated"] = generated(line, cell.burn_in, own=False)
+        row["own_generated"] = generated(line, cell.burn_in, own=True)
+        row["own_efficiency"] = own_efficiency(line, cell)
         if name in expected:
             row["predicted_step_s"] = expected[name]["step_s"]
             row["predicted_efficiency"] = expected[name]["efficiency"]
@@ -117,17 +221,14 @@ def table(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def model_errors() -> dict[str, Any]:
     """Seconds of decode windows in the servers' logs, against the model's."""
-    pattern = re.compile(r"#running-req: (\d+).*#(?:full )?token: (\d+).*throughput \(token/s\): "
-                         r"([\d.]+)")  # fmt: skip
-    ratios: list[tuple[int, float]] = []
-    for path in sorted((HERE / "raw").glob("steps-*.txt.gz")):
-        with gzip.open(path, "rt") as file:
-            for line in file:
-                if "Decode batch" in line and (match := pattern.search(line)):
-                    running, tokens, rate = int(match[1]), int(match[2]), float(match[3])
-                    if running and rate:
-                        ratios.append((running, MODEL.step_seconds(running, tokens) * rate
-                                       / running))  # fmt: skip
+    logs = [log for name, logs in MACHINES.items() if "4B" in name for log in logs]
+    ratios = [
+        (running, MODEL.step_seconds(running, tokens) * rate / running)
+        for log in logs
+        if (HERE / "raw" / f"{log}.txt.gz").exists()
+        for _, running, tokens, rate in decoded(log)
+        if running and rate
+    ]
     result = {}
     for low, high in ((1, 8), (9, 64), (65, 256), (257, 512)):
         own = [ratio for running, ratio in ratios if low <= running <= high]
@@ -143,16 +244,23 @@ def result() -> dict[str, Any]:
     """Everything that README.md says."""
     runs = found()
     everything = {
-        "cells": table(runs), "missing": [name for name in all_cells() if name not in runs],
+        "cells": table(runs),
+        "missing": [name for name in all_cells() if name not in runs
+                    and name.split(":")[0] not in EARLIER],
         "windows_predicted_over_measured": model_errors(),
     }  # fmt: skip
     return json.loads(json.dumps(everything), parse_float=lambda text: float(f"{float(text):.4g}"))
 
 
+def share(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
 def markdown(everything: dict[str, Any]) -> str:
     """The table of README.md."""
-    head = ["cell", "batches", "step, s", "expected", "T_bound / T", "expected", "tokens/s",
-            "off-policy", "age, oldest", "mean length", "the planner's own forecast"]  # fmt: skip
+    head = ["cell", "batches", "step, s", "expected", "T_bound / T", "expected", "generated",
+            "by its own step times", "tokens/s", "off-policy", "age, oldest", "mean length",
+            "the planner's own forecast"]  # fmt: skip
     text = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     order = {name: place for place, name in enumerate(all_cells())}
     for row in sorted(everything["cells"], key=lambda row: order.get(row["cell"], 999)):
@@ -166,9 +274,11 @@ def markdown(everything: dict[str, Any]) -> str:
         title += f", {VARIANTS[cell.variant]}" if cell.variant else ""
         text.append(
             f"| {title} | {row['counted']} | {row['step_s']:.2f} ({low:.2f} to {high:.2f}) "
-            f"| {row.get('predicted_step_s', float('nan')):.2f} "
+            f"| {share(row.get('predicted_step_s'))} "
             f"| {row['efficiency']:.2f} ({least:.2f} to {most:.2f}) "
-            f"| {row.get('predicted_efficiency', float('nan')):.2f} | {row['tokens_s']:,.0f} "
+            f"| {share(row.get('predicted_efficiency'))} | {share(row['generated'])} "
+            f"| {share(row['own_efficiency'])}, {share(row['own_generated'])} "
+            f"| {row['tokens_s']:,.0f} "
             f"| {row['off_policy']:.2f} | {row['age']:.1f}, {row['oldest']} "
             f"| {row['mean_length']:.0f} | {said} |"
         )
@@ -180,31 +290,42 @@ def picture(everything: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     rows = {row["cell"]: row for row in everything["cells"]}
-    parts = [(scale, trainer) for scale in ("0.25", "1") for trainer in ("0", "5", "20")
-             if sum(f"{name}:{trainer}:{scale}" in rows for name in NAMES) > 1]  # fmt: skip
-    figure, axes = plt.subplots(1, len(parts), figsize=(4 * len(parts), 3.8), squeeze=False,
+    parts = [(f"trainer of {trainer} s, {size}", f":{trainer}:{scale}")
+             for scale, size in (("0.25", "a quarter"), ("1", "full size"))
+             for trainer in ("0", "5", "20")]  # fmt: skip
+    parts += [(f"{VARIANTS[name]}, a quarter", f":0:0.25:{name}")
+              for name in ("tail", "two", "tp2-8b")]  # fmt: skip
+    parts = [(title, end) for title, end in parts if sum(name + end in rows for name in NAMES) > 1]
+    columns = -(-len(parts) // 2)
+    figure, axes = plt.subplots(2, columns, figsize=(4.2 * columns, 6.2), squeeze=False,
                                 layout="constrained")  # fmt: skip
-    for axis, (scale, trainer) in zip(axes[0], parts, strict=True):
-        own = [(title, rows[f"{name}:{trainer}:{scale}"]) for name, title in NAMES.items()
-               if f"{name}:{trainer}:{scale}" in rows]  # fmt: skip
-        for place, (title, row) in enumerate(reversed(own)):
+    for axis in axes.flat[len(parts) :]:
+        axis.axis("off")
+    for axis, (title, end) in zip(axes.flat, parts, strict=False):
+        own = [(name, rows[key + end]) for key, name in NAMES.items() if key + end in rows]
+        for place, (name, row) in enumerate(reversed(own)):
             low, high = row["step_interval"]
-            colour = "#00798c" if title.startswith("auto") else "#8d99ae"
-            axis.barh(place, row["step_s"], color=colour, height=0.6,
-                      xerr=[[row["step_s"] - low], [high - row["step_s"]]], capsize=3)  # fmt: skip
-            axis.plot(row.get("predicted_step_s"), place, "D", color="#d1495b", markersize=5,
-                      label="expected" if place == 0 else None)  # fmt: skip
-        axis.set_yticks(range(len(own)), [title for title, _ in reversed(own)])
-        size = "full size" if scale == "1" else "a quarter"
-        axis.set(
-            xlabel="seconds of a step", title=f"trainer of {trainer} s, {size}", xlim=(0, None)
-        )
+            colour = "#00798c" if name.startswith("auto") else "#8d99ae"
+            spread = [[row["step_s"] - low], [high - row["step_s"]]]
+            bar = axis.barh(place, row["step_s"], color=colour, height=0.6, xerr=spread, capsize=3)
+            if "predicted_step_s" in row:
+                expected = row["predicted_step_s"]
+                (mark,) = axis.plot(expected, place, "D", color="#d1495b", markersize=5)
+        axis.set_yticks(range(len(own)), [name for name, _ in reversed(own)])
+        axis.set(title=title, xlim=(0, None))
         axis.title.set_fontsize(10)
-        axis.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)
+    figure.supxlabel("seconds of a step, with the 5th and the 95th percentile of the mean")
+    figure.legend([bar, mark], ["measured", "expected beforehand"], frameon=False,
+                  loc="outside upper right", ncols=2)  # fmt: skip
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fit", action="store_true", help="fit the machines' step times again")
+    if parser.parse_args().fit:
+        text = json.dumps(fitted(), indent=1) + "\n"
+        (HERE / "raw" / "models.json").write_text(text)
     everything = result()
     (HERE / "result.json").write_text(json.dumps(everything, indent=1) + "\n")
     print(markdown(everything))

@@ -62,6 +62,8 @@ SCHEDULES: dict[str, tuple[Change, bool]] = {
     "auto-kept-fast": (_preset("auto", **_KEPT, **_SPEED), False),
     "auto-default": (_preset("auto", **_BACK), False),
     "auto-kept-default": (_preset("auto", **_KEPT), False),
+    "auto-default-streamed": (_preset("auto", **_BACK), True),
+    "auto-kept-default-streamed": (_preset("auto", **_KEPT), True),
 }
 """Settings of each schedule, and whether its trainer takes groups from a stream."""
 VARIANTS = {

@@ -78,4 +78,4 @@ def test_analysis_takes_the_longest_run_of_a_cell_and_says_which_are_missing(
     assert row["forecast"]["step_seconds"] == 1.9
     assert row["predicted_step_s"] == 1.8
     assert {"april:0:0.25", "areal:0:1"} <= set(found["missing"])
-    assert "auto, recompute, trainer 0 s, full size | 20 | 2.00" in analysis.markdown(found)
+    assert "auto (17), recompute, trainer 0 s, full size | 20 | 2.00" in analysis.markdown(found)
