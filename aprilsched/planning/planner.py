@@ -24,6 +24,7 @@ from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Forecast, Pace, Schedule
+from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.core.policies.tail_batching import TailBatching
 from aprilsched.core.policies.wave import Wave
 from aprilsched.planning.bias import Bias
@@ -123,6 +124,7 @@ class Planner:
             kv_tokens=None if kv is None else kv // command.engines,
             prompt_tokens=command.prompt_tokens,
             keeps_kv=config.cached_kv == "keep",
+            runs_out=BEHAVIOURS[config.straggler].called_back == "never",
             max_staleness=staleness.bound,
             restarts=restarts,
             pace=config.first_pace,

@@ -33,6 +33,8 @@ class Setting:
             or are preempted and recomputed.
         prompt_tokens: mean prompt length.
         keeps_kv: whether a refit keeps the KV; otherwise every request in flight is recomputed.
+        runs_out: whether every response in flight runs to its end before a refit, for which nothing
+            new is started (``straggler="run"``); otherwise a refit interrupts it.
         max_staleness: the user's bound; None without one. It also limits how many groups are
             outstanding (:meth:`~aprilsched.core.policies.staleness.Staleness.admissible`).
         restarts: whether the tokens of groups that would pass the bound are thrown away at an
@@ -71,6 +73,7 @@ class Setting:
     kv_tokens: int | None = None
     prompt_tokens: float = 0.0
     keeps_kv: bool = False
+    runs_out: bool = False
     max_staleness: int | None = None
     restarts: bool = False
     pace: Pace = "synchronous"

@@ -168,8 +168,9 @@ class Trial:
         """Run until a batch is full; return its groups, and when the trainer trains on them."""
         asked = self.now
         self._wave_pending = self._wave_pending or not self._asynchronous
-        if not (self._asynchronous and self._stop_at.enough(self._ready)):
-            # A batch that is complete already does not wait for what the refit has interrupted.
+        if not self._stop_at.enough(self._ready):
+            # A batch that is complete already starts nothing, and does not wait for what the refit
+            # has interrupted.
             self._launch()
             self._choose()
             self._admit()
@@ -234,7 +235,7 @@ class Trial:
         the engines wait for it by design."""
         if not self._asynchronous:
             self._stop()
-            self.now = training.done
+            self.now = max(self.now, training.done)
             return training.done - training.taken
         self._taken, self._wave_pending = 1, True
         self._generate(until=training.done)
@@ -248,6 +249,12 @@ class Trial:
 
     def _stop(self) -> None:
         """Record every member's tokens; members to recompute go behind those that wait."""
+        if self._setting.runs_out:
+            waiting, self._queue = self._queue, deque()
+            while self._running:
+                self._advance()
+            self._queue = waiting
+            return
         for running in self._running.values():
             self._note(running)
         if self._store is not None:

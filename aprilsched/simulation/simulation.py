@@ -24,7 +24,7 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.forecasts import ForecastErrors
 from aprilsched.driver.loop import EventLoop
 from aprilsched.engines.sim.config import SimConfig
-from aprilsched.errors import AprilschedError, FleetLost, RunGivenUp
+from aprilsched.errors import AprilschedError, ConfigError, FleetLost, RunGivenUp
 from aprilsched.planning import Planner
 from aprilsched.simulation.agenda import Agenda
 from aprilsched.simulation.modelled_engine import ModelledEngine
@@ -58,16 +58,19 @@ class Simulation:
         prompts: the prompts; each response has the length that ``max_new_tokens`` gives. With a
             method ``lengths_again``, a prompt that is generated again, because its tokens became
             too stale, has the lengths that this gives.
-        engines: number of engines, which are equal.
-        engine: settings of one engine.
+        engines: number of engines.
+        engine: settings of every engine, or a list with those of each.
         costs: durations of everything else.
         batches: number of batches that the trainer takes.
         update_every: number of batches between two versions; 0 for a single version.
         streamed: whether the trainer takes each batch group by group.
         accept: filters groups, as in RolloutScheduler.
         planner: chooses schedules for ``over_provision="auto"``; by default one that knows the
-            engines' own model.
+            first engine's own model.
         listeners: objects that see every event and command.
+
+    Raises:
+        ConfigError: if `engine` is a list of another length than `engines`.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Simulation:
         prompts: Iterable[Prompt],
         *,
         engines: int = 1,
-        engine: SimConfig | None = None,
+        engine: SimConfig | Sequence[SimConfig] | None = None,
         costs: Costs | None = None,
         batches: int = 40,
         update_every: int = 1,
@@ -95,14 +98,20 @@ class Simulation:
             reward_scope="rollout" if self._costs.reward_seconds else "none",
             accepts=accept is not None,
         )
-        model = engine or SimConfig(make_tokens=False, stream_interval=NEVER)
+        engine = engine or SimConfig(make_tokens=False, stream_interval=NEVER)
+        models = [engine] * engines if isinstance(engine, SimConfig) else list(engine)
+        if len(models) != engines:
+            raise ConfigError(
+                f"there are {engines} engines and settings for {len(models)}; give one for each."
+            )
         races = config.policies.refill.launched(config.group_size) > config.group_size
         if config.refit == "rolling" or races:
             # What it costs to move a response depends on the length that it has so far, and so does
             # what is known of the length of one that is thrown away in the middle of a batch.
-            model = replace(model, stream_interval=min(model.stream_interval, _OFTEN))
+            models = [replace(m, stream_interval=min(m.stream_interval, _OFTEN)) for m in models]
         self._config = config
-        self._planner = planner or Planner(model.timing, max_running=model.max_running)
+        first = models[0]
+        self._planner = planner or Planner(first.timing, max_running=first.max_running)
         if config.automatic:
             errors = ForecastErrors(self._planner, trainer_waits=config.trainer_waits)
             listeners = [*listeners, errors]
@@ -111,7 +120,7 @@ class Simulation:
             name: ModelledEngine(
                 name, model, self.agenda, self._loop.feed, pause_seconds=self._costs.pause_seconds
             )
-            for name in (f"sim-{index}" for index in range(engines))
+            for name, model in ((f"sim-{index}", model) for index, model in enumerate(models))
         }
         self.trainer = ModelledTrainer(
             self.agenda,

@@ -6,10 +6,12 @@ modelled time.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from aprilsched.cli.simulate import SimulateCommand, simulated
-from aprilsched.config import Dispatch, SchedulerConfig
+from aprilsched.config import Dispatch, Pool, SchedulerConfig
 from aprilsched.coordinator import RolloutScheduler
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages.commands import Command
@@ -162,6 +164,22 @@ def test_every_cost_is_paid_once_a_batch(costs: Costs, longer: float) -> None:
     # The last batch is delivered before its own training and refit, but after its reward.
     times = 4 if costs.reward_seconds else 3
     assert extra == pytest.approx(times * longer, rel=0.01)
+
+
+def test_engines_of_different_speed_generate_in_proportion_where_all_have_enough_to_do() -> None:
+    timing = MODEL.timing
+    slow = replace(MODEL, timing=replace(timing, t0=4 * timing.t0, t1=4 * timing.t1))
+    settings = config(refill=Pool(together=1), over_provision=3.0, pace="asynchronous")
+    simulation = Simulation(settings, WORKLOAD, engines=2, engine=[MODEL, slow], batches=BATCHES)
+    simulation.run()
+    fast, late = [engine.batcher.counters for engine in simulation.engines.values()]
+    assert fast.decode_seconds / fast.steps < 0.5 * late.decode_seconds / late.steps
+    assert fast.generated > 1.5 * late.generated
+
+
+def test_settings_for_another_number_of_engines_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 engines and settings for 2; give one for each"):
+        Simulation(config(), WORKLOAD, engines=3, engine=[MODEL, MODEL])
 
 
 def test_costs_below_zero_are_refused() -> None:
