@@ -914,6 +914,16 @@ def test_a_large_batch_is_tried_out_as_an_equal_share_of_it(
     assert tried_on.kv_tokens == 1000
 
 
+def test_with_rolling_refits_a_smaller_share_is_too_small() -> None:
+    command = plan(POOR, engines=16, batch_groups=512)
+    settings = rules(
+        batch_groups=512, refit="rolling", pace="asynchronous", straggler="run", refill="pool"
+    )
+    tried_on = Planner().setting(command, settings)
+    assert tried_on.rolling
+    assert (tried_on.batch_groups, tried_on.engines) == (256, 8)
+
+
 @pytest.mark.parametrize("candidate", [schedule(1.25), schedule(1.5, Pool(together=8))])
 def test_an_equal_share_does_about_what_the_whole_does(candidate: Schedule) -> None:
     lengths = drawn(32 * 48)[:, :2]
