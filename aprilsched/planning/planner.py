@@ -49,8 +49,8 @@ _MOST_GROUPS = 128
 """A larger batch is tried out as an equal share of it on fewer engines."""
 _MOST_GROUPS_ROLLING = 256
 """The same with rolling refits. Old versions hold a number of engines and not a share of them, so a
-small share of the fleet is expected to do worse than the whole: a quarter of 16 engines by 5 %, half
-of them by less than chance."""
+small share of the fleet is expected to do worse than the whole: a quarter of 16 engines by 5 %,
+half of them by less than chance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
