@@ -42,7 +42,7 @@ line |= {f"{ratio:g}": rows[f"april:over_provision={ratio}"] for ratio in RATIOS
 others = {"auto": rows["auto"]}
 plots.frontier(
     line, others, name="waves, by ρ",
-    title="A quarter more brings most of the speed, and ρ = 3 none; auto costs less staleness",
+    title="A quarter more brings most of the speed, and ρ = 3 none; auto is faster with fewer stale tokens",
 )  # fmt: skip
 
 # %% [markdown]
@@ -71,9 +71,9 @@ assert 0.3 < 1 - april.seconds_a_batch / sync.seconds_a_batch < 0.4  # said in n
 assert 0.5 < gained < 0.7
 assert 0.45 < light.off_policy_share / april.off_policy_share < 0.55
 assert most.efficiency < april.efficiency
-assert abs(auto.efficiency / april.efficiency - 1) < 0.05
-assert auto.off_policy_share < april.off_policy_share - 0.08
+assert 0.02 < auto.efficiency / april.efficiency - 1 < 0.07
+assert auto.off_policy_share < april.off_policy_share - 0.03
 assert auto.staleness_max > april.staleness_max
 
 # %% [markdown]
-# **Answer.** A quarter more than a batch needs brings more than half of the possible gain, for half of the off-policy share that ρ = 2 has. Beyond ρ = 2 nothing is gained on this workload. `auto` finds a schedule about as fast as ρ = 2 with clearly fewer off-policy tokens, but some of them are older. Set `max_staleness` if that matters to you. Your own lengths and engines give other numbers, so try it with them ([notebook 6](06_from_a_run_to_a_plan.ipynb)).
+# **Answer.** A quarter more than a batch needs brings more than half of the possible gain, for half of the off-policy share that ρ = 2 has. Beyond ρ = 2 nothing is gained on this workload. `auto` finds a schedule that is a few percent faster than ρ = 2 with fewer off-policy tokens, but some of them are older. Set `max_staleness` if that matters to you. Your own lengths and engines give other numbers, so try it with them ([notebook 6](06_from_a_run_to_a_plan.ipynb)).
