@@ -83,6 +83,7 @@ class Server:
             flags += ["--cuda-graph-backend-prefill", "disabled"]
             if options.tensor_parallel > 1:
                 flags += ["--disable-custom-all-reduce"]
+        flags += options.server_args.split()
         command += [str(part) for pair in settings.items() for part in pair] + flags
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -292,6 +293,7 @@ def main() -> None:
     parser.add_argument("--after", type=Path, help="begin when this file is there")
     parser.add_argument("--shape", choices=list(SHAPES), default="4b", help="the server's model")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the server")
+    parser.add_argument("--server-args", default="", help="more arguments of the server")
     parser.add_argument("--also", type=Path, help="folder of the other server of two engines")
     parser.add_argument(
         "--replaces", type=Path, nargs="+", default=(),

@@ -72,9 +72,11 @@ VARIANTS = {
     "tail": "longer tail",
     "two": "two engines",
     "tp2-8b": "8B shape, tensor parallelism 2",
+    "recv8": "requests taken every eighth step",
 }
 """What differs in a cell from the others, in words. "tail" has lengths of sigma 1.1 and a cap of
-16,000, and "two" has batches of 64 groups for two servers."""
+16,000, "two" has batches of 64 groups for two servers, and "recv8" is for a server with
+``--scheduler-recv-interval 8``."""
 TRAINER_SHARE = {1.0: 1.0, 0.25: 0.16}
 """The share of the trainer's seconds by SCALE."""
 BATCHES = {name: (10, 20) for name in SCHEDULES if name.startswith("auto")}
