@@ -4,7 +4,8 @@ The work of a batch is what the engines generated in its time, and not what was 
 that depends on what is in flight at its ends (see :mod:`aprilsched.planning.trial`, which counts in
 the same way). It is valued with the planner's step-time model of the moment. Batches in which
 another schedule begins, the one after them, and those in which engines come or go do not count.
-Nor do those whose time the trainer decides: they say nothing of the engines.
+Where the trainer decides how long a step takes, what was generated in it says nothing of the
+engines, and only its time is compared.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ __all__ = ["ForecastErrors"]
 _SETTLING = 2
 """Number of batches that do not count after another schedule began."""
 _DRIVEN = 0.9
-"""Share of a step that must be as long as the engines make it. With a trainer of 20 s, batches that
-took the trainer's time while engines filled up with work made forecasts of 17 s for such steps."""
+"""Share of a step that must be as long as the engines make it for its work to count. With a trainer
+of 20 s, batches that took the trainer's time while engines filled up with work made forecasts of
+17 s for such steps."""
 
 
 class ForecastErrors:
@@ -106,7 +108,7 @@ class ForecastErrors:
         self._delivered = None
         if self._left_out:
             self._left_out -= 1
-        elif forecast is not None and forecast.driven >= _DRIVEN and measured is not None:
+        elif forecast is not None and measured is not None:
             self._delivered = forecast, self._rule, measured.figures.seconds
 
     def _compare(self) -> None:
@@ -117,16 +119,11 @@ class ForecastErrors:
             return
         forecast, rule, seconds = self._delivered
         self._delivered = None
-        model = self._planner.model
-        work = model.token_seconds(self._planner.max_running) * tokens + model.t2 * reads
+        model, work = self._planner.model, 1.0
+        if forecast.driven >= _DRIVEN:
+            done = model.token_seconds(self._planner.max_running) * tokens + model.t2 * reads
+            expected = forecast.efficiency * forecast.step_seconds
+            work = done / len(self._engines) / expected
         self._planner.bias.observe(
-            rule,
-            work=work / len(self._engines) / (forecast.efficiency * forecast.step_seconds),
-            time=seconds / _uncorrected(forecast),
+            rule, work=work, time=seconds / (forecast.step_seconds * forecast.correction)
         )
-
-
-def _uncorrected(forecast: Forecast) -> float:
-    """The seconds of a step in the trials."""
-    driven = forecast.step_seconds * forecast.driven
-    return forecast.step_seconds - driven + driven * forecast.correction

@@ -167,11 +167,14 @@ def trials(
     several = candidates(setting, space)
     bias = bias or Bias()
     kind = RollingTrial if setting.rolling else Trial
-    running = [kind(schedule, setting) for schedule in several]
     factors = [bias.factor(schedule.refill.name) for schedule in several]
+    running = [
+        kind(schedule, setting.faster(factor))
+        for schedule, factor in zip(several, factors, strict=True)
+    ]
 
     def outcome(place: int, batches: int) -> Outcome:
-        return running[place].outcome(batches).corrected(factors[place])
+        return running[place].outcome(batches).in_work_of(factors[place])
 
     first = [(schedule, outcome(place, _BRIEF)) for place, schedule in enumerate(several)]
     longer: dict[int, Outcome] = {}

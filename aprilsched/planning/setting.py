@@ -93,6 +93,25 @@ class Setting:
     stop: Stop | None = None
     takes_over: bool = False
 
+    def faster(self, factor: float) -> Setting:
+        """The same with engines that do this many times the work in the same time. T_bound is that
+        of these engines then, so outcomes are to be read with :meth:`Outcome.in_work_of`."""
+        if factor == 1:
+            return self
+        model = self.model
+        return replace(
+            self,
+            model=replace(
+                model,
+                t0=model.t0 / factor,
+                t1=model.t1 / factor,
+                t2=model.t2 / factor,
+                t0_wide=model.t0_wide / factor,
+                prefill_pass=model.prefill_pass / factor,
+                prefill_rate=model.prefill_rate * factor,
+            ),
+        )
+
     @property
     def full_at(self) -> Stop:
         """The rule that says when a batch is full."""
@@ -145,15 +164,7 @@ class Outcome:
     too_stale_share: float
     peak_kv: float
 
-    def corrected(self, factor: float) -> Outcome:
-        """The outcome where the engines do this many times the work in the same time."""
-        driven = self.driven_seconds / factor
-        seconds = self.step_seconds - self.driven_seconds + driven
-        whole = self.step_seconds + self.trainer_seconds
-        return replace(
-            self,
-            value=self.value * whole / (seconds + self.trainer_seconds),
-            step_seconds=seconds,
-            driven_seconds=driven,
-            efficiency=self.efficiency * (self.step_seconds / seconds),
-        )
+    def in_work_of(self, factor: float) -> Outcome:
+        """The outcome of a trial whose engines take 1 / `factor` times the seconds for everything
+        (:meth:`Setting.faster`), in the work of engines as they are modelled."""
+        return replace(self, value=self.value * factor, efficiency=self.efficiency * factor)

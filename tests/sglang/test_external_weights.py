@@ -104,22 +104,26 @@ def check(
     batches: Sequence[Batch],
     models: Sequence[Path],
     folder: Path,
+    *,
+    stood_by: bool = False,
 ) -> None:
     """Check that nothing is lost, and that each token is of the version that it is said to have,
-    across several versions in some rollouts."""
+    across several versions in some rollouts. If an engine `stood_by`, the responses that it had say
+    that their versions are not exact."""
     delivered = [rollout for batch in batches for rollout in batch.rollouts]
     in_flight = rollouts.state.in_flight
     assert in_flight.ledger.total == 0
     assert in_flight.counters.launched == len(delivered) + len(in_flight.rollouts)
-    assert all(rollout.versions_exact for rollout in delivered)
-    assert check_greedy(delivered, models, folder) > 0
+    exact = [rollout for rollout in delivered if rollout.versions_exact]
+    assert stood_by or len(exact) == len(delivered)
+    assert check_greedy(exact, models, folder) > 0
 
 
 def crossed(batches: Sequence[Batch]) -> bool:
     """Whether a delivered rollout is of several versions. How many updates that takes depends on
     how fast the servers are."""
     rollouts = [rollout for batch in batches for rollout in batch.rollouts]
-    return any(len(set(rollout.versions.tolist())) > 1 for rollout in rollouts)
+    return any(r.versions_exact and len(set(r.versions.tolist())) > 1 for r in rollouts)
 
 
 async def halfway(rollouts: RolloutScheduler, batches: list[Batch]) -> int:
@@ -153,7 +157,10 @@ async def test_the_trainer_says_afterwards_what_it_has_loaded(
             assert not report.quarantined
             assert rollouts.version == version
         batches.append(await rollouts.next_batch())
-        check(rollouts, batches, models, tmp_path)
+        # A server that shows the new version before the scheduler is told of it stands by until
+        # then, as on a machine that is busy between the two calls.
+        stood_by = any(isinstance(command, LoseEngine) for command in recorder.commands)
+        check(rollouts, batches, models, tmp_path, stood_by=stood_by)
 
 
 async def test_a_trainer_whose_labels_are_no_numbers_has_its_weights_labelled(

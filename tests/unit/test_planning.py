@@ -1079,14 +1079,18 @@ def test_the_trainers_time_decides_the_pace(train_seconds: float, pace: Pace) ->
         assert f"{pace} pace" in best.why
 
 
-def test_a_correction_leaves_the_trainers_time_as_it_is() -> None:
-    driven = replace(outcome(0.5, 0.2), step_seconds=10.0, driven_seconds=4.0)
-    slower = driven.corrected(0.8)
-    assert slower.step_seconds == pytest.approx(6 + 4 / 0.8)
-    assert slower.efficiency == pytest.approx(0.5 * 10 / 11)
-    assert slower.value == pytest.approx(0.5 * 10 / 11)
-    assert slower.driven_seconds == pytest.approx(5)
-    assert replace(driven, driven_seconds=0.0).corrected(0.8).step_seconds == 10
+@pytest.mark.parametrize(("train_seconds", "ratio"), [(0.0, 0.8), (60.0, 1.0)])
+def test_slower_engines_take_longer_where_the_trainer_does_not(
+    train_seconds: float, ratio: float
+) -> None:
+    schedule = Schedule(over_provision=FixedRatio(ratio=1.5), refill=Wave())
+    equal = setting(pace="asynchronous", train_seconds=train_seconds)
+    usual = try_out(schedule, equal)
+    slower = try_out(schedule, equal.faster(0.8)).in_work_of(0.8)
+    assert usual.step_seconds == pytest.approx(ratio * slower.step_seconds)
+    assert slower.efficiency == pytest.approx(ratio * usual.efficiency)
+    assert slower.value == pytest.approx(ratio * usual.value)
+    assert equal.faster(1.0) is equal
 
 
 @pytest.mark.parametrize(("train_seconds", "driven"), [(0.0, 1.0), (60.0, 0.0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -20,6 +21,7 @@ from aprilsched.planning.bias import Bias
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.simulation.simulation import NEVER
 from aprilsched.telemetry.batch_figures import BatchMeter, Measured, forecasts
+from aprilsched.timing.model import StepTimeModel
 from experiments.forecasts.benchmark import MODEL, SLOW
 
 
@@ -84,22 +86,55 @@ def test_forecasts_of_slower_engines_converge_to_what_happens(
     assert work / time == pytest.approx(last.correction, rel=0.02)
 
 
-def test_batches_that_take_the_trainers_time_say_nothing_of_the_engines() -> None:
+class Deliveries:
+    """The times at which batches were delivered."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def on_facts(self, facts: Sequence[of.Fact], now: float) -> None:
+        self.at += [now for fact in facts if isinstance(fact, of.BatchDelivered)]
+
+
+def beside_a_trainer(timing: StepTimeModel) -> tuple[Recorded, list[Forecast], list[float]]:
+    """What is learned beside a trainer of 10 s, the forecasts, and the seconds of each step."""
     own, bias = Planner(MODEL, inline=True), Recorded()
-    own.bias, choices = bias, Choices(bias)
+    own.bias, choices, delivered = bias, Choices(bias), Deliveries()
     Simulation(
-        SchedulerConfig(over_provision="auto", pace="asynchronous"),
-        LongTailWorkload(median=100, cap=800, seed=4),
-        engine=SimConfig(timing=MODEL, make_tokens=False, stream_interval=NEVER),
+        SchedulerConfig(batch_groups=16, over_provision="auto", pace="asynchronous"),
+        LongTailWorkload(median=250, sigma=0.5, cap=1200, seed=4),
+        engine=SimConfig(timing=timing, make_tokens=False, stream_interval=NEVER),
         planner=own,
-        costs=Costs(train_seconds=20.0),
-        batches=20,
-        listeners=[choices],
+        costs=Costs(train_seconds=10.0),
+        batches=32,
+        listeners=[choices, delivered],
     ).run()
-    forecast = choices.made[-1][1]
-    assert forecast.driven < 0.5
-    assert forecast.step_seconds == pytest.approx(20, rel=0.02)
-    assert not bias.told
+    steps = [after - before for before, after in pairwise(delivered.at)]
+    return bias, [forecast for _, forecast in choices.made], steps
+
+
+def test_what_is_generated_while_the_trainer_trains_says_nothing_of_the_engines() -> None:
+    bias, made, _ = beside_a_trainer(MODEL)
+    assert made[-1].driven < 0.5
+    assert made[-1].step_seconds == pytest.approx(10, rel=0.02)
+    assert {work for work, _ in bias.told} == {1.0}
+    assert bias.factor("wave") == pytest.approx(1, abs=0.02)
+
+
+def test_steps_that_take_longer_than_the_trainer_tell_of_slower_engines() -> None:
+    slow = 6.0
+    timing = replace(
+        MODEL,
+        t0=slow * MODEL.t0,
+        t1=slow * MODEL.t1,
+        t2=slow * MODEL.t2,
+        t0_wide=slow * MODEL.t0_wide,
+    )
+    bias, made, steps = beside_a_trainer(timing)
+    assert (made[1].driven, made[1].correction) == (0, 1), "they were expected to be fast"
+    assert sum(steps) > 10.5 * len(steps)
+    assert made[-1].correction < 0.9
+    assert bias.factor("wave") < made[-1].correction
 
 
 # --- the figures of batches ----------------------------------------------------------------------
