@@ -24,8 +24,6 @@ BIASED = "rollpacker"
 """Its delivered lengths are too short for good, so auto does likewise only where it may."""
 TOO_STALE = 0.005
 """The share of tokens beyond the bound on staleness that auto allows."""
-SHOWN = 40
-"""Number of letters of a workload's name in the picture."""
 Runs = dict[str, dict[str, Any]]
 
 
@@ -54,6 +52,17 @@ def slower(runs: Runs, name: str) -> float:
 def better(runs: Runs) -> float:
     """By how many percent auto's objective is above that of the best preset."""
     return 100 * (runs[AUTO]["value"] / runs[best(runs, "value", 1)]["value"] - 1)
+
+
+def _law(name: str) -> str:
+    """The name of a workload without what follows its law."""
+    depth, end = 0, len(name)
+    for place, letter in enumerate(name):
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and not depth and ":" in name:
+            end = place
+            break
+    return name[:end]
 
 
 def stale(row: dict[str, Any]) -> str:
@@ -128,7 +137,7 @@ def draw(rows: dict[str, Runs], again: dict[str, Runs], path: Path) -> None:
                 label=label,
             )
     axes.plot([], [], "|", color="0.6", label="presets")
-    axes.set_yticks(range(len(shown)), [name[:SHOWN] for name, _ in shown], fontsize=8)
+    axes.set_yticks(range(len(shown)), [_law(name) for name, _ in shown], fontsize=8)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.axvline(2, color="black", linestyle="--", linewidth=1)
     axes.legend(loc="lower right", fontsize=8)
