@@ -96,21 +96,7 @@ class Setting:
     def faster(self, factor: float) -> Setting:
         """The same with engines that do this many times the work in the same time. T_bound is that
         of these engines then, so outcomes are to be read with :meth:`Outcome.in_work_of`."""
-        if factor == 1:
-            return self
-        model = self.model
-        return replace(
-            self,
-            model=replace(
-                model,
-                t0=model.t0 / factor,
-                t1=model.t1 / factor,
-                t2=model.t2 / factor,
-                t0_wide=model.t0_wide / factor,
-                prefill_pass=model.prefill_pass / factor,
-                prefill_rate=model.prefill_rate * factor,
-            ),
-        )
+        return self if factor == 1 else replace(self, model=self.model.at_speed(factor))
 
     @property
     def full_at(self) -> Stop:

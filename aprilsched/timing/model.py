@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,6 +113,18 @@ class StepTimeModel:
         total = float(outputs.sum())
         reads = float((prompts * outputs + outputs * outputs / 2).sum())
         return self.t1 * total + self.t2 * reads + self.t0 * total / max_running
+
+    def at_speed(self, speed: float) -> StepTimeModel:
+        """The model of an engine that takes 1 / `speed` times the seconds for everything."""
+        return replace(
+            self,
+            t0=self.t0 / speed,
+            t1=self.t1 / speed,
+            t2=self.t2 / speed,
+            t0_wide=self.t0_wide / speed,
+            prefill_pass=self.prefill_pass / speed,
+            prefill_rate=self.prefill_rate * speed,
+        )
 
     def _work_seconds(self, batch: float) -> float:
         """Seconds of a step without its reads of KV."""

@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,15 +29,7 @@ from aprilsched.simulation.simulation import NEVER
 from aprilsched.timing.model import H200_QWEN3_4B as MODEL
 
 SLOWER = 1.08
-SLOW = replace(
-    MODEL,
-    t0=SLOWER * MODEL.t0,
-    t1=SLOWER * MODEL.t1,
-    t2=SLOWER * MODEL.t2,
-    t0_wide=SLOWER * MODEL.t0_wide,
-    prefill_pass=SLOWER * MODEL.prefill_pass,
-    prefill_rate=MODEL.prefill_rate / SLOWER,
-)
+SLOW = MODEL.at_speed(1 / SLOWER)
 """The engines: all that they do takes longer than the planner's model says."""
 PAUSE_S = 0.3
 RULES: dict[str, tuple[Refill, float]] = {

@@ -40,7 +40,6 @@ from aprilsched.simulation.simulation import NEVER
 from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B as MODEL
-from aprilsched.timing.model import StepTimeModel
 from aprilsched.types import Prompt
 
 BATCHES, BURN_IN = 28, 10
@@ -68,19 +67,6 @@ class Workload:
     def config(self, **changes: Any) -> SchedulerConfig:
         values: dict[str, Any] = {"batch_groups": self.groups, "group_size": 8, **changes}
         return SchedulerConfig(**values)
-
-
-def at_speed(speed: float) -> StepTimeModel:
-    """The engine that takes 1 / `speed` times as long for everything."""
-    return replace(
-        MODEL,
-        t0=MODEL.t0 / speed,
-        t1=MODEL.t1 / speed,
-        t2=MODEL.t2 / speed,
-        t0_wide=MODEL.t0_wide / speed,
-        prefill_pass=MODEL.prefill_pass / speed,
-        prefill_rate=MODEL.prefill_rate * speed,
-    )
 
 
 class Meter:
@@ -127,7 +113,7 @@ def run(workload: Workload, config: SchedulerConfig) -> dict[str, Any]:
         engines=len(workload.speeds),
         engine=[
             SimConfig(
-                timing=at_speed(each),
+                timing=MODEL.at_speed(each),
                 kv_tokens=workload.kv_tokens,
                 make_tokens=False,
                 stream_interval=64 if learns else NEVER,

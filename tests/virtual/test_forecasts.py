@@ -122,15 +122,7 @@ def test_what_is_generated_while_the_trainer_trains_says_nothing_of_the_engines(
 
 
 def test_steps_that_take_longer_than_the_trainer_tell_of_slower_engines() -> None:
-    slow = 6.0
-    timing = replace(
-        MODEL,
-        t0=slow * MODEL.t0,
-        t1=slow * MODEL.t1,
-        t2=slow * MODEL.t2,
-        t0_wide=slow * MODEL.t0_wide,
-    )
-    bias, made, steps = beside_a_trainer(timing)
+    bias, made, steps = beside_a_trainer(MODEL.at_speed(1 / 6))
     assert (made[1].driven, made[1].correction) == (0, 1), "they were expected to be fast"
     assert sum(steps) > 10.5 * len(steps)
     assert made[-1].correction < 0.9
