@@ -19,15 +19,12 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from aprilsched.core.policies.repack import Load, engine_to_free, surplus
+from aprilsched.core.policies.repack import LOOK_AGAIN, Load, engine_to_free, surplus
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.planning.setting import Setting
 from aprilsched.planning.trial import RESERVE_SHARE, Running, Trial
 
 __all__ = ["RollingTrial"]
-
-_LOOK_AGAIN = 0.05
-"""As in :mod:`aprilsched.core.steps.rolling`."""
 
 
 class RollingTrial(Trial):
@@ -93,7 +90,7 @@ class RollingTrial(Trial):
         requests = sum(engine.open for engine in engines)
         share = (len(self._running) + len(self._queue)) / len(self._engines)
         over = surplus(engines=len(engines), requests=requests, share=share)
-        if over < self._looked.get(version, 0.0) + _LOOK_AGAIN:
+        if over < self._looked.get(version, 0.0) + LOOK_AGAIN:
             return False
         self._looked[version] = over
         name = engine_to_free(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -35,7 +34,7 @@ from schedules import MAX_RUNNING, MODEL, VARIANTS, Cell, figures  # noqa: E402
 
 from aprilsched.timing import StepTimeModel  # noqa: E402
 from aprilsched.timing.calibration import fit  # noqa: E402
-from aprilsched.timing.server_log import read_log, windows_of  # noqa: E402
+from aprilsched.timing.server_log import LogLine, read_log, windows_of  # noqa: E402
 
 NAMES = {
     "waiting": "waiting", "waiting-streamed": "waiting, streamed", "april": "APRIL",
@@ -122,12 +121,7 @@ def fitted() -> dict[str, dict[str, Any]]:
     """The step-time model of each machine, with the median error on its own windows."""
     models: dict[str, dict[str, Any]] = {}
     for name, logs in MACHINES.items():
-        lines = []
-        for log in logs:
-            with TemporaryDirectory() as folder:
-                path = Path(folder) / log
-                path.write_bytes(gzip.decompress((HERE / "raw" / f"{log}.txt.gz").read_bytes()))
-                lines += [replace(line, engine=log) for line in read_log(path)]
+        lines = [replace(line, engine=log) for log in logs for line in decoded(log)]
         found = fit(windows_of(lines, steps=STEPS), assumed=MODEL, replicates=2)
         stalled = found.stalled
         models[name] = {
@@ -148,19 +142,12 @@ def own_models() -> dict[str, StepTimeModel]:
 
 
 @cache
-def decoded(log: str) -> list[tuple[int, int, int, float]]:
-    """The lines about decoding in a server's log: seconds since midnight, requests, context tokens,
-    and tokens per second since the line before."""
-    pattern = re.compile(r"(\d+):(\d+):(\d+).*#running-req: (\d+).*#(?:full )?token: (\d+)"
-                         r".*throughput \(token/s\): ([\d.]+)")  # fmt: skip
-    rows = []
-    with gzip.open(HERE / "raw" / f"{log}.txt.gz", "rt") as file:
-        for line in file:
-            if "Decode batch" in line and (match := pattern.search(line)):
-                hours, minutes, seconds, running, tokens = map(int, match.groups()[:5])
-                at = 3600 * hours + 60 * minutes + seconds
-                rows.append((at, running, tokens, float(match[6])))
-    return rows
+def decoded(log: str) -> list[LogLine]:
+    """The lines about decoding in a server's log."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / log
+        path.write_bytes(gzip.decompress((HERE / "raw" / f"{log}.txt.gz").read_bytes()))
+        return read_log(path)
 
 
 def generated(line: dict[str, Any], burn_in: int, own: bool) -> float | None:
@@ -175,10 +162,11 @@ def generated(line: dict[str, Any], burn_in: int, own: bool) -> float | None:
     work = 0.0
     for log in line["log"]:
         model = own_models().get(log, MODEL) if own else MODEL
-        for (_, running, tokens, _), (at, then, more, _) in pairwise(decoded(log)):
-            if first <= at <= last:
-                mean = model.token_seconds(MAX_RUNNING) * (running + then)
-                work += STEPS * (mean + model.t2 * (tokens + more)) / 2
+        for old, new in pairwise(decoded(log)):
+            hours, minutes, seconds = map(int, new.time.split(":"))
+            if first <= 3600 * hours + 60 * minutes + seconds <= last:
+                both = model.token_seconds(MAX_RUNNING) * (old.running + new.running)
+                work += STEPS * (both + model.t2 * (old.kv + new.kv)) / 2
     return work / (last - first) / len(line["log"]) if work else None
 
 
@@ -223,11 +211,14 @@ def model_errors() -> dict[str, Any]:
     """Seconds of decode windows in the servers' logs, against the model's."""
     logs = [log for name, logs in MACHINES.items() if "4B" in name for log in logs]
     ratios = [
-        (running, MODEL.step_seconds(running, tokens) * rate / running)
+        (
+            line.running,
+            MODEL.step_seconds(line.running, line.kv) * line.tokens_per_s / line.running,
+        )
         for log in logs
         if (HERE / "raw" / f"{log}.txt.gz").exists()
-        for _, running, tokens, rate in decoded(log)
-        if running and rate
+        for line in decoded(log)
+        if line.running and line.tokens_per_s
     ]
     result = {}
     for low, high in ((1, 8), (9, 64), (65, 256), (257, 512)):

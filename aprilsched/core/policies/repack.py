@@ -21,7 +21,11 @@ from dataclasses import dataclass
 
 from aprilsched.core.policies.straggler import Prices
 
-__all__ = ["Load", "engine_to_free", "surplus"]
+__all__ = ["LOOK_AGAIN", "Load", "engine_to_free", "surplus"]
+
+LOOK_AGAIN = 0.05
+"""By how many engines the surplus of a version must have grown before the costs are compared
+again. Each comparison looks at all requests of an engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ cannot begin again, since it has acted on its tokens, so its group is dropped.
 
 from __future__ import annotations
 
-from aprilsched.core.policies.repack import Load, engine_to_free, surplus
+from aprilsched.core.policies.repack import LOOK_AGAIN, Load, engine_to_free, surplus
 from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import State
@@ -29,10 +29,6 @@ from aprilsched.core.steps.episode_replay import truncate
 from aprilsched.core.steps.refit import all_stop
 
 __all__ = ["roll"]
-
-_LOOK_AGAIN = 0.05
-"""By how many engines the surplus of a version must have grown before the costs are compared
-again. Each comparison looks at all requests of an engine."""
 
 
 def roll(state: SchedulerState) -> None:
@@ -142,7 +138,7 @@ def _gather(
     share = (in_flight.open_attempts + len(in_flight.queue)) / len(fleet)
     needed = _wants_newest(state)
     over = surplus(engines=len(busy), requests=requests, share=share)
-    if not needed and over < looked.get(version, 0.0) + _LOOK_AGAIN:
+    if not needed and over < looked.get(version, 0.0) + LOOK_AGAIN:
         return
     looked[version] = over
     name = engine_to_free(
