@@ -117,7 +117,10 @@ class Planner:
         staleness = config.policies.staleness
         restarts = staleness.rule == "restart"
         lengths = observed.draw_groups(
-            _groups_needed(batch_groups), group_size=command.group_size, open_groups=command.open
+            _groups_needed(batch_groups),
+            group_size=command.group_size,
+            open_groups=command.open,
+            most=command.most_tokens,
         )
         kv = command.kv_tokens
         return Setting(

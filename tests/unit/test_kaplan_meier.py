@@ -159,3 +159,92 @@ def test_self_consistency():
 def test_what_it_refuses(lengths: list[int], flags: list[bool], part: str):
     with pytest.raises(ValueError, match=part):
         kaplan_meier(lengths, flags)
+
+
+def seen_for(lengths: NDArray[np.int64], most: int, seed: int) -> KaplanMeier:
+    """Responses that began at random moments of a run that has lasted for `most` tokens."""
+    at = np.random.default_rng(seed).integers(1, most, len(lengths))
+    return kaplan_meier(np.minimum(lengths, at), at < lengths)
+
+
+def log_normal(sigma: float, n: int, seed: int) -> NDArray[np.int64]:
+    rng = np.random.default_rng(seed)
+    return np.clip(np.rint(175 * np.exp(sigma * rng.standard_normal(n))), 1, 4000).astype(np.int64)
+
+
+def two_modes(n: int, seed: int) -> NDArray[np.int64]:
+    rng = np.random.default_rng(seed)
+    long = rng.random(n) < 0.2
+    log = np.where(long, np.log(2000), np.log(200)) + 0.2 * rng.standard_normal(n)
+    return np.rint(np.exp(log)).astype(np.int64)
+
+
+def moments(law: KaplanMeier) -> tuple[float, float]:
+    """The mean of a law, and the mean of its squares."""
+    q = (np.arange(20_000) + 0.5) / 20_000
+    lengths = law.quantile(q).astype(np.float64)
+    return float(lengths.mean()), float((lengths**2).mean())
+
+
+@pytest.mark.parametrize(("sigma", "longest"), [(0.9, 800), (1.1, 800), (1.1, 1500)])
+def test_a_completed_law_has_the_tail_that_nobody_has_seen(sigma: float, longest: int):
+    """Means over 20 samples, each of which is known to several percent."""
+    found: list[tuple[float, float]] = []
+    before: list[tuple[float, float]] = []
+    for seed in range(20):
+        law = seen_for(log_normal(sigma, 2500, seed), longest, 100 + seed)
+        before.append(moments(law))
+        found.append(moments(law.completed(4000)))
+    truth = log_normal(sigma, 400_000, 9).astype(np.float64)
+    mean, square = float(truth.mean()), float((truth**2).mean())
+    assert np.mean([m for m, _ in found]) == pytest.approx(mean, rel=0.05)
+    assert np.mean([s for _, s in found]) == pytest.approx(square, rel=0.2)
+    assert np.mean([s for _, s in before]) < np.mean([s for _, s in found]) < 1.2 * square
+    assert abs(np.mean([s for _, s in found]) - square) < 0.6 * abs(
+        np.mean([s for _, s in before]) - square
+    )
+
+
+def test_a_gap_before_the_longest_lengths_does_not_make_their_tail_long():
+    """One log normal law through both modes would expect three times the mean."""
+    truth = two_modes(400_000, 9)
+    means = [
+        seen_for(two_modes(2500, seed), 2100, seed).completed(30_000).mean() for seed in range(20)
+    ]
+    assert np.mean(means) == pytest.approx(truth.mean(), rel=0.25)
+
+
+def test_a_completed_law_is_the_same_up_to_where_responses_were_seen():
+    law = seen_for(log_normal(1.1, 2500, 1), 1500, 2)
+    whole = law.completed(4000)
+    known = law.lengths[law.at_risk >= 10]
+    assert whole.survival_at(known) == pytest.approx(law.survival_at(known))
+    assert (np.diff(whole.lengths) > 0).all()
+    assert (np.diff(whole.survival) < 0).all()
+    assert (whole.tail, whole.end, whole.survival[-1]) == (0, whole.lengths[-1], 0)
+    assert len(whole.variance) == len(whole.at_risk) == len(whole.lengths)
+    assert whole.end <= 4000
+    assert law.completed(1300).end == 1300
+    assert law.completed(1).end == known[-1] + 1
+
+
+def test_two_that_ended_early_enough_to_be_seen_are_not_the_end_of_the_law():
+    """Three of 400 began before all others. The last of them to end does not say that none of the
+    others will be longer."""
+    lengths = log_normal(0.9, 400, 3)
+    at = np.concatenate(([10_000, 10_000, 10_000], np.full(397, 300)))
+    lengths[:3] = (100, 420, 460)
+    law = kaplan_meier(np.minimum(lengths, at), at < lengths)
+    assert (law.tail, law.end) == (0, 460)
+    whole = law.completed(4000)
+    assert whole.end > 900
+    assert whole.survival_at(460) > 0.08
+
+
+def test_a_law_of_which_all_is_seen_is_complete():
+    lengths = log_normal(1.1, 500, 4)
+    law = kaplan_meier(lengths, np.zeros(500, dtype=np.bool_))
+    assert law.completed(10**6) is law
+    assert SMALL.completed(100) is SMALL, "there is too little for a guess"
+    nothing = kaplan_meier([3, 4], [True, True])
+    assert nothing.completed(100) is nothing

@@ -9,6 +9,7 @@ finished responses alone is not.
 The tail, Efron's rule: where the longest observation is an unfinished one, nothing is known
 beyond it, and the mass that is left is taken to end with its next token. So means are lower
 bounds by at most `tail` times what is missing there; `tail` says how much mass that concerns.
+:meth:`KaplanMeier.completed` guesses what is there instead.
 
 Invariant: `survival` falls strictly from below 1, is constant between two entries of `lengths`,
 and is taken as 0 from `end` on.
@@ -16,12 +17,26 @@ and is taken as 0 from `end` on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from aprilsched.core.lengths.log_law import normal_quantile
+
 __all__ = ["KaplanMeier", "kaplan_meier"]
+
+_PARTS = (1.5, 2.0, 4.0, math.inf)
+"""Parts of a law from which its tail is guessed: those whose survival is at most so many times that
+of the longest finished response."""
+_LEAST_AT_RISK = 10
+_LEAST_IN_PART = 20
+"""Number of different lengths in a part from which anything is guessed."""
+_LEAST_SLOPE = 0.3
+"""The tail is at most that of a log normal law with a deviation of 1 / 0.3."""
+_TAIL_STEPS = 64
+"""Number of equally likely lengths that a guessed tail has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -35,6 +50,8 @@ class KaplanMeier:
         variance: float64 [m], Greenwood's variance of `survival`: S**2 * sum d / (n * (n - d)). It
             takes responses as independent, so it is too small if the responses of a group have
             similar lengths.
+        at_risk: int64 [m], number of responses that had at least `lengths` tokens and were observed
+            there.
         observations: number of responses that were used, unfinished ones included.
         tail: the mass beyond the longest finished response; 0 if no response was unfinished there.
         end: length from which on the survival is taken as 0.
@@ -43,6 +60,7 @@ class KaplanMeier:
     lengths: NDArray[np.int64]
     survival: NDArray[np.float64]
     variance: NDArray[np.float64]
+    at_risk: NDArray[np.int64]
     observations: int
     tail: float
     end: int
@@ -84,6 +102,55 @@ class KaplanMeier:
         alive = self.survival_at(start)
         return np.divide(
             self._integral(start), alive, out=np.ones_like(start, dtype=np.float64), where=alive > 0
+        )
+
+    def completed(self, most: int) -> KaplanMeier:
+        """The law with a guess of its tail; the law itself where too few lengths are known for one.
+
+        After ten batches the longest responses are still running, and nobody has been seen to end
+        there, or one or two of the few that began early enough. Under Efron's rule all responses
+        end then. Means of a log normal law with sigma = 1.1 of which the longest tenth is unseen
+        are 20 % too small, and those of the squares, which are what reading the KV costs, 60 %.
+
+        The tail begins where fewer than 10 responses are at risk and less than half of those that
+        would be if all had ended. It is that of a log normal law with the same mass beyond this
+        length. Its deviation is the smallest one of those that least squares of the normal
+        quantiles over the logs find in several last parts of the estimate. The smallest one is
+        taken because a gap before the last part, as of two modes, would make any tail longer.
+
+        Args:
+            most: the most tokens that a response can have.
+        """
+        before = np.concatenate(([1.0], self.survival))
+        would_be = np.append(before[:-1] * self.observations, before[-1] * self.observations)
+        at_risk = np.append(self.at_risk, 0)
+        few = np.flatnonzero(at_risk < np.minimum(_LEAST_AT_RISK, would_be / 2))
+        known = int(few[0]) if len(few) else len(self.lengths)
+        lengths, survival = self.lengths[:known], self.survival[:known]
+        tail = float(before[known])
+        slopes = [
+            float(np.polyfit(np.log(lengths[part]), -normal_quantile(survival[part]), 1)[0])
+            for part in (survival <= factor * tail for factor in _PARTS)
+            if int(part.sum()) >= _LEAST_IN_PART
+        ]
+        if tail == 0 or not slopes:
+            return self
+        longest = int(lengths[-1])
+        left = tail * (1 - (np.arange(_TAIL_STEPS) + 0.5) / _TAIL_STEPS)
+        beyond = normal_quantile(np.array([tail])) - normal_quantile(left)
+        logs = math.log(longest) + beyond / max(*slopes, _LEAST_SLOPE)
+        drawn = np.exp(np.minimum(logs, math.log(max(most, longest + 1))))
+        more, counts = np.unique(
+            np.maximum(np.rint(drawn).astype(np.int64), longest + 1), return_counts=True
+        )
+        return replace(
+            self,
+            lengths=np.concatenate((lengths, more)),
+            survival=np.append(survival, tail * (1 - np.cumsum(counts) / _TAIL_STEPS)),
+            variance=np.append(self.variance[:known], np.full(len(more), self.variance[known - 1])),
+            at_risk=np.append(self.at_risk[:known], np.zeros(len(more), dtype=np.int64)),
+            tail=0.0,
+            end=int(more[-1]),
         )
 
     def distance(self, lengths: NDArray[np.int64]) -> float:
@@ -143,6 +210,7 @@ def kaplan_meier(
         lengths=times,
         survival=survival,
         variance=greenwood,
+        at_risk=at_risk,
         observations=len(seen),
         tail=tail,
         end=int(seen.max()) + 1 if tail > 0 else int(times[-1]),

@@ -97,6 +97,7 @@ class ObservedLengths:
         *,
         group_size: int | None,
         open_groups: Sequence[GroupLengths] = (),
+        most: int | None = None,
         seed: int = 0,
     ) -> NDArray[np.int64]:
         """Lengths int64 [count, group_size] of groups like those in the cohort.
@@ -111,6 +112,11 @@ class ObservedLengths:
         more members the first ones are taken; smaller groups are skipped. The draws are a function
         of the arguments.
 
+        With `most`, the most tokens that a response can have, members that are longer than any that
+        has finished are drawn from a guess of the law's tail
+        (:meth:`~aprilsched.core.lengths.kaplan_meier.KaplanMeier.completed`). Without it they end
+        with the next token.
+
         Raises:
             ValueError: if nothing has finished, or if no group has `group_size` members.
         """
@@ -122,6 +128,8 @@ class ObservedLengths:
             raise ValueError(
                 f"no group of {group_size} has been seen, or nothing has finished; draw later."
             )
+        if most is not None:
+            law = law.completed(most)
         places = resampled(len(cohort), count, seed=seed)
         size = group_size or max(len(group.tokens) for group in cohort)
         tokens = np.stack([_row(group.tokens, size, 0) for group in cohort])[places]

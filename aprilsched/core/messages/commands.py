@@ -398,6 +398,7 @@ class Plan:
         refit_seconds: the mean time from the moment in which the engines are ready for new weights
             until all have them, over the last updates, and until one has them with rolling refits;
             None while it is unknown.
+        most_tokens: the most tokens that any response so far may have; None if that is not known.
         remembered: the share of the variance common to a prompt's log lengths that earlier epochs
             are expected to explain, as a mean over the groups in flight; 0 where they say nothing.
     """
@@ -415,6 +416,7 @@ class Plan:
     train_spread: float = 0.0
     train_early: float = 0.0
     refit_seconds: float | None = None
+    most_tokens: int | None = None
     remembered: float = 0.0
 
 

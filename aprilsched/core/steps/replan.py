@@ -125,6 +125,7 @@ def plan(state: SchedulerState) -> None:
             train_spread=state.times.training.spread,
             train_early=state.times.early_share,
             refit_seconds=state.times.refits.mean,
+            most_tokens=state.expectations.limit,
             remembered=state.expectations.explained(list(state.in_flight.training_groups())),
         )
     )
