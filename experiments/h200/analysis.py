@@ -40,13 +40,13 @@ NAMES = {
     "waiting": "waiting", "waiting-streamed": "waiting, streamed", "april": "APRIL",
     "april-streamed": "APRIL, streamed", "areal": "AReaL", "areal-kept": "AReaL, KV kept",
     "auto": "auto (17), recompute", "auto-kept": "auto (17), KV kept",
-    "auto-fast": "auto (speed), recompute", "auto-kept-fast": "auto (speed), KV kept",
+    "auto-fresh": "auto (3 %), recompute", "auto-fast": "auto (speed), recompute", "auto-kept-fast": "auto (speed), KV kept",
     "auto-default": "auto, recompute", "auto-kept-default": "auto, KV kept",
     "auto-default-streamed": "auto, recompute, streamed",
     "auto-kept-default-streamed": "auto, KV kept, streamed",
 }  # fmt: skip
-EARLIER = ("auto", "auto-kept", "auto-fast", "auto-kept-fast")
-"""Automatic scheduling with other objectives than today's default, which takes its cells over."""
+OTHERS = ("auto", "auto-kept", "auto-fresh", "auto-fast", "auto-kept-fast")
+"""Automatic scheduling with other objectives than the default, of which not all cells are wanted."""
 MACHINES = {
     "first machine, 4B": ("steps-1", "steps-2", "steps-3"),
     "second machine, 4B": ("steps-4", "steps-5"),
@@ -150,24 +150,56 @@ def decoded(log: str) -> list[LogLine]:
         return read_log(path)
 
 
-def generated(line: dict[str, Any], burn_in: int, own: bool) -> float | None:
+Times = Callable[[str, int], tuple[float, float] | None]
+"""Seconds of a token in a full batch and of reading a context token on one engine, by the log of
+the engine and the batch; None if they are not known."""
+
+
+def generated(line: dict[str, Any], burn_in: int, times: Times) -> float | None:
     """T_bound of what the cell's engines generated in its counted batches, by the servers' logs,
-    over the time; by the machine's own step times, or by those of the experiment."""
-    if "log" not in line:
+    over the time."""
+    if not line.get("log"):
         return None
-    steps = [row["step_s"] for row in line["batches"]]
     midnight = datetime.fromtimestamp(line["began"], UTC).replace(hour=0, minute=0, second=0)
     began = line["began"] - midnight.replace(microsecond=0).timestamp()
-    first, last = began + sum(steps[:burn_in]), began + sum(steps)
+    ends = began + np.cumsum([row["step_s"] for row in line["batches"]])
+    first, last = ends[burn_in - 1], ends[-1]
     work = 0.0
     for log in line["log"]:
-        model = own_models().get(log, MODEL) if own else MODEL
         for old, new in pairwise(decoded(log)):
             hours, minutes, seconds = map(int, new.time.split(":"))
-            if first <= 3600 * hours + 60 * minutes + seconds <= last:
-                both = model.token_seconds(MAX_RUNNING) * (old.running + new.running)
-                work += STEPS * (both + model.t2 * (old.kv + new.kv)) / 2
-    return work / (last - first) / len(line["log"]) if work else None
+            at = 3600 * hours + 60 * minutes + seconds
+            if first <= at <= last:
+                found = times(log, min(int(np.searchsorted(ends, at)), len(ends) - 1))
+                if found is None:
+                    return None
+                token, read = found
+                work += STEPS * (token * (old.running + new.running) + read * (old.kv + new.kv)) / 2
+    return float(work / (last - first) / len(line["log"])) if work else None
+
+
+def of_model(own: bool) -> Times:
+    """The step times of each log's machine, or those of the experiment."""
+
+    def times(log: str, _: int) -> tuple[float, float]:
+        model = own_models().get(log, MODEL) if own else MODEL
+        return model.token_seconds(MAX_RUNNING), model.t2
+
+    return times
+
+
+def of_forecasts(line: dict[str, Any]) -> Times:
+    """The step times of the planner's forecasts that were in force."""
+
+    def times(_: str, batch: int) -> tuple[float, float] | None:
+        told = [each["forecast"] for each in line["chosen"] if each["batch"] <= batch]
+        if not told or "token_seconds" not in told[-1]:
+            return None
+        # They are those of a fleet as fast as all engines together.
+        engines = len(line["log"])
+        return told[-1]["token_seconds"] * engines, told[-1]["read_seconds"] * engines
+
+    return times
 
 
 def own_efficiency(line: dict[str, Any], cell: Cell) -> float | None:
@@ -194,8 +226,8 @@ def table(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         row["step_interval"] = interval(rows, seconds(rows))
         row["efficiency_interval"] = interval(rows, efficiency(rows))
         row["schedule"] = line["chosen"][-1]["schedule"] if line["chosen"] else ""
-        row["generated"] = generated(line, cell.burn_in, own=False)
-        row["own_generated"] = generated(line, cell.burn_in, own=True)
+        row["generated"] = generated(line, cell.burn_in, of_model(own=False))
+        row["own_generated"] = generated(line, cell.burn_in, of_model(own=True))
         row["own_efficiency"] = own_efficiency(line, cell)
         if name in expected:
             row["predicted_step_s"] = expected[name]["step_s"]
@@ -203,6 +235,7 @@ def table(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
             row["predicted_off_policy"] = expected[name]["off_policy"]
         if (told := forecast(line, cell.burn_in)) is not None:
             row["forecast"] = told
+            told["efficiency_found"] = generated(line, cell.burn_in, of_forecasts(line))
         result.append(row)
     return result
 
@@ -237,7 +270,7 @@ def result() -> dict[str, Any]:
     everything = {
         "cells": table(runs),
         "missing": [name for name in all_cells() if name not in runs
-                    and name.split(":")[0] not in EARLIER],
+                    and name.split(":")[0] not in OTHERS],
         "windows_predicted_over_measured": model_errors(),
     }  # fmt: skip
     return json.loads(json.dumps(everything), parse_float=lambda text: float(f"{float(text):.4g}"))
@@ -260,6 +293,8 @@ def markdown(everything: dict[str, Any]) -> str:
         least, most = row["efficiency_interval"]
         told = row.get("forecast", {})
         said = f"{told['step_seconds']:.2f} s, {told['efficiency']:.2f}" if told else ""
+        if told.get("efficiency_found") is not None:
+            said += f" (found: {told['efficiency_found']:.2f})"
         title = f"{NAMES[cell.schedule]}, trainer {cell.train_seconds:g} s"
         title += ", full size" if cell.scale == 1 else ""
         title += f", {VARIANTS[cell.variant]}" if cell.variant else ""
