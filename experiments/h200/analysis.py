@@ -40,13 +40,14 @@ NAMES = {
     "waiting": "waiting", "waiting-streamed": "waiting, streamed", "april": "APRIL",
     "april-streamed": "APRIL, streamed", "areal": "AReaL", "areal-kept": "AReaL, KV kept",
     "auto": "auto (17), recompute", "auto-kept": "auto (17), KV kept",
-    "auto-fresh": "auto (3 %), recompute", "auto-fast": "auto (speed), recompute", "auto-kept-fast": "auto (speed), KV kept",
+    "auto-fresh": "auto (3 %), recompute", "auto-fast": "auto (speed), recompute",
+    "auto-kept-fast": "auto (speed), KV kept",
     "auto-default": "auto, recompute", "auto-kept-default": "auto, KV kept",
     "auto-default-streamed": "auto, recompute, streamed",
     "auto-kept-default-streamed": "auto, KV kept, streamed",
 }  # fmt: skip
 OTHERS = ("auto", "auto-kept", "auto-fresh", "auto-fast", "auto-kept-fast")
-"""Automatic scheduling with other objectives than the default, of which not all cells are wanted."""
+"""Automatic scheduling with other objectives than the default. Not all their cells are wanted."""
 MACHINES = {
     "first machine, 4B": ("steps-1", "steps-2", "steps-3"),
     "second machine, 4B": ("steps-4", "steps-5"),
@@ -67,13 +68,16 @@ def lines() -> list[dict[str, Any]]:
 
 
 def found() -> dict[str, dict[str, Any]]:
-    """The longest run of each cell that has enough batches, by the cell's name."""
+    """The longest run of each cell that has enough batches, and the last of equally long ones, by
+    the cell's name."""
     best: dict[str, dict[str, Any]] = {}
     for line in lines():
         if line.get("kind") != "cell" or line["error"] not in ("", "the time ended"):
             continue
-        kept = len(line["batches"]) - Cell.of(line["cell"]).burn_in
-        if kept >= max(FEWEST, len(best.get(line["cell"], {"batches": ()})["batches"])):
+        batches = len(line["batches"])
+        if batches - Cell.of(line["cell"]).burn_in < FEWEST:
+            continue
+        if batches >= len(best.get(line["cell"], {"batches": ()})["batches"]):
             best[line["cell"]] = line
     return best
 

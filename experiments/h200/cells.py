@@ -227,7 +227,7 @@ def known(path: Path) -> list[dict[str, Any]]:
 async def run(options: argparse.Namespace, server: Server) -> None:
     results = options.out / "cells.jsonl"
     expected = {row["cell"]: row["seconds"] for row in known_predictions()}
-    earlier = known(HERE / "raw" / "cells.jsonl") + known(results)
+    earlier = known(results) + ([] if options.again else known(HERE / "raw" / "cells.jsonl"))
     done = {line["cell"] for line in earlier if line.get("kind") == "cell" and not line["error"]}
     sampler = nullcontext()
     if options.nvml:
@@ -288,6 +288,7 @@ def main() -> None:
         "--until", type=float, default=time.time() + 86_400, help="Unix time of the end"
     )
     parser.add_argument("--partial", action="store_true", help="begin cells that cannot end")
+    parser.add_argument("--again", action="store_true", help="also measure cells that are in raw/")
     parser.add_argument("--code", default="", help="commit of the code, for the results")
     parser.add_argument("--gpu", default="", help="name of the GPU, for the results")
     parser.add_argument("--after", type=Path, help="begin when this file is there")

@@ -7,6 +7,7 @@
 # Unix time by which everything is over, and CODE the commit for the results. REFIT=1 times refits
 # from GPU 1 at the end. TP names cells for a server of the 8B shape on both GPUs, after the others,
 # and RECV8 cells for a server with --scheduler-recv-interval 8 on GPU 1, after that GPU's others.
+# With AGAIN=1 cells in raw/ are measured again.
 set -uo pipefail
 until=$(($(date +%s) + $1)) out=$2 first=$3 second=${4:-} after=${5:-}
 code=$(cd "$(dirname "$0")/../.." && pwd)
@@ -23,7 +24,7 @@ begin() { # name, GPUs, cores, cells, more arguments
   echo "$4" > "$work/$name.cells"
   CUDA_VISIBLE_DEVICES=$2 setsid taskset -c "$3" python3 "$code/experiments/h200/cells.py" \
     --out "$work/$name" --cells "$4" --until "${LAST:-$until}" --code "${CODE:-}" --gpu "$gpu" \
-    --stays "${@:5}" >> "$work/$name.log" 2>&1 < /dev/null &
+    --stays ${AGAIN:+--again} "${@:5}" >> "$work/$name.log" 2>&1 < /dev/null &
   echo $! > "$work/$name.pid"
 }
 last=$(($(nproc) - 1))
