@@ -52,6 +52,7 @@ MACHINES = {
     "first machine, 4B": ("steps-1", "steps-2", "steps-3"),
     "second machine, 4B": ("steps-4", "steps-5"),
     "second machine, 8B": ("steps-6",),
+    "third machine, 4B": ("steps-7", "steps-8", "steps-9"),
 }
 """Logs of servers, in raw/, that have the same step times."""
 STEPS = 40

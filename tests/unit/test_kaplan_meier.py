@@ -224,8 +224,8 @@ def test_a_completed_law_is_the_same_up_to_where_responses_were_seen():
     assert (whole.tail, whole.end, whole.survival[-1]) == (0, whole.lengths[-1], 0)
     assert len(whole.variance) == len(whole.at_risk) == len(whole.lengths)
     assert whole.end <= 4000
-    assert law.completed(1300).end == 1300
-    assert law.completed(1).end == known[-1] + 1
+    assert law.completed(1480).end == 1480
+    assert law.completed(1).end == law.longest[0] + 1, "ten have more tokens already"
 
 
 def test_two_that_ended_early_enough_to_be_seen_are_not_the_end_of_the_law():
@@ -239,6 +239,16 @@ def test_two_that_ended_early_enough_to_be_seen_are_not_the_end_of_the_law():
     whole = law.completed(4000)
     assert whole.end > 900
     assert whole.survival_at(460) > 0.08
+
+
+def test_a_completed_law_does_not_end_before_what_still_runs():
+    """A tail that begins at the last end gave the forty a mean of 250 tokens."""
+    lengths = np.concatenate((np.arange(20, 380), np.full(40, 5000)))
+    law = kaplan_meier(lengths, lengths == 5000)
+    whole = law.completed(32_000)
+    assert whole.survival_at(4999) == pytest.approx(0.1)
+    assert whole.mean() > law.mean()
+    assert whole.residual_quantile(0.5, 5000) > 5001
 
 
 def test_a_law_of_which_all_is_seen_is_complete():

@@ -112,10 +112,9 @@ class ObservedLengths:
         more members the first ones are taken; smaller groups are skipped. The draws are a function
         of the arguments.
 
-        With `most`, the most tokens that a response can have, members that are longer than any that
-        has finished are drawn from a guess of the law's tail
-        (:meth:`~aprilsched.core.lengths.kaplan_meier.KaplanMeier.completed`). Without it they end
-        with the next token.
+        With `most`, the most tokens that a response can have, the law's tail is guessed
+        (:meth:`~aprilsched.core.lengths.kaplan_meier.KaplanMeier.completed`). Without it members
+        that are longer than any that has finished end with the next token.
 
         Raises:
             ValueError: if nothing has finished, or if no group has `group_size` members.
