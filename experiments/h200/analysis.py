@@ -147,6 +147,18 @@ def own_models() -> dict[str, StepTimeModel]:
 
 
 @cache
+def passes_known() -> set[str]:
+    """The logs of machines whose prefill passes are known from at least 100 windows."""
+    models = json.loads((HERE / "raw" / "models.json").read_text())
+    return {
+        log
+        for name, model in models.items()
+        if model["stalled"] is not None and model["stalled"][0] >= 100
+        for log in MACHINES[name]
+    }
+
+
+@cache
 def decoded(log: str) -> list[LogLine]:
     """The lines about decoding in a server's log."""
     with TemporaryDirectory() as folder:
@@ -160,27 +172,62 @@ Times = Callable[[str, int], tuple[float, float] | None]
 the engine and the batch; None if they are not known."""
 
 
-def generated(line: dict[str, Any], burn_in: int, times: Times) -> float | None:
-    """T_bound of what the cell's engines generated in its counted batches, by the servers' logs,
-    over the time."""
+def windows(
+    line: dict[str, Any], first: int, last: int | None = None
+) -> tuple[float, list[tuple[str, int, LogLine, LogLine]]]:
+    """The seconds from batch `first` to batch `last`, and each window of decode steps of the
+    servers in them: its log, its batch, and the lines at its ends."""
     if not line.get("log"):
-        return None
+        return 0.0, []
     midnight = datetime.fromtimestamp(line["began"], UTC).replace(hour=0, minute=0, second=0)
     began = line["began"] - midnight.replace(microsecond=0).timestamp()
-    ends = began + np.cumsum([row["step_s"] for row in line["batches"]])
-    first, last = ends[burn_in - 1], ends[-1]
-    work = 0.0
+    ends = began + np.cumsum([0.0] + [row["step_s"] for row in line["batches"]])
+    begin, end = ends[first], ends[len(ends) - 1 if last is None else last]
+    found: list[tuple[str, int, LogLine, LogLine]] = []
     for log in line["log"]:
         for old, new in pairwise(decoded(log)):
             hours, minutes, seconds = map(int, new.time.split(":"))
             at = 3600 * hours + 60 * minutes + seconds
-            if first <= at <= last:
-                found = times(log, min(int(np.searchsorted(ends, at)), len(ends) - 1))
-                if found is None:
-                    return None
-                token, read = found
-                work += STEPS * (token * (old.running + new.running) + read * (old.kv + new.kv)) / 2
-    return float(work / (last - first) / len(line["log"])) if work else None
+            if begin <= at <= end:
+                batch = min(int(np.searchsorted(ends, at)), len(ends) - 1) - 1
+                found.append((log, batch, old, new))
+    return float(end - begin), found
+
+
+def generated(
+    line: dict[str, Any], times: Times, first: int, last: int | None = None
+) -> float | None:
+    """T_bound of what the cell's engines generated from batch `first` to batch `last`, by the
+    servers' logs, over the time."""
+    took, several = windows(line, first, last)
+    work = 0.0
+    for log, batch, old, new in several:
+        found = times(log, batch)
+        if found is None:
+            return None
+        token, read = found
+        work += STEPS * (token * (old.running + new.running) + read * (old.kv + new.kv)) / 2
+    return work / took / len(line["log"]) if work else None
+
+
+def split(line: dict[str, Any], first: int) -> dict[str, float] | None:
+    """Shares of the engines' time in the counted batches, by the machine's own step times: work is
+    T_bound of what was generated; `thin` is what decode steps took beyond it; `prefill` are the
+    passes; the rest are pauses and the server's host."""
+    took, several = windows(line, first)
+    if not several or several[0][0] not in passes_known():
+        return None
+    decode = work = prefill = 0.0
+    for log, _, old, new in several:
+        model = own_models()[log]
+        running, kv = (old.running + new.running) / 2, (old.kv + new.kv) / 2
+        decode += STEPS * model.step_seconds(running, kv)
+        work += STEPS * (model.token_seconds(MAX_RUNNING) * running + model.t2 * kv)
+        prefill += new.passes * model.prefill_pass + new.prefilled / model.prefill_rate
+    took *= len(line["log"])
+    shares = {"work": work, "thin": decode - work, "prefill": prefill,
+              "rest": took - decode - prefill}  # fmt: skip
+    return {name: seconds / took for name, seconds in shares.items()}
 
 
 def of_model(own: bool) -> Times:
@@ -231,16 +278,17 @@ def table(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         row["step_interval"] = interval(rows, seconds(rows))
         row["efficiency_interval"] = interval(rows, efficiency(rows))
         row["schedule"] = line["chosen"][-1]["schedule"] if line["chosen"] else ""
-        row["generated"] = generated(line, cell.burn_in, of_model(own=False))
-        row["own_generated"] = generated(line, cell.burn_in, of_model(own=True))
+        row["generated"] = generated(line, of_model(own=False), cell.burn_in)
+        row["own_generated"] = generated(line, of_model(own=True), cell.burn_in)
         row["own_efficiency"] = own_efficiency(line, cell)
+        row["split"] = split(line, cell.burn_in)
         if name in expected:
             row["predicted_step_s"] = expected[name]["step_s"]
             row["predicted_efficiency"] = expected[name]["efficiency"]
             row["predicted_off_policy"] = expected[name]["off_policy"]
         if (told := forecast(line, cell.burn_in)) is not None:
             row["forecast"] = told
-            told["efficiency_found"] = generated(line, cell.burn_in, of_forecasts(line))
+            told["efficiency_found"] = generated(line, of_forecasts(line), cell.burn_in)
         result.append(row)
     return result
 
@@ -285,6 +333,26 @@ def share(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
+def titled(name: str) -> str:
+    """A cell in words."""
+    cell = Cell.of(name)
+    title = f"{NAMES[cell.schedule]}, trainer {cell.train_seconds:g} s"
+    title += ", full size" if cell.scale == 1 else ""
+    return title + (f", {VARIANTS[cell.variant]}" if cell.variant else "")
+
+
+def splits(everything: dict[str, Any]) -> str:
+    """The table of README.md of where the engines' time went without a trainer."""
+    text = ["| cell | work | thin batches | prefill | rest |", "|---|---|---|---|---|"]
+    for row in sorted(
+        everything["cells"], key=lambda row: (row["cell"].split(":")[2:], row["cell"])
+    ):
+        if (parts := row["split"]) is not None and not Cell.of(row["cell"]).trainer:
+            shares = (f"{parts[name]:.3f}" for name in ("work", "thin", "prefill", "rest"))
+            text.append(f"| {titled(row['cell'])} | {' | '.join(shares)} |")
+    return "\n".join(text)
+
+
 def markdown(everything: dict[str, Any]) -> str:
     """The table of README.md."""
     head = ["cell", "batches", "step, s", "expected", "T_bound / T", "expected", "generated",
@@ -293,18 +361,15 @@ def markdown(everything: dict[str, Any]) -> str:
     text = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     order = {name: place for place, name in enumerate(all_cells())}
     for row in sorted(everything["cells"], key=lambda row: order.get(row["cell"], 999)):
-        cell = Cell.of(row["cell"])
         low, high = row["step_interval"]
         least, most = row["efficiency_interval"]
         told = row.get("forecast", {})
         said = f"{told['step_seconds']:.2f} s, {told['efficiency']:.2f}" if told else ""
         if told.get("efficiency_found") is not None:
             said += f" (found: {told['efficiency_found']:.2f})"
-        title = f"{NAMES[cell.schedule]}, trainer {cell.train_seconds:g} s"
-        title += ", full size" if cell.scale == 1 else ""
-        title += f", {VARIANTS[cell.variant]}" if cell.variant else ""
         text.append(
-            f"| {title} | {row['counted']} | {row['step_s']:.2f} ({low:.2f} to {high:.2f}) "
+            f"| {titled(row['cell'])} | {row['counted']} "
+            f"| {row['step_s']:.2f} ({low:.2f} to {high:.2f}) "
             f"| {share(row.get('predicted_step_s'))} "
             f"| {row['efficiency']:.2f} ({least:.2f} to {most:.2f}) "
             f"| {share(row.get('predicted_efficiency'))} | {share(row['generated'])} "
@@ -360,6 +425,7 @@ def main() -> None:
     everything = result()
     (HERE / "result.json").write_text(json.dumps(everything, indent=1) + "\n")
     print(markdown(everything))
+    print(splits(everything))
     print("missing:", ", ".join(everything["missing"]))
     print(json.dumps(everything["windows_predicted_over_measured"], indent=1))
     picture(everything, HERE / "h200.png")

@@ -39,7 +39,9 @@ def test_the_committed_table_follows_from_the_raw_data(schedules: Any) -> None:
     analysis = importlib.import_module("analysis")
     found = analysis.result()
     assert found == json.loads((FOLDER / "result.json").read_text())
-    assert analysis.markdown(found) in (FOLDER / "README.md").read_text()
+    text = (FOLDER / "README.md").read_text()
+    assert analysis.markdown(found) in text
+    assert analysis.splits(found) in text
 
 
 def test_analysis_takes_the_longest_run_of_a_cell_and_says_which_are_missing(
