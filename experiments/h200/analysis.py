@@ -390,7 +390,7 @@ def picture(everything: dict[str, Any], path: Path) -> None:
              for scale, size in (("0.25", "a quarter"), ("1", "full size"))
              for trainer in ("0", "5", "20")]  # fmt: skip
     parts += [(f"{VARIANTS[name]}, a quarter", f":0:0.25:{name}")
-              for name in ("tail", "two", "tp2-8b")]  # fmt: skip
+              for name in ("tail", "two", "tp2-8b", "recv8")]  # fmt: skip
     parts = [(title, end) for title, end in parts if sum(name + end in rows for name in NAMES) > 1]
     columns = -(-len(parts) // 2)
     figure, axes = plt.subplots(2, columns, figsize=(4.2 * columns, 6.2), squeeze=False,
