@@ -21,6 +21,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -384,7 +385,9 @@ def markdown(everything: dict[str, Any]) -> str:
 def picture(everything: dict[str, Any], path: Path) -> None:
     """Seconds of a step of each cell with its interval, and what was expected."""
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
 
+    colours = {"presets": "#8d99ae", "auto": "#00798c"}
     rows = {row["cell"]: row for row in everything["cells"]}
     parts = [(f"trainer of {trainer} s, {size}", f":{trainer}:{scale}")
              for scale, size in (("0.25", "a quarter"), ("1", "full size"))
@@ -401,18 +404,19 @@ def picture(everything: dict[str, Any], path: Path) -> None:
         own = [(name, rows[key + end]) for key, name in NAMES.items() if key + end in rows]
         for place, (name, row) in enumerate(reversed(own)):
             low, high = row["step_interval"]
-            colour = "#00798c" if name.startswith("auto") else "#8d99ae"
+            colour = colours["auto" if name.startswith("auto") else "presets"]
             spread = [[row["step_s"] - low], [high - row["step_s"]]]
-            bar = axis.barh(place, row["step_s"], color=colour, height=0.6, xerr=spread, capsize=3)
+            axis.barh(place, row["step_s"], color=colour, height=0.6, xerr=spread, capsize=3)
             if "predicted_step_s" in row:
                 expected = row["predicted_step_s"]
                 (mark,) = axis.plot(expected, place, "D", color="#d1495b", markersize=5)
         axis.set_yticks(range(len(own)), [name for name, _ in reversed(own)])
-        axis.set(title=title, xlim=(0, None))
+        axis.set(title=fill(title, 32), xlim=(0, None))
         axis.title.set_fontsize(10)
     figure.supxlabel("seconds of a step, with the 5th and the 95th percentile of the mean")
-    figure.legend([bar, mark], ["measured", "expected beforehand"], frameon=False,
-                  loc="outside upper right", ncols=2)  # fmt: skip
+    bars = [Patch(color=colour, label=f"{name}, measured") for name, colour in colours.items()]
+    mark.set_label("expected beforehand")
+    figure.legend(handles=[*bars, mark], frameon=False, loc="outside upper right", ncols=3)
     figure.savefig(path, dpi=110)
 
 
