@@ -5,9 +5,8 @@ that depends on what is in flight at its ends (see :mod:`aprilsched.planning.tri
 the same way). It is valued with the planner's step-time model of the moment. Batches in which
 another schedule begins, the one after them, and those in which engines come or go do not count.
 Where the trainer decides how long a step takes, engines that fill up with work generate more than
-was forecast, and a trainer that uses up such work takes less time. So the engines are faster or
-slower there only if the work and the time both say so, and by as much as the one of them that says
-less.
+was forecast, so only the time of such steps is compared. A trainer that uses up such work takes
+less time, so a shorter step counts only as far as the work has been done in it.
 """
 
 from __future__ import annotations
@@ -122,11 +121,16 @@ class ForecastErrors:
             return
         forecast, rule, seconds = self._delivered
         self._delivered = None
-        model = self._planner.model
-        done = model.token_seconds(self._planner.max_running) * tokens + model.t2 * reads
-        work = done / len(self._engines) / (forecast.efficiency * forecast.step_seconds)
+        model, engines = self._planner.model, len(self._engines)
+        token_s = model.token_seconds(self._planner.max_running) / engines
+        read_s = model.t2 / engines
+        hidden = forecast.driven < _DRIVEN
+        if hidden and forecast.token_seconds is not None and forecast.read_seconds is not None:
+            # Fast and slow engines that wait for each other make the model slower with each batch.
+            token_s, read_s = forecast.token_seconds, forecast.read_seconds
+        done = token_s * tokens + read_s * reads
+        work = done / (forecast.efficiency * forecast.step_seconds)
         time = seconds / (forecast.step_seconds * forecast.correction)
-        if forecast.driven < _DRIVEN and time > 0:
-            least, most = sorted((1 / time, work / time))
-            work = time * min(max(1.0, least), most)
+        if hidden:
+            work = min(max(work, time), 1.0) if time < 1 else 1.0
         self._planner.bias.observe(rule, work=work, time=time)

@@ -4,9 +4,10 @@
 
 For each choice of a schedule that was in force for at least eight batches and had four batches or
 more before it, the speed that was forecast without a correction is compared with what was
-generated, by the step times of the forecast. The batches before it make the correction as
-:mod:`aprilsched.planning.bias` does for all rules, with several priors. Cells beside a trainer of
-20 s, where the trainer decides, are left out.
+generated, by the step times of the forecast. The batches before it make the correction by
+:mod:`aprilsched.planning.bias`, by their plain mean with the weight of several numbers of batches
+that went as forecast, or not at all. Cells beside a trainer of 20 s, where the trainer decides, are
+left out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ sys.path.insert(0, str(HERE))
 from analysis import generated, lines, of_forecasts  # noqa: E402
 from schedules import Cell  # noqa: E402
 
-PRIORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, float("inf"))
+from aprilsched.planning.bias import Bias  # noqa: E402
+
+PRIORS = {"as Bias does": None, "1 batch": 1.0, "4 batches": 4.0, "8 batches": 8.0,
+          "16 batches": 16.0, "not corrected": float("inf")}  # fmt: skip
 SETTLING = 2
 """Batches of another schedule that do not count, as in aprilsched/driver/forecasts.py."""
 LEAST_BEFORE, LEAST_AFTER = 7, 8
@@ -44,7 +48,13 @@ class Choice:
     known: list[tuple[float, float]] = field(default_factory=list)
     """Speed of each batch before it, over the forecast one, and its time in forecast steps."""
 
-    def corrected_with(self, prior: float) -> float:
+    def corrected_with(self, prior: float | None) -> float:
+        """The correction with the weight of so many batches, or with what Bias does."""
+        if prior is None:
+            bias = Bias()
+            for ratio, time in self.known:
+                bias.observe("any", work=ratio * time, time=time)
+            return bias.factor("any")
         if prior == float("inf"):
             return 1.0
         work = sum(ratio * time for ratio, time in self.known)
@@ -87,13 +97,13 @@ def main() -> None:
         print(f"{choice.cell}, batch {choice.batch}: found {choice.found:.3f}, "
               f"corrected by {choice.corrected:.3f}")  # fmt: skip
     off = {
-        str(prior): statistics.fmean(abs(c.corrected_with(prior) - c.found) for c in several)
-        for prior in PRIORS
+        name: statistics.fmean(abs(c.corrected_with(prior) - c.found) for c in several)
+        for name, prior in PRIORS.items()
     }
     off["in the runs"] = statistics.fmean(abs(c.corrected - c.found) for c in several)
     rounded = {name: round(value, 4) for name, value in off.items()}
     print(json.dumps(rounded, indent=1))
-    result = {"mean_error_by_prior": rounded,
+    result = {"mean_error": rounded,
               "choices": [[c.cell, c.batch, round(c.found, 4), round(c.corrected, 4)]
                           for c in several]}  # fmt: skip
     (HERE / "corrections.json").write_text(json.dumps(result, indent=1) + "\n")
