@@ -210,8 +210,9 @@ def kaplan_meier(
     counts = (since == 0) | (seen > since)
     seen, open_, since = seen[counts], open_[counts], since[counts]
     times, ends = np.unique(seen[~open_], return_counts=True)
+    ordered = np.sort(seen)
     at_risk = np.searchsorted(np.sort(since), times, side="left") - np.searchsorted(
-        np.sort(seen), times, side="left"
+        ordered, times, side="left"
     )
     alive = at_risk > ends
     survival = np.where(alive, np.cumprod(1 - ends / at_risk), 0.0).astype(np.float64)
@@ -226,7 +227,7 @@ def kaplan_meier(
         observations=len(seen),
         tail=tail,
         end=int(seen.max()) + 1 if tail > 0 else int(times[-1]),
-        longest=np.sort(seen)[-_LEAST_AT_RISK:],
+        longest=ordered[-_LEAST_AT_RISK:],
     )
 
 
