@@ -15,7 +15,7 @@
 #
 # The ratio of the rollouts in flight to the rollouts of a batch is called ρ. With ρ = 1 the trainer waits for every last response. With ρ = 2 (APRIL) it gets the first half of what was started, and the rest is carried over. A carried response is finished under a newer policy than it was begun with, and its older tokens are *off-policy*. So speed has a price, and the picture below shows both.
 #
-# Nothing here needs a GPU. The production scheduler decides, and the engine is a model of step times that was fitted on an H200 with a 4B model. There is one engine with batches of 32 prompts and 8 rollouts each; each of several engines would have such a share. 40 batches are not many: with other seeds the points for waves move by about 0.01 and that of `auto` by 0.02, so do not read smaller differences into the picture.
+# Nothing here needs a GPU. The production scheduler decides, and the engine is a model of step times that was fitted on an H200 with a 4B model. There is one engine with batches of 32 prompts and 8 rollouts each; each of several engines would have such a share. 80 batches are not many: with other seeds the points for waves move by about 0.01 and that of `auto` by 0.02, so do not read smaller differences into the picture.
 
 # %%
 # %matplotlib inline
@@ -24,7 +24,7 @@ from aprilsched.cli.simulate import SimulateCommand, simulated
 
 RATIOS = (1.25, 1.5, 2, 3)
 waves = "|".join(str(ratio) for ratio in RATIOS)
-trials = simulated(SimulateCommand(policy=f"sync,april:over_provision={waves},auto", batches=40))
+trials = simulated(SimulateCommand(policy=f"sync,april:over_provision={waves},auto", batches=80))
 rows = {name: trial.row for name, trial in trials.items()}
 for row in rows.values():
     print(
@@ -42,7 +42,7 @@ line |= {f"{ratio:g}": rows[f"april:over_provision={ratio}"] for ratio in RATIOS
 others = {"auto": rows["auto"]}
 plots.frontier(
     line, others, name="waves, by ρ",
-    title="A quarter more brings most of the speed, and ρ = 3 none; auto is faster with fewer stale tokens",
+    title="A quarter more brings most of the speed, and ρ = 3 none; auto is as fast with fewer stale tokens",
 )  # fmt: skip
 
 # %% [markdown]
@@ -68,12 +68,12 @@ print(
 # What the answer below says:
 gained = (light.efficiency - sync.efficiency) / (april.efficiency - sync.efficiency)
 assert 0.3 < 1 - april.seconds_a_batch / sync.seconds_a_batch < 0.4  # said in notebook 1
-assert 0.5 < gained < 0.7
+assert 0.5 < gained < 0.8
 assert 0.45 < light.off_policy_share / april.off_policy_share < 0.55
 assert most.efficiency < april.efficiency
-assert 0.02 < auto.efficiency / april.efficiency - 1 < 0.07
-assert auto.off_policy_share < april.off_policy_share - 0.03
+assert abs(auto.efficiency / april.efficiency - 1) < 0.05
+assert auto.off_policy_share < april.off_policy_share - 0.05
 assert auto.staleness_max > april.staleness_max
 
 # %% [markdown]
-# **Answer.** A quarter more than a batch needs brings more than half of the possible gain, for half of the off-policy share that ρ = 2 has. Beyond ρ = 2 nothing is gained on this workload. `auto` finds a schedule that is a few percent faster than ρ = 2 with fewer off-policy tokens, but some of them are older. Set `max_staleness` if that matters to you. Your own lengths and engines give other numbers, so try it with them ([notebook 6](06_from_a_run_to_a_plan.ipynb)).
+# **Answer.** A quarter more than a batch needs brings more than half of the possible gain, for half of the off-policy share that ρ = 2 has. Beyond ρ = 2 nothing is gained on this workload. `auto` finds a schedule that is about as fast as ρ = 2 with fewer off-policy tokens, but some of them are older. Set `max_staleness` if that matters to you. Your own lengths and engines give other numbers, so try it with them ([notebook 6](06_from_a_run_to_a_plan.ipynb)).

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -175,8 +177,8 @@ def log_normal(sigma: float, n: int, seed: int) -> NDArray[np.int64]:
 def two_modes(n: int, seed: int) -> NDArray[np.int64]:
     rng = np.random.default_rng(seed)
     long = rng.random(n) < 0.2
-    log = np.where(long, np.log(2000), np.log(200)) + 0.2 * rng.standard_normal(n)
-    return np.rint(np.exp(log)).astype(np.int64)
+    centre: NDArray[np.float64] = np.where(long, math.log(2000), math.log(200))
+    return np.rint(np.exp(centre + 0.2 * rng.standard_normal(n))).astype(np.int64)
 
 
 def moments(law: KaplanMeier) -> tuple[float, float]:

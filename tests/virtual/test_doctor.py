@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from aprilsched.cli.main import main
-from aprilsched.doctor import Finding, examine
+from aprilsched.doctor import Finding, examine, scenarios
 from aprilsched.doctor.checks import CHECKS
 from aprilsched.engines.base import Chunk
 from aprilsched.errors import EngineProtocolError, EngineRejected, EngineUnreachable
@@ -56,6 +56,28 @@ async def test_a_healthy_server_passes_and_is_left_as_found(server: SimServer):
     assert names(findings, "warn") == {"release", *UNSEEN, *UNTRIED}
     batcher = server.engine.batcher
     assert (batcher.version, batcher.paused, batcher.running + batcher.waiting) == (0, None, 0)
+
+
+@pytest.mark.parametrize(("late", "warned"), [(2, False), (3, True)])
+async def test_a_response_that_is_over_before_its_pause_is_tried_again(
+    server: SimServer, monkeypatch: pytest.MonkeyPatch, late: int, warned: bool
+):
+    """Events that arrive late made a server that can pause look as if it could not."""
+    paused, modes = scenarios._paused, list[str]()
+
+    async def too_late(client: Any, noted: Any, mode: Any, *, beside: int = 0) -> Any:
+        modes.append(mode)
+        if modes.count(mode) <= late:
+            noted.why_not = scenarios.OVER
+            return None
+        return await paused(client, noted, mode, beside=beside)
+
+    monkeypatch.setattr(scenarios, "_paused", too_late)
+    found = by_name(await examine(server.url))
+    for check in ("pause retract", "pause in_place"):
+        assert (found[check].status == "warn") == warned, found[check].seen
+    assert modes == ["retract"] * 3 + ["in_place"] * 3
+    assert server.engine.batcher.paused is None
 
 
 async def test_what_is_not_tried_passes_only_where_the_scheduler_alone_decides(server: SimServer):
