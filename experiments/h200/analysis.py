@@ -54,6 +54,7 @@ MACHINES = {
     "second machine, 4B": ("steps-4", "steps-5"),
     "second machine, 8B": ("steps-6",),
     "third machine, 4B": ("steps-7", "steps-8", "steps-9"),
+    "fourth machine, 4B": ("steps-10",),
 }
 """Logs of servers, in raw/, that have the same step times."""
 STEPS = 40
