@@ -140,9 +140,8 @@ async def in_place(client: Client, notes: Notes) -> None:
     for _ in range(ATTEMPTS):
         notes.in_place = noted = PauseNotes()
         await _in_place(client, notes, noted)
-        # The stream that was to be aborted was over before that.
-        not_aborted = noted.finish == "length" and noted.abort_finish in (None, "length")
-        if not not_aborted and not _too_late(noted):
+        over_before_abort = noted.finish == "length" and noted.abort_finish in (None, "length")
+        if not (over_before_abort or _too_late(noted)):
             break
 
 
