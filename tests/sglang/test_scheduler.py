@@ -151,6 +151,7 @@ def test_each_logprob_is_the_score_under_the_weights_of_its_own_version(
     tmp_path: Path,
 ):
     rollouts = crossing(runs(rule))
+    assert rollouts
     for own, other in _differences(rollouts, models, tmp_path):
         assert own.max() < TOLERANCE
         assert np.median(other) > 0.5, "the two checkpoints are too alike to prove anything"
@@ -162,6 +163,7 @@ def test_in_place_agrees_before_the_first_update_and_not_after_it(
     """After the first update, the KV is of one version and the weights are of another, so only the
     recorded logprob is right."""
     rollouts = crossing(runs("in_place"))
+    assert rollouts
     for rollout, (own, other) in zip(
         rollouts, _differences(rollouts, models, tmp_path), strict=True
     ):
