@@ -35,7 +35,7 @@ from tests.support.slime_loop import arguments, write_prompts
 from tests.support.slime_stand_in import ROOTS, trainer_modules
 from tests.support.tiny_tokenizer import bytes_tokenizer
 
-TOKENS = 600
+TOKENS = 1500
 """Tokens of a response, which lasts through all that a test does."""
 LABELS = ["default", "one", "two", "three"]
 """The versions in their order; they have the weights of the two models in turn."""
@@ -88,10 +88,13 @@ async def gateway_of(
         yield gateway, session
 
 
-async def load(session: aiohttp.ClientSession, weights: Path, label: str) -> None:
-    body = {"model_path": str(weights), "weight_version": label}
-    async with session.post("/update_weights_from_disk", json=body) as answer:
+async def asked(session: aiohttp.ClientSession, call: str, **body: str) -> None:
+    async with session.post(f"/{call}", json=body) as answer:
         assert answer.status == 200, await answer.text()
+
+
+async def load(session: aiohttp.ClientSession, weights: Path, label: str) -> None:
+    await asked(session, "update_weights_from_disk", model_path=str(weights), weight_version=label)
 
 
 # --- the clients -------------------------------------------------------------------------------
@@ -259,12 +262,17 @@ async def test_no_client_notices_three_updates_and_the_death_of_a_server(
             AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
             asyncio.TaskGroup() as group,
         ):
+            # On a busy machine some responses were over before the last client had begun.
+            await asked(session, "pause_generation", mode="retract")
             group.create_task(streamed_completion(client, completion))
             group.create_task(streamed_chat(client, chat))
             group.create_task(whole_chat(client, whole))
             group.create_task(curl(url, curled))
             group.create_task(sglangs_client(url, tokenizer, tmp_path, own))
             watched = [*completion, *chat, *curled]
+            begun = [*watched, *whole, own[0]]
+            await until(lambda: len(gateway.service.responses) == len(begun), seconds=60)
+            await asked(session, "continue_generation")
             for number, label in enumerate(LABELS[1:], start=1):
                 seen = [len(one.ids) for one in watched]
                 await until(
