@@ -99,6 +99,11 @@ async def brief(completions: list[Any], **_: Any) -> list[float | None]:
     return [None if count % 2 else 1 / (1 + count) for count in words]
 
 
+def first(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Its values differ in a group whose responses are all as long as they may be."""
+    return [float(ids[0]) for ids in completion_ids]
+
+
 class Spy(RolloutWorker):
     """Notes every rollout that the trainer was given."""
 
@@ -411,8 +416,9 @@ def test_a_streamed_step_has_the_gradient_of_its_batch_taken_whole(
 
     sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 12 // rows}
     args = {**sizes, "max_steps": 1, "max_staleness": 1, "max_grad_norm": 0.0}
-    streamed = worker(cpu, tmp_path, args=args, streamed=True)
-    whole: Any = worker(cpu, tmp_path, args=args, kind=Replaying)
+    rewards: dict[str, Any] = {"reward_funcs": [first], "reward_weights": [1.0]}
+    streamed = worker(cpu, tmp_path, args=args, streamed=True, **rewards)
+    whole: Any = worker(cpu, tmp_path, args=args, kind=Replaying, **rewards)
     ours, theirs = Gradients(), Gradients()
     prepared(streamed, model, ours).train()
     groups = [streamed.seen[begin : begin + 4] for begin in range(0, 12, 4)]
