@@ -86,9 +86,13 @@ async def front(
     *,
     api_key: str | None = None,
     admin_key: str | None = None,
+    refit_seconds: float = 0.0,
 ) -> AsyncGenerator[Front]:
     async with AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(served()) for _ in range(engines)]
+        servers = [
+            await stack.enter_async_context(served(refit_seconds=refit_seconds))
+            for _ in range(engines)
+        ]
         gateway = Gateway(
             SGLangFleet([server.url for server in servers], stream_interval=INTERVAL),
             settings=settings or GatewaySettings(port=0, drain_s=0),

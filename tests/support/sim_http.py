@@ -19,9 +19,11 @@ SCALE = 0.5
 CONFIG = SimConfig(stream_interval=INTERVAL, vocab_size=512, stream_at_pause=False)
 
 
-def served(*, admin_key: str | None = None, config: SimConfig = CONFIG) -> SimServer:
+def served(
+    *, admin_key: str | None = None, config: SimConfig = CONFIG, refit_seconds: float = 0.0
+) -> SimServer:
     """A server on a free loopback port, in scaled wall time."""
-    return SimServer(config, admin_key=admin_key, time_scale=SCALE)
+    return SimServer(config, admin_key=admin_key, time_scale=SCALE, refit_seconds=refit_seconds)
 
 
 def two_weights(folder: Path) -> tuple[Path, Path]:
