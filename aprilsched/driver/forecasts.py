@@ -2,7 +2,8 @@
 
 The work of a batch is what the engines generated in its time, and not what was delivered, because
 that depends on what is in flight at its ends (see :mod:`aprilsched.planning.trial`, which counts in
-the same way). It is valued with the planner's step-time model of the moment. Batches in which
+the same way). Tokens that were thrown away because nothing may be stale are no work. It is valued
+with the planner's step-time model of the moment. Batches in which
 another schedule begins, the one after them, and those in which engines come or go do not count.
 Where the trainer decides how long a step takes, engines that fill up with work generate more than
 was forecast, so only the time of such steps is compared. A trainer that uses up such work takes
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.policies.schedule import Forecast
+from aprilsched.core.state.ledger import Reason
 from aprilsched.planning import Planner
 from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.batch_figures import BatchMeter
@@ -46,9 +48,12 @@ class ForecastErrors:
         self._context: dict[int, int] = {}
         """Number of context tokens of each open attempt, by request."""
         self._tokens = 0
-        """Number of tokens that were generated since the last batch was requested."""
+        """Number of tokens that were generated since the last batch was requested, without those
+        that have been thrown away."""
         self._reads = 0.0
         """Number of context tokens that were read for them."""
+        self._dropped: tuple[int, tuple[of.DroppedRollout, ...]] | None = None
+        """The group that was dropped last, and its rollouts."""
         self._forecast: Forecast | None = None
         self._rule = ""
         self._delivered: tuple[Forecast, str, float] | None = None
@@ -66,6 +71,10 @@ class ForecastErrors:
                     self.on_tokens([(fact, now)], now)
                 case of.AttemptEnded():
                     self._context.pop(fact.request_id, None)
+                case of.GroupDropped():
+                    self._dropped = fact.group_id, fact.rollouts
+                case of.GroupLaunched(again=int(group_id)):
+                    self._begin_again(group_id, fact.prompt_tokens)
                 case of.ScheduleChanged():
                     self._change(fact)
                 case of.BatchDelivered(again=False):
@@ -85,10 +94,18 @@ class ForecastErrors:
         context = self._context
         for fact, _ in chunks:
             before, tokens = context.get(fact.request_id), fact.tokens
-            if before is not None:
+            if before is not None and fact.dropped != Reason.BEGUN_AGAIN:
                 context[fact.request_id] = before + tokens
                 self._tokens += tokens
                 self._reads += tokens * (before + tokens / 2)
+
+    def _begin_again(self, group_id: int, prompt_tokens: int) -> None:
+        """Take off the tokens of a group that was dropped to begin again. Trials do the same."""
+        if self._dropped is None or self._dropped[0] != group_id:
+            return
+        for rollout in self._dropped[1]:
+            self._tokens -= rollout.tokens
+            self._reads -= rollout.tokens * (prompt_tokens + rollout.tokens / 2)
 
     def _come_or_go(self, fact: of.EngineAdmitted | of.EngineLost) -> None:
         if isinstance(fact, of.EngineAdmitted):

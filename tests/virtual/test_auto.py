@@ -103,6 +103,32 @@ def scheduler(
     return watching.scheduler
 
 
+def test_the_planner_knows_the_length_of_prompts_when_nothing_is_in_flight() -> None:
+    """After a batch that was waited for, it was told of prompts without a token: the work of a
+    batch with prompts of 4,760 tokens was taken for a quarter of what it was."""
+
+    class Waiting(Planner):
+        def __init__(self) -> None:
+            super().__init__(inline=True)
+            self.told: list[tuple[float, int]] = []
+
+        def plan(self, command: do.Plan, config: SchedulerConfig) -> Schedule:
+            self.told.append((command.prompt_tokens, len(command.open)))
+            return Schedule(over_provision=FixedRatio(ratio=1.0), refill=Wave(), why="as told")
+
+    planner = Waiting()
+    lengths = LongTailWorkload(median=60, cap=600, group_size=4, prompt_tokens=321, seed=3)
+    Simulation(
+        config(max_staleness=0),
+        lengths,
+        engine=SimConfig(make_tokens=False),
+        planner=planner,
+        batches=12,
+    ).run()
+    assert (321, 0) in planner.told, "a choice was made while nothing was in flight"
+    assert {tokens for tokens, _ in planner.told} == {321}
+
+
 # --- it takes hold -------------------------------------------------------------------------------
 
 

@@ -383,7 +383,7 @@ class Plan:
             of the lengths do.
         ended: lengths of the groups that have ended and were launched last.
         open: lengths so far of the groups that are being generated.
-        prompt_tokens: the mean length of the prompts.
+        prompt_tokens: the mean length of the prompts of the last responses.
         engines: the number of engines in use.
         kv_tokens: the tokens that all their KV pools hold; None if an engine does not report it.
         current: the schedule in force.

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier
 from aprilsched.core.lengths.log_law import Levels, LogLaw, rest_of_groups
 from aprilsched.core.lengths.memory import LengthMemory, Remembered
-from aprilsched.core.lengths.observed import ObservedLengths
+from aprilsched.core.lengths.observed import DEFAULT_WINDOW, ObservedLengths
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.core.state.records import (
     GroupRecord,
@@ -54,6 +54,12 @@ class Expectations:
         self.observed = ObservedLengths()
         self.memory = LengthMemory()
         """The lengths of earlier epochs, by the key of the prompt."""
+        self.prompt_tokens: float | None = None
+        """The mean length of the prompts of the last responses; None before the first group has
+        ended. What is in flight does not say it: after a batch that was waited for, that is
+        nothing."""
+        self._prompts = 0
+        """Number of responses behind it, up to as many as lengths are kept of."""
         self._version = version
         self._law: KaplanMeier | None = None
         self._mean_log = 0.0
@@ -71,6 +77,13 @@ class Expectations:
     def note_limit(self, tokens: int) -> None:
         """Note that a response with this limit was launched."""
         self._limit = max(self._limit, tokens)
+
+    def note_prompts(self, group: GroupRecord) -> None:
+        """Note the lengths of the prompts in a group: episodes may have different ones."""
+        tokens = [len(member.prompt_ids) for member in group.members]
+        before = self.prompt_tokens or 0.0
+        self._prompts = min(self._prompts + len(tokens), DEFAULT_WINDOW)
+        self.prompt_tokens = before + sum(n - before for n in tokens) / self._prompts
 
     def log_law(self) -> LogLaw:
         """The law of log lengths, for :mod:`~aprilsched.core.lengths.log_law`."""

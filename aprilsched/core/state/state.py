@@ -351,6 +351,7 @@ class SchedulerState:
         """Let the lengths of a group count as evidence, because it is complete or dropped."""
         lengths = group_lengths(group)
         self.expectations.observed.add_group(lengths)
+        self.expectations.note_prompts(group)
         self.in_flight.journal.note_lengths(lengths, self.expectations.remember(group))
 
     def note_work(self, engine: str) -> None:

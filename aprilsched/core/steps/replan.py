@@ -73,7 +73,8 @@ def plan(state: SchedulerState) -> None:
     batches = state.in_flight.counters.batches
     if not state.config.automatic or state.plan.requested or batches == state.plan.checked_at:
         return
-    if not state.fleet.control.engines:
+    prompt_tokens = state.expectations.prompt_tokens
+    if not state.fleet.control.engines or prompt_tokens is None:
         return
     state.plan.checked_at = batches
     if state.start_up.lasts(batches):
@@ -116,7 +117,7 @@ def plan(state: SchedulerState) -> None:
             group_size=size,
             ended=tuple(ended),
             open=tuple(open_groups),
-            prompt_tokens=_prompt_tokens(state),
+            prompt_tokens=prompt_tokens,
             engines=len(state.fleet.control.engines),
             kv_tokens=state.fleet.control.kv_tokens,
             current=state.plan.schedule,
@@ -256,8 +257,3 @@ def _trains_otherwise(state: SchedulerState, training: float | None) -> bool:
         abs(seconds - before) > max(_DRIFT_TRAINING * before, least)
         for seconds, before in zip(now, planned_for, strict=True)
     )
-
-
-def _prompt_tokens(state: SchedulerState) -> float:
-    rollouts = state.in_flight.rollouts.values()
-    return sum(len(r.prompt_ids) for r in rollouts) / len(rollouts) if rollouts else 0.0

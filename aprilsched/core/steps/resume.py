@@ -89,6 +89,7 @@ def restore(state: SchedulerState, saved: Saved) -> None:
             _take_back(state, group)
         _open_scores(state, saved.run, group)
         _enter(state, group)
+        state.expectations.note_prompts(group)
         # A group without a size of its own says nothing about the present configuration.
         size = state.config.group_size
         state.prompts.note_size(group.prompt.group_size or size, size)
