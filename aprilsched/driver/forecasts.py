@@ -2,12 +2,12 @@
 
 The work of a batch is what the engines generated in its time, and not what was delivered, because
 that depends on what is in flight at its ends (see :mod:`aprilsched.planning.trial`, which counts in
-the same way). Tokens that were thrown away because nothing may be stale are no work. It is valued
-with the planner's step-time model of the moment. Batches in which
-another schedule begins, the one after them, and those in which engines come or go do not count.
-Where the trainer decides how long a step takes, engines that fill up with work generate more than
-was forecast, so only the time of such steps is compared. A trainer that uses up such work takes
-less time, so a shorter step counts only as far as the work has been done in it.
+the same way). Tokens that were thrown away because nothing may be stale are no work. Work is valued
+with the planner's step-time model of the moment. Batches in which another schedule begins, the one
+after them, and those in which engines come or go do not count. Where the trainer decides how long a
+step takes, engines that fill up with work generate more than was forecast, so only the time of such
+steps is compared. A trainer that uses up such work takes less time, so a shorter step counts only
+as far as the work has been done in it.
 """
 
 from __future__ import annotations
