@@ -874,7 +874,9 @@ class _Life:
     def _check_dry(self) -> None:
         """Nothing that could be done without more prompts is left undone."""
         state = self.scheduler.state
-        waits = len(state.in_flight.queue) or any(state.in_flight.open_requests())
+        requests = [*state.in_flight.queue, *state.in_flight.open_requests()]
+        # An evaluation may have begun a moment ago. One that hangs is told by its own call.
+        waits = any(request.rollout.group.evaluation_id is None for request in requests)
         groups = self.mix.settings["stop"] == "groups"
         enough = len(list(state.in_flight.ready)) >= self.mix.settings["batch_groups"]
         if not state.fleet.control.engines:

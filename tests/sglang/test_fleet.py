@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from aprilsched import LongTailWorkload, RolloutScheduler
 from aprilsched.engines.refit import RefitFromDisk
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sglang.fleet import SGLangFleet
@@ -77,8 +78,9 @@ async def test_servers_of_different_versions_are_refused(
     await first.update_from_disk(models[0], 3)
     await first.resume()
     fleet = SGLangFleet([server.url for server in clean_pair], admin_key=ADMIN_KEY)
-    with pytest.raises(ConfigError, match="disagree on the weight version") as caught:
-        await fleet.open()
+    with pytest.raises(ConfigError, match="different policy versions") as caught:
+        async with RolloutScheduler(fleet, LongTailWorkload()):
+            pass
     for server in clean_pair:
         assert f"127.0.0.1:{server.port}" in str(caught.value)
     await first.close()

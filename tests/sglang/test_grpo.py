@@ -73,6 +73,8 @@ def test_it_learns(tmp_path: Path) -> None:
     trains = [sys.executable, EXAMPLE / "train.py", "--engine", "{engine}", "--out", out]
     assert ran(*with_server, *trains) == 0
     log = lines(out / "log.jsonl")
-    held = [line["held_out"] for line in log if "held_out" in line]
-    assert held[-1] >= held[0] + 0.1
+    rewards = [line["reward"] for line in log if "reward" in line]
+    # Means of 256 responses each, with a standard error of 0.03. The 96 of a held-out evaluation
+    # have one of 0.05, so the difference of two of them was once 0.08 where the policy had learned.
+    assert sum(rewards[-4:]) / 4 >= sum(rewards[:4]) / 4 + 0.1
     assert all(line["mismatch"] < 1e-5 for line in log if "mismatch" in line)

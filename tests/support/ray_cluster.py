@@ -33,7 +33,8 @@ def _offline() -> Generator[Any]:
 def local_cluster(num_cpus: int = 2) -> Generator[None]:
     """Ray, with a cluster that ends with the block."""
     with _offline() as ray:
-        ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+        # Without "local" it connects to the cluster that another test has on this machine.
+        ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
         yield
 
 

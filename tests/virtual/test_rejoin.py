@@ -6,15 +6,26 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
+from aprilsched import (
+    DiskPublisher,
+    LongTailWorkload,
+    RolloutScheduler,
+    SchedulerConfig,
+    SGLangFleet,
+    SimFleet,
+    SimPublisher,
+    SqliteStore,
+)
 from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.base import Engine, FleetChange
 from aprilsched.engines.selfcheck import check
 from aprilsched.engines.sim import SimEngine, run_virtual
-from aprilsched.errors import EngineError, InconsistentWeights, RefitError
+from aprilsched.errors import ConfigError, EngineError, InconsistentWeights, RefitError
+from tests.support.sim_http import Raw, served, two_weights
 
 
 def workload() -> LongTailWorkload:
@@ -26,6 +37,38 @@ CONFIG = SchedulerConfig(batch_groups=4, group_size=4, over_provision=2.0)
 
 def lose(rollouts: RolloutScheduler, name: str) -> None:
     rollouts._session.feed(EngineLost(engine=name, cause="its machine burnt"))
+
+
+async def test_a_resumed_run_takes_a_server_that_was_restarted_meanwhile(tmp_path: Path):
+    """It had been refused, because the servers do not have the same weights."""
+    lengths = LongTailWorkload(median=20, cap=60, group_size=4, seed=3, vocab_size=400)
+    store, (weights, newer) = tmp_path / "rollouts.store", two_weights(tmp_path)
+    async with served() as first, served() as second:
+
+        def scheduler(kept: Path | None) -> RolloutScheduler:
+            fleet = SGLangFleet([first.url, second.url])
+            return RolloutScheduler(
+                fleet, lengths, config=CONFIG, store=None if kept is None else SqliteStore(kept)
+            )
+
+        async with scheduler(store) as rollouts:
+            await rollouts.next_batch()
+            await rollouts.update_weights(DiskPublisher(weights))
+        async with Raw(second.url) as raw:
+            body = {"new_version": "default", "abort_all_requests": False}
+            assert (await raw.post("/update_weight_version", body))[0] == 200
+        with pytest.raises(ConfigError, match="different policy versions"):
+            async with scheduler(None):
+                pass
+        async with scheduler(store) as rollouts:
+            control = rollouts.state.fleet.control
+            assert len(control.engines) == len(control.standby) == 1
+            assert rollouts.version == 1
+            await rollouts.next_batch()
+            await rollouts.update_weights(DiskPublisher(newer))
+            assert set(rollouts.state.weights.versions.engines.values()) == {2}
+            assert len(control.engines) == 2
+            await rollouts.next_batch()
 
 
 class Once:

@@ -381,7 +381,7 @@ def test_after_a_drain_rolling_refits_have_delivered_everything_as_it_was_drawn(
 @pytest.mark.long
 def test_after_the_burn_in_rolling_refits_deliver_what_was_drawn():
     """The control drops the rollouts of engines that are a version behind."""
-    assert compared(outcome(batches=50, **ROLLING).lengths, block=4)["mean"].equivalent
+    assert compared(outcome(batches=80, **ROLLING).lengths, block=4)["mean"].equivalent
     censored = outcome(batches=50, max_staleness=Staleness(1, rule="evict"), **ROLLING)
     assert censored.evicted
     found = compared(censored.lengths)
@@ -573,7 +573,7 @@ def offsets(batches: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("name", AT_LENGTH)
 def test_a_planted_reward_keeps_its_baseline_and_its_advantage(name: str):
-    batches = outcome(**SCHEDULES[name]).batches
+    batches = outcome(**ALL[name]).batches
     assert np.abs(offsets(batches)).max() < 3
     truth = planted(drawn(BATCHES * BATCH_GROUPS * 4 // 3).tolist()).mean(axis=0)
     means = np.mean([planted(batch).mean(axis=0) for batch in batches[BURN_IN:]], axis=0)

@@ -84,9 +84,11 @@ class SGLangFleet:
     async def open(self) -> None:
         """Open every server and check that they agree; close all of them if anything is wrong.
 
+        Servers may have different numbered versions, which only a resumed run can do with.
+
         Raises:
             EngineError: if a server cannot be reached or is not an SGLang server.
-            ConfigError: if the servers differ in model or weights.
+            ConfigError: if the servers differ in model, or in the weights that they began with.
         """
         await self._members.open()
 
@@ -192,7 +194,8 @@ class SGLangListedFleet:
         Raises:
             EngineUnreachable: if the list is empty.
             EngineError: if a server cannot be reached or is not an SGLang server.
-            ConfigError: if a URL is bad, or if the servers differ in model or weights.
+            ConfigError: if a URL is bad, or if the servers differ in model, or in the weights that
+                they began with.
             Exception: any exception of the function that lists the servers.
         """
         urls = await self._list_urls()
@@ -407,13 +410,16 @@ _ONE_MODEL: Sequence[Trait] = (
 )
 _ONE_VERSION: Trait = (
     "weight version",
-    lambda facts: facts.label,
+    # Of servers with numbered versions the scheduler judges: in a resumed run a server may have an
+    # older one, or the label that it was started with, because it has been restarted too.
+    lambda facts: None if version_number(facts.label) else facts.label,
     "load the same weights everywhere, under the same weight_version, or restart the servers",
 )
 
 
 def check_fleet(engines: Sequence[SGLangEngine], model_path: str | None) -> None:
-    """Refuse open engines that differ in model or weights, or serve another than `model_path`.
+    """Refuse open engines that differ in model, or in the weights that they began with, or serve
+    another model than `model_path`.
 
     Raises:
         ConfigError: if they do; it names two that differ, and what to change.
