@@ -286,6 +286,8 @@ class Interleavings(RuleBasedStateMachine):
         possible = config.pace in ("auto", chosen) and not (
             chosen == "asynchronous" and (refill.defers or state.fleet.lent)
         )
+        if state.staleness.rule == "restart":
+            possible = possible and chosen == "synchronous" and config.settles(schedule)
         expected = schedule if config.pace != "auto" else replace(schedule, pace=chosen)
         assert state.plan.schedule == (expected if possible else before)
         assert state.asynchronous == ((state.plan.schedule.pace or config.pace) == "asynchronous")
