@@ -354,6 +354,7 @@ def test_evicting_the_stale_fails():
     assert not found["truncation_rate"].estimate >= 0
 
 
+@pytest.mark.long
 def test_finishing_the_stale_first_does_not():
     """Such a bound kept by another rule is no censor; short and long batches take turns."""
     run = outcome(batches=50, max_staleness=Staleness(2, rule="finish"))
