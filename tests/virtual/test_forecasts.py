@@ -52,6 +52,19 @@ class Choices:
                 self.made.append((len(self._bias.told), fact.forecast))
 
 
+def choosing(
+    only: Schedule, own: Planner, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Planner, Recorded]:
+    """The planner, which has one candidate, and what it is told of its forecasts."""
+
+    def candidates(*_: object) -> list[Schedule]:
+        return [only]
+
+    monkeypatch.setattr(planner, "candidates", candidates)
+    own.bias = bias = Recorded()
+    return own, bias
+
+
 @pytest.mark.parametrize(
     ("refill", "straggler"),
     [
@@ -66,13 +79,8 @@ def test_forecasts_of_slower_engines_converge_to_what_happens(
     refill: Refill, straggler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only = Schedule(over_provision=FixedRatio(ratio=1.5), refill=refill)
-
-    def candidates(*_: object) -> list[Schedule]:
-        return [only]
-
-    monkeypatch.setattr(planner, "candidates", candidates)
-    own, bias = Planner(MODEL, inline=True), Recorded()
-    own.bias, choices = bias, Choices(bias)
+    own, bias = choosing(only, Planner(MODEL, inline=True), monkeypatch)
+    choices = Choices(bias)
     Simulation(
         SchedulerConfig(over_provision="auto", straggler=straggler),  # type: ignore[arg-type]
         LongTailWorkload(sigma=0.5, cap=2500, seed=4),
@@ -95,13 +103,7 @@ def test_tokens_that_are_thrown_away_are_no_work(
     """With them the engines of tail batching were taken to be a quarter faster than they are."""
     ratio = 1.25 if isinstance(refill, TailBatching) else 1.0
     only = Schedule(over_provision=FixedRatio(ratio=ratio), refill=refill)
-
-    def candidates(*_: object) -> list[Schedule]:
-        return [only]
-
-    monkeypatch.setattr(planner, "candidates", candidates)
-    own, bias = Planner(inline=True), Recorded()
-    own.bias = bias
+    own, bias = choosing(only, Planner(inline=True), monkeypatch)
     run = Simulation(
         SchedulerConfig(batch_groups=16, over_provision="auto", max_staleness=0),
         LongTailWorkload(sigma=0.5, cap=2500, seed=4),
