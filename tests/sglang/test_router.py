@@ -104,7 +104,8 @@ async def test_a_routed_response_equals_the_direct_one(
         assert routed.ids == reference.ids
         assert routed.logprobs.tolist() == pytest.approx(reference.logprobs.tolist(), abs=1e-4)
         assert routed.last.spans == (VersionSpan(version=0, start=0, end=100),)
-        assert len(routed.chunks) > 3
+        # Eight, of which a busy server sends several in one event.
+        assert len(routed.chunks) > 1
     await direct.close()
 
 
