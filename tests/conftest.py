@@ -39,14 +39,21 @@ settings.load_profile("any machine")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests on servers first: they mostly wait, and the other tests use that time.
+    """Put tests on servers first, then those with Ray: they mostly wait, and the other tests use
+    that time.
 
-    The files of :data:`UNIT` come last. They are short, so all processes end at about one time.
+    The other files of :data:`UNIT` come last. They are short, so all processes end at about one
+    time.
     """
-    items.sort(key=lambda item: (SERVERS not in item.path.parents, UNIT in item.path.parents))
+    items.sort(key=lambda item: _place(item.path))
     for item in items:
         if item.get_closest_marker("long") is not None:
             item.add_marker(pytest.mark.timeout(LONG_SECONDS))
+
+
+def _place(path: Path) -> tuple[bool, bool, bool]:
+    """What the files of tests are ordered by."""
+    return SERVERS not in path.parents, not path.name.startswith("test_ray"), UNIT in path.parents
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -18,7 +18,7 @@ from tests.support.sim_http import INTERVAL, Raw, asked, served
 
 __all__ = ["LONG", "Front", "Reader", "front", "spans"]
 
-LONG = 3000
+LONG = 1500
 """Tokens of a response that is still running when a test looks at it."""
 
 
