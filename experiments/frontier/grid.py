@@ -13,14 +13,14 @@ from experiments.frontier.results import write_section
 
 __all__ = ["POLICIES"]
 
-BATCHES, BURN_IN = 40, 12
+BATCHES, BURN_IN = 75, 15
 _MEDIANS = {8192: 700.0, 16_384: 1000.0, 32_768: 1400.0}
 """Longer caps are set for longer answers: the median grows half as fast as the cap, so fewer
 responses are cut off (in the logarithm)."""
 
 POLICIES: dict[str, SchedulerConfig] = {
     **{name: PRESETS[name](SchedulerConfig()) for name in ("sync", "april", "copris")},
-    "rounds": replace(SchedulerConfig(), refill="buckets", over_provision=1.69),
+    "buckets": replace(SchedulerConfig(), refill="buckets", over_provision=1.69),
     "auto": PRESETS["auto"](SchedulerConfig()),
 }
 

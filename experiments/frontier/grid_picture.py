@@ -19,7 +19,7 @@ _LOOKS = {
     "sync": (GREY, "o", "wait for all", 6, -4, "left"),
     "april": (_ORANGE, "o", "APRIL", 5, -13, "center"),
     "copris": (_BLUE, "o", "CoPRIS", 5, -13, "center"),
-    "rounds": (_GREEN, "o", "rounds", -7, -9, "right"),
+    "buckets": (_GREEN, "o", "buckets", -7, -9, "right"),
     "auto": (_RED, "*", "auto", -6, 6, "right"),
 }
 _CAPS = (8192, 16_384, 32_768)
@@ -29,7 +29,7 @@ def main() -> None:
     rows = section("grid")
     figure = new_figure(13, 8)
     figure.suptitle(
-        "Auto is as fast as APRIL with fewer off-policy tokens, most so at a high share",
+        "Auto is as fast as APRIL or faster, mostly with fewer off-policy tokens",
         x=0.01,
         ha="left",
         fontsize=13,

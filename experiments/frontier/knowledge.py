@@ -6,7 +6,7 @@ replacement is put where the trial looks for it, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
@@ -25,7 +25,7 @@ from aprilsched.core.policies.wave import Wave
 from aprilsched.planning import trial
 from aprilsched.planning.setting import Setting
 from aprilsched.planning.trial import Store, TrialGroup
-from aprilsched.timing.model import H200_QWEN3_4B_LINEAR
+from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload
 from experiments.frontier.results import write_section
 
@@ -69,12 +69,22 @@ class VariantStore(Store):
             cap=float(setting.lengths.max()),
         )
 
-    def choose(self, count: int, lacking: int, batch: int) -> list[tuple[TrialGroup, int]]:
+    def choose(
+        self,
+        count: int,
+        lacking: int,
+        batch: int,
+        *,
+        busy: Collection[int] = (),
+        tail: bool = False,
+    ) -> list[tuple[TrialGroup, int]]:
         """As the store of a trial does."""
         age = np.array([batch - group.opened for group in self.groups], dtype=np.int64)
         chosen = set(self._pick(self._rest(), age, max(1, count)).tolist())
         runs: list[tuple[TrialGroup, int]] = []
         for place, group in enumerate(self.groups):
+            if id(group) in busy:
+                continue
             first = group.first_run
             if place in chosen or (first is not None and batch - first >= self._rule.oldest):
                 members = [m for m, done in enumerate(group.finished) if not done]
@@ -120,7 +130,7 @@ def setting(seed: int) -> tuple[Setting, dict[bytes, list[int]]]:
     made = Setting(
         lengths=np.ascontiguousarray(now),
         batch_groups=_GROUPS,
-        model=H200_QWEN3_4B_LINEAR,
+        model=H200_QWEN3_4B,
         prompt_tokens=8,
         batches=BATCHES,
     )
@@ -138,8 +148,8 @@ def stores(variant: Variant, earlier: dict[bytes, list[int]]) -> Generator[None]
         yield
 
 
-def rounds(groups: int, variant: Variant, **settings: int) -> Callable[[int], tuple[float, float]]:
-    """Efficiency and off-policy share by seed, for so many groups a round."""
+def buckets(groups: int, variant: Variant, **settings: int) -> Callable[[int], tuple[float, float]]:
+    """Efficiency and off-policy share by seed, for so many groups in flight."""
     rule = replace(LengthBuckets(), **settings)
     schedule = Schedule(over_provision=FixedRatio(ratio=groups / _GROUPS), refill=rule)
 
@@ -201,22 +211,22 @@ def variants() -> list[tuple[str, str, Callable[[int], tuple[float, float]]]]:
     ]
     sizes = (40, 48, 54, 64)
     found += [
-        ("probes 1 (production)", f"{n} groups", rounds(n, none, probes=1)) for n in (*sizes, 60)
+        ("probes 1 (production)", f"{n} groups", buckets(n, none, probes=1)) for n in (*sizes, 60)
     ]
-    found += [("probes 2", f"{n} groups", rounds(n, none, probes=2)) for n in sizes]
-    found += [("siblings only", f"{n} groups", rounds(n, none, probes=0)) for n in sizes]
-    found += [("one earlier epoch", f"{n} groups", rounds(n, epoch, probes=0)) for n in sizes]
+    found += [("probes 2", f"{n} groups", buckets(n, none, probes=2)) for n in sizes]
+    found += [("siblings only", f"{n} groups", buckets(n, none, probes=0)) for n in sizes]
+    found += [("one earlier epoch", f"{n} groups", buckets(n, epoch, probes=0)) for n in sizes]
     found += [
-        ("one earlier epoch and probes", f"{n} groups", rounds(n, epoch, probes=1))
+        ("one earlier epoch and probes", f"{n} groups", buckets(n, epoch, probes=1))
         for n in (40, 48, 54)
     ]
-    found += [("every length known", f"{n} groups", rounds(n, oracle, probes=0)) for n in sizes]
+    found += [("every length known", f"{n} groups", buckets(n, oracle, probes=0)) for n in sizes]
     found += [
         ("every length known, sorted and waited for", f"blocks of {block}", sorted_waiting(block))
         for block in (4, 10, 40)
     ]
     found += [
-        (f"which groups: {pick}", "54 groups", rounds(54, Variant(pick=pick)))
+        (f"which groups: {pick}", "54 groups", buckets(54, Variant(pick=pick)))
         for pick in ("oldest", "shortest", "longest")
     ]
     found += [
@@ -224,7 +234,7 @@ def variants() -> list[tuple[str, str, Callable[[int], tuple[float, float]]]]:
         for ratio in (1.25, 1.5, 2.0)
     ]
     found += [
-        ("free prefill, rounds", f"{n} groups", free_prefill(LengthBuckets(), n / _GROUPS))
+        ("free prefill, buckets", f"{n} groups", free_prefill(LengthBuckets(), n / _GROUPS))
         for n in sizes
     ]
     return found

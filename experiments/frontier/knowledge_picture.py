@@ -30,14 +30,16 @@ class _Line(NamedTuple):
 _LINES = {
     "reference": _Line(_ORANGE, "-", "waves (APRIL is the last)", -1, -20, -28),
     "siblings only": _Line(_SKY, "-", "finished siblings only", -1, 8, -3),
-    "probes 1 (production)": _Line(_GREEN, "-", "and one probe:\nrounds, in production", -1, 8, -4),
+    "probes 1 (production)": _Line(
+        _GREEN, "-", "and one probe:\nbuckets, in production", -1, 8, -4
+    ),
     "one earlier epoch": _Line(_BLUE, "-", "one earlier epoch", 0, -8, 2, "right"),
     "every length known": _Line(GREY, "-", "every length known", 1, -8, 4, "right"),
     "every length known, sorted and waited for": _Line(
         GREY, ":", "every length known: sorted\nin blocks, each batch waited for", 1, 10, -8
     ),
     "free prefill, waves": _Line(_ORANGE, "--", "waves, prefill\nat no cost", -1, 8, -6),
-    "free prefill, rounds": _Line(_GREEN, "--", "rounds, prefill\nat no cost", 2, -8, 8, "right"),
+    "free prefill, buckets": _Line(_GREEN, "--", "buckets, prefill\nat no cost", 2, -8, 8, "right"),
 }
 
 

@@ -15,7 +15,7 @@ from experiments.frontier.results import HERE, section
 __all__ = ["main"]
 
 _BLUE, _ORANGE, _GREEN, _PINK, _, _RED, _ = PALETTE
-_COLOURS = {"waves": _ORANGE, "pool": _BLUE, "taper": _PINK, "rounds": _GREEN}
+_COLOURS = {"waves": _ORANGE, "pool": _BLUE, "taper": _PINK, "buckets": _GREEN}
 _MEMBERS = {"sync": "waves", "slime": "waves", "april": "waves", "pool": "pool"}
 """Presets that are points of a family's line."""
 _NAMES = {
@@ -39,13 +39,13 @@ def main() -> None:
     _budget(right, 0.0, 1.0, 0.95, "budget: 0.95", 0.02)
     finish(
         left,
-        title="Recompute: rounds pass APRIL with fewer off-policy tokens",
+        title="Recompute: length buckets pass APRIL with fewer off-policy tokens",
         x="off-policy share of the delivered tokens  (better: left)",
         y="efficiency, T_bound / T  (better: up)",
     )
     finish(
         right,
-        title="KV kept: pools reach the bound, and auto finds them",
+        title="KV kept: the largest pool is nearest to the bound, and auto takes it",
         x="off-policy share of the delivered tokens",
         y="",
     )
@@ -62,7 +62,7 @@ def _ages(rows: list[dict[str, Any]]) -> None:
     _panel(axes, [r for r in rows if r["family"] != "taper"], _AGES, x="staleness")
     finish(
         axes,
-        title="In versions, rounds are staler than waves: what is parked grows old",
+        title="In versions, length buckets are staler than waves: what is deferred grows old",
         x="mean staleness of the delivered tokens, versions  (better: left)",
         y="efficiency, T_bound / T  (better: up)",
     )
@@ -77,11 +77,11 @@ _LEFT: _Places = {
     "sync": (8, -3, "left"),
     "april": (6, -13, "left"),
     "slime": (8, -8, "left"),
-    "areal": (6, -12, "right"),
+    "areal": (12, 2, "left"),
     "copris": (-8, -6, "right"),
     "auto": (-8, 8, "right"),
     "waves 1.25": (10, -8, "left"),
-    "rounds 1.25": (-10, 4, "right"),
+    "buckets 1.25": (-10, 4, "right"),
     "pool 2": (-6, -16, "right"),
     "taper 1.25": (4, 8, "left"),
 }
@@ -93,7 +93,7 @@ _RIGHT: _Places = {
     "copris": (10, -8, "left"),
     "auto": (-10, 2, "right"),
     "waves 1.25": (10, -8, "left"),
-    "pool 1.25": (-8, 4, "right"),
+    "pool 1.5": (-8, 8, "right"),
     "taper 1": (-8, 4, "right"),
 }
 _AGES: _Places = {
@@ -104,12 +104,12 @@ _AGES: _Places = {
     "copris": (-8, -8, "right"),
     "auto": (4, -18, "left"),
     "waves 1.25": (-8, 4, "right"),
-    "rounds 1.25": (10, -16, "left"),
+    "buckets 1.25": (10, -16, "left"),
     "pool 2": (-12, -4, "right"),
 }
 _LINES = {
     "waves": "waves",
-    "rounds": "rounds of\nlike length",
+    "buckets": "length buckets",
     "pool": "pools",
     "taper": "pools that taper",
 }

@@ -13,12 +13,12 @@ __all__ = ["Candidate", "keeping_kv", "recomputing"]
 
 _PRESETS = ("sync", "april", "slime", "areal", "copris", "pool", "auto")
 _WAVES = (1.0625, 1.125, 1.25, 1.75, 2.5, 3.0)
-_ROUNDS = (1.125, 1.25, 1.375, 1.5, 1.5938, 1.69, 1.875, 2.0)
+_BUCKETS = (1.125, 1.25, 1.375, 1.5, 1.5938, 1.69, 1.875, 2.0)
 _POOLS = (1.25, 1.5, 2.0)
 
 
 class Candidate(NamedTuple):
-    """A schedule by name; `family` is waves, pool, taper, rounds or preset, `ratio` its place."""
+    """A schedule by name; `family` is waves, pool, taper, buckets or preset, `ratio` its place."""
 
     name: str
     family: str
@@ -29,7 +29,7 @@ class Candidate(NamedTuple):
 def recomputing() -> list[Candidate]:
     """What is in flight at a refit is prefilled again."""
     base = SchedulerConfig()
-    return [*_common(base, _POOLS), *_rounds(base)]
+    return [*_common(base, _POOLS), *_buckets(base)]
 
 
 def keeping_kv() -> list[Candidate]:
@@ -51,9 +51,9 @@ def _common(base: SchedulerConfig, pools: Iterable[float]) -> Iterator[Candidate
     )
 
 
-def _rounds(base: SchedulerConfig) -> Iterator[Candidate]:
-    rounds = replace(base, refill=LengthBuckets(store=5, probes=1, oldest=16))
-    yield from _along("rounds", _ROUNDS, lambda x: replace(rounds, over_provision=x))
+def _buckets(base: SchedulerConfig) -> Iterator[Candidate]:
+    buckets = replace(base, refill=LengthBuckets(store=5, probes=1, oldest=16))
+    yield from _along("buckets", _BUCKETS, lambda x: replace(buckets, over_provision=x))
 
 
 def _along(
