@@ -39,11 +39,11 @@ settings.load_profile("any machine")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests on servers first, then those with Ray: they mostly wait, and the other tests use
-    that time.
+    """Put tests on servers first, and then those of the gateway: they mostly wait, and the other
+    tests use that time.
 
-    The other files of :data:`UNIT` come last. They are short, so all processes end at about one
-    time.
+    The files of :data:`UNIT` come last, those with Ray before the others. The others are short, so
+    all processes end at about one time.
     """
     items.sort(key=lambda item: _place(item.path))
     for item in items:
@@ -51,9 +51,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(LONG_SECONDS))
 
 
-def _place(path: Path) -> tuple[bool, bool, bool]:
+def _place(path: Path) -> tuple[bool, ...]:
     """What the files of tests are ordered by."""
-    return SERVERS not in path.parents, not path.name.startswith("test_ray"), UNIT in path.parents
+    return (
+        SERVERS not in path.parents,
+        not path.name.startswith("test_gateway"),
+        UNIT in path.parents,
+        not path.name.startswith("test_ray"),
+    )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -403,8 +403,13 @@ async def test_another_trainer_gets_what_the_first_has_not_acknowledged(
         async with ActorScheduler(NAME, wait_s=60) as second:
             assert second.version == 1
             again = [await second.next_batch() for _ in range(3)]
-            with pytest.raises(SchedulerClosed, match="one scheduler has one trainer"):
-                await lost
+            # On a busy machine the first trainer may have had this batch before the other one came.
+            (ended,) = await asyncio.gather(lost, return_exceptions=True)
+            if isinstance(ended, Batch):
+                untrained.append(ended)
+            else:
+                assert isinstance(ended, SchedulerClosed)
+                assert "one scheduler has one trainer" in str(ended)
             with pytest.raises(SchedulerClosed, match="one scheduler has one trainer"):
                 await first.update_weights(DiskPublisher(weights))
             assert_nothing_is_lost_or_doubled([trained, *again], await in_flight(second))
